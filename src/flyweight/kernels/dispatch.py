@@ -1,0 +1,40 @@
+"""The only table: (kind of weight, device) → the function that multiplies with it, and why that one.
+
+`prepare` lays a weight out once for its kernel; the result is called with x for ever after. Where no fast kernel
+fits, the choice says so by name and reason, once: never a silent slow path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight.tensors import Plain, QuantTensor
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A weight laid out for one kernel: call it with x [..., in] to get [..., out]."""
+
+    run: Callable[[Tensor], Tensor]
+    kernel: str
+    why: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False) -> Prepared:
+    """Choose and lay out. `exact` forbids kernels that compute anything but x @ dequantize(): evaluation wants it."""
+    weight = tensor.dequantize(dtype) if not isinstance(tensor, Plain) else tensor.weight.to(dtype)
+
+    def run(x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(tensor.quantize_input(x).to(dtype), weight)
+
+    why = "plain weight" if isinstance(tensor, Plain) else f"no kernel for {tensor.kind} here: dequantized once at load"
+    return Prepared(run, "torch.linear", why, tensor.shape, weight.nbytes)
