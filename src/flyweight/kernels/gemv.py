@@ -107,8 +107,8 @@ def plan(kind: str, columns: int, group: int, rows: int, *, warps: int, limit: i
     groups = math.ceil(stage_blocks * 64 / group) if grouped else 0
     stage = stage_blocks * block_bytes + groups * 64
     sums = (2 * total if group == 32 else total) * rows * 4 if grouped else 4
-    fixed = rows * (total * 128 + 64) + (rows * (total * 64 + 32) if kind == "w8a8" else 16) + sums
-    fixed += 2 * warps * 16 * rows * 4 + rows * warps * 4 + rows * 4 + 16 * 16 + 256
+    x_block = 64 if kind == "w8a8" else 128
+    fixed = rows * (total * x_block + x_block // 2) + sums + 16 * warps * 16 * 4 + rows * (warps + 1) * 8 + 16 * 16 + 256
     stages = min(16, (limit - fixed) // stage)
     return Plan(stage_blocks, stages, fixed + stages * stage) if stages >= 2 else None
 
@@ -134,7 +134,7 @@ class Gemv:
         return sum(t.nbytes for t in (self.weights, self.records, self.channel_scale, self.bias) if t is not None)
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-                 residual: Tensor | None = None, pdl: bool = True, warps: int = 8, limit: int = SHARED_LIMIT,
+                 residual: Tensor | None = None, pdl: bool = True, warps: int = 16, limit: int = SHARED_LIMIT,
                  stage_bytes: int = 16384, grid: int | None = None) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]

@@ -4,11 +4,12 @@
 // order in which mma.m16n8k16 wants them; CTA b owns a contiguous run of tiles.
 //
 //      tile t      | block 0 | block 1 | … |        a stage = STAGE_BLOCKS blocks of one tile, one bulk copy
-//                    warp 0    warp 1              8 warps take a stage's units in turn and meet once a tile
+//                    warp 0    warp 1              the warps take a stage's units in turn
 //
 // A producer warp streams stages through a ring in shared memory. It fills the ring BEFORE it waits for the kernel
 // before this one: memory is never idle between two dependent kernels. The ring is sized so that two kernels fit on
-// an SM at once. Limit: bytes of weights / bandwidth.
+// an SM at once. Warps keep their partial sums of many tiles in shared memory and meet once in SLOTS tiles.
+// Limit: bytes of weights / bandwidth.
 //
 // Integers become floats by or-ing the code into a float's mantissa (1024 + q in fp16, 128 + q in bf16); offset and
 // zero point are taken out once a group: s · (sum x·(offset + q) − (offset + z) · sum x). An int8 code in bf16 goes
@@ -37,7 +38,9 @@ constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int TILE_STAGES = (BLOCKS + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
-constexpr int XROW = BLOCKS * 128 + 64;                             // bytes; + 64 so that 8 rows hit different banks
+constexpr int XBLOCK = FORMAT == W8A8 ? 64 : 128;                   // bytes of x that meet one block
+constexpr int XROW = BLOCKS * XBLOCK + XBLOCK / 2;                  // padded so that 8 rows hit different banks
+constexpr int SLOTS = ROWS > 8 ? 1 : 16 / ROWS;                     // tiles between two meetings of the warps
 constexpr int THREADS = WARPS * 32;
 constexpr float OFFSET = FORMAT == INT8 && !FP16 ? 2176.f : FP16 ? 1024.f : 128.f;
 
@@ -47,10 +50,9 @@ static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || G
 struct __align__(128) Shared {
   u8 ring[STAGES][STAGE_BYTES];
   u8 x[ROWS * XROW];
-  u8 x8[FORMAT == W8A8 ? ROWS * (BLOCKS * 64 + 32) : 16];
   float sums[GROUPED ? SUMS : 1][ROWS];
-  float partial[2][WARPS][16][ROWS];
-  float row_stats[ROWS][WARPS];
+  float partial[SLOTS][WARPS][16][ROWS];
+  float row_stats[2][ROWS][WARPS];
   float x_scale[ROWS];
   u64 full[STAGES], empty[STAGES];
 };
@@ -141,122 +143,123 @@ DEVICE void add_group(float (&total)[4], const float (&acc)[4], const u32* scale
   total[3] += s1 * (acc[3] - z1 * second);
 }
 
-// Row-wide statistic over the WARPS / ROWS warps (or fewer rows a warp) that share a row.
+// x into shared memory, normalized, summed by groups and (W8A8) quantized. Each row belongs to PER_ROW warps, and a lane
+// keeps its pieces in registers from the first read to the last write. The norm's weights are read ahead of the wait.
+constexpr int PER_ROW = WARPS / ROWS;
+constexpr int PIECES = BLOCKS * 8;  // 16-byte pieces of a row, padded to whole blocks
+constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
+
+DEVICE float row_total(Shared& sh, float value, bool maximum, int row, int part, int lane) {
+  value = maximum ? warp_max(value) : warp_sum(value);
+  if (PER_ROW == 1) return value;
+  float* stats = sh.row_stats[maximum][row];
+  if (lane == 0) stats[part] = value;
+  named_barrier(1, THREADS);
+  value = stats[0];
+#pragma unroll
+  for (int i = 1; i < PER_ROW; i++) value = maximum ? fmaxf(value, stats[i]) : value + stats[i];
+  return value;
+}
+
 DEVICE void load_rows(Shared& sh, const u16* X, const u16* norm, float epsilon, int warp, int lane) {
-  constexpr int PER_ROW = WARPS / ROWS > 0 ? WARPS / ROWS : 1;  // warps that share a row
-  constexpr int STEP = PER_ROW * 32;
-  constexpr int CHUNKS = BLOCKS * 8;  // 16-byte pieces of a row, padded to whole blocks
-  const int part = warp % PER_ROW, unit_lanes = GROUPED && GROUP < 64 ? 4 : UNIT_BLOCKS * 8;
-  for (int row = warp / PER_ROW; row < ROWS; row += WARPS / PER_ROW) {
-    u8* to = sh.x + row * XROW;
-    const uint4* from = (const uint4*)(X + (size_t)row * KDIM);
-    float squares = 0, most = 0;
-#pragma unroll 4
-    for (int c = part * 32 + lane; c < CHUNKS; c += STEP) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (c < KDIM / 8) v = from[c];
-      *(uint4*)(to + c * 16) = v;
-      if (NORM || FORMAT == W8A8) {
-        u32 p[4] = {v.x, v.y, v.z, v.w};
+  const int row = warp / PER_ROW, part = warp % PER_ROW;
+  uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float a = low_float(p[i]), b = high_float(p[i]);
-          squares += a * a + b * b;
-          most = fmaxf(most, fmaxf(fabsf(a), fabsf(b)));
-        }
-      }
-    }
-    float inverse = 1.f;
-    if (NORM) {
-      squares = warp_sum(squares);
-      if (PER_ROW > 1) {
-        if (lane == 0) sh.row_stats[row][part] = squares;
-        named_barrier(1, THREADS);
-        squares = 0;
-        for (int i = 0; i < PER_ROW; i++) squares += sh.row_stats[row][i];
-      }
-      inverse = rsqrtf(squares / KDIM + epsilon);
-      most = 0;
-    }
-    if (NORM || GROUPED) {
-#pragma unroll 4
-      for (int start = part * 32; start < CHUNKS; start += STEP) {  // whole warps, for the shuffles
-        const int c = start + lane;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (c < CHUNKS) v = *(uint4*)(to + c * 16);
-        u32 p[4] = {v.x, v.y, v.z, v.w};
-        if (NORM && c < KDIM / 8) {
-          uint4 n4 = ((const uint4*)norm)[c];
-          u32 n[4] = {n4.x, n4.y, n4.z, n4.w};
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            p[i] = pack2(low_float(p[i]) * inverse * low_float(n[i]), high_float(p[i]) * inverse * high_float(n[i]));
-            most = fmaxf(most, fmaxf(fabsf(low_float(p[i])), fabsf(high_float(p[i]))));
-          }
-          *(uint4*)(to + c * 16) = make_uint4(p[0], p[1], p[2], p[3]);
-        }
-        if (GROUPED) {
-          float sum = 0;
-#pragma unroll
-          for (int i = 0; i < 4; i++) sum += low_float(p[i]) + high_float(p[i]);
-#pragma unroll
-          for (int o = unit_lanes / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-          if (lane % unit_lanes == 0 && c < CHUNKS) sh.sums[c / unit_lanes][row] = sum;
-        }
-      }
-    }
-#if FORMAT == W8A8
-    most = warp_max(most);
-    if (PER_ROW > 1) {
-      named_barrier(1, THREADS);  // row_stats may still be read
-      if (lane == 0) sh.row_stats[row][part] = most;
-      named_barrier(1, THREADS);
-      for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[row][i]);
-    }
-    float scale = fmaxf(most / 127.f, 1e-12f);
-    if (lane == 0) sh.x_scale[row] = scale;
-    for (int c = part * 32 + lane; c < CHUNKS; c += STEP) {
-      uint4 v = *(uint4*)(to + c * 16);
-      u32 p[4] = {v.x, v.y, v.z, v.w}, q[2] = {0, 0};
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        float f = (i & 1 ? high_float(p[i / 2]) : low_float(p[i / 2])) / scale;
-        q[i / 4] |= ((u32)__float2int_rn(f) & 0xff) << (8 * (i % 4));
-      }
-      *(uint2*)(sh.x8 + row * (BLOCKS * 64 + 32) + c * 8) = make_uint2(q[0], q[1]);
-    }
-#endif
+  for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
+    const int piece = (i * PER_ROW + part) * 32 + lane;
+    weight[i] = piece < KDIM / 8 ? ((const uint4*)norm)[piece] : make_uint4(0, 0, 0, 0);
   }
+  wait_for_inputs();
+  float squares = 0, most = 0;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int piece = (i * PER_ROW + part) * 32 + lane;
+    x[i] = piece < KDIM / 8 ? ((const uint4*)(X + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+  }
+  if (NORM) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; j++) squares += low_float(p[j]) * low_float(p[j]) + high_float(p[j]) * high_float(p[j]);
+    }
+  }
+  const float inverse = NORM ? rsqrtf(row_total(sh, squares, false, row, part, lane) / KDIM + epsilon) : 1.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int piece = (i * PER_ROW + part) * 32 + lane;
+    u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+    if (NORM) {
+      const u32 n[4] = {weight[i].x, weight[i].y, weight[i].z, weight[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        p[j] = pack2(low_float(p[j]) * inverse * low_float(n[j]), high_float(p[j]) * inverse * high_float(n[j]));
+      x[i] = make_uint4(p[0], p[1], p[2], p[3]);
+    }
+    if (FORMAT != W8A8 && piece < PIECES) *(uint4*)(sh.x + row * XROW + piece * 16) = x[i];
+    if (GROUPED) {
+      constexpr int lanes = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // that share a sum
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < 4; j++) sum += low_float(p[j]) + high_float(p[j]);
+#pragma unroll
+      for (int o = lanes / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+      if (lane % lanes == 0 && piece < PIECES) sh.sums[piece / lanes][row] = sum;
+    }
+    if (FORMAT == W8A8) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) most = fmaxf(most, fmaxf(fabsf(low_float(p[j])), fabsf(high_float(p[j]))));
+    }
+  }
+#if FORMAT == W8A8
+  most = fmaxf(row_total(sh, most, true, row, part, lane), 127e-12f);
+  const float factor = 127.f / most;
+  if (lane == 0) sh.x_scale[row] = most / 127.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int piece = (i * PER_ROW + part) * 32 + lane;
+    const u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+    u32 q[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      q[j / 4] |= ((u32)__float2int_rn((j & 1 ? high_float(p[j / 2]) : low_float(p[j / 2])) * factor) & 0xff) << (8 * (j % 4));
+    if (piece < PIECES) *(uint2*)(sh.x + row * XROW + piece * 8) = make_uint2(q[0], q[1]);
+  }
+#endif
   named_barrier(1, THREADS);
 }
 
-DEVICE void finish_tile(Shared& sh, int tile, int buffer, const float* channel_scale, const u16* bias, const u16* residual, u16* Y,
-                        int lane) {
+// The outputs of `count` tiles from the partial sums of all warps; every thread takes some.
+DEVICE void finish_tiles(Shared& sh, int first, int count, const float* channel_scale, const u16* bias, const u16* residual, u16* Y) {
   constexpr int OUTPUTS = EPILOGUE == SILU ? 8 : 16, WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
-  for (int i = lane; i < OUTPUTS * ROWS; i += 32) {
-    int r = i % OUTPUTS, token = i / OUTPUTS, n = tile * OUTPUTS + r;
-    float v[2] = {0, 0};
+  for (int i = threadIdx.x; i < count * OUTPUTS * ROWS; i += THREADS) {
+    const int token = i % ROWS, r = i / ROWS % OUTPUTS, slot = i / ROWS / OUTPUTS, tile = first + slot, n = tile * OUTPUTS + r;
+    if (n >= WIDTH) continue;
+    float before = 0;
+    if (EPILOGUE == RESIDUAL) before = to_float(residual[(size_t)token * WIDTH + n]);
+    float v[2];
 #pragma unroll
     for (int half = 0; half < (EPILOGUE == SILU ? 2 : 1); half++) {
+      const int channel = tile * 16 + 8 * half + r;
       if constexpr (FORMAT == W8A8) {
+        const float scale = channel_scale[channel];
         int sum = 0;
-        for (int w = 0; w < WARPS; w++) sum += __float_as_int(sh.partial[buffer][w][r + 8 * half][token]);
-        int channel = min(EPILOGUE == SILU ? tile * 16 + 8 * half + r : n, NDIM - 1);
-        v[half] = (float)sum * sh.x_scale[token] * channel_scale[channel];
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += __float_as_int(sh.partial[slot][w][r + 8 * half][token]);
+        v[half] = (float)sum * (sh.x_scale[token] * scale);
       } else {
-        for (int w = 0; w < WARPS; w++) v[half] += sh.partial[buffer][w][r + 8 * half][token];
+        v[half] = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) v[half] += sh.partial[slot][w][r + 8 * half][token];
       }
-      if (BIAS && n < WIDTH) v[half] += to_float(bias[EPILOGUE == SILU ? tile * 16 + 8 * half + r : n]);
+      if (BIAS) v[half] += to_float(bias[channel]);
     }
-    if (n >= WIDTH) continue;
-    float y = v[0];
-    if (EPILOGUE == SILU) y = v[0] / (1.f + __expf(-v[0])) * v[1];
-    if (EPILOGUE == RESIDUAL) y += to_float(residual[(size_t)token * WIDTH + n]);
+    const float y = EPILOGUE == SILU ? v[0] / (1.f + __expf(-v[0])) * v[1] : v[0] + before;
     Y[(size_t)token * WIDTH + n] = to_bits(y);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
 gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
      const u16* residual, u16* Y, float epsilon) {
   extern __shared__ __align__(128) u8 raw[];
@@ -296,16 +299,13 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
     return;
   }
 
-  wait_for_inputs();
   load_rows(sh, X, norm, epsilon, warp, lane);
 
-  const int row = min(g, ROWS - 1);
-  const u8* xs = FORMAT == W8A8 ? sh.x8 + row * (BLOCKS * 64 + 32) + t * 8 : sh.x + row * XROW + t * 16;
-  constexpr int XBLOCK = FORMAT == W8A8 ? 64 : 128;
+  const u8* xs = sh.x + min(g, ROWS - 1) * XROW + t * (FORMAT == W8A8 ? 8 : 16);
+  int done = first;  // tiles before this one are finished
   for (int tile = first, i = 0; tile < last; tile++) {
-    float total[4] = {};
-    int itotal[2][4] = {};
-    float plain[2][4] = {};
+    float total[4] = {}, split[2][4] = {};  // of the tile; plain weights keep the two halves of a block apart
+    int integers[2][4] = {};
     for (int stage = 0; stage < TILE_STAGES; stage++, i++) {
       const u8* ring = sh.ring[i % STAGES];
       const int blocks = min(STAGE_BLOCKS, BLOCKS - stage * STAGE_BLOCKS);
@@ -313,14 +313,14 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
       for (int unit = warp * UNIT_BLOCKS; unit < blocks; unit += WARPS * UNIT_BLOCKS) {
         const int block = stage * STAGE_BLOCKS + unit;
         if constexpr (FORMAT == W8A8) {
-          multiply_block<int>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, itotal, itotal, lane);
+          multiply_block<int>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, integers, integers, lane);
         } else if constexpr (FORMAT == PLAIN) {
-          multiply_block<float>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, plain, plain, lane);
+          multiply_block<float>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, split, split, lane);
         } else {
           float acc[2][4] = {}, high[2][4] = {};
 #pragma unroll
           for (int b = 0; b < UNIT_BLOCKS; b++)
-            if (UNIT_BLOCKS == 1 || unit + b < blocks)
+            if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
               multiply_block<float>(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, high, lane);
           const u32* group = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES);
           const int g0 = block * 64 / GROUP - stage * STAGE_BLOCKS * 64 / GROUP;
@@ -343,15 +343,18 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
       __syncwarp();
       if (lane == 0) barrier_arrive(&sh.empty[i % STAGES]);
     }
-    const int buffer = (tile - first) & 1;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      int token = 2 * t + (j & 1);
-      float v = FORMAT == W8A8 ? __int_as_float(itotal[0][j] + itotal[1][j]) : FORMAT == PLAIN ? plain[0][j] + plain[1][j] : total[j];
-      if (token < ROWS) sh.partial[buffer][warp][g + 8 * (j / 2)][token] = v;
+      const int token = 2 * t + (j & 1);
+      const float v = FORMAT == W8A8 ? __int_as_float(integers[0][j] + integers[1][j])
+                    : FORMAT == PLAIN ? split[0][j] + split[1][j] : total[j];
+      if (token < ROWS) sh.partial[tile - done][warp][g + 8 * (j / 2)][token] = v;
     }
-    named_barrier(1, THREADS);
-    if ((tile - first) % WARPS == warp) finish_tile(sh, tile, buffer, channel_scale, bias, residual, Y, lane);
+    if (tile + 1 == last || tile + 1 - done == SLOTS) {
+      named_barrier(1, THREADS);
+      finish_tiles(sh, done, tile + 1 - done, channel_scale, bias, residual, Y);
+      done = tile + 1;
+      if (done < last) named_barrier(1, THREADS);
+    }
   }
 }
-
