@@ -23,7 +23,7 @@ def unlayout(prepared: gemv.Gemv) -> torch.Tensor:
                     if prepared.kind == "int4":
                         words = raw.view(tiles, blocks, 32, 4, 4)[..., 2 * half + step, :].long()
                         word = words[..., 0] | words[..., 1] << 8 | words[..., 2] << 16 | words[..., 3] << 24
-                        value = (word >> 4 * (4 * (i % 2) + 2 * (i // 2) + j)) & 15
+                        value = (word >> 4 * (4 * (i % 2) + 2 * j + i // 2)) & 15
                     elif prepared.kind == "int8":
                         value = raw.view(tiles, blocks, 2, 32, 4, 4)[:, :, half, :, 2 * step + j, (0, 2, 1, 3)[i]]
                     elif prepared.kind == "w8a8":
@@ -55,7 +55,8 @@ def test_interleaved_tiles_hold_gate_rows_then_up_rows():
     assert torch.equal(read[:, 0].reshape(32, 128), gate) and torch.equal(read[:, 1].reshape(32, 128), up)
     scales = (prepared.records & 0xFFFF).to(torch.int16).view(torch.bfloat16).transpose(1, 2).reshape(4, 2, 8, 2)
     assert torch.equal(scales[:, 1].reshape(32, 2), tensor.scales[32:])
-    assert torch.equal((prepared.records >> 16).transpose(1, 2).reshape(4, 2, 8, 2)[:, 0].reshape(32, 2), tensor.zeros[:32].int())
+    zeros = (prepared.records >> 16).to(torch.int16).view(torch.bfloat16).transpose(1, 2).reshape(4, 2, 8, 2)
+    assert torch.equal(zeros[:, 0].reshape(32, 2), tensor.zeros[:32].bfloat16())
 
 
 def test_plans_cover_the_weight_and_stay_within_shared_memory():

@@ -12,36 +12,39 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 
 // ---- 16-bit floats: a value is its bits in a u16, two of them in a u32 (low half first) ----
-DEVICE float to_float(u16 bits) {
-#if FP16
+template <bool HALF> DEVICE float float_of(u16 bits) {
+  if (!HALF) return __uint_as_float((u32)bits << 16);
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
   return f;
-#else
-  return __uint_as_float((u32)bits << 16);
-#endif
 }
-DEVICE u32 pack2(float low, float high) {
+template <bool HALF> DEVICE u32 pack(float low, float high) {
   u32 r;
-#if FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#endif
+  if (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-DEVICE u16 to_bits(float f) { return (u16)(pack2(f, 0.f) & 0xffff); }
+// The same in the type of activations.
+DEVICE float to_float(u16 bits) { return float_of<FP16>(bits); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
 DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
+DEVICE u32 pack2(float low, float high) { return pack<FP16>(low, high); }
+DEVICE u16 to_bits(float f) { return (u16)(pack2(f, 0.f) & 0xffff); }
+
+DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated
+  u32 r;
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(r) : "f"(f));
+  return r;
+}
 
 // ---- matrix units: D[16 × 8] += A[16 × 16] · B[16 × 8], fp32 accumulators ----
-DEVICE void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if FP16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+template <bool HALF> DEVICE void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if (HALF)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE void mma32_s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -11,9 +11,11 @@
 // an SM at once. Warps keep their partial sums of many tiles in shared memory and meet once in SLOTS tiles.
 // Limit: bytes of weights / bandwidth.
 //
-// Integers become floats by or-ing the code into a float's mantissa (1024 + q in fp16, 128 + q in bf16); offset and
-// zero point are taken out once a group: s · (sum x·(offset + q) − (offset + z) · sum x). An int8 code in bf16 goes
-// through as two nibbles, 16 · high + low. W8A8 quantizes x in the prologue, the same in every CTA.
+// Integer codes become fp16 by or-ing them into a mantissa: 1024 + q, or 1024 + 16·q where the nibble sits four bits
+// up, which saves the shift (those inputs are stored divided by 16). Accumulators start at minus the offset's share, and
+// a group ends with total += s · (acc − z · sum x). So x is fp16 here even where activations are bf16: a power of two
+// per row brings its largest value to about 2^9, which keeps every bit that matters, and is taken out at the end.
+// W8A8 quantizes x in the prologue, the same in every CTA.
 //
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
 // SHARED_BYTES
@@ -42,7 +44,7 @@ constexpr int XBLOCK = FORMAT == W8A8 ? 64 : 128;                   // bytes of 
 constexpr int XROW = BLOCKS * XBLOCK + XBLOCK / 2;                  // padded so that 8 rows hit different banks
 constexpr int SLOTS = ROWS > 8 ? 1 : 16 / ROWS;                     // tiles between two meetings of the warps
 constexpr int THREADS = WARPS * 32;
-constexpr float OFFSET = FORMAT == INT8 && !FP16 ? 2176.f : FP16 ? 1024.f : 128.f;
+constexpr bool FULL = BLOCKS % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 
 static_assert(WARPS % ROWS == 0, "each row is loaded by the same number of warps");
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1, "stage");
@@ -50,97 +52,75 @@ static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || G
 struct __align__(128) Shared {
   u8 ring[STAGES][STAGE_BYTES];
   u8 x[ROWS * XROW];
-  float sums[GROUPED ? SUMS : 1][ROWS];
+  float2 sums[GROUPED ? SUMS : 1][ROWS];  // of x: −1024 times as stored, and as it is
   float partial[SLOTS][WARPS][16][ROWS];
-  float row_stats[2][ROWS][WARPS];
+  float2 row_stats[1][ROWS][WARPS];
   float x_scale[ROWS];
   u64 full[STAGES], empty[STAGES];
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
-// One 64-input block of one tile, times x: `acc` gets both halves of the block apart (groups of 32 need that).
-template <typename Accumulator>
-DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[2][4], Accumulator (&high)[2][4], int lane) {
+// One 64-input block of one tile, times x; the halves of the block are kept apart (groups of 32, and shorter chains).
+template <typename Accumulator> DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[2][4], int lane) {
   const uint4* words = (const uint4*)w + lane;
-#if FORMAT == W8A8
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    uint4 a = words[h * 32];
-    uint2 b = *(const uint2*)(xs + h * 32);
-    mma32_s8(acc[h], a.x, a.y, a.z, a.w, b.x, b.y);
-  }
-#else
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    uint4 b4 = *(const uint4*)(xs + h * 64);
-    u32 b[4] = {b4.x, b4.y, b4.z, b4.w};
 #if FORMAT == INT4
-    uint4 q4 = words[0];
-    u32 q[2] = {h ? q4.z : q4.x, h ? q4.w : q4.y};
-#elif FORMAT == INT8
-    uint4 q4 = words[h * 32];
-    u32 q[4] = {q4.x, q4.y, q4.z, q4.w};
+  const uint4 q4 = words[0];
+  const u32 q[4] = {q4.x, q4.y, q4.z, q4.w};
+#endif
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+#if FORMAT == W8A8
+    const uint4 a = words[h * 32];
+    const uint2 b = *(const uint2*)(xs + h * 32);
+    mma32_s8(acc[h], a.x, a.y, a.z, a.w, b.x, b.y);
+#else
+    const uint4 b4 = *(const uint4*)(xs + h * 64);
+    const u32 b[4] = {b4.x, b4.y, b4.z, b4.w};
+#if FORMAT == INT8
+    const uint4 q4 = words[h * 32];
+    const u32 q[4] = {q4.x, q4.y, q4.z, q4.w};
 #endif
 #pragma unroll
     for (int s = 0; s < 2; s++) {
-#if FORMAT != PLAIN
       u32 a[4];
-#endif
 #if FORMAT == PLAIN
-      uint4 a4 = words[(2 * h + s) * 32];
-      mma16(acc[h], a4.x, a4.y, a4.z, a4.w, b[2 * s], b[2 * s + 1]);
+      const uint4 a4 = words[(2 * h + s) * 32];
+      a[0] = a4.x, a[1] = a4.y, a[2] = a4.z, a[3] = a4.w;
 #elif FORMAT == INT4
-      constexpr u32 magic = FP16 ? 0x64006400 : 0x43004300;
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a[j]) : "r"(q[s] >> (4 * j)), "r"(0x000f000f), "r"(magic));
-      mma16(acc[h], a[0], a[1], a[2], a[3], b[2 * s], b[2 * s + 1]);
-#elif FP16
+      for (int j = 0; j < 2; j++) {  // rows g and g + 8
+        const u32 v = q[2 * h + s] >> (8 * j);
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a[j]) : "r"(v), "r"(0x000f000f), "r"(0x64006400));
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a[2 + j]) : "r"(v), "r"(0x00f000f0), "r"(0x64006400));
+      }
+#else
 #pragma unroll
-      for (int j = 0; j < 2; j++) {  // q[2s + j]: row g + 8j, bytes i0 i2 i1 i3
+      for (int j = 0; j < 2; j++) {  // bytes i0 i2 i1 i3
         a[j] = __byte_perm(q[2 * s + j], 0x64646464, 0x4240);
         a[2 + j] = __byte_perm(q[2 * s + j], 0x64646464, 0x4341);
       }
-      mma16(acc[h], a[0], a[1], a[2], a[3], b[2 * s], b[2 * s + 1]);
-#else
-      u32 t[4];
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        u32 v = q[2 * s + j];
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a[j]) : "r"(v), "r"(0x000f000f), "r"(0x43004300));
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(a[2 + j]) : "r"(v >> 8), "r"(0x000f000f), "r"(0x43004300));
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(t[j]) : "r"(v >> 4), "r"(0x000f000f), "r"(0x43004300));
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(t[2 + j]) : "r"(v >> 12), "r"(0x000f000f), "r"(0x43004300));
-      }
-      mma16(acc[h], a[0], a[1], a[2], a[3], b[2 * s], b[2 * s + 1]);
-      mma16(high[h], t[0], t[1], t[2], t[3], b[2 * s], b[2 * s + 1]);
 #endif
+      mma16<GROUPED || FP16>(acc[h], a[0], a[1], a[2], a[3], b[2 * s], b[2 * s + 1]);
     }
+#endif
   }
-#endif
 }
 
-// A group's record: scale in the low half, zero point as an integer in the high half.
-DEVICE float scale_float(u32 record) {
-#if SCALE_FP16
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)(record & 0xffff)));
-  return f;
-#else
-  return __uint_as_float(record << 16);
-#endif
+// The sums of x for tokens 2t and 2t + 1.
+DEVICE void token_sums(float2 (&sums)[2], const float2* of_group, int t) {
+  sums[0] = of_group[ROWS == 1 ? 0 : min(2 * t, ROWS - 1)];
+  sums[1] = ROWS == 1 ? sums[0] : of_group[min(2 * t + 1, ROWS - 1)];
 }
-
-// total[rows g, g + 8][tokens 2t, 2t + 1] += scale · (acc − (offset + zero) · sum of x)
-DEVICE void add_group(float (&total)[4], const float (&acc)[4], const u32* scales, const float* sums, int g, int t) {
-  u32 top = scales[g], bottom = scales[g + 8];
-  float first = sums[min(2 * t, ROWS - 1)], second = sums[min(2 * t + 1, ROWS - 1)];
-  float s0 = scale_float(top), z0 = OFFSET + (top >> 16), s1 = scale_float(bottom), z1 = OFFSET + (bottom >> 16);
-  total[0] += s0 * (acc[0] - z0 * first);
-  total[1] += s0 * (acc[1] - z0 * second);
-  total[2] += s1 * (acc[2] - z1 * first);
-  total[3] += s1 * (acc[3] - z1 * second);
+// total[rows g, g + 8][tokens 2t, 2t + 1] += scale · (acc − zero · sum of x); a record is scale (low half) and zero point
+DEVICE void add_group(float (&total)[4], const float (&acc)[4], const u32* records, const float2 (&sums)[2], int g) {
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const u32 record = records[g + 8 * j];
+    const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)), zero = float_of<SCALE_FP16>((u16)(record >> 16));
+    total[2 * j] += scale * (acc[2 * j] - zero * sums[0].y);
+    if (ROWS > 1) total[2 * j + 1] += scale * (acc[2 * j + 1] - zero * sums[1].y);
+  }
 }
 
 // x into shared memory, normalized, summed by groups and (W8A8) quantized. Each row belongs to PER_ROW warps, and a lane
@@ -149,16 +129,17 @@ constexpr int PER_ROW = WARPS / ROWS;
 constexpr int PIECES = BLOCKS * 8;  // 16-byte pieces of a row, padded to whole blocks
 constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
 
-DEVICE float row_total(Shared& sh, float value, bool maximum, int row, int part, int lane) {
-  value = maximum ? warp_max(value) : warp_sum(value);
-  if (PER_ROW == 1) return value;
-  float* stats = sh.row_stats[maximum][row];
-  if (lane == 0) stats[part] = value;
+// The row's sum of `sum` and maximum of `most` over its warps.
+DEVICE void row_total(Shared& sh, float& sum, float& most, int round, int row, int part, int lane) {
+  sum = warp_sum(sum);
+  most = warp_max(most);
+  if (PER_ROW == 1) return;
+  float2* stats = sh.row_stats[round][row];
+  if (lane == 0) stats[part] = make_float2(sum, most);
   named_barrier(1, THREADS);
-  value = stats[0];
+  sum = most = 0;
 #pragma unroll
-  for (int i = 1; i < PER_ROW; i++) value = maximum ? fmaxf(value, stats[i]) : value + stats[i];
-  return value;
+  for (int i = 0; i < PER_ROW; i++) sum += stats[i].x, most = fmaxf(most, stats[i].y);
 }
 
 DEVICE void load_rows(Shared& sh, const u16* X, const u16* norm, float epsilon, int warp, int lane) {
@@ -170,21 +151,37 @@ DEVICE void load_rows(Shared& sh, const u16* X, const u16* norm, float epsilon, 
     weight[i] = piece < KDIM / 8 ? ((const uint4*)norm)[piece] : make_uint4(0, 0, 0, 0);
   }
   wait_for_inputs();
-  float squares = 0, most = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
     x[i] = piece < KDIM / 8 ? ((const uint4*)(X + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
   }
-  if (NORM) {
+  float squares = 0, most = 0, inverse = 1;
+  if (NORM || FORMAT != PLAIN) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
       const u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
-      for (int j = 0; j < 4; j++) squares += low_float(p[j]) * low_float(p[j]) + high_float(p[j]) * high_float(p[j]);
+      for (int j = 0; j < 8; j++) {
+        float v = j & 1 ? high_float(p[j / 2]) : low_float(p[j / 2]);
+        squares += v * v;
+        if (NORM) {
+          const u32 n[4] = {weight[i].x, weight[i].y, weight[i].z, weight[i].w};
+          v *= j & 1 ? high_float(n[j / 2]) : low_float(n[j / 2]);
+        }
+        most = fmaxf(most, fabsf(v));
+      }
     }
+    row_total(sh, squares, most, 0, row, part, lane);
+    if (NORM) inverse = rsqrtf(squares / KDIM + epsilon);
+    most *= inverse;
   }
-  const float inverse = NORM ? rsqrtf(row_total(sh, squares, false, row, part, lane) / KDIM + epsilon) : 1.f;
+  // W8A8: codes are x · 127 / most, and so must see the row as 16-bit floats; integers: x times a power of two
+  if (FORMAT == W8A8 && NORM) most = low_float(pack2(most, 0.f));
+  most = fmaxf(most, 127e-12f);
+  const int exponent = 9 - ((int)(__float_as_uint(most) >> 23) - 127);
+  const float factor = FORMAT == W8A8 ? 127.f / most : GROUPED ? __uint_as_float((u32)(127 + min(exponent, 100)) << 23) : 1.f;
+  if (lane == 0) sh.x_scale[row] = FORMAT == W8A8 ? most / 127.f : 1.f / factor;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
@@ -194,38 +191,31 @@ DEVICE void load_rows(Shared& sh, const u16* X, const u16* norm, float epsilon, 
 #pragma unroll
       for (int j = 0; j < 4; j++)
         p[j] = pack2(low_float(p[j]) * inverse * low_float(n[j]), high_float(p[j]) * inverse * high_float(n[j]));
-      x[i] = make_uint4(p[0], p[1], p[2], p[3]);
     }
-    if (FORMAT != W8A8 && piece < PIECES) *(uint4*)(sh.x + row * XROW + piece * 16) = x[i];
-    if (GROUPED) {
+    u8* to = sh.x + row * XROW + piece * (FORMAT == W8A8 ? 8 : 16);
+    if constexpr (FORMAT == W8A8) {
+      u32 q[2] = {0, 0};
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        q[j / 4] |= (to_int8((j & 1 ? high_float(p[j / 2]) : low_float(p[j / 2])) * factor) & 0xff) << (8 * (j % 4));
+      if (piece < PIECES) *(uint2*)to = make_uint2(q[0], q[1]);
+    } else if constexpr (GROUPED) {
       constexpr int lanes = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // that share a sum
-      float sum = 0;
+      float stored = 0, whole = 0;
 #pragma unroll
-      for (int j = 0; j < 4; j++) sum += low_float(p[j]) + high_float(p[j]);
+      for (int j = 0; j < 4; j++) {
+        const float divisor = FORMAT == INT4 && (j & 1) ? 0.0625f : 1.f;  // every second pair meets codes times 16
+        p[j] = pack<true>(low_float(p[j]) * factor * divisor, high_float(p[j]) * factor * divisor);
+        const float pair = float_of<true>((u16)(p[j] & 0xffff)) + float_of<true>((u16)(p[j] >> 16));
+        stored += pair;
+        whole += pair / divisor;
+      }
 #pragma unroll
-      for (int o = lanes / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-      if (lane % lanes == 0 && piece < PIECES) sh.sums[piece / lanes][row] = sum;
+      for (int o = lanes / 2; o; o >>= 1) stored += __shfl_xor_sync(~0u, stored, o), whole += __shfl_xor_sync(~0u, whole, o);
+      if (lane % lanes == 0 && piece < PIECES) sh.sums[piece / lanes][row] = make_float2(-1024.f * stored, whole);
     }
-    if (FORMAT == W8A8) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) most = fmaxf(most, fmaxf(fabsf(low_float(p[j])), fabsf(high_float(p[j]))));
-    }
+    if (FORMAT != W8A8 && piece < PIECES) *(uint4*)to = make_uint4(p[0], p[1], p[2], p[3]);
   }
-#if FORMAT == W8A8
-  most = fmaxf(row_total(sh, most, true, row, part, lane), 127e-12f);
-  const float factor = 127.f / most;
-  if (lane == 0) sh.x_scale[row] = most / 127.f;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const int piece = (i * PER_ROW + part) * 32 + lane;
-    const u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-    u32 q[2] = {0, 0};
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-      q[j / 4] |= ((u32)__float2int_rn((j & 1 ? high_float(p[j / 2]) : low_float(p[j / 2])) * factor) & 0xff) << (8 * (j % 4));
-    if (piece < PIECES) *(uint2*)(sh.x + row * XROW + piece * 8) = make_uint2(q[0], q[1]);
-  }
-#endif
   named_barrier(1, THREADS);
 }
 
@@ -251,6 +241,7 @@ DEVICE void finish_tiles(Shared& sh, int first, int count, const float* channel_
         v[half] = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) v[half] += sh.partial[slot][w][r + 8 * half][token];
+        if (GROUPED) v[half] *= sh.x_scale[token];
       }
       if (BIAS) v[half] += to_float(bias[channel]);
     }
@@ -303,45 +294,53 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
 
   const u8* xs = sh.x + min(g, ROWS - 1) * XROW + t * (FORMAT == W8A8 ? 8 : 16);
   int done = first;  // tiles before this one are finished
-  for (int tile = first, i = 0; tile < last; tile++) {
+  int slot = 0;
+  u32 parity = 0;
+  for (int tile = first; tile < last; tile++) {
     float total[4] = {}, split[2][4] = {};  // of the tile; plain weights keep the two halves of a block apart
     int integers[2][4] = {};
-    for (int stage = 0; stage < TILE_STAGES; stage++, i++) {
-      const u8* ring = sh.ring[i % STAGES];
-      const int blocks = min(STAGE_BLOCKS, BLOCKS - stage * STAGE_BLOCKS);
-      barrier_wait(&sh.full[i % STAGES], (i / STAGES) & 1);
-      for (int unit = warp * UNIT_BLOCKS; unit < blocks; unit += WARPS * UNIT_BLOCKS) {
-        const int block = stage * STAGE_BLOCKS + unit;
+#pragma unroll 1
+    for (int stage = 0; stage < TILE_STAGES; stage++) {
+      const u8* ring = sh.ring[slot];
+      const int start = stage * STAGE_BLOCKS, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, BLOCKS - start);
+      barrier_wait(&sh.full[slot], parity);
+#pragma unroll
+      for (int unit = warp * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
+           n++, unit += WARPS * UNIT_BLOCKS) {
+        if (!FULL && unit >= blocks) break;
+        const int block = start + unit;
         if constexpr (FORMAT == W8A8) {
-          multiply_block<int>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, integers, integers, lane);
+          multiply_block<int>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, integers, lane);
         } else if constexpr (FORMAT == PLAIN) {
-          multiply_block<float>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, split, split, lane);
+          multiply_block<float>(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, split, lane);
         } else {
-          float acc[2][4] = {}, high[2][4] = {};
+          const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+          float2 sums[2][2];
+          float acc[2][4] = {};
+          token_sums(sums[0], sh.sums[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], t);
+          if (GROUP == 32) token_sums(sums[1], sh.sums[2 * block + 1], t);
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            acc[0][j] = sums[0][j & 1].x;
+            if (GROUP == 32) acc[1][j] = sums[1][j & 1].x;
+          }
 #pragma unroll
           for (int b = 0; b < UNIT_BLOCKS; b++)
             if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
-              multiply_block<float>(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, high, lane);
-          const u32* group = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES);
-          const int g0 = block * 64 / GROUP - stage * STAGE_BLOCKS * 64 / GROUP;
-          if (FORMAT == INT8 && !FP16) {
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-              for (int j = 0; j < 4; j++) acc[h][j] += 16.f * high[h][j];
-          }
+              multiply_block<float>(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
           if constexpr (GROUP == 32) {
-            add_group(total, acc[0], group + g0 * 16, sh.sums[2 * block], g, t);
-            if (block * 2 + 1 < GROUPS) add_group(total, acc[1], group + (g0 + 1) * 16, sh.sums[2 * block + 1], g, t);
+            add_group(total, acc[0], records, sums[0], g);
+            if (block * 2 + 1 < GROUPS) add_group(total, acc[1], records + 16, sums[1], g);
           } else {
 #pragma unroll
             for (int j = 0; j < 4; j++) acc[0][j] += acc[1][j];
-            add_group(total, acc[0], group + g0 * 16, sh.sums[block / UNIT_BLOCKS], g, t);
+            add_group(total, acc[0], records, sums[0], g);
           }
         }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(&sh.empty[i % STAGES]);
+      if (lane == 0) barrier_arrive(&sh.empty[slot]);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
