@@ -136,7 +136,7 @@ class Gemv:
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
                  residual: Tensor | None = None, pdl: bool = True, warps: int = 8, limit: int = SHARED_LIMIT,
-                 stage_bytes: int = 16384, grid: int | None = None) -> Tensor:
+                 stage_bytes: int = 16384, grid: int | None = None, prefetch: int = 128 * 1024) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
@@ -150,6 +150,7 @@ class Gemv:
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group,
             "NORM": int(norm is not None), "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None),
             "WARPS": warps, "STAGES": chosen.stages, "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared,
+            "PREFETCH": prefetch // (chosen.stage_blocks * VECTORS[self.kind] * 512),
         }
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
         grid = grid or min(math.ceil(self.out_features / 16), processors(x.device.index or 0))

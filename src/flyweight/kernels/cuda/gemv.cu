@@ -18,7 +18,7 @@
 // W8A8 quantizes x in the prologue, the same in every CTA.
 //
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
-// SHARED_BYTES
+// PREFETCH, SHARED_BYTES
 #include "common.cuh"
 
 #define PLAIN 0
@@ -250,6 +250,53 @@ DEVICE void finish_tiles(Shared& sh, int first, int count, const float* channel_
   }
 }
 
+// Where stage `i` of this CTA lies, and how much of it there is.
+struct Stage {
+  const u8* weights;
+  const u32* records;
+  int bytes, record_bytes;
+};
+DEVICE Stage stage_at(const u8* weights, const u32* records, int first, int i) {
+  const int tile = first + i / TILE_STAGES, start = i % TILE_STAGES * STAGE_BLOCKS;
+  Stage s = {weights + ((size_t)tile * BLOCKS + start) * BLOCK_BYTES, records, min(STAGE_BLOCKS, BLOCKS - start) * BLOCK_BYTES, 0};
+  if constexpr (GROUPED) {
+    const int group = start * 64 / GROUP;
+    s.records += ((size_t)tile * GROUPS + group) * 16;
+    s.record_bytes = min(STAGE_GROUPS, GROUPS - group) * 64;
+  }
+  return s;
+}
+
+// The ring is filled, and PREFETCH stages more are brought to L2, before this kernel's inputs are there.
+DEVICE void produce(Shared& sh, const u8* weights, const u32* records, int first, int stages, int lane) {
+  int slot = 0, parity = 1;
+  for (int i = 0; i < stages; i++) {
+    if (i == STAGES) {
+      for (int ahead = i; ahead < min(i + PREFETCH, stages); ahead++) {
+        const Stage s = stage_at(weights, records, first, ahead);
+        prefetch_l2(s.weights, s.bytes, lane);
+        if (GROUPED) prefetch_l2(s.records, s.record_bytes, lane);
+      }
+      wait_for_inputs();
+    }
+    if (i >= STAGES) {
+      barrier_wait(&sh.empty[slot], parity);
+      if (PREFETCH && i + PREFETCH < stages) {
+        const Stage s = stage_at(weights, records, first, i + PREFETCH);
+        prefetch_l2(s.weights, s.bytes, lane);
+        if (GROUPED) prefetch_l2(s.records, s.record_bytes, lane);
+      }
+    }
+    const Stage s = stage_at(weights, records, first, i);
+    copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
+    copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
+    if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
+    copy_end(&sh.full[slot]);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+  if (stages <= STAGES) wait_for_inputs();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
 gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
      const u16* residual, u16* Y, float epsilon) {
@@ -257,7 +304,6 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
   Shared& sh = *(Shared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first = (int)((long long)blockIdx.x * TILES / gridDim.x), last = (int)((long long)(blockIdx.x + 1) * TILES / gridDim.x);
-  const int stages = (last - first) * TILE_STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
@@ -268,28 +314,10 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
   __syncthreads();
   launch_dependents();
 
-  if (warp == WARPS) {  // the producer
-    for (int i = 0; i < stages; i++) {
-      int slot = i % STAGES, tile = first + i / TILE_STAGES, stage = i % TILE_STAGES;
-      if (i == STAGES) wait_for_inputs();
-      if (i >= STAGES) barrier_wait(&sh.empty[slot], (i / STAGES - 1) & 1);
-      int blocks = min(STAGE_BLOCKS, BLOCKS - stage * STAGE_BLOCKS), bytes = blocks * BLOCK_BYTES;
-      int group = 0, groups = 0;
-      if (GROUPED) {
-        group = stage * STAGE_BLOCKS * 64 / GROUP;
-        groups = min(STAGE_GROUPS, GROUPS - group);
-      }
-      copy_begin(&sh.full[slot], bytes + groups * 64, lane);
-      copy_bytes(sh.ring[slot], weights + ((size_t)tile * BLOCKS + stage * STAGE_BLOCKS) * BLOCK_BYTES, bytes, &sh.full[slot], lane);
-      if (GROUPED)
-        copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, scales + ((size_t)tile * GROUPS + group) * 16, groups * 64,
-                   &sh.full[slot], lane);
-      copy_end(&sh.full[slot]);
-    }
-    if (stages <= STAGES) wait_for_inputs();
+  if (warp == WARPS) {
+    produce(sh, weights, scales, first, (last - first) * TILE_STAGES, lane);
     return;
   }
-
   load_rows(sh, X, norm, epsilon, warp, lane);
 
   const u8* xs = sh.x + min(g, ROWS - 1) * XROW + t * (FORMAT == W8A8 ? 8 : 16);
