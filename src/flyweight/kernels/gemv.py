@@ -55,8 +55,8 @@ def blocks(values: Tensor, *, interleave: bool) -> Tensor:
 TILE, HALF_ROW, ROW, BLOCK, HALF, COLUMN, STEP, PAIR, WITHIN = range(9)
 ORDER = {
     "plain": (TILE, BLOCK, HALF, STEP, ROW, COLUMN, PAIR, HALF_ROW, WITHIN),
-    "int4": (TILE, BLOCK, ROW, COLUMN, HALF, STEP, WITHIN, HALF_ROW, PAIR),
-    "int8": (TILE, BLOCK, HALF, ROW, COLUMN, STEP, HALF_ROW, WITHIN, PAIR),
+    "int4": (TILE, BLOCK, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN, HALF),
+    "int8": (TILE, BLOCK, HALF, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN),
     "w8a8": (TILE, BLOCK, HALF, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN),
 }
 
@@ -71,12 +71,11 @@ def layout(values: Tensor, kind: str, *, interleave: bool = False) -> Tensor:
 
 
 def group_records(tensor: IntGroup, *, interleave: bool) -> Tensor:
-    """int32 [tiles, groups, 16]: scale in the low half, zero point (as a float of the same type) in the high half."""
+    """int32 [tiles, groups, 16]: scale bits in the low half, zero point in the high half."""
     rows, groups = tensor.scales.shape
-    dtype = scale_dtype(tensor)
-    scales = tensor.scales.to(dtype)
-    zeros = torch.full_like(scales, 1 << (tensor.bits - 1)) if tensor.zeros is None else tensor.zeros.to(dtype)
-    records = (scales.view(torch.int16).int() & 0xFFFF) | (zeros.view(torch.int16).int() << 16)
+    scales = tensor.scales.to(scale_dtype(tensor)).view(torch.int16).int() & 0xFFFF
+    zeros = torch.full_like(scales, 1 << (tensor.bits - 1)) if tensor.zeros is None else tensor.zeros.int()
+    records = scales | (zeros << 16)
     if interleave:
         records = records.view(2, rows // 16, 8, groups).transpose(0, 1).reshape(rows, groups)
     records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16))
@@ -107,9 +106,9 @@ def plan(kind: str, columns: int, group: int, rows: int, *, warps: int, limit: i
     stage_blocks = min(math.ceil(math.ceil(total / count) / step) * step, math.ceil(total / step) * step)
     groups = math.ceil(stage_blocks * 64 / group) if grouped else 0
     stage = stage_blocks * block_bytes + groups * 64
-    sums = (2 * total if group == 32 else total) * rows * 8 if grouped else 4
-    x_block = 64 if kind == "w8a8" else 128
-    fixed = rows * (total * x_block + x_block // 2) + sums + 16 * warps * 16 * 4 + rows * (warps + 1) * 12 + 16 * 16 + 256
+    sums = (2 * total if group == 32 else total) * rows * 8 if grouped else 8 * rows
+    x_row = total * 128 + 64 if kind == "plain" else (total | 1) * 64 * (2 if grouped else 1)
+    fixed = rows * x_row + sums + 16 * warps * 16 * 4 + rows * warps * 8 + 16 * 16 + 256
     stages = min(16, (limit - fixed) // stage)
     return Plan(stage_blocks, stages, fixed + stages * stage) if stages >= 2 else None
 
@@ -136,7 +135,7 @@ class Gemv:
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
                  residual: Tensor | None = None, pdl: bool = True, warps: int = 8, limit: int = SHARED_LIMIT,
-                 stage_bytes: int = 16384, grid: int | None = None, prefetch: int = 128 * 1024) -> Tensor:
+                 stage_bytes: int = 16384, grid: int | None = None, prefetch: int = 0) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
