@@ -159,6 +159,7 @@ def test_items_take_three_bytes_where_they_fit():
 
 
 def test_why_not_names_the_obstacle():
-    assert vptq.why_not(VectorQuant.random((8, 64), main=16, residual=1024), torch.bfloat16) == "1024 residual centroids are more than 512"
+    wide = VectorQuant.random((8, 64), main=16, residual=1024)
+    assert vptq.why_not(wide, torch.bfloat16) == "1024 residual centroids are more than 512"
     assert "float32" in vptq.why_not(VectorQuant.random((8, 64), main=16), torch.float32)
     assert vptq.why_not(VectorQuant.random((8, 64), main=16), torch.float16) is None

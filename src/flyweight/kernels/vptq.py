@@ -14,11 +14,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
+from flyweight.packing import unpack
 from flyweight.tensors import VectorQuant
 
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
@@ -28,8 +30,8 @@ BANKS = 8  # groups of banks that serve 16 bytes each
 FUSED_ROWS = 16
 
 # Lane → the lane that supplies x for the entry it fetches: how ldmatrix and mma.m16n8k16 number rows and columns.
-COLUMN_LANE = [(l >> 3 & 1) << 4 | (l >> 4 & 1) << 3 | (l & 1) << 2 | (l >> 1 & 3) for l in range(32)]
-ADDRESS_LANE = [COLUMN_LANE.index(l) for l in range(32)]
+COLUMN_LANE = [(i >> 3 & 1) << 4 | (i >> 4 & 1) << 3 | (i & 1) << 2 | (i >> 1 & 3) for i in range(32)]
+ADDRESS_LANE = [COLUMN_LANE.index(i) for i in range(32)]
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,12 @@ def lists(joint: Tensor, part: Tensor, *, slices: int, ranges: int, width: int, 
     stride = 4 * steps[owner]  # groups of eight lanes in this list; rank → (lane of eight, group)
     group, lane = rank % stride, rank // stride
     slot = offsets[owner] * 32 + group // 4 * 32 + group % 4 * 8 + lane
-    empty = width << (form.main + form.residual)  # entry 0 times the zero behind the range
     total = int(offsets[-1]) * 32
-    position = torch.full((total,), width, dtype=torch.int64, device=device)
+    position = torch.full((total,), width, dtype=torch.int64, device=device)  # padding: entry 0 times the zero behind the range
     index = torch.zeros(total, dtype=torch.int64, device=device)
     index[slot] = joint.flatten()[where]
     position[slot] = (column % width).expand(blocks, columns).flatten()[where]
     position = position.view(-1, 32)[:, torch.tensor(ADDRESS_LANE, device=device)]
-    assert empty < 1 << 32
     words = index.view(-1, 32) | position << (form.main + form.residual)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32), offsets.to(torch.int32)
 
@@ -158,6 +158,7 @@ class Launch:
     cluster: int = 1  # thread blocks that share one fetch of the codebook
     split: bool = False  # the cluster splits the columns instead of the row blocks
     copies: int = 8  # of the residual book
+    resident: int = 1  # 2: small enough that the next launch stages its codebook while this one ends
     processors: int | None = None  # thread blocks; None: one for each multiprocessor
 
 
@@ -215,7 +216,8 @@ class Vptq:
         align = max(1, self.form.window // CHUNK)
         chunks = math.ceil(self.chunks // align / launch.cluster) * align if launch.split else self.chunks
         columns = math.ceil((256 * chunks + 32 * self.dense_steps) / 64) * 64
-        return books + 2 * rows * columns + 4 * (launch.warps * rows + (launch.warps + 2 * here if launch.split else launch.warps + here) * sums)
+        slots = launch.warps + here * (2 if launch.split else 1)
+        return books + 2 * rows * columns + 4 * (launch.warps * rows + slots * sums)
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, launch: Launch | None = None, pdl: bool = True) -> Tensor:
         rows = x.shape[0]
@@ -241,7 +243,8 @@ class Vptq:
         count = launch.processors or processors(device)
         if launch.kernel == "sliced":
             return max(1, min(count // self.slices, self.row_blocks)) * self.slices
-        return max(launch.cluster, min(count, self.row_blocks * (launch.cluster if launch.split else 1)) // launch.cluster * launch.cluster)
+        useful = self.row_blocks * (launch.cluster if launch.split else 1)
+        return max(1, min(count, useful) // launch.cluster) * launch.cluster
 
     def choose(self, rows: int, device: torch.device) -> Launch:
         """The fastest launch that fits; see the table in docs/kernels.md for where the borders come from."""
@@ -260,7 +263,8 @@ class Vptq:
         defines = {
             "KERNEL": KERNELS[launch.kernel], "MAIN_BITS": form.main, "RES_BITS": form.residual, "POS_BITS": form.position,
             "ITEM_BYTES": form.item_bytes, "HALVES": self.halves, "COPIES": launch.copies, "ROWS": rows,
-            "FP16": int(self.dtype == torch.float16), "WARPS": launch.warps, "CLUSTER": launch.cluster, "SPLIT": int(launch.split),
+            "FP16": int(self.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": launch.resident,
+            "CLUSTER": launch.cluster, "SPLIT": int(launch.split),
         }
         kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
         grid = self.grid(launch, x.device)
@@ -278,7 +282,8 @@ class Vptq:
             args = (self.stream, self.offsets, self.book, self.residual, self.dense, self.affine, self.source, x, out,
                     self.workspace, self.arrived, *shape, self.row_blocks, self.slices, books, self.ranges, self.width,
                     self.dense_steps)
-        kernel.launch(grid, 32 * launch.warps, args, shared=shared, pdl=pdl, cluster=launch.cluster if launch.cluster > 1 else None)
+        cluster = launch.cluster if launch.cluster > 1 else None
+        kernel.launch(grid, 32 * launch.warps, args, shared=shared, pdl=pdl, cluster=cluster)
 
 
 DIRECT_CHUNKS = 2048  # chunks of 256 items, 4.2 M weights of vector length 8: fewer do not pay for staging a codebook
@@ -291,7 +296,8 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def shared_limit(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 256  # the kernel's own variables
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin - 256  # the kernel's own variables
 
 
 def why_not(tensor: VectorQuant, dtype: torch.dtype) -> str | None:
@@ -328,8 +334,8 @@ def _stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype) -> tu
 
     affine = torch.where(order >= 0, bits(tensor.scale, 1.0) | bits(tensor.bias, 0.0) << 16, 0)
     affine = torch.where(affine >= 1 << 31, affine - (1 << 32), affine).to(torch.int32)
-    same = torch.equal(torch.where(order >= 0, inputs, torch.arange(order.numel(), device=device)), torch.arange(order.numel(), device=device))
-    return affine, None if same else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(torch.int16)
+    place = torch.arange(order.numel(), device=device)
+    return affine, None if bool((inputs == place)[order >= 0].all()) else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(torch.int16)
 
 
 def prepare(tensor: VectorQuant, *, dtype: torch.dtype, item_bytes: int | None = None, position: int | None = None,
@@ -348,15 +354,17 @@ def prepare(tensor: VectorQuant, *, dtype: torch.dtype, item_bytes: int | None =
     if tensor.outlier_indices is not None and tensor.outlier_codebook is not None:
         wide = tensor.outlier_codebook[tensor.outlier_indices.long()].permute(0, 2, 1).flatten(0, 1)[: tensor.out_features]
         dense = fragments(wide, length=tensor.length, dtype=dtype)
-    common = dict(dense=dense, out_features=tensor.out_features, in_features=tensor.in_features, length=tensor.length, dtype=dtype)
+    common: dict[str, Any] = dict(dense=dense, out_features=tensor.out_features, in_features=tensor.in_features,
+                                  length=tensor.length, dtype=dtype)
     per_batch = max(1, batch // columns)
     if not sliced:
         form = ItemFormat.choose(main_bits, residual_bits, columns, item_bytes=item_bytes, position=position)
         padding = -columns % (32 * max(CHUNK, form.window))
         parts = [stream(_joint(tensor, begin, begin + per_batch, padding), form) for begin in range(0, blocks, per_batch)]
         affine, source = _stored_columns(tensor, torch.nn.functional.pad(first, (0, padding), value=-1), dtype)
-        return Vptq(form, torch.cat(parts), None, _padded(book, main_bits), residual if residual is None else _padded(residual, residual_bits),
-                    affine=affine, source=source, slices=1, ranges=0, width=0, workspace=None, arrived=None, **common)
+        residual = None if residual is None else _padded(residual, residual_bits)
+        return Vptq(form, torch.cat(parts), None, _padded(book, main_bits), residual, affine=affine, source=source, slices=1,
+                    ranges=0, width=0, workspace=None, arrived=None, **common)
     return _prepare_sliced(tensor, book, residual, first, per_batch, common)
 
 
@@ -367,13 +375,12 @@ def _padded(book: Tensor, bits: int) -> Tensor:
 
 def _joint(tensor: VectorQuant, begin: int, end: int, padding: int) -> Tensor:
     """Joint indices [row blocks, columns + padding] of row blocks begin..end: group after group."""
-    from flyweight.packing import unpack
-
     joint = unpack(tensor.indices[:, begin:end], sum(tensor.index_bits), tensor.group_columns)  # [groups, blocks, columns]
     return torch.nn.functional.pad(joint.transpose(0, 1).flatten(1), (0, padding))
 
 
-def _prepare_sliced(tensor: VectorQuant, book: Tensor, residual: Tensor | None, first: Tensor, per_batch: int, common: dict) -> Vptq:
+def _prepare_sliced(tensor: VectorQuant, book: Tensor, residual: Tensor | None, first: Tensor, per_batch: int,
+                    common: dict[str, Any]) -> Vptq:
     """One slice per group, or per 8192 entries of a codebook that is too large."""
     groups, (main_bits, residual_bits) = book.shape[0], tensor.index_bits
     slice_bits = min(main_bits, SLICE_BITS + 1 - book.shape[1])
@@ -401,5 +408,6 @@ def _prepare_sliced(tensor: VectorQuant, book: Tensor, residual: Tensor | None, 
     affine, source = _stored_columns(tensor, stored.flatten(), common["dtype"])
     blocks = tensor.indices.shape[1]
     workspace = torch.empty(slices * 4 * blocks * 8 * book.shape[1], device=book.device)
-    return Vptq(form, torch.cat(words), torch.cat(offsets), book, residual, affine=affine, source=source, slices=slices, ranges=ranges,
-                width=width, workspace=workspace, arrived=torch.zeros(1024, dtype=torch.int32, device=book.device), **common)
+    arrived = torch.zeros(1024, dtype=torch.int32, device=book.device)
+    return Vptq(form, torch.cat(words), torch.cat(offsets), book, residual, affine=affine, source=source, slices=slices,
+                ranges=ranges, width=width, workspace=workspace, arrived=arrived, **common)

@@ -25,7 +25,7 @@
 // takes the items that fall into it; the partial sums of the slices are added in a fixed order by the last CTA.
 //
 // defines: KERNEL, MAIN_BITS, RES_BITS, POS_BITS, ITEM_BYTES (3 or 4), HALVES (16-byte pieces of an entry), COPIES (of the
-// residual book, 8 unless shared memory is short), ROWS, FP16, WARPS,
+// residual book, 8 unless shared memory is short), ROWS, FP16, WARPS, RESIDENT (CTAs of two launches that share an SM),
 // CLUSTER (CTAs that share one fetch of the codebook), SPLIT
 #include "common.cuh"
 
@@ -296,7 +296,7 @@ struct Outputs {
 };
 
 #if KERNEL == STAGED
-extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_staged(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     const char* stream, const char* book, const uint4* residual, const uint4* dense, const u32* affine, const u16* source,
     const u16* x, u16* y, int rows, int in_features, int out_features, int length, int row_blocks, int chunks, int dense_steps) {
   extern __shared__ __align__(128) char shared[];
