@@ -68,7 +68,7 @@ def compile_cubin(file: str, defines: Mapping[str, object], arch: str) -> bytes:
     path = cache_folder() / f"{Path(file).stem}-{arch}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
-    options = core.ProgramOptions(std="c++17", arch=arch, define_macro=[tuple(f.split("=", 1)) for f in flags])
+    options = core.ProgramOptions(std="c++17", arch=arch, define_macro=[tuple(f.split("=", 1)) for f in flags] or None)
     try:
         cubin = bytes(core.Program(_source(file), code_type="c++", options=options).compile("cubin").code)
     except Exception as error:

@@ -140,7 +140,7 @@ DEVICE void multiply(Accumulators& acc, const u32 (&a)[HALVES][4], u32 x_at, con
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(t.x + r * t.x_row + x_at));
     u32 b0 = __byte_perm(x, 0, t.select0), b1 = __byte_perm(x, 0, t.select1);
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) mma16(acc[r][h], a[h][0], a[h][1], a[h][2], a[h][3], b0, b1);
+    for (int h = 0; h < HALVES; h++) mma16<FP16>(acc[r][h], a[h][0], a[h][1], a[h][2], a[h][3], b0, b1);
   }
 }
 DEVICE void take(Accumulators& acc, u32 v, u32 x_at, const Tables& t) {
