@@ -93,11 +93,14 @@ class Plan:
 
     stage_blocks: int
     stages: int
+    slots: int  # tiles between two meetings of the warps
     shared: int
 
 
 @functools.cache
-def plan(kind: str, columns: int, group: int, rows: int, *, warps: int, limit: int, stage_bytes: int = 16384) -> Plan | None:
+def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: int, limit: int,
+         stage_bytes: int = 16384) -> Plan | None:
+    """`tiles`: the most that one CTA gets."""
     total = math.ceil(columns / 64)
     block_bytes = VECTORS[kind] * 512
     grouped = kind in ("int4", "int8")
@@ -107,10 +110,11 @@ def plan(kind: str, columns: int, group: int, rows: int, *, warps: int, limit: i
     groups = math.ceil(stage_blocks * 64 / group) if grouped else 0
     stage = stage_blocks * block_bytes + groups * 64
     sums = (2 * total if group == 32 else total) * rows * 8 if grouped else 8 * rows
+    slots = max(1, min(tiles, 16 // rows))
     x_row = total * 128 + 64 if kind == "plain" else (total | 1) * 64 * (2 if grouped else 1)
-    fixed = rows * x_row + sums + 16 * warps * 16 * 4 + rows * warps * 8 + 16 * 16 + 256
+    fixed = rows * x_row + sums + slots * warps * 16 * rows * 4 + rows * warps * 8 + 16 * 16 + 256
     stages = min(16, (limit - fixed) // stage)
-    return Plan(stage_blocks, stages, fixed + stages * stage) if stages >= 2 else None
+    return Plan(stage_blocks, stages, slots, fixed + stages * stage) if stages >= 2 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +139,16 @@ class Gemv:
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
                  residual: Tensor | None = None, pdl: bool = True, warps: int = 8, limit: int = SHARED_LIMIT,
-                 stage_bytes: int = 16384, grid: int | None = None, prefetch: int = 0) -> Tensor:
+                 stage_bytes: int = 16384, grid: int | None = None, lead: int = 4) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
-        chosen = plan(self.kind, self.in_features, self.group, rows, warps=warps, limit=limit, stage_bytes=stage_bytes)
+        tiles = math.ceil(self.out_features / 16)
+        grid = grid or min(tiles, processors(x.device.index or 0))
+        chosen = plan(self.kind, self.in_features, self.group, rows, tiles=math.ceil(tiles / grid), warps=warps, limit=limit,
+                      stage_bytes=stage_bytes)
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
         defines = {
@@ -149,10 +156,9 @@ class Gemv:
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group,
             "NORM": int(norm is not None), "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None),
             "WARPS": warps, "STAGES": chosen.stages, "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared,
-            "PREFETCH": prefetch // (chosen.stage_blocks * VECTORS[self.kind] * 512),
+            "LEAD": lead, "SLOTS": chosen.slots,
         }
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
-        grid = grid or min(math.ceil(self.out_features / 16), processors(x.device.index or 0))
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon))
         kernel.launch(grid, 32 * (warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out

@@ -105,11 +105,6 @@ DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* full, int lan
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"((const char*)from + i));
 #endif
 }
-DEVICE void prefetch_l2(const void* from, u32 bytes, int lane) {
-#if __CUDA_ARCH__ >= 900
-  if (lane == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
 DEVICE void copy_end(u64* full) {
 #if __CUDA_ARCH__ < 900
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");

@@ -19,7 +19,7 @@
 // W8A8 quantizes x to 8 bits in the prologue, the same in every CTA; plain weights meet x in their own type.
 //
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
-// PREFETCH, SHARED_BYTES
+// LEAD, SLOTS, SHARED_BYTES
 #include "common.cuh"
 
 #define PLAIN 0
@@ -45,7 +45,6 @@ constexpr int PLANES = GROUPED ? 2 : 1;                             // columns o
 constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FORMAT == PLAIN ? BLOCKS * 128 + 64 : (BLOCKS | 1) * 64;  // neighbours hit different banks
-constexpr int SLOTS = 16 / ROWS;                                    // tiles between two meetings of the warps
 constexpr int THREADS = WARPS * 32;
 constexpr bool FULL = BLOCKS % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int PER_ROW = WARPS / ROWS;                               // warps that load one row of x
@@ -179,14 +178,18 @@ DEVICE void load_rows(Shared& sh, const u16* X, const u16* norm, int warp, int l
         for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[i][j]));
 #pragma unroll
         for (int o = lanes / 2; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
+        // v · factor + 1.5 · 2^23 leaves the rounded integer in the low bits of the float: no conversion unit needed
         const float factor = __fdividef(32512.f, peak);
-        int sum = 0;
+        u32 q[8];
+        int sum = -8 * 0x4b400000;
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-          const int q = __float2int_rn(v[i][j] * factor), top = (q + 128) >> 8;
-          sum += q;
-          high[j / 4] |= (u32)(top & 0xff) << (8 * (j % 4));
-          low[j / 4] |= (u32)(q & 0xff) << (8 * (j % 4));  // q − 256 · top, as a signed byte
+        for (int j = 0; j < 8; j++) sum += q[j] = __float_as_uint(fmaf(v[i][j], factor, 12582912.f));
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+          low[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0040), __byte_perm(q[j + 2], q[j + 3], 0x0040), 0x5410);
+#pragma unroll
+          for (int l = j; l < j + 4; l++) q[l] += 128;  // the low byte is signed: round the high one
+          high[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0051), __byte_perm(q[j + 2], q[j + 3], 0x0051), 0x5410);
         }
 #pragma unroll
         for (int o = lanes / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
@@ -262,18 +265,14 @@ DEVICE Stage stage_at(const u8* weights, const u32* records, int first, int i) {
   return s;
 }
 
-// The ring is filled, and PREFETCH stages more are brought to L2, before this kernel's inputs are there.
+// The ring is filled before this kernel's inputs are there. The next kernel may start once all but LEAD of this CTA's
+// stages are under way: its own ring is then filled in the gap between the two. Earlier, and it would only take
+// bandwidth from this kernel, and leave the gap empty.
 DEVICE void produce(Shared& sh, const u8* weights, const u32* records, int first, int stages, int lane) {
   int slot = 0, parity = 1;
   for (int i = 0; i < stages; i++) {
-    if (i == STAGES) {
-      for (int ahead = i; ahead < min(i + PREFETCH, stages); ahead++) {
-        const Stage s = stage_at(weights, records, first, ahead);
-        prefetch_l2(s.weights, s.bytes, lane);
-        if (GROUPED) prefetch_l2(s.records, s.record_bytes, lane);
-      }
-      wait_for_inputs();
-    }
+    if (i == max(stages - LEAD, 0)) launch_dependents();
+    if (i == STAGES) wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
     const Stage s = stage_at(weights, records, first, i);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
@@ -308,7 +307,6 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
     fence_barriers();
   }
   __syncthreads();
-  launch_dependents();
 
   if (warp == WARPS) {
     produce(sh, weights, scales, first, (last - first) * TILE_STAGES, lane);
