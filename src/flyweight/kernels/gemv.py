@@ -138,8 +138,8 @@ class Gemv:
         return sum(t.nbytes for t in (self.weights, self.records, self.channel_scale, self.bias) if t is not None)
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-                 residual: Tensor | None = None, pdl: bool = True, warps: int = 8, limit: int = SHARED_LIMIT,
-                 stage_bytes: int = 16384, grid: int | None = None, lead: int = 4) -> Tensor:
+                 residual: Tensor | None = None, pdl: bool = True, warps: int = 16, limit: int = SHARED_LIMIT,
+                 stage_bytes: int = 16384, grid: int | None = None) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
@@ -156,7 +156,7 @@ class Gemv:
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group,
             "NORM": int(norm is not None), "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None),
             "WARPS": warps, "STAGES": chosen.stages, "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared,
-            "LEAD": lead, "SLOTS": chosen.slots,
+            "SLOTS": chosen.slots,
         }
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon))
