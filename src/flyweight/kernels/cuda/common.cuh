@@ -10,6 +10,7 @@ typedef unsigned long long u64;
 #endif
 
 #define DEVICE __device__ __forceinline__
+#define LOWEST __int_as_float(0xff800000)  // minus infinity
 
 // ---- 16-bit floats: a value is its bits in a u16, two of them in a u32 (low half first) ----
 template <bool HALF> DEVICE float float_of(u16 bits) {
