@@ -93,7 +93,7 @@ class Checkpoint:
             tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
-        if not _finite(tensor):
+        if not is_finite(tensor):
             raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity: the file is damaged, or the model never "
                                   "fitted its dtype; get or convert it again")
         self._used.add(name)
@@ -266,7 +266,7 @@ def _open(file: Path) -> Any:
         raise CheckpointError(f"{file}: damaged safetensors file ({error}); get it again") from error
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     if tensor.dtype == FLOAT8:  # has no infinity, and one NaN per sign
