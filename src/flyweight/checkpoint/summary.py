@@ -55,7 +55,6 @@ class Summary:
     quantization: str | None
     parameters: int
     disk: int  # bytes of all files
-    checkpoint: str
     groups: tuple[Group, ...]
 
     @property
@@ -114,7 +113,7 @@ def _summary(checkpoint: Checkpoint, groups: tuple[Group, ...]) -> Summary:
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"), quantization=quantization.get("quant_method"),
         parameters=sum(group.parameters for group in groups),
         disk=sum(path.stat().st_size for path in checkpoint.folder.iterdir() if path.is_file()),
-        checkpoint=checkpoint.hash(), groups=groups)
+        groups=groups)
 
 
 def _plain_group(module: str, entries: list[Entry], itemsize: int | None) -> Group:

@@ -53,7 +53,6 @@ def _show(summary: Any) -> None:
         "context": f"{summary.context_length:,} tokens" if summary.context_length else "?",
         "on disk": f"{decimal(summary.disk)} in {summary.folder}",
         "in memory": f"{decimal(summary.memory)} of weights, as laid out for the kernels below",
-        "checkpoint": summary.checkpoint,
     }
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for name, value in facts.items():
