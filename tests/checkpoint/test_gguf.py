@@ -1,3 +1,4 @@
+import contextlib
 import math
 
 import gguf
@@ -5,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import tiny_model, write_gguf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flyweight.checkpoint import Checkpoint
 from flyweight.checkpoint.gguf import convert
-from flyweight.errors import CheckpointError, UnsupportedError
+from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError
 
 TOKENS = torch.arange(2, 40)[None]
 
@@ -131,6 +134,13 @@ def test_a_missing_bias_is_named(tmp_path):
         convert(path, tmp_path / "out")
 
 
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), skip={"blk.1.ffn_up.weight"},
+                      extra={"blk.1.ffn_up.weight": np.ones((64, 95), np.float32)})
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight.*\[64, 95\].*\[64, 96\]"):
+        convert(path, tmp_path / "out")
+
+
 def test_a_tensor_without_a_place_is_refused(tmp_path):
     router = {"blk.0.ffn_gate_inp.weight": np.ones((4, 96), np.float32)}
     path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), extra=router)
@@ -180,6 +190,36 @@ def test_a_missing_number_is_named(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.block_cound"))
     with pytest.raises(CheckpointError, match=r"llama\.block_count"):
         convert(path, tmp_path / "out")
+
+
+def test_an_absurd_number_of_layers_ends_at_the_first_missing_one(tmp_path):
+    model = tiny_model("llama")
+    model.config.num_hidden_layers = 4_000_000_000
+    with pytest.raises(CheckpointError, match=r"'blk\.2\.attn_norm\.weight' is missing"):
+        convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out")
+
+
+def test_a_number_that_is_none_is_named(tmp_path):
+    model = tiny_model("llama")
+    model.config.rms_norm_eps = 0.0
+    with pytest.raises(UnsupportedError, match=r"layer_norm_rms_epsilon.*above zero"):
+        convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 7000), value=st.integers(0, 255))
+def test_one_wrong_byte_is_a_clear_error_or_harmless(tmp_path, whole_file, place, value):
+    damaged = bytearray(whole_file)
+    damaged[place] = value
+    (tmp_path / "damaged.gguf").write_bytes(damaged)
+    with contextlib.suppress(FlyweightError):
+        Checkpoint(convert(tmp_path / "damaged.gguf", tmp_path / "out", overwrite=True))
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory):
+    """7 kB of metadata, then the tensors."""
+    return write_gguf(tmp_path_factory.mktemp("whole") / "model.gguf", tiny_model("qwen2", num_hidden_layers=1)).read_bytes()
 
 
 def test_one_part_of_a_split_file_is_refused(tmp_path):

@@ -1,8 +1,11 @@
+import contextlib
 import json
 import struct
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from flyweight.checkpoint import Checkpoint
@@ -153,6 +156,20 @@ def test_shard_cut_within_its_header(folder, keep):
 def test_bad_header(folder, header):
     write_raw(folder / "model.safetensors", header, b"\0" * 64)
     fails(folder, "model.safetensors", "header")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 200), value=st.integers(0, 255))
+def test_one_wrong_byte_is_a_clear_error_or_harmless(folder, place, value):
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[place] = value
+    (folder / "damaged").mkdir(exist_ok=True)
+    (folder / "damaged" / "config.json").write_text("{}")
+    (folder / "damaged" / "model.safetensors").write_bytes(data)
+    with contextlib.suppress(CheckpointError):
+        checkpoint = Checkpoint(folder / "damaged")
+        assert {name: tuple(checkpoint.tensor(name).shape) for name in checkpoint.names()} == {
+            name: checkpoint.shape(name) for name in checkpoint.names()}
 
 
 def test_shape_that_does_not_fit_its_bytes(folder):
