@@ -31,7 +31,7 @@ Decode = Callable[[Sequence[int]], str]
 class Engine:
     def __init__(self, model: Model, shape: CacheShape, *, vocabulary: int, device: torch.device, max_model_len: int,
                  blocks: int, block_size: int = 16, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
-                 prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0):  # fmt: skip
+                 prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0):
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device)
@@ -51,7 +51,7 @@ class Engine:
         return bool(self.inbox) or self.scheduler.busy
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *,
-               listener: Callable[[Chunk], None] | None = None) -> list[Request]:  # fmt: skip
+               listener: Callable[[Chunk], None] | None = None) -> list[Request]:
         """One request per sample. Their tokens come with the steps; each chunk goes to the listener."""
         self._check(prompt, params)
         first = next(self.numbers)
@@ -65,7 +65,7 @@ class Engine:
                     seed=seed_of(seed, index), limit=min(longest, self.max_model_len), salt=salt, end_ids=ends,
                     listener=listener)
             for index in range(params.n)
-        ]  # fmt: skip
+        ]
         self.inbox.extend((True, request) for request in requests)
         return requests
 
@@ -100,7 +100,7 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token")
         if len(prompt) >= self.max_model_len:
             raise RequestError(f"the prompt has {len(prompt)} tokens, but the context holds {self.max_model_len} and the "
-                               "answer needs room too; shorten the prompt or raise max_model_len")  # fmt: skip
+                               "answer needs room too; shorten the prompt or raise max_model_len")
         for kind, ids in (("the prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if bad := [token for token in ids if not 0 <= token < self.vocabulary]:
                 raise RequestError(f"token id {bad[0]} in {kind} is outside the vocabulary of {self.vocabulary}")
@@ -121,7 +121,7 @@ class Engine:
 
     def _accept(self, request: Request, result: Result, now: float) -> None:
         if result.prompt_logprobs:
-            request.prompt_logprobs = (request.prompt_logprobs or [None]) + result.prompt_logprobs
+            request.prompt_logprobs = [*(request.prompt_logprobs or [None]), *result.prompt_logprobs]
         if result.token is None:
             return
         request.tokens.append(result.token)
@@ -152,7 +152,7 @@ class Engine:
     def _tell(self, request: Request, chunk: Chunk) -> None:
         if request.listener:
             request.listener(replace(chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
-                             if request.finished else chunk)  # fmt: skip
+                             if request.finished else chunk)
 
     def _abandon(self, error: BaseException) -> None:
         """After a step that failed nothing in the cache can be trusted: all requests end, the prefixes are forgotten."""

@@ -41,7 +41,7 @@ class LLM:
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
-                 prefix_cache: bool = True, seed: int = 0, exact: bool = False):  # fmt: skip
+                 prefix_cache: bool = True, seed: int = 0, exact: bool = False):
         from flyweight.models.decoder import Decoder
 
         self.name = str(model)
@@ -59,19 +59,19 @@ class LLM:
         sequences = max_num_seqs or defaults["max_num_seqs"]
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype)
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
-                                        memory_fraction=memory_fraction)  # fmt: skip
+                                        memory_fraction=memory_fraction)
         self.engine = Engine(
             self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
             block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed,
             max_num_batched_tokens=max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"]),
             decode=self.tokenizer.decode if self.tokenizer else None,
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
-        )  # fmt: skip
+        )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 progress: bool = False, **template: Any) -> list[Output]:  # fmt: skip
+                 progress: bool = False, **template: Any) -> list[Output]:
         """Answer all prompts, in their order; `params` for all or one for each, `template` for chat templates."""
         items = as_prompts(prompts)
         each = [params] * len(items) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -123,7 +123,7 @@ class LLM:
             self.engine.cancel(requests)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None,
-                **template: Any) -> tuple[str | None, list[int], SamplingParams]:  # fmt: skip
+                **template: Any) -> tuple[str | None, list[int], SamplingParams]:
         """(text, token ids, complete parameters) of a prompt of any kind."""
         complete = (params or SamplingParams()).with_defaults(self.sampling_defaults)
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
@@ -175,7 +175,7 @@ def make_output(text: str | None, requests: list[Request]) -> Output:
     first = requests[0]
     wanted = first.params.prompt_logprobs is not None
     return Output(prompt=text, prompt_token_ids=first.prompt, completions=[request.completion() for request in requests],
-                  prompt_logprobs=(first.prompt_logprobs or [None]) if wanted else None)  # fmt: skip
+                  prompt_logprobs=(first.prompt_logprobs or [None]) if wanted else None)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -19,7 +19,7 @@ LIMITS: dict[str, tuple[float, float]] = {  # field → (least, most) allowed, b
     "max_tokens": (1, 2**31), "min_tokens": (0, 2**31), "temperature": (0, 100), "top_k": (0, 2**31),
     "top_p": (1e-6, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100), "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100), "logprobs": (0, 1000), "prompt_logprobs": (0, 1000), "n": (1, 1024),
-}  # fmt: skip
+}
 WHOLE = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "n", "seed"}
 
 
@@ -79,6 +79,8 @@ def check_field(name: str, value: Any) -> None:
         if bad := [item for item in value if not isinstance(item, kind) or item == ""]:
             raise RequestError(f"{name} must hold {'non-empty strings' if kind is str else 'token ids'}, not {bad[0]!r}")
         return
+    if name == "logit_bias" and not all(isinstance(key, int) and isinstance(bias, (int, float)) for key, bias in value.items()):
+        raise RequestError(f"logit_bias must map token ids to numbers, not {value!r}")
     if value is None or name in ("ignore_eos", "logit_bias"):
         return
     whole = name in WHOLE
@@ -218,4 +220,4 @@ class Request:
             finish_reason=self.finish_reason or "cancelled", stop_reason=self.stop_reason,
             logprobs=None if self.params.logprobs is None else self.logprobs,
             timing=Timing(self.arrival, tuple(self.chunks)), cached_tokens=self.cached or 0,
-        )  # fmt: skip
+        )

@@ -61,7 +61,7 @@ class Runner:
         size = (blocks, block_size, shape.kv_heads, shape.head_dim)
         # Left as it comes: slots are written before they are read, and untouched pages cost a CPU no memory.
         self.caches = [KVStorage(*(torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)))
-                       for _ in range(shape.layers)]  # fmt: skip
+                       for _ in range(shape.layers)]
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> list[Result]:
@@ -89,7 +89,8 @@ class Runner:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        starts, outputs, spans = [0], [], []
+        outputs: list[int] = []
+        starts, spans = [0], []
         size = self.block_size
         for work in works:
             request, stop = work.request, work.start + work.count
@@ -108,7 +109,7 @@ class Runner:
             block_tables=torch.tensor(tables, dtype=torch.int32, device=self.device), query_starts=starts,
             kv_lengths=[work.start + work.count for work in works],
             output_rows=torch.tensor(outputs, dtype=torch.int64, device=self.device),
-        ), spans  # fmt: skip
+        ), spans
 
     def _following(self, work: Work) -> Tensor:
         """The prompt tokens that come right after each of this chunk's."""
@@ -121,11 +122,11 @@ class Runner:
             return [None] * len(wanted)
         chosen, best, ids = (tensor.tolist() for tensor in top_logprobs(logits, tokens, most))
         return [None if count is None else TokenLogprob(token, chosen[i], dict(zip(ids[i][:count], best[i], strict=False)))
-                for i, (token, count) in enumerate(zip(tokens.tolist(), wanted, strict=True))]  # fmt: skip
+                for i, (token, count) in enumerate(zip(tokens.tolist(), wanted, strict=True))]
 
 
 def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, context: int, sequences: int,
-                 memory_fraction: float | None) -> int:  # fmt: skip
+                 memory_fraction: float | None) -> int:
     """As many as `sequences` full contexts need, or as the memory budget allows; at least one full context.
 
     The budget is a share of what is available on a CPU, and of the whole device, less what is in use, on a GPU.
@@ -140,7 +141,7 @@ def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, co
     longest = -(-context // block_size)
     if longest * block_bytes > budget:
         raise ResourceError(f"a context of {context} tokens needs {longest * block_bytes / 1e9:.2f} GB of KV cache, but "
-                            f"memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB; lower max_model_len")  # fmt: skip
+                            f"memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB; lower max_model_len")
     return min(longest * sequences, budget // block_bytes)
 
 

@@ -148,7 +148,7 @@ class Sampler:
             positions=self._integers([len(request.tokens) for request in requests]),
             bias=self._bias_tensors(bias) if bias else None,
             seen=torch.stack([self._seen(request) for request in requests], dim=1) if penalized else None,
-        )  # fmt: skip
+        )
 
     def forget(self, request: Request) -> None:
         self.seen.pop(request.number, None)
@@ -191,9 +191,8 @@ def only_greedy(request: Request) -> bool:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """An independent 63-bit seed for request or sample number `index`."""
-    words = torch.tensor([seed & MASK, (seed >> 32) & MASK, index & MASK])
-    mixed = mix(mix(words + 0x9E3779B9 & MASK) ^ mix(words[2] + 0x85EBCA6B & MASK))
-    return int(mixed[0]) | (int(mixed[1]) & 0x7FFFFFFF) << 32
-
-
+    """An independent 63-bit seed for request or sample number `index` (splitmix64)."""
+    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return (x ^ (x >> 31)) % 2**63

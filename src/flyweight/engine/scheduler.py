@@ -36,7 +36,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int):
         if max_num_batched_tokens < max_num_seqs:
             raise OptionError(f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
-                              f"({max_num_seqs}), or some answers would never move")  # fmt: skip
+                              f"({max_num_seqs}), or some answers would never move")
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
