@@ -154,7 +154,7 @@ def test_logprobs_are_given_for_answer_and_prompt_however_it_is_chunked():
         request = engine.submit(PROMPTS[1], params(logprobs=2, prompt_logprobs=3))[0]
         run(engine, [request])
         assert [item.token_id for item in request.logprobs] == request.tokens[30:]
-        assert all(list(item.top)[0] == item.token_id and len(item.top) == 2 for item in request.logprobs)
+        assert all(next(iter(item.top)) == item.token_id and len(item.top) == 2 for item in request.logprobs)
         assert request.prompt_logprobs[0] is None
         assert [item.token_id for item in request.prompt_logprobs[1:]] == PROMPTS[1][1:]
         found.append((request.logprobs, request.prompt_logprobs))

@@ -80,7 +80,8 @@ def test_stop_strings_do_not_count_before_their_time():
     assert detokenizer.text == "ab" and detokenizer.stopped_by == "b"
 
 
-@pytest.mark.parametrize(("text", "stop", "expected"), [("xab", "abc", 2), ("abc", "abc", 0), ("aab", "aabaab", 3), ("x", "y", 0)])
+@pytest.mark.parametrize(("text", "stop", "expected"), [
+    ("xab", "abc", 2), ("abc", "abc", 0), ("aab", "aabaab", 3), ("x", "y", 0)])
 def test_overlap_is_the_longest_end_that_begins_the_stop_string(text, stop, expected):
     assert overlap(text, stop) == expected
 

@@ -32,7 +32,7 @@ DEFAULTS = {  # by device: sequences in one step, tokens in one step
 class LLM:
     """`LLM("smollm2-135m").generate("Once upon a time")[0].text`
 
-    model              a folder, a name or hub id, or `preset:NAME` (random weights, no tokenizer: token ids only)
+    model              a folder, a name or hub id, or `preset:NAME[:SCHEME]` (random weights, no tokenizer: token ids only)
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     exact              no kernels that compute anything but the product with the dequantized weight
@@ -188,9 +188,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     """The weights, and the tokenizer where there is one."""
     if name.startswith("preset:"):
-        from flyweight.models.presets import RandomWeights
+        from flyweight.models.presets import PresetWeights
 
-        return RandomWeights(name.removeprefix("preset:"), device=device), None
+        _, preset, *scheme = name.split(":")
+        return PresetWeights(preset, *scheme[:1], device=device), None
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
 

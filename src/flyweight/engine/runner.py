@@ -6,11 +6,13 @@ hold still (tokens, positions, slots, block tables) is made in one place, `pack`
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -59,9 +61,7 @@ class Runner:
         self.block_size = block_size
         self.sampler = Sampler(vocabulary, device)
         size = (blocks, block_size, shape.kv_heads, shape.head_dim)
-        # Left as it comes: slots are written before they are read, and untouched pages cost a CPU no memory.
-        self.caches = [KVStorage(*(torch.empty(size, dtype=shape.dtype, device=device) for _ in range(2)))
-                       for _ in range(shape.layers)]
+        self.caches = [KVStorage(zeros(size, shape.dtype, device), zeros(size, shape.dtype, device)) for _ in range(shape.layers)]
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> list[Result]:
@@ -123,6 +123,16 @@ class Runner:
         chosen, best, ids = (tensor.tolist() for tensor in top_logprobs(logits, tokens, most))
         return [None if count is None else TokenLogprob(token, chosen[i], dict(zip(ids[i][:count], best[i], strict=False)))
                 for i, (token, count) in enumerate(zip(tokens.tolist(), wanted, strict=True))]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because masked slots are multiplied by 0, which only a finite number survives.
+
+    On a CPU they come from calloc: a page of a large, mostly unused pool costs no memory until it is written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8)).view(dtype).view(shape)
 
 
 def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, context: int, sequences: int,
