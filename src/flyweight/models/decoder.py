@@ -66,7 +66,7 @@ class Paged:
     def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         cache = self.caches[block.index]
         if block.window not in self.plans:
-            self.plans[block.window] = self.ops.plan_attention(self.batch, cache.block_size, block.window)
+            self.plans[block.window] = self.ops.plan_attention(self.batch, cache, block.window)
         self.ops.write_kv(cache, keys, values, self.batch.slots)
         return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale)
 
