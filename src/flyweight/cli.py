@@ -8,7 +8,6 @@ on stderr and exit code 2; `--debug`, anywhere, shows the traceback instead.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 import typer
 from typer.core import TyperGroup
 
+import flyweight
 from flyweight.errors import FlyweightError, unknown
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of the copy of it inside newer typers
@@ -23,6 +23,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of t
 VERBS = {  # verb → (module:function, one line of help)
     "pull": ("flyweight.commands.pull:pull", "Get a model: a name, a hub id, or a GGUF file."),
     "info": ("flyweight.commands.info:info", "Show what a model is: layers, schemes, sizes, kernels."),
+    "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text."),
@@ -63,9 +64,7 @@ app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=Fals
 
 def show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
-
-        typer.echo(f"flyweight {version('flyweight')}")
+        typer.echo(f"flyweight {flyweight.__version__}")
         raise typer.Exit
 
 
@@ -93,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if debug := "--debug" in arguments:
         arguments.remove("--debug")
-        os.environ["FLYWEIGHT_DEBUG"] = "1"  # for processes that a verb starts
     try:
         code = app(args=arguments or ["--help"], prog_name="flyweight", standalone_mode=False)
     except (FlyweightError, UsageError) as error:

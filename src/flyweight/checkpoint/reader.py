@@ -23,8 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flyweight.checkpoint import formats
 from flyweight.errors import CheckpointError
-from flyweight.tensors import FLOAT8, Plain, QuantTensor
+from flyweight.tensors import FLOAT8, QuantTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -109,22 +110,11 @@ class Checkpoint:
 
     def linear(self, prefix: str) -> QuantTensor:
         """The weight of the module `prefix`, as its quantization format reads it, or plain."""
-        quantized = self.format.read(self, prefix) if self.format else None
-        if quantized is not None:
-            return quantized
-        entry = self.entry(f"{prefix}.weight")
-        if len(entry.shape) != 2 or entry.dtype not in ("F16", "BF16", "F32"):
-            raise CheckpointError(f"{entry.file}: tensor '{prefix}.weight' is {entry.dtype} {list(entry.shape)}, not a plain "
-                                  "matrix; is `quantization_config` missing from config.json?")
-        return Plain(self.tensor(f"{prefix}.weight"))
+        return formats.read_linear(self.format, self, prefix)
 
     @functools.cached_property
-    def format(self) -> Any | None:
-        """The on-disk format that `quantization_config` names, or None."""
-        if not self.config.get("quantization_config"):
-            return None
-        from flyweight.checkpoint import formats
-
+    def format(self) -> formats.Format | None:
+        """The on-disk format of the quantized weights, None for a plain checkpoint."""
         return formats.find(self.config, self)
 
     # -- strictness -------------------------------------------------------------------------------------------
@@ -140,8 +130,8 @@ class Checkpoint:
             return
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         guess = next((text for pattern, text in LOOKS_LIKE if re.search(pattern, left[0])), "not a part of this architecture")
-        raise CheckpointError(f"{self.entries[left[0]].file}: {len(left)} tensors have no place in the model: "
-                              f"{', '.join(left[:3])}{more}; looks like {guess}")
+        raise CheckpointError(f"{self.entries[left[0]].file}: without a place in the model: {', '.join(left[:3])}{more}; "
+                              f"looks like {guess}")
 
     # -- the rest of the folder -------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from flyweight.checkpoint.formats.vptq import Vptq
 from flyweight.errors import CheckpointError, OptionError, UnsupportedError, unknown
 from flyweight.tensors import IntGroup, QuantTensor
 
-__all__ = ["WRITABLE", "CheckpointNotice", "Format", "Source", "default_for", "default_of", "find", "named", "read_linear"]
+__all__ = ["DEFAULTS", "READABLE", "WRITABLE", "CheckpointNotice", "Format", "Source", "default_for", "default_of", "find",
+           "named", "read_linear"]
 
 READABLE: dict[str, type[Format]] = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "vptq": Vptq}
 WRITABLE: dict[str, Format] = {"gptq": Gptq(), "gptq_v2": Gptq(version2=True), "awq": Awq(),

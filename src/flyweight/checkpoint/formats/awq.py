@@ -56,10 +56,10 @@ class Awq(Format):
             return None
         qweight = take(checkpoint, f"{prefix}.qweight", dtypes=INT32, shape=(None, None))
         columns, words = qweight.shape
-        if not columns or not words:
-            raise fault(checkpoint, f"tensor '{prefix}.qweight' is empty")
         group_size = columns if self.group_size == -1 else self.group_size
-        groups = -(-columns // group_size)
+        if not columns or not words or columns % group_size:
+            raise fault(checkpoint, f"tensor '{prefix}.qweight' has shape {[columns, words]}, no whole groups of {group_size} inputs")
+        groups = columns // group_size
         qzeros = take(checkpoint, f"{prefix}.qzeros", dtypes=INT32, shape=(groups, words))
         scales = take(checkpoint, f"{prefix}.scales", dtypes=FLOATS, shape=(groups, words * 8))
         zeros = unpack_columns(qzeros).T.contiguous()
@@ -74,8 +74,10 @@ class Awq(Format):
             return f"every reader of AWQ files takes 4 bits only, not {tensor.bits}; use compressed-tensors"
         if tensor.g_idx is not None:
             return "its columns are grouped in the order of activations (g_idx), which AWQ files have no place for; use gptq"
-        if tensor.matrix_shape[0] % 8 or tensor.in_features % tensor.group_size:
-            return f"{tensor.matrix_shape} weights in groups of {tensor.group_size} do not fill its words of 8 outputs and whole groups"
+        if tensor.matrix_shape[0] % 8:
+            return f"{tensor.matrix_shape[0]} outputs do not fill its words of 8"
+        if tensor.in_features % tensor.group_size:
+            return f"{tensor.in_features} inputs are not a multiple of the group size {tensor.group_size}"
         return rounded_scales(tensor.scales)
 
     def pack(self, tensor: IntGroup) -> dict[str, Tensor]:

@@ -96,10 +96,9 @@ def _read_packed(checkpoint: Source, prefix: str, scheme: Scheme) -> IntGroup:
                               f"{list(packed.shape)}")
     if packed.shape[0] > rows:
         notice(checkpoint, "weight_packed has more rows than weight_shape counts; the padding is dropped")
-        packed = packed[:rows]
-    codes = _dense_codes(checkpoint, prefix, packed, columns=columns, scheme=scheme)
+    codes = _dense_codes(checkpoint, prefix, packed[:rows], columns=columns, scheme=scheme)
     group_size = scheme.group_size(columns)
-    scales = _scales(checkpoint, prefix, shape=(rows, -(-columns // group_size)))
+    scales = _scales(checkpoint, prefix, shape=(packed.shape[0], -(-columns // group_size)))[:rows]
     zeros = _zero_points(checkpoint, prefix, scales, scheme=scheme)
     g_idx = None
     if checkpoint.has(f"{prefix}.weight_g_idx"):
@@ -137,8 +136,6 @@ def _scales(checkpoint: Source, prefix: str, *, shape: tuple[int, int]) -> Tenso
         return take(checkpoint, name, dtypes=FLOATS, shape=checkpoint.shape(name)).reshape(1, 1).expand(shape).contiguous()
     if checkpoint.has(name) and checkpoint.shape(name) == shape[:1] and shape[1] == 1:
         return take(checkpoint, name, dtypes=FLOATS, shape=shape[:1])[:, None]
-    if checkpoint.has(name) and len(found := checkpoint.shape(name)) == 2 and found[0] > shape[0]:
-        return take(checkpoint, name, dtypes=FLOATS, shape=(None, shape[1]))[: shape[0]]  # rows padded like the weight's
     return take(checkpoint, name, dtypes=FLOATS, shape=shape)
 
 

@@ -124,7 +124,7 @@ def _block(weights: Settings) -> int:
     sizes = structure.split("x") if isinstance(structure, str) else structure
     if not isinstance(sizes, list) or len(sizes) != 2 or str(sizes[0]) != str(sizes[1]) or not str(sizes[0]).isdecimal() \
             or not 0 < int(sizes[0]) <= 1 << 20:
-        raise UnsupportedError(f"{weights.where}: `block_structure` is {short(structure)}; square blocks like [128, 128] are read")
+        raise UnsupportedError(f"{weights.where}: `block_structure` is {short(structure)}; square blocks ([128, 128]) are read")
     return int(sizes[0])
 
 

@@ -30,7 +30,7 @@ class Fp8(Format):
         settings.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
         size = settings.get("weight_block_size", list, None)
         if size is not None and (len(size) != 2 or size[0] != size[1] or type(size[0]) is not int or not 0 < size[0] <= 1 << 20):
-            raise UnsupportedError(f"{settings.where}: `weight_block_size` is {short(size)}; square blocks like [128, 128] are read")
+            raise UnsupportedError(f"{settings.where}: `weight_block_size` is {short(size)}; square blocks are read")
         scheme = settings.choice("activation_scheme", ("dynamic", "static"), "dynamic")
         return cls(scheme == "static", None if size is None else size[0])
 
@@ -76,7 +76,7 @@ class Fp8(Format):
     def config(self, layers: Layers, ignore: Iterable[str] = (), *, biased: Iterable[str] = ()) -> dict[str, Any]:
         schemes = {(tensor.activation == "static", tensor.block) for tensor in layers.values() if isinstance(tensor, Float8)}
         if len(schemes) != 1:
-            raise UnsupportedError("layers with different blocks or activations do not fit the fp8 format; use compressed-tensors")
+            raise UnsupportedError("an fp8 folder has one block size and one kind of activations; use compressed-tensors")
         static, block = schemes.pop()
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static" if static else "dynamic",
                 "weight_block_size": [block, block] if block else None, "modules_to_not_convert": list(ignore) or None}

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from flyweight.checkpoint.formats.base import Format, Source, fault, notice
+from flyweight.checkpoint.formats.base import FLOATS, Format, Source, fault, notice, type_name
 from flyweight.errors import CheckpointError
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
 
@@ -18,7 +18,6 @@ FUSED = {  # the fused name → its parts, in the order of their rows
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-PLAIN = ("torch.float32", "torch.float16", "torch.bfloat16")
 
 
 def read_linear(form: Format | None, checkpoint: Source, prefix: str) -> QuantTensor:
@@ -38,9 +37,9 @@ def _read(form: Format | None, checkpoint: Source, prefix: str) -> QuantTensor |
     if quantized is not None or not checkpoint.has(f"{prefix}.weight"):
         return quantized
     weight = checkpoint.tensor(f"{prefix}.weight")
-    if weight.ndim != 2 or str(weight.dtype) not in PLAIN:
-        raise fault(checkpoint, f"tensor '{prefix}.weight' is {weight.dtype} {list(weight.shape)}, not a plain "
-                              "matrix; is `quantization_config` missing from config.json, or wrong?")
+    if weight.ndim != 2 or weight.dtype not in FLOATS:
+        raise fault(checkpoint, f"tensor '{prefix}.weight' is {type_name(weight.dtype)} {list(weight.shape)}, not a plain matrix; "
+                                "is its weight_scale missing, or `quantization_config` missing or wrong?")
     return Plain(weight)
 
 

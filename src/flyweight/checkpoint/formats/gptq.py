@@ -88,9 +88,9 @@ class Gptq(Format):
         if checkpoint.has(f"{prefix}.g_idx"):
             g_idx = take(checkpoint, f"{prefix}.g_idx", dtypes=(torch.int32, torch.int64), shape=(None,))
         columns = words * 32 // bits if g_idx is None else len(g_idx)
-        if not rows or not columns or words < packed_words(columns, bits):
-            raise fault(checkpoint, f"'{prefix}.qweight' has shape {[words, rows]}, too small for the {columns} "
-                                  f"inputs of '{prefix}.g_idx' with {bits} bits")
+        if not rows or not columns or columns * bits % 32 or words < packed_words(columns, bits):
+            raise fault(checkpoint, f"'{prefix}.qweight' has shape {[words, rows]}, no fit for {columns} inputs of {bits} bits "
+                                    f"(counted by '{prefix}.g_idx' where it is there)")
         if words > packed_words(columns, bits):
             notice(checkpoint, "qweight is padded beyond the inputs that g_idx counts; the padding is dropped")
             qweight = qweight[: packed_words(columns, bits)]
