@@ -38,15 +38,15 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False) -> 
     plain = isinstance(tensor, Plain)
     weight = tensor.weight.to(dtype) if isinstance(tensor, Plain) else tensor.dequantize(dtype)
     linear: Callable[[Tensor], Tensor]
-    kernel, linear = "torch.linear", functools.partial(torch.nn.functional.linear, weight=weight)
+    linear = functools.partial(torch.nn.functional.linear, weight=weight)
     if weight.device.type == "cpu" and dtype == torch.float32 and weight.ndim == 2:
-        kernel, linear = "cpu.linear", CpuLinear(weight)
+        linear = CpuLinear(weight)
 
     def run(x: Tensor) -> Tensor:
         return linear(tensor.quantize_input(x).to(dtype))
 
     why = "plain weight" if plain else f"no kernel for {tensor.kind} here: dequantized once at load"
-    return Prepared(linear if plain else run, kernel, why, tensor.shape, weight.nbytes)
+    return Prepared(linear if plain else run, "torch.linear", why, tensor.shape, weight.nbytes)
 
 
 def decoder_ops(device: torch.device | str) -> ModuleType:
