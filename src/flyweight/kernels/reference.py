@@ -6,6 +6,7 @@ masks) is worked out once a step, by `rope_rows` and `plan_attention`, and not o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,19 @@ from flyweight.engine.batch import Batch, KVStorage
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Over the last dimension; weight is [size], or [heads, size] where each head has its own."""
-    return F.rms_norm(x.float(), (x.shape[-1],), eps=epsilon).to(x.dtype) * weight
+    """Over the last dimension; weight is [size], or [heads, size] where each head has its own.
+
+    x / √(|x|² / size + ε) in as few ops as torch allows: half the time of `F.rms_norm` on a CPU.
+    """
+    wide = x.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(_constant(epsilon, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -51,41 +63,63 @@ def write_kv(cache: KVStorage, keys: Tensor, values: Tensor, slots: Tensor) -> N
     cache.values.flatten(0, 1).index_copy_(0, slots, values)
 
 
+LONG = 512  # cached tokens; from here on reading pages in place beats copying them for one call with the neighbours
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring sequences whose attention is one call: a run of decoding ones, or a single one with several tokens."""
+    """Neighbouring sequences whose attention is one call: one sequence, or a run of decoding ones."""
 
     begin: int  # the first and the end of their tokens
     end: int
-    blocks: Tensor  # int64 [sequences · most blocks]
-    width: int  # cached tokens of the longest
     sequences: int
+    rows: slice | Tensor  # the slots of the cached tokens, [sequences · width]: a slice where they follow each other
     causal: bool  # the sequence begins here: no mask needed
-    mask: Tensor | None  # bool, [sequences, 1, 1, width] or [new, width]: what each query sees
+    mask: Tensor | None  # 0 or −∞, [sequences, 1, 1, width] or [new, width]
+    scratch: Tensor | None  # [2, sequences · width, kv_heads, head_dim]: the pages copied, by each layer in turn
 
 
-def plan_attention(batch: Batch, block_size: int, window: int | None = None) -> list[Piece]:
+def plan_attention(batch: Batch, cache: KVStorage, window: int | None = None) -> list[Piece]:
     """Cut a step into pieces; made once and used by every layer with the same window."""
-    pieces, i, starts = [], 0, batch.query_starts
-    while i < len(batch.kv_lengths):
+    pieces, i, starts, tables = [], 0, batch.query_starts, batch.block_tables.tolist()
+    spans = [_span(table, length, cache.block_size) for table, length in zip(tables, batch.kv_lengths, strict=True)]
+    together = [starts[k + 1] - starts[k] == 1 and (span is None or length < LONG)
+                for k, (span, length) in enumerate(zip(spans, batch.kv_lengths, strict=True))]
+    while i < len(spans):
         j = i + 1
-        if starts[j] - starts[i] == 1:
-            while j < len(batch.kv_lengths) and starts[j + 1] - starts[j] == 1:
-                j += 1
-        new, lengths = starts[i + 1] - starts[i], batch.kv_lengths[i:j]
-        width = max(lengths)
-        blocks = batch.block_tables[i:j, : -(-width // block_size)].long().flatten().clamp_(min=0)  # padding may be −1
-        mask, column = None, torch.arange(width, device=blocks.device)
-        causal = new == width > 1 and not (window and width > window)
-        if new > 1 and not causal:
-            at = torch.arange(width - new, width, device=blocks.device)[:, None]
-            mask = _visible(column, at, window)
-        elif new == 1 and (min(lengths) < width or (window and width > window)):
-            at = torch.tensor(lengths, device=blocks.device)[:, None, None, None] - 1
-            mask = _visible(column, at, window)
-        pieces.append(Piece(starts[i], starts[j], blocks, width, j - i, causal, mask))
+        while together[i] and j < len(spans) and together[j]:
+            j += 1
+        pieces.append(_plan_piece(batch, cache, i, j, span=spans[i] if j == i + 1 else None, window=window))
         i = j
     return pieces
+
+
+def _span(table: list[int], length: int, block_size: int) -> slice | None:
+    """The slots of a sequence whose blocks follow each other: read in place, which copies nothing."""
+    blocks = -(-length // block_size)
+    start = table[0] * block_size
+    return slice(start, start + length) if table[:blocks] == list(range(table[0], table[0] + blocks)) else None
+
+
+def _plan_piece(batch: Batch, cache: KVStorage, first: int, last: int, *, span: slice | None, window: int | None) -> Piece:
+    begin, end, lengths = batch.query_starts[first], batch.query_starts[last], batch.kv_lengths[first:last]
+    sequences, width, device, size = last - first, max(lengths), cache.keys.device, cache.block_size
+    new, column, ragged = (end - begin) // sequences, torch.arange(width, device=device), min(lengths) < width
+    causal = new == width > 1 and not (window and width > window)
+    mask, at, seen = None, torch.arange(width - new, width, device=device)[:, None], column
+    if ragged:
+        at = torch.tensor(lengths, device=device)[:, None, None, None] - 1
+        # A masked slot must still hold a number: pages that were never written may hold NaN. So the first one stands in.
+        seen = column * (column <= at[:, 0, 0])  # [sequences, width]
+    if ragged or (new > 1 and not causal) or (window and width > window):
+        visible = _visible(column, at, window)
+        mask = torch.zeros(visible.shape, dtype=cache.keys.dtype, device=device).masked_fill_(~visible, float("-inf"))
+    if span is not None:
+        return Piece(begin, end, sequences, span, causal, mask, None)
+    table = batch.block_tables[first:last].long()
+    rows = table.gather(1, (seen // size).expand(sequences, width)) * size + seen % size
+    scratch = cache.keys.new_empty(2, rows.numel(), *cache.keys.shape[2:])
+    return Piece(begin, end, sequences, rows.flatten(), causal, mask, scratch)
 
 
 def _visible(column: Tensor, at: Tensor, window: int | None) -> Tensor:
@@ -100,20 +134,24 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: list[Piece], *, scale
 
 
 def _attend_piece(query: Tensor, cache: KVStorage, piece: Piece, scale: float) -> Tensor:
-    kv_heads, size = cache.keys.shape[-2:]
-
-    def gather(pages: Tensor) -> Tensor:
-        """[sequences, kv_heads, width, head_dim]"""
-        return pages.index_select(0, piece.blocks).view(piece.sequences, -1, kv_heads, size)[:, : piece.width].transpose(1, 2)
-
-    keys, values = gather(cache.keys), gather(cache.values)
+    kv_heads, size = cache.keys.shape[2:]
+    keys, values = (_read_pages(pages.view(-1, kv_heads, size), piece, i) for i, pages in enumerate((cache.keys, cache.values)))
     if piece.end - piece.begin == piece.sequences:
         # One token each: the heads that share a kv head are the rows of one small attention, so nothing is repeated.
-        rows = query.reshape(piece.sequences, kv_heads, -1, size)
-        return F.scaled_dot_product_attention(rows, keys, values, piece.mask, scale=scale).reshape(query.shape)
-    rows = query.transpose(0, 1)[None]  # [1, heads, new, head_dim]
-    out = F.scaled_dot_product_attention(rows, keys, values, piece.mask, is_causal=piece.causal, scale=scale, enable_gqa=True)
+        grouped = query.reshape(piece.sequences, kv_heads, -1, size)
+        return F.scaled_dot_product_attention(grouped, keys, values, piece.mask, scale=scale).reshape(query.shape)
+    out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, piece.mask, is_causal=piece.causal,
+                                         scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def _read_pages(pages: Tensor, piece: Piece, which: int) -> Tensor:
+    """[sequences, kv_heads, width, head_dim]"""
+    if isinstance(piece.rows, slice):
+        return pages[piece.rows].transpose(0, 1)[None]
+    assert piece.scratch is not None
+    copy = torch.index_select(pages, 0, piece.rows, out=piece.scratch[which])
+    return copy.view(piece.sequences, -1, *pages.shape[1:]).transpose(1, 2)
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None = None) -> Tensor:

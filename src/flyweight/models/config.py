@@ -149,12 +149,14 @@ class ModelConfig:
         data: dict[str, Any] = dict(
             architectures=[family.architecture], model_type=self.model_type, hidden_act="silu",
             hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_dim,
-            vocab_size=self.vocab_size, max_position_embeddings=self.max_positions, rms_norm_eps=self.epsilon,
-            rope_theta=self.rope.theta, tie_word_embeddings=self.tied_embeddings,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_positions, rms_norm_eps=self.epsilon, rope_theta=self.rope.theta,
+            tie_word_embeddings=self.tied_embeddings,
             dtype=str(self.dtype).removeprefix("torch."), bos_token_id=self.bos_id,
             eos_token_id=self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None, pad_token_id=self.pad_id,
         )
+        if family.head_dim or self.head_dim * self.heads != self.hidden_size:
+            data["head_dim"] = self.head_dim
         if self.rope.rotary_dim != self.head_dim:
             data["partial_rotary_factor"] = self.rope.rotary_dim / self.head_dim
         if self.rope.kind != "default":
@@ -225,7 +227,10 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _read_rope(data: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
     """Both spellings: rope_theta beside rope_scaling (transformers 4), everything in rope_parameters (transformers 5)."""
-    scaling = dict(data.get("rope_scaling") or data.get("rope_parameters") or {})
+    scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointError(f"config.json: 'rope_scaling' must be an object, not {scaling!r}")
+    scaling = dict(scaling)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     theta = _number({"rope_theta": scaling.pop("rope_theta", None) or data.get("rope_theta")}, "rope_theta", 10000.0)
@@ -247,14 +252,16 @@ def _read_rope(data: Mapping[str, Any], head_dim: int, max_positions: int) -> Ro
 
 def _read_windows(data: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
     if family.window == "all":
-        window = data.get("sliding_window", 4096)
-        return (window and _count(data, "sliding_window", window),) * layers
+        full = not data.get("sliding_window", 4096)  # stated as null; transformers takes 4096 where the key is missing
+        return (None if full else _count(data, "sliding_window", 4096),) * layers
     if not data.get("use_sliding_window"):
         return (None,) * layers
     if family.window == "never":
         raise UnsupportedError(f"config.json: use_sliding_window is not supported for {data['model_type']}")
-    width, full = _count(data, "sliding_window", 4096), data.get("max_window_layers", 28)
-    kinds = data.get("layer_types") or ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    width, first = _count(data, "sliding_window", 4096), data.get("max_window_layers", 28)
+    if type(first) is not int:
+        raise CheckpointError(f"config.json: 'max_window_layers' must be a whole number, not {first!r}")
+    kinds = data.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"config.json: 'layer_types' must hold {layers} of full_attention or sliding_attention")
     return tuple(width if kind == "sliding_attention" else None for kind in kinds)
