@@ -46,7 +46,7 @@ def blocks(values: Tensor, *, interleave: bool) -> Tensor:
     """
     rows, columns = values.shape
     if interleave:
-        values = values.view(2, rows // 16, 8, columns).transpose(0, 1).reshape(rows, columns)
+        values = interleave_rows(values)
     values = torch.nn.functional.pad(values, (0, -columns % 64, 0, -rows % 16))
     return values.view(values.shape[0] // 16, 2, 8, values.shape[1] // 64, 2, 4, 2, 2, 2)
 
@@ -77,7 +77,7 @@ def group_records(tensor: IntGroup, *, interleave: bool) -> Tensor:
     zeros = torch.full_like(scales, 1 << (tensor.bits - 1)) if tensor.zeros is None else tensor.zeros.int()
     records = scales | (zeros << 16)
     if interleave:
-        records = records.view(2, rows // 16, 8, groups).transpose(0, 1).reshape(rows, groups)
+        records = interleave_rows(records)
     records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16))
     return records.view(-1, 16, groups).transpose(1, 2).contiguous()
 
@@ -137,6 +137,9 @@ class Gemv:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.weights, self.records, self.channel_scale, self.bias) if t is not None)
 
+    def fits(self, rows: int) -> bool:
+        return plan(self.kind, self.in_features, self.group, rows, tiles=1, warps=16, limit=220 * 1024) is not None
+
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
                  residual: Tensor | None = None, pdl: bool = True, warps: int = 16, limit: int = SHARED_LIMIT,
                  stage_bytes: int = 16384, grid: int | None = None) -> Tensor:
@@ -149,6 +152,9 @@ class Gemv:
         grid = grid or min(tiles, processors(x.device.index or 0))
         chosen = plan(self.kind, self.in_features, self.group, rows, tiles=math.ceil(tiles / grid), warps=warps, limit=limit,
                       stage_bytes=stage_bytes)
+        if chosen is None and limit < 220 * 1024:  # then alone on its SM
+            chosen = plan(self.kind, self.in_features, self.group, rows, tiles=math.ceil(tiles / grid), warps=warps,
+                          limit=220 * 1024, stage_bytes=stage_bytes)
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
         defines = {
@@ -164,6 +170,15 @@ class Gemv:
         return out
 
 
+def interleave_rows(rows: Tensor) -> Tensor:
+    """[gate | up] → gate and up by turns, eight rows each: how an interleaved weight stores its outputs."""
+    return rows.view(2, rows.shape[0] // 16, 8, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def deinterleave(rows: Tensor, interleaved: bool) -> Tensor:
+    return rows.view(-1, 2, 8).transpose(0, 1).reshape(-1) if interleaved else rows
+
+
 @functools.cache
 def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -176,7 +191,7 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         raise ValueError(f"no gemv path for {tensor.kind}")
     rows, columns = tensor.matrix_shape
     if interleave and bias is not None:
-        bias = bias.view(2, rows // 16, 8).transpose(0, 1).reshape(rows)
+        bias = interleave_rows(bias)
     records = channel_scale = None
     group, scale_fp16 = 64, False
     if isinstance(tensor, Plain):
@@ -185,7 +200,7 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         codes = tensor.codes
         channel_scale = tensor.scales.float().flatten()
         if interleave:
-            channel_scale = channel_scale.view(2, rows // 16, 8).transpose(0, 1).reshape(rows).contiguous()
+            channel_scale = interleave_rows(channel_scale)
     else:
         assert isinstance(tensor, IntGroup)
         codes = tensor.values().to(torch.uint8)
