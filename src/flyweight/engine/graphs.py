@@ -51,7 +51,7 @@ class Step:
         self.decoder, self.caches, self.sequences = decoder, caches, sequences
         page = caches[0].block_size
         self.shapes = [head_shape(decoder, block, page) for block in decoder.blocks]
-        self.splits = choose_splits(sequences, config.kv_heads, context, processors(device.index or 0))
+        self.splits = choose_splits(sequences, config.kv_heads, processors(device.index or 0))
         self.workspace = Workspace.make(self.shapes[0], sequences, self.splits, device)
         self.rope = rope_pairs(*decoder.tables)
         self.norms = [None if block.qk_norm is None else (block.qk_norm[0].contiguous(), block.qk_norm[-1].contiguous())

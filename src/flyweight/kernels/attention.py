@@ -11,6 +11,7 @@ from flyweight.engine.batch import KVStorage
 from flyweight.kernels import jit
 
 CLUSTER = 8  # splits that merge through distributed shared memory, on Hopper
+SHORTEST = 64  # tokens worth a CTA of their own
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class Workspace:
         return cls(torch.empty(states, device=device), torch.zeros(sequences * shape.kv_heads, dtype=torch.int32, device=device))
 
 
-def choose_splits(sequences: int, kv_heads: int, context: int, processors: int) -> int:
-    """Enough CTAs to fill the GPU, but no split shorter than 32 tokens; one cluster where that is enough."""
-    wanted = min(max(1, 2 * processors // (sequences * kv_heads)), max(1, context // 32))
+def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
+    """As many CTAs as the GPU has processors, in whole clusters. Short contexts leave the later ones idle."""
+    wanted = max(1, processors // (sequences * kv_heads))
     return max(CLUSTER, wanted // CLUSTER * CLUSTER) if torch.cuda.get_device_capability()[0] >= 9 else wanted
 
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
                      rope: Tensor, lengths: Tensor, tables: Tensor, workspace: Workspace, splits: int, epsilon: float,
-                     scale: float, warps: int = 4, pdl: bool = True) -> Tensor:
+                     scale: float, warps: int = 8, pdl: bool = True) -> Tensor:
     """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim]; writes the new K and V.
 
     lengths int32 [sequences] count the new token; tables int32 [sequences, pages]. A sequence of length 0 is padding.
@@ -74,7 +75,7 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
     defines = {
         "FP16": int(qkv.dtype == torch.float16), "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim,
         "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
-        "CLUSTER": cluster,
+        "CLUSTER": cluster, "SHORTEST": SHORTEST,
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
     state = shape.group * (shape.head_dim + 2)

@@ -58,8 +58,9 @@ class CudaLinear:
         else:
             codes, scale = quantize_int8_rows(x)
             assert weight.channel_scale is not None
-            sums = F.linear(codes.to(weight.dtype), dense)
-            y = (sums.float() * scale * gemv.deinterleave(weight.channel_scale, weight.interleaved)).to(weight.dtype)
+            shrink = 2.0**-13 if weight.dtype == torch.float16 else 1.0  # exact, and keeps sums below fp16's largest
+            sums = F.linear((codes * shrink).to(weight.dtype), dense)
+            y = (sums.float() * (scale / shrink) * gemv.deinterleave(weight.channel_scale, weight.interleaved)).to(weight.dtype)
         return y if self.bias is None else y.add_(self.bias)
 
 

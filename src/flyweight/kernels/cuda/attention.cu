@@ -3,23 +3,26 @@
 //   q, k = rope(norm(qkv)),  cache[position] = k, v,  out = softmax(q · Kᵀ · scale) · V
 //
 // Work split: grid (splits, kv heads, sequences); the G query heads that share a kv head stay together, so the cache
-// is read once. A sequence's tokens are cut into `splits` runs by its length on the device (a captured grid is fixed).
+// is read once. A sequence's tokens are cut into runs by its length on the device (a captured grid is fixed): as many
+// as there are splits, but none shorter than SHORTEST, so that a short context keeps few CTAs busy and the rest leave.
 // CLUSTER neighbouring splits merge through distributed shared memory; further clusters through global memory, where
 // the last to arrive adds them up.
 //
-//      split:   | warp 0: 8 tokens | warp 1: 8 tokens | … | warp 0 | …       a lane holds 8 of head_dim
+//      split:   | warp 0: 4 tokens | warp 1: 4 tokens | … | warp 0 | …       a lane holds 8 of head_dim
 //
 // The split that owns the newest token takes its key and value from shared memory, not from the cache it writes.
-// Limit: bytes of KV / bandwidth for long contexts, latency (three dependent reads) for short ones. Lengths, tables,
-// rope and norm weights are read before the wait: they are older than the kernel before this one.
+// Limit: bytes of KV / bandwidth for long contexts, latency for short ones. Lengths, tables, rope and the first older
+// tokens of the cache are read before the wait: what wrote them ended before this step began (a step's only write is the
+// newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, CLUSTER
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, CLUSTER, SHORTEST
 #include "common.cuh"
 
 constexpr int G = HEADS / KV_HEADS;
 constexpr int LANES = HEAD_DIM / 8;     // lanes that share a token
 constexpr int SIDE = 32 / LANES;        // tokens side by side in a warp
-constexpr int DEPTH = 8 / SIDE;         // and one after the other: 8 tokens in flight
+constexpr int TOKENS = SIDE > 4 ? SIDE : 4;
+constexpr int DEPTH = TOKENS / SIDE;    // and one after the other
 constexpr int THREADS = WARPS * 32;
 constexpr int STATE = HEAD_DIM + 2;     // a partial result: accumulator, maximum, sum
 
@@ -73,41 +76,51 @@ DEVICE void unpack8(uint4 v, float (&f)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) f[i] = i & 1 ? high_float(p[i / 2]) : low_float(p[i / 2]);
 }
-template <int TOKENS>
-DEVICE void absorb(Running& run, const float (&query)[G][8], const float (&key)[TOKENS][8], const float (&value)[TOKENS][8],
-                   const bool (&valid)[TOKENS]) {
-  float score[TOKENS][G];
+template <int COUNT>
+DEVICE void absorb(Running& run, const float (&query)[G][8], const uint4 (&keys)[COUNT], const uint4 (&values)[COUNT],
+                   const bool (&valid)[COUNT]) {
+  float score[COUNT][G];
 #pragma unroll
-  for (int u = 0; u < TOKENS; u++)
+  for (int u = 0; u < COUNT; u++) {
+    float key[8];
+    unpack8(keys[u], key);
 #pragma unroll
     for (int h = 0; h < G; h++) {
       float s = 0;
 #pragma unroll
-      for (int i = 0; i < 8; i++) s += query[h][i] * key[u][i];
+      for (int i = 0; i < 8; i++) s += query[h][i] * key[i];
 #pragma unroll
       for (int o = LANES / 2; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
       score[u][h] = valid[u] ? s : LOWEST;
     }
+  }
 #pragma unroll
   for (int h = 0; h < G; h++) {
     float most = run.most[h];
 #pragma unroll
-    for (int u = 0; u < TOKENS; u++) most = fmaxf(most, score[u][h]);
-    if (most == LOWEST) continue;
-    const float fade = exp2_fast(run.most[h] - most);
+    for (int u = 0; u < COUNT; u++) most = fmaxf(most, score[u][h]);
+    const float fade = most == LOWEST ? 1.f : exp2_fast(run.most[h] - most);
     run.most[h] = most;
     run.sum[h] *= fade;
 #pragma unroll
     for (int i = 0; i < 8; i++) run.acc[h][i] *= fade;
 #pragma unroll
-    for (int u = 0; u < TOKENS; u++) {
-      const float p = exp2_fast(score[u][h] - most);
-      run.sum[h] += p;
-#pragma unroll
-      for (int i = 0; i < 8; i++) run.acc[h][i] += p * value[u][i];
+    for (int u = 0; u < COUNT; u++) {
+      score[u][h] = most == LOWEST ? 0.f : exp2_fast(score[u][h] - most);
+      run.sum[h] += score[u][h];
     }
   }
+#pragma unroll
+  for (int u = 0; u < COUNT; u++) {
+    float value[8];
+    unpack8(values[u], value);
+#pragma unroll
+    for (int h = 0; h < G; h++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) run.acc[h][i] += score[u][h] * value[i];
+  }
 }
+DEVICE uint4 pack8(const float* f) { return make_uint4(pack2(f[0], f[1]), pack2(f[2], f[3]), pack2(f[4], f[5]), pack2(f[6], f[7])); }
 
 // The weighted sum of `count` partial states for one (head, dimension), where `at(i)` gives the i-th state of the head.
 template <typename At> DEVICE float3 merge_states(int count, int dimension, At at) {
@@ -141,7 +154,7 @@ DEVICE void cluster_barrier() {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, G > 4 ? 1 : 2)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
           u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width) {
   extern __shared__ __align__(16) u8 raw[];
@@ -152,10 +165,36 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   launch_dependents();
   const int length = lengths[sequence], newest = length - 1;
   const int oldest = WINDOW ? max(0, length - WINDOW) : 0;
-  const int run_length = ((length - oldest + splits - 1) / splits + 7) / 8 * 8;
+  const int run_length = max(SHORTEST, ((length - oldest + splits - 1) / splits + 7) / 8 * 8);
+  const int used = max((length - oldest + run_length - 1) / run_length, 1);
+  const int rank = split % CLUSTER, cluster = split / CLUSTER, clusters = (used + CLUSTER - 1) / CLUSTER;
+  if (cluster >= clusters) {  // the whole cluster
+    wait_for_inputs();
+    return;
+  }
   const int begin = oldest + split * run_length, end = min(begin + run_length, length);
   const int* table = tables + (size_t)sequence * table_width;
   const float2* turns = rope + (size_t)max(newest, 0) * (ROTARY / 2);
+
+  const int stop = min(end, newest);  // the newest token comes from shared memory
+  auto slot = [&](int token) {
+    return (((size_t)table[token / PAGE] * PAGE + token % PAGE) * KV_HEADS + head) * HEAD_DIM + part * 8;
+  };
+  uint4 k4[DEPTH], v4[DEPTH];
+  auto load = [&](int start) {
+#pragma unroll
+    for (int u = 0; u < DEPTH; u++) {
+      const int token = start + u * SIDE + side;
+      k4[u] = v4[u] = make_uint4(0, 0, 0, 0);
+      if (token < stop) {
+        const size_t at = slot(token);
+        k4[u] = *(const uint4*)(keys + at);
+        v4[u] = *(const uint4*)(values + at);
+      }
+    }
+  };
+  int start = begin + warp * TOKENS;
+  load(start);
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -178,48 +217,31 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int i = 0; i < 8; i++) run.acc[h][i] = 0, query[h][i] = sh.query[h][part * 8 + i];
   }
-  const int stop = min(end, newest);  // the newest token comes from shared memory
-  auto slot = [&](int token) {
-    return (((size_t)table[token / PAGE] * PAGE + token % PAGE) * KV_HEADS + head) * HEAD_DIM + part * 8;
-  };
   if (owner && warp == 0 && length > 0) {
-    const size_t at = slot(newest);
-    float key[1][8], value[1][8];
+    const uint4 key[1] = {pack8(sh.key + part * 8)}, value[1] = {pack8(sh.value + part * 8)};
     const bool valid[1] = {side == 0};
-#pragma unroll
-    for (int i = 0; i < 8; i++) key[0][i] = sh.key[part * 8 + i], value[0][i] = sh.value[part * 8 + i];
     if (side == 0) {
-      *(uint4*)(keys + at) = make_uint4(pack2(key[0][0], key[0][1]), pack2(key[0][2], key[0][3]), pack2(key[0][4], key[0][5]), pack2(key[0][6], key[0][7]));
-      *(uint4*)(values + at) = make_uint4(pack2(value[0][0], value[0][1]), pack2(value[0][2], value[0][3]), pack2(value[0][4], value[0][5]), pack2(value[0][6], value[0][7]));
+      const size_t at = slot(newest);
+      *(uint4*)(keys + at) = key[0];
+      *(uint4*)(values + at) = value[0];
     }
     absorb<1>(run, query, key, value, valid);
   }
-  uint4 k4[DEPTH], v4[DEPTH];
-  auto load = [&](int start) {
-#pragma unroll
-    for (int u = 0; u < DEPTH; u++) {
-      const int token = start + u * SIDE + side;
-      k4[u] = v4[u] = make_uint4(0, 0, 0, 0);
-      if (token < stop) {
-        const size_t at = slot(token);
-        k4[u] = *(const uint4*)(keys + at);
-        v4[u] = *(const uint4*)(values + at);
-      }
-    }
-  };
-  int start = begin + warp * 8;
-  if (start < stop) load(start);
   while (start < stop) {
-    float key[DEPTH][8], value[DEPTH][8];
     bool valid[DEPTH];
 #pragma unroll
-    for (int u = 0; u < DEPTH; u++) {
-      unpack8(k4[u], key[u]), unpack8(v4[u], value[u]);
-      valid[u] = start + u * SIDE + side < stop;
+    for (int u = 0; u < DEPTH; u++) valid[u] = start + u * SIDE + side < stop;
+    const int next = start + WARPS * TOKENS;
+    if (next < stop) {  // what comes next is on its way while this is added up
+      uint4 k[DEPTH], v[DEPTH];
+#pragma unroll
+      for (int u = 0; u < DEPTH; u++) k[u] = k4[u], v[u] = v4[u];
+      load(next);
+      absorb<DEPTH>(run, query, k, v, valid);
+    } else {
+      absorb<DEPTH>(run, query, k4, v4, valid);
     }
-    start += WARPS * 8;
-    if (start < stop) load(start);
-    absorb<DEPTH>(run, query, key, value, valid);
+    start = next;
   }
 
   float(&mine)[G][STATE] = sh.partial[warp];
@@ -254,9 +276,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   cluster_barrier();
 
   // This CTA's share of the cluster's outputs.
-  const int rank = split % CLUSTER, clusters = splits / CLUSTER, cluster = split / CLUSTER;
   constexpr int SHARE = (G * HEAD_DIM + CLUSTER - 1) / CLUSTER;
-  const size_t place = ((size_t)sequence * KV_HEADS + head) * clusters;
+  const size_t place = ((size_t)sequence * KV_HEADS + head) * (splits / CLUSTER);
   u16* target = out + ((size_t)sequence * HEADS + head * G) * HEAD_DIM;
   for (int i = rank * SHARE + threadIdx.x; i < min((rank + 1) * SHARE, G * HEAD_DIM); i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
@@ -275,7 +296,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   __syncthreads();
   if (threadIdx.x == 0) {
     int* ticket = tickets + sequence * KV_HEADS + head;
-    last_one = atomicAdd(ticket, 1) == splits - 1;
+    last_one = atomicAdd(ticket, 1) == clusters * CLUSTER - 1;
     if (last_one) *ticket = 0;
   }
   __syncthreads();
