@@ -9,8 +9,9 @@ from torch import Tensor
 
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels import jit
+from flyweight.kernels.gemv import processors
 
-CLUSTER = 8  # splits that merge through distributed shared memory, on Hopper
+SHARED = 60 * 1024  # so much that an SM holds one CTA beside a linear's
 SHORTEST = 64  # tokens worth a CTA of their own
 
 
@@ -46,21 +47,20 @@ def rope_pairs(cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Scratch for splits beyond one cluster, shared by all layers; tickets are zero between launches."""
+    """Scratch for the merging of splits, shared by all layers; tickets are zero between launches."""
 
     scratch: Tensor
     tickets: Tensor
 
     @classmethod
     def make(cls, shape: HeadShape, sequences: int, splits: int, device: torch.device | str) -> Workspace:
-        states = sequences * shape.heads * max(1, splits // CLUSTER) * (shape.head_dim + 2)
+        states = sequences * shape.heads * splits * (shape.head_dim + 2)
         return cls(torch.empty(states, device=device), torch.zeros(sequences * shape.kv_heads, dtype=torch.int32, device=device))
 
 
 def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
-    """As many CTAs as the GPU has processors, in whole clusters. Short contexts leave the later ones idle."""
-    wanted = max(1, processors // (sequences * kv_heads))
-    return max(CLUSTER, wanted // CLUSTER * CLUSTER) if torch.cuda.get_device_capability()[0] >= 9 else wanted
+    """As many CTAs as the GPU has processors. Short contexts leave some idle."""
+    return max(1, processors // (sequences * kv_heads))
 
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
@@ -70,19 +70,16 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
 
     lengths int32 [sequences] count the new token; tables int32 [sequences, pages]. A sequence of length 0 is padding.
     """
-    hopper = torch.cuda.get_device_capability(qkv.device)[0] >= 9
-    cluster = CLUSTER if hopper else 1
     defines = {
         "FP16": int(qkv.dtype == torch.float16), "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim,
         "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
-        "CLUSTER": cluster, "SHORTEST": SHORTEST,
+        "SHORTEST": SHORTEST,
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
-    state = shape.group * (shape.head_dim + 2)
-    shared = 4 * (shape.group * shape.head_dim + 2 * shape.head_dim + (warps + 1) * state) + 16
     query_norm, key_norm = norms or (None, None)
+    sequences = qkv.shape[0]
     args = (qkv, query_norm, key_norm, rope, lengths, tables, cache.keys, cache.values, out, workspace.scratch, workspace.tickets,
-            float(epsilon), float(scale), tables.shape[1])
-    kernel.launch((splits, shape.kv_heads, qkv.shape[0]), 32 * warps, args, shared=shared, pdl=pdl,
-                  cluster=cluster if hopper else None)
+            float(epsilon), float(scale), tables.shape[1], sequences, splits)
+    grid = max(sequences * shape.kv_heads * splits, processors(qkv.device.index or 0))
+    kernel.launch(grid, 32 * warps, args, shared=SHARED, pdl=pdl)
     return out

@@ -2,11 +2,11 @@
 //
 //   q, k = rope(norm(qkv)),  cache[position] = k, v,  out = softmax(q · Kᵀ · scale) · V
 //
-// Work split: grid (splits, kv heads, sequences); the G query heads that share a kv head stay together, so the cache
-// is read once. A sequence's tokens are cut into runs by its length on the device (a captured grid is fixed): as many
-// as there are splits, but none shorter than SHORTEST, so that a short context keeps few CTAs busy and the rest leave.
-// CLUSTER neighbouring splits merge through distributed shared memory; further clusters through global memory, where
-// the last to arrive adds them up.
+// Work split: an item is a run of tokens of one kv head of one sequence; the G query heads that share the kv head stay
+// together, so the cache is read once. Runs come from the length on the device (a captured grid is fixed): as many as
+// there are splits, but none shorter than SHORTEST. They merge in global memory, where the last to arrive adds them up.
+// The grid is padded to one CTA for every SM, and takes so much shared memory that no SM holds two: the linear that
+// follows fills an SM wherever it finds room, so the room must be the same everywhere.
 //
 //      split:   | warp 0: 4 tokens | warp 1: 4 tokens | … | warp 0 | …       a lane holds 8 of head_dim
 //
@@ -15,7 +15,7 @@
 // tokens of the cache are read before the wait: what wrote them ended before this step began (a step's only write is the
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, CLUSTER, SHORTEST
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST
 #include "common.cuh"
 
 constexpr int G = HEADS / KV_HEADS;
@@ -30,7 +30,6 @@ struct __align__(16) Shared {           // its size is known to the host as well
   float query[G][HEAD_DIM];             // scaled by softmax scale · log2(e)
   float key[HEAD_DIM], value[HEAD_DIM]; // the newest token
   float partial[WARPS][G][STATE];
-  float merged[G][STATE];
 };
 
 DEVICE float exp2_fast(float x) {
@@ -135,46 +134,26 @@ template <typename At> DEVICE float3 merge_states(int count, int dimension, At a
   return make_float3(value, most, sum);
 }
 
-DEVICE float load_remote(const float* mine, u32 rank) {
-#if __CUDA_ARCH__ >= 900
-  u32 address;
-  float v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
-  return v;
-#else
-  return *mine;
-#endif
-}
-DEVICE void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, G > 4 ? 1 : 2)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
-          u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width) {
+          u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width, int sequences, int splits) {
   extern __shared__ __align__(16) u8 raw[];
   Shared& sh = *(Shared*)raw;
   __shared__ bool last_one;
-  const int split = blockIdx.x, splits = gridDim.x, head = blockIdx.y, sequence = blockIdx.z;
+  const int split = blockIdx.x % splits, head = blockIdx.x / splits % KV_HEADS, sequence = blockIdx.x / splits / KV_HEADS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % LANES, side = lane / LANES;
   launch_dependents();
-  const int length = lengths[sequence], newest = length - 1;
+  const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
   const int oldest = WINDOW ? max(0, length - WINDOW) : 0;
   const int run_length = max(SHORTEST, ((length - oldest + splits - 1) / splits + 7) / 8 * 8);
   const int used = max((length - oldest + run_length - 1) / run_length, 1);
-  const int rank = split % CLUSTER, cluster = split / CLUSTER, clusters = (used + CLUSTER - 1) / CLUSTER;
-  if (cluster >= clusters) {  // the whole cluster
+  if (split >= used || length == 0) {
     wait_for_inputs();
     return;
   }
   const int begin = oldest + split * run_length, end = min(begin + run_length, length);
   const int* table = tables + (size_t)sequence * table_width;
-  const float2* turns = rope + (size_t)max(newest, 0) * (ROTARY / 2);
+  const float2* turns = rope + (size_t)newest * (ROTARY / 2);
 
   const int stop = min(end, newest);  // the newest token comes from shared memory
   auto slot = [&](int token) {
@@ -199,14 +178,12 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
   const bool owner = newest >= begin && newest < end;
-  if (length > 0) {
-    for (int h = warp; h < G; h += WARPS)
-      prepare_head(row + (head * G + h) * HEAD_DIM, query_norm, turns, epsilon, scale * 1.4426950408889634f, QK_NORM, true, sh.query[h], lane);
-    if (owner && warp == WARPS - 1)
-      prepare_head(row + (HEADS + head) * HEAD_DIM, key_norm, turns, epsilon, 1.f, QK_NORM, true, sh.key, lane);
-    if (owner && warp == (WARPS > 1 ? WARPS - 2 : 0))
-      prepare_head(row + (HEADS + KV_HEADS + head) * HEAD_DIM, nullptr, turns, epsilon, 1.f, false, false, sh.value, lane);
-  }
+  for (int h = warp; h < G; h += WARPS)
+    prepare_head(row + (head * G + h) * HEAD_DIM, query_norm, turns, epsilon, scale * 1.4426950408889634f, QK_NORM, true, sh.query[h], lane);
+  if (owner && warp == WARPS - 1)
+    prepare_head(row + (HEADS + head) * HEAD_DIM, key_norm, turns, epsilon, 1.f, QK_NORM, true, sh.key, lane);
+  if (owner && warp == WARPS - 2)
+    prepare_head(row + (HEADS + KV_HEADS + head) * HEAD_DIM, nullptr, turns, epsilon, 1.f, false, false, sh.value, lane);
   __syncthreads();
 
   Running run;
@@ -217,7 +194,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int i = 0; i < 8; i++) run.acc[h][i] = 0, query[h][i] = sh.query[h][part * 8 + i];
   }
-  if (owner && warp == 0 && length > 0) {
+  if (owner && warp == 0) {
     const uint4 key[1] = {pack8(sh.key + part * 8)}, value[1] = {pack8(sh.value + part * 8)};
     const bool valid[1] = {side == 0};
     if (side == 0) {
@@ -267,45 +244,34 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     }
   }
   __syncthreads();
+  u16* target = out + ((size_t)sequence * HEADS + head * G) * HEAD_DIM;
+  const size_t place = ((size_t)sequence * KV_HEADS + head) * splits;
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float3 state = merge_states(WARPS, d, [&](int p, int c) { return sh.partial[p][h][c]; });
-    sh.merged[h][d] = state.x;
-    if (d == 0) sh.merged[h][HEAD_DIM] = state.y, sh.merged[h][HEAD_DIM + 1] = state.z;
-  }
-  cluster_barrier();
-
-  // This CTA's share of the cluster's outputs.
-  constexpr int SHARE = (G * HEAD_DIM + CLUSTER - 1) / CLUSTER;
-  const size_t place = ((size_t)sequence * KV_HEADS + head) * (splits / CLUSTER);
-  u16* target = out + ((size_t)sequence * HEADS + head * G) * HEAD_DIM;
-  for (int i = rank * SHARE + threadIdx.x; i < min((rank + 1) * SHARE, G * HEAD_DIM); i += THREADS) {
-    const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-    const float3 state = merge_states(CLUSTER, d, [&](int r, int c) { return load_remote(&sh.merged[h][c], r); });
-    if (clusters == 1) {
-      target[i] = to_bits(state.z > 0 ? state.x / state.z : 0.f);
+    if (used == 1) {
+      target[i] = to_bits(state.x / state.z);
     } else {
-      float* to = scratch + (place + cluster) * G * STATE + h * STATE;
+      float* to = scratch + (place + split) * G * STATE + h * STATE;
       to[d] = state.x;
       if (d == 0) to[HEAD_DIM] = state.y, to[HEAD_DIM + 1] = state.z;
     }
   }
-  cluster_barrier();  // nobody leaves while its shared memory is still read
-  if (clusters == 1) return;
+  if (used == 1) return;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     int* ticket = tickets + sequence * KV_HEADS + head;
-    last_one = atomicAdd(ticket, 1) == clusters * CLUSTER - 1;
+    last_one = atomicAdd(ticket, 1) == used - 1;
     if (last_one) *ticket = 0;
+    __threadfence();
   }
   __syncthreads();
   if (!last_one) return;
-  __threadfence();
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-    const volatile float* from = scratch + place * G * STATE + h * STATE;
-    const float3 state = merge_states(clusters, d, [&](int c, int column) { return from[(size_t)c * G * STATE + column]; });
-    target[i] = to_bits(state.z > 0 ? state.x / state.z : 0.f);
+    const float* from = scratch + place * G * STATE + h * STATE;
+    const float3 state = merge_states(used, d, [&](int c, int column) { return __ldcg(from + (size_t)c * G * STATE + column); });
+    target[i] = to_bits(state.x / state.z);
   }
 }
