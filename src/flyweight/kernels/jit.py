@@ -57,18 +57,19 @@ def _source(file: str) -> str:
     return "\n".join(lines)
 
 
-def compile_cubin(file: str, defines: Mapping[str, object], arch: str) -> bytes:
-    """Compile with NVRTC, or take the cubin from the cache. Needs no GPU."""
+def compile_cubin(file: str, defines: Mapping[str, object], arch: str, registers: int | None = None) -> bytes:
+    """Compile with NVRTC, or take the cubin from the cache. Needs no GPU. `registers`: at most so many a thread."""
     core = _cuda_core()
     from cuda.bindings import nvrtc
 
     flags = [f"{name}={value}" for name, value in sorted(defines.items())]
     version = nvrtc.nvrtcVersion()[1:]
-    key = hashlib.sha256("\0".join([_source(file), *flags, arch, str(version)]).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\0".join([_source(file), *flags, arch, str(version), str(registers)]).encode()).hexdigest()[:32]
     path = cache_folder() / f"{Path(file).stem}-{arch}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
-    options = core.ProgramOptions(std="c++17", arch=arch, define_macro=[tuple(f.split("=", 1)) for f in flags] or None)
+    options = core.ProgramOptions(std="c++17", arch=arch, max_register_count=registers,
+                                  define_macro=[tuple(f.split("=", 1)) for f in flags] or None)
     try:
         cubin = bytes(core.Program(_source(file), code_type="c++", options=options).compile("cubin").code)
     except Exception as error:
@@ -143,12 +144,12 @@ class Module:
 
 
 @functools.cache
-def _load(file: str, flags: tuple[tuple[str, object], ...], arch: str) -> Module:
+def _load(file: str, flags: tuple[tuple[str, object], ...], arch: str, registers: int | None) -> Module:
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes torch's context current before the module is loaded into it
-    return Module(compile_cubin(file, dict(flags), arch))
+    return Module(compile_cubin(file, dict(flags), arch, registers))
 
 
-def load(file: str, *, defines: Mapping[str, object] | None = None) -> Module:
+def load(file: str, *, defines: Mapping[str, object] | None = None, registers: int | None = None) -> Module:
     """The module of a source file under these defines for the current GPU; compiled or read from disk once."""
-    return _load(file, tuple(sorted((defines or {}).items())), architecture(torch.cuda.current_device()))
+    return _load(file, tuple(sorted((defines or {}).items())), architecture(torch.cuda.current_device()), registers)
