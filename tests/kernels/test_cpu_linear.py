@@ -42,3 +42,13 @@ def test_a_build_without_packing_goes_without(monkeypatch):
 
     monkeypatch.setattr(cpu, "pack", missing)
     assert cpu.packing_pays.__wrapped__() is False
+
+
+def test_a_tall_weight_laid_down_by_columns_gives_the_same_product(monkeypatch, layout):
+    monkeypatch.setattr(cpu, "columns_pay", lambda: True)
+    weight = torch.randn(1024, 256)
+    linear = CpuLinear(weight)
+    assert linear.weight.stride() == (1, 1024) and torch.equal(linear.weight, weight)
+    for rows in (1, 3, 8, 300):
+        x = torch.randn(rows, 256)
+        torch.testing.assert_close(linear(x), (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-4)
