@@ -5,14 +5,21 @@ MODEL ?= smollm2-135m
 
 .PHONY: demo test lint clean
 
-# torch goes first and pinned, so that nothing pulls another build of it. A GPU machine gets cuda-core too.
+# torch goes first and pinned, so that nothing pulls another build of it.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	@if command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet --constraint constraints.txt cuda-core; fi
 	@touch $@
+
+# The main job, end to end, on the default real model; `make demo TEXT=file.txt` measures on a text of your own.
+TEXT ?= README.md
+demo: .venv/installed
+	$(BIN)/flyweight pull $(MODEL)
+	$(BIN)/flyweight info $(MODEL)
+	$(BIN)/flyweight generate $(MODEL) --prompt "The capital of France is" --max-tokens 32 --temperature 0
+	$(BIN)/flyweight eval $(MODEL) --text $(TEXT) --tokens 1024
 
 test: .venv/installed
 	$(BIN)/python -m pytest
