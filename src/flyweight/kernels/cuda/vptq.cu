@@ -139,7 +139,7 @@ DEVICE void flush(Accumulators& acc, float* to, int row_stride, int lane) {
 }
 
 // ---- staging ----
-// Every thread calls these before it waits for inputs, and `book_ready` after the __syncthreads that follows.
+// Every thread calls this before it waits for inputs, and `book_ready` after the __syncthreads that follows.
 DEVICE void stage_book(char* to, const char* book, u64* barrier) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
@@ -156,9 +156,23 @@ DEVICE void stage_book(char* to, const char* book, u64* barrier) {
   for (u32 i = threadIdx.x; i < BOOK_BYTES / 16; i += THREADS) ((uint4*)to)[i] = ((const uint4*)book)[i];
 #endif
 }
-DEVICE void stage_residual(char* to, const uint4* residual) {
-  for (u32 i = threadIdx.x; i < HALVES * RES_SLOTS; i += THREADS) ((uint4*)to)[i] = residual[i / COPIES];
-}
+// The residual book on its way to shared memory: held while other loads start, so that their latencies overlap.
+struct Residual {
+  static constexpr int COUNT = RES_BITS ? HALVES << RES_BITS : 0;
+  uint4 held[COUNT / THREADS + 1];
+  DEVICE void load(const uint4* residual) {
+#pragma unroll
+    for (int i = 0; i <= COUNT / THREADS; i++)
+      if ((int)threadIdx.x + i * THREADS < COUNT) held[i] = residual[threadIdx.x + i * THREADS];
+  }
+  DEVICE void store(char* to) const {  // neighbours begin with different copies: no two in one bank
+#pragma unroll
+    for (int i = 0; i <= COUNT / THREADS; i++)
+      for (int c = 0; c < COPIES; c++)
+        if ((int)threadIdx.x + i * THREADS < COUNT)
+          ((uint4*)to)[(threadIdx.x + i * THREADS) * COPIES + (c + threadIdx.x) % COPIES] = held[i];
+  }
+};
 DEVICE void book_ready(u64* barrier) {
 #if __CUDA_ARCH__ >= 900
   barrier_wait(barrier, 0);
@@ -304,8 +318,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     };
     fetch(0, begin);
     fetch(1, begin + 1);
-    if (first) stage_residual(shared + BOOK_BYTES, residual);
+    Residual residuals;
+    if (first) residuals.load(residual);
     stage_x<true>(bias, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_steps : 0));
+    if (first) residuals.store(shared + BOOK_BYTES);
     if (last) biases.collect(bias);
     __syncthreads();
     if (last) biases.total();
@@ -425,13 +441,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
   const int parts = gridDim.x / slices;
   launch_dependents();
   stage_book(shared, book + (size_t)slice * BOOK_BYTES, &barrier);
-  stage_residual(shared + BOOK_BYTES, residual + (size_t)(residual_books > 1 ? slice : 0) * (HALVES << RES_BITS));
+  Residual residuals;
+  residuals.load(residual + (size_t)(residual_books > 1 ? slice : 0) * (HALVES << RES_BITS));
   const int block0 = (int)((long long)row_blocks * part / parts), block1 = (int)((long long)row_blocks * (part + 1) / parts);
 
   char* const shared_x = shared + BOOK_BYTES + RES_BYTES;  // [ranges][range + 2], whole eights, then the dense columns
   const int columns = dense_begin + 32 * dense_steps, plane = X_BYTES * columns;
   float bias[ROWS] = {};
   stage_x<false>(bias, shared_x, plane, {x, affine, source, in_features, rows}, 0, columns);
+  residuals.store(shared + BOOK_BYTES);
   biases.collect(bias);
   __syncthreads();
   biases.total();
