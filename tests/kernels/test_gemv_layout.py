@@ -61,7 +61,7 @@ def test_plans_cover_the_weight_and_stay_within_shared_memory():
     for kind in gemv.FORMATS:
         for columns in (576, 1536, 3584, 4096, 7392, 12288, 18944):
             for group in (32, 64, 128, columns):
-                plan = gemv.plan(kind, columns, group, 1, warps=16, limit=gemv.SHARED_LIMIT)
+                plan = gemv.plan(kind, columns, group, 1, tiles=12, warps=16, limit=gemv.SHARED_LIMIT)
                 assert plan is not None and plan.stages >= 2 and plan.shared <= gemv.SHARED_LIMIT
                 if kind.startswith("int") and group < columns:
                     assert plan.stage_blocks * 64 % group == 0 or group % (plan.stage_blocks * 64) == 0

@@ -6,12 +6,17 @@ fits, the choice says so by name and reason, once: never a silent slow path.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from flyweight.kernels import gemv, reference
+from flyweight.kernels.cpu import CpuLinear
+from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Plain, QuantTensor
 
 
@@ -24,17 +29,38 @@ class Prepared:
     why: str
     shape: tuple[int, ...]
     nbytes: int
+    adds_bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.run(x)
 
 
-def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False) -> Prepared:
-    """Choose and lay out. `exact` forbids kernels that compute anything but x @ dequantize(): evaluation wants it."""
-    weight = tensor.dequantize(dtype) if not isinstance(tensor, Plain) else tensor.weight.to(dtype)
+def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bias: Tensor | None = None,
+            gated: bool = False) -> Prepared:
+    """Choose and lay out. `exact` forbids kernels that compute anything but x @ dequantize(): evaluation wants it.
+
+    `gated` marks a merged gate/up, whose rows a CUDA kernel may pair up.
+    """
+    if tensor.device.type == "cuda" and not exact:
+        kind = gemv.format_of(tensor, dtype)
+        if kind is not None and (not gated or tensor.matrix_shape[0] % 32 == 0):
+            on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
+            return Prepared(on_cuda, f"gemv.{kind}", "up to 8 rows; more are written out in 16 bits for cuBLAS", tensor.shape,
+                            on_cuda.weight.nbytes, adds_bias=True)
+    plain = isinstance(tensor, Plain)
+    weight = tensor.weight.to(dtype) if isinstance(tensor, Plain) else tensor.dequantize(dtype)
+    linear: Callable[[Tensor], Tensor]
+    linear = functools.partial(torch.nn.functional.linear, weight=weight)
+    if weight.device.type == "cpu" and dtype == torch.float32 and weight.ndim == 2:
+        linear = CpuLinear(weight)
 
     def run(x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(tensor.quantize_input(x).to(dtype), weight)
+        return linear(tensor.quantize_input(x).to(dtype))
 
-    why = "plain weight" if isinstance(tensor, Plain) else f"no kernel for {tensor.kind} here: dequantized once at load"
-    return Prepared(run, "torch.linear", why, tensor.shape, weight.nbytes)
+    why = "plain weight" if plain else f"no kernel for {tensor.kind} here: dequantized once at load"
+    return Prepared(linear if plain else run, "torch.linear", why, tensor.shape, weight.nbytes)
+
+
+def decoder_ops(device: torch.device | str) -> ModuleType:
+    """Norm, rope, KV write and attention for a device: a module with the functions of `reference`."""
+    return reference

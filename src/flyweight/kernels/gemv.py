@@ -46,7 +46,7 @@ def blocks(values: Tensor, *, interleave: bool) -> Tensor:
     """
     rows, columns = values.shape
     if interleave:
-        values = values.view(2, rows // 16, 8, columns).transpose(0, 1).reshape(rows, columns)
+        values = interleave_rows(values)
     values = torch.nn.functional.pad(values, (0, -columns % 64, 0, -rows % 16))
     return values.view(values.shape[0] // 16, 2, 8, values.shape[1] // 64, 2, 4, 2, 2, 2)
 
@@ -77,7 +77,7 @@ def group_records(tensor: IntGroup, *, interleave: bool) -> Tensor:
     zeros = torch.full_like(scales, 1 << (tensor.bits - 1)) if tensor.zeros is None else tensor.zeros.int()
     records = scales | (zeros << 16)
     if interleave:
-        records = records.view(2, rows // 16, 8, groups).transpose(0, 1).reshape(rows, groups)
+        records = interleave_rows(records)
     records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16))
     return records.view(-1, 16, groups).transpose(1, 2).contiguous()
 
@@ -93,11 +93,14 @@ class Plan:
 
     stage_blocks: int
     stages: int
+    slots: int  # tiles between two meetings of the warps
     shared: int
 
 
 @functools.cache
-def plan(kind: str, columns: int, group: int, rows: int, *, warps: int, limit: int, stage_bytes: int = 16384) -> Plan | None:
+def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: int, limit: int,
+         stage_bytes: int = 16384) -> Plan | None:
+    """`tiles`: the most that one CTA gets."""
     total = math.ceil(columns / 64)
     block_bytes = VECTORS[kind] * 512
     grouped = kind in ("int4", "int8")
@@ -107,10 +110,11 @@ def plan(kind: str, columns: int, group: int, rows: int, *, warps: int, limit: i
     groups = math.ceil(stage_blocks * 64 / group) if grouped else 0
     stage = stage_blocks * block_bytes + groups * 64
     sums = (2 * total if group == 32 else total) * rows * 8 if grouped else 8 * rows
+    slots = max(1, min(tiles, 16 // rows))
     x_row = total * 128 + 64 if kind == "plain" else (total | 1) * 64 * (2 if grouped else 1)
-    fixed = rows * x_row + sums + 16 * warps * 16 * 4 + rows * warps * 8 + 16 * 16 + 256
+    fixed = rows * x_row + sums + slots * warps * 16 * rows * 4 + rows * warps * 8 + 16 * 16 + 256
     stages = min(16, (limit - fixed) // stage)
-    return Plan(stage_blocks, stages, fixed + stages * stage) if stages >= 2 else None
+    return Plan(stage_blocks, stages, slots, fixed + stages * stage) if stages >= 2 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,15 +137,24 @@ class Gemv:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.weights, self.records, self.channel_scale, self.bias) if t is not None)
 
+    def fits(self, rows: int) -> bool:
+        return plan(self.kind, self.in_features, self.group, rows, tiles=1, warps=16, limit=220 * 1024) is not None
+
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-                 residual: Tensor | None = None, pdl: bool = True, warps: int = 8, limit: int = SHARED_LIMIT,
-                 stage_bytes: int = 16384, grid: int | None = None, prefetch: int = 0) -> Tensor:
+                 residual: Tensor | None = None, pdl: bool = True, warps: int = 16, limit: int = SHARED_LIMIT,
+                 stage_bytes: int = 16384, grid: int | None = None) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
-        chosen = plan(self.kind, self.in_features, self.group, rows, warps=warps, limit=limit, stage_bytes=stage_bytes)
+        tiles = math.ceil(self.out_features / 16)
+        grid = grid or min(tiles, processors(x.device.index or 0))
+        chosen = plan(self.kind, self.in_features, self.group, rows, tiles=math.ceil(tiles / grid), warps=warps, limit=limit,
+                      stage_bytes=stage_bytes)
+        if chosen is None and limit < 220 * 1024:  # then alone on its SM
+            chosen = plan(self.kind, self.in_features, self.group, rows, tiles=math.ceil(tiles / grid), warps=warps,
+                          limit=220 * 1024, stage_bytes=stage_bytes)
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
         defines = {
@@ -149,13 +162,21 @@ class Gemv:
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group,
             "NORM": int(norm is not None), "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None),
             "WARPS": warps, "STAGES": chosen.stages, "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared,
-            "PREFETCH": prefetch // (chosen.stage_blocks * VECTORS[self.kind] * 512),
+            "SLOTS": chosen.slots,
         }
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
-        grid = grid or min(math.ceil(self.out_features / 16), processors(x.device.index or 0))
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon))
         kernel.launch(grid, 32 * (warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
+
+
+def interleave_rows(rows: Tensor) -> Tensor:
+    """[gate | up] → gate and up by turns, eight rows each: how an interleaved weight stores its outputs."""
+    return rows.view(2, rows.shape[0] // 16, 8, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def deinterleave(rows: Tensor, interleaved: bool) -> Tensor:
+    return rows.view(-1, 2, 8).transpose(0, 1).reshape(-1) if interleaved else rows
 
 
 @functools.cache
@@ -170,7 +191,7 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         raise ValueError(f"no gemv path for {tensor.kind}")
     rows, columns = tensor.matrix_shape
     if interleave and bias is not None:
-        bias = bias.view(2, rows // 16, 8).transpose(0, 1).reshape(rows)
+        bias = interleave_rows(bias)
     records = channel_scale = None
     group, scale_fp16 = 64, False
     if isinstance(tensor, Plain):
@@ -179,7 +200,7 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         codes = tensor.codes
         channel_scale = tensor.scales.float().flatten()
         if interleave:
-            channel_scale = channel_scale.view(2, rows // 16, 8).transpose(0, 1).reshape(rows).contiguous()
+            channel_scale = interleave_rows(channel_scale)
     else:
         assert isinstance(tensor, IntGroup)
         codes = tensor.values().to(torch.uint8)

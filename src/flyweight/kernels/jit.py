@@ -92,7 +92,7 @@ _STREAM = _TorchStream()
 def _launch_config(grid: tuple[int, ...], block: int, shared: int, pdl: bool, cluster: int | None) -> Any:
     options: dict[str, Any] = dict(grid=grid, block=(block,), shmem_size=shared, programmatic_stream_serialization=pdl)
     if cluster:
-        options |= dict(cluster=(cluster,), grid=(grid[0] // cluster, *grid[1:]))  # cuda.core counts clusters
+        options |= dict(cluster=(cluster, 1, 1), grid=(grid[0] // cluster, *grid[1:]))  # cuda.core counts clusters
     return _cuda_core().LaunchConfig(**options)
 
 

@@ -10,6 +10,7 @@ typedef unsigned long long u64;
 #endif
 
 #define DEVICE __device__ __forceinline__
+#define LOWEST __int_as_float(0xff800000)  // minus infinity
 
 // ---- 16-bit floats: a value is its bits in a u16, two of them in a u32 (low half first) ----
 template <bool HALF> DEVICE float float_of(u16 bits) {
@@ -103,11 +104,6 @@ DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* full, int lan
 #else
   for (u32 i = lane * 16; i < bytes; i += 512)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"((const char*)from + i));
-#endif
-}
-DEVICE void prefetch_l2(const void* from, u32 bytes, int lane) {
-#if __CUDA_ARCH__ >= 900
-  if (lane == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 DEVICE void copy_end(u64* full) {

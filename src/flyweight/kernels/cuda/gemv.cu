@@ -19,7 +19,7 @@
 // W8A8 quantizes x to 8 bits in the prologue, the same in every CTA; plain weights meet x in their own type.
 //
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
-// PREFETCH, SHARED_BYTES
+// SLOTS, SHARED_BYTES
 #include "common.cuh"
 
 #define PLAIN 0
@@ -45,7 +45,6 @@ constexpr int PLANES = GROUPED ? 2 : 1;                             // columns o
 constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FORMAT == PLAIN ? BLOCKS * 128 + 64 : (BLOCKS | 1) * 64;  // neighbours hit different banks
-constexpr int SLOTS = 16 / ROWS;                                    // tiles between two meetings of the warps
 constexpr int THREADS = WARPS * 32;
 constexpr bool FULL = BLOCKS % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int PER_ROW = WARPS / ROWS;                               // warps that load one row of x
@@ -179,14 +178,18 @@ DEVICE void load_rows(Shared& sh, const u16* X, const u16* norm, int warp, int l
         for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[i][j]));
 #pragma unroll
         for (int o = lanes / 2; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
+        // v · factor + 1.5 · 2^23 leaves the rounded integer in the low bits of the float: no conversion unit needed
         const float factor = __fdividef(32512.f, peak);
-        int sum = 0;
+        u32 q[8];
+        int sum = -8 * 0x4b400000;
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-          const int q = __float2int_rn(v[i][j] * factor), top = (q + 128) >> 8;
-          sum += q;
-          high[j / 4] |= (u32)(top & 0xff) << (8 * (j % 4));
-          low[j / 4] |= (u32)(q & 0xff) << (8 * (j % 4));  // q − 256 · top, as a signed byte
+        for (int j = 0; j < 8; j++) sum += q[j] = __float_as_uint(fmaf(v[i][j], factor, 12582912.f));
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+          low[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0040), __byte_perm(q[j + 2], q[j + 3], 0x0040), 0x5410);
+#pragma unroll
+          for (int l = j; l < j + 4; l++) q[l] += 128;  // the low byte is signed: round the high one
+          high[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0051), __byte_perm(q[j + 2], q[j + 3], 0x0051), 0x5410);
         }
 #pragma unroll
         for (int o = lanes / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
@@ -212,37 +215,55 @@ DEVICE float row_factor(const Shared& sh, int token, float epsilon) {
   return FORMAT == W8A8 ? fmaxf(most, 127e-12f) / 127.f * inverse : inverse;
 }
 
-// The outputs of `count` tiles from the partial sums of all warps; every thread takes some.
-DEVICE void finish_tiles(Shared& sh, int first, int count, const float* channel_scale, const u16* bias, const u16* residual, u16* Y,
-                         float epsilon) {
-  constexpr int OUTPUTS = EPILOGUE == SILU ? 8 : 16, WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
-  for (int i = threadIdx.x; i < count * OUTPUTS * ROWS; i += THREADS) {
-    const int token = i % ROWS, r = i / ROWS % OUTPUTS, slot = i / ROWS / OUTPUTS, tile = first + slot, n = tile * OUTPUTS + r;
-    if (n >= WIDTH) continue;
-    float before = 0;
-    if (EPILOGUE == RESIDUAL) before = to_float(residual[(size_t)token * WIDTH + n]);
-    const float factor = row_factor(sh, token, epsilon);
-    float v[2];
+// One output of a round of SLOTS tiles: every thread has at most one. What its end needs from memory is read when the
+// round begins, so that nothing waits for it between the last multiplication and the next kernel.
+constexpr int OUTPUTS = EPILOGUE == SILU ? 8 : 16, WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
+static_assert(SLOTS * OUTPUTS * ROWS <= THREADS, "one output a thread");
+
+struct Output {
+  int slot, row, token, index;
+  bool mine;
+  float residual, bias[2], scale[2];
+};
+DEVICE Output begin_round(int first, int tiles, const float* channel_scale, const u16* bias, const u16* residual) {
+  Output o = {};
+  const int i = threadIdx.x;
+  o.token = i % ROWS, o.row = i / ROWS % OUTPUTS, o.slot = i / ROWS / OUTPUTS;
+  const int n = (first + o.slot) * OUTPUTS + o.row;
+  o.index = o.token * WIDTH + n;
+  o.mine = o.slot < min(tiles, SLOTS) && n < WIDTH;
+  if (o.mine) {
+    if (EPILOGUE == RESIDUAL) o.residual = to_float(residual[o.index]);
 #pragma unroll
     for (int half = 0; half < (EPILOGUE == SILU ? 2 : 1); half++) {
-      const int channel = tile * 16 + 8 * half + r;
-      if constexpr (FORMAT == W8A8) {
-        const float scale = channel_scale[channel];
-        int sum = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += __float_as_int(sh.partial[slot][w][r + 8 * half][token]);
-        v[half] = (float)sum * (factor * scale);
-      } else {
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += sh.partial[slot][w][r + 8 * half][token];
-        v[half] = sum * factor;
-      }
-      if (BIAS) v[half] += to_float(bias[channel]);
+      const int channel = (first + o.slot) * 16 + 8 * half + o.row;
+      if (BIAS) o.bias[half] = to_float(bias[channel]);
+      if (FORMAT == W8A8) o.scale[half] = channel_scale[channel];
     }
-    const float y = EPILOGUE == SILU ? v[0] / (1.f + __expf(-v[0])) * v[1] : v[0] + before;
-    Y[(size_t)token * WIDTH + n] = to_bits(y);
   }
+  return o;
+}
+DEVICE void end_round(const Shared& sh, const Output& o, u16* Y, float epsilon) {
+  if (!o.mine) return;
+  const float factor = row_factor(sh, o.token, epsilon);
+  float v[2];
+#pragma unroll
+  for (int half = 0; half < (EPILOGUE == SILU ? 2 : 1); half++) {
+    const int r = o.row + 8 * half;
+    if constexpr (FORMAT == W8A8) {
+      int sum = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += __float_as_int(sh.partial[o.slot][w][r][o.token]);
+      v[half] = (float)sum * (factor * o.scale[half]);
+    } else {
+      float sum = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += sh.partial[o.slot][w][r][o.token];
+      v[half] = sum * factor;
+    }
+    if (BIAS) v[half] += o.bias[half];
+  }
+  Y[o.index] = to_bits(EPILOGUE == SILU ? v[0] / (1.f + __expf(-v[0])) * v[1] : v[0] + o.residual);
 }
 
 // Where stage `i` of this CTA lies, and how much of it there is.
@@ -262,18 +283,11 @@ DEVICE Stage stage_at(const u8* weights, const u32* records, int first, int i) {
   return s;
 }
 
-// The ring is filled, and PREFETCH stages more are brought to L2, before this kernel's inputs are there.
+// The ring is filled before this kernel's inputs are there.
 DEVICE void produce(Shared& sh, const u8* weights, const u32* records, int first, int stages, int lane) {
   int slot = 0, parity = 1;
   for (int i = 0; i < stages; i++) {
-    if (i == STAGES) {
-      for (int ahead = i; ahead < min(i + PREFETCH, stages); ahead++) {
-        const Stage s = stage_at(weights, records, first, ahead);
-        prefetch_l2(s.weights, s.bytes, lane);
-        if (GROUPED) prefetch_l2(s.records, s.record_bytes, lane);
-      }
-      wait_for_inputs();
-    }
+    if (i == STAGES) wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
     const Stage s = stage_at(weights, records, first, i);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
@@ -308,7 +322,7 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
     fence_barriers();
   }
   __syncthreads();
-  launch_dependents();
+  launch_dependents();  // at once: while this CTA is here, the SM has room for exactly one of the next kernel's
 
   if (warp == WARPS) {
     produce(sh, weights, scales, first, (last - first) * TILE_STAGES, lane);
@@ -319,6 +333,7 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
   // Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; columns beyond the last row repeat it.
   const u8* xs = sh.x + min(g, ROWS * PLANES - 1) * XROW + t * 16;
   int done = first;  // tiles before this one are finished
+  Output output = begin_round(first, last - first, channel_scale, bias, residual);
   int slot = 0;
   u32 parity = 0;
   for (int tile = first; tile < last; tile++) {
@@ -379,9 +394,12 @@ gemv(const u8* weights, const u32* scales, const float* channel_scale, const u16
     }
     if (tile + 1 == last || tile + 1 - done == SLOTS) {
       named_barrier(1, THREADS);
-      finish_tiles(sh, done, tile + 1 - done, channel_scale, bias, residual, Y, epsilon);
+      end_round(sh, output, Y, epsilon);
       done = tile + 1;
-      if (done < last) named_barrier(1, THREADS);
+      if (done < last) {
+        named_barrier(1, THREADS);
+        output = begin_round(done, last - done, channel_scale, bias, residual);
+      }
     }
   }
 }
