@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
+from flyweight.kernels.cuda_linear import scratch
 from flyweight.kernels.vptq_layout import CHUNK, SLICE_BITS, Layout, lay_out, why_not
 from flyweight.tensors import VectorQuant
 
@@ -106,25 +107,27 @@ def plan(layout: Layout, launch: Launch, rows: int, *, count: int, limit: int) -
 
 @dataclass(frozen=True, eq=False)
 class Vptq:
-    """A weight in the kernels' layout; call it with x [rows, in]."""
+    """A weight in the kernels' layout; call it with x [..., in]."""
 
     layout: Layout
     arrived: Tensor | None  # sliced: int32 counters, zero between launches
     plans: dict[tuple[int, Launch | None], Plan | None] = field(default_factory=dict)
-    why: str = "fused"
+    why: str = "up to 16 rows straight from the codebook; more are written out in 16 bits for cuBLAS"
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, launch: Launch | None = None, pdl: bool = True) -> Tensor:
-        layout, rows, x = self.layout, x.shape[0], x.contiguous()
+        layout = self.layout
         if out is None:
-            out = torch.empty(rows, layout.out_features, dtype=layout.dtype, device=x.device)
-        if rows > FUSED_ROWS:
-            return torch.mm(stored_x(layout, x), dequantize(layout).t(), out=out)
-        for begin in range(0, rows, 8):
-            self._multiply(x[begin : begin + 8], out[begin : begin + 8], launch, pdl)
+            out = torch.empty(*x.shape[:-1], layout.out_features, dtype=layout.dtype, device=x.device)
+        flat, result = x.reshape(-1, layout.in_features).contiguous(), out.view(-1, layout.out_features)
+        if flat.shape[0] > FUSED_ROWS:
+            torch.mm(stored_x(layout, flat), dequantize(layout).t(), out=result)
+            return out
+        for begin in range(0, flat.shape[0], 8):
+            self._multiply(flat[begin : begin + 8], result[begin : begin + 8], launch, pdl)
         return out
 
     def _multiply(self, x: Tensor, out: Tensor, launch: Launch | None, pdl: bool) -> None:
@@ -170,9 +173,9 @@ def run(weight: Vptq, chosen: Plan, x: Tensor, out: Tensor, *, pdl: bool) -> Non
 
 
 def dequantize(layout: Layout) -> Tensor:
-    """The dense matrix [out, stored columns], scale and bias applied, on the GPU."""
+    """The dense matrix [out, stored columns], scale and bias applied, in the scratch that all layers share."""
     form, stored = layout.form, layout.affine.numel()
-    weight = torch.empty(layout.out_features, stored, dtype=layout.dtype, device=layout.stream.device)
+    weight = scratch(layout.out_features * stored, layout.dtype, layout.stream.device).view(-1, stored)
     defines = {"KERNEL": 2 if layout.sliced else 1, "HALVES": layout.halves, "FP16": int(layout.dtype == torch.float16)}
     module = jit.load("vptq_layout.cu", defines=form.defines() | defines)
     shape = (layout.out_features, stored, layout.length)
@@ -208,8 +211,8 @@ class Decoded:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mm(x, self.weight.t(), out=out)
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
 
 
 def worth_doubling(tensor: VectorQuant) -> bool:
