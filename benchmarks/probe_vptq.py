@@ -46,6 +46,7 @@ QUESTIONS: list[tuple[str, tuple, list, Launch, bool]] = [
     ("two on a processor", BOOKS[1:2], SMALL + MIDDLE + LARGE, Launch("staged", resident=2), False),
     ("two on a processor, 4 copies", BOOKS[2:3], SMALL + MIDDLE, Launch("staged", resident=2, copies=4), False),
     ("doubled", BOOKS[1:3], MIDDLE + LARGE, Launch("staged"), True),
+    ("sliced, 16 warps", ((65536, 256),), [(4096, 4096), *LARGE], Launch("sliced"), False),
     ("not doubled", BOOKS[1:3], LARGE, Launch("staged"), False),
 ]
 
@@ -239,7 +240,8 @@ def warm_up() -> None:
                 variants += [{"RESIDENT": 2, "COPIES": 8 if residual == 256 else 4}] if main == 4096 else []
             jobs += [("vptq.cu", base | form | more) for more in variants]
     sliced = {"KERNEL": 2, "ITEM_BYTES": 4, "MAIN_BITS": 13, "RES_BITS": 8, "POS_BITS": 11}
-    jobs += [("vptq.cu", base | sliced | {"ROWS": rows, "WARPS": 32 if rows <= 2 else 16}) for rows in (1, 2, 4, 8)]
+    of_rows = ((1, 32), (1, 16), (2, 32), (4, 16), (8, 16))
+    jobs += [("vptq.cu", base | sliced | {"ROWS": rows, "WARPS": warps}) for rows, warps in of_rows]
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         for done in [pool.submit(jit.compile_cubin, file, defines, jit.architecture()) for file, defines in jobs]:
             if done.exception():
