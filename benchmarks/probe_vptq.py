@@ -1,10 +1,9 @@
-"""What VPTQ hangs on, measured: the rate of gathers from shared memory, then every variant of the kernels.
+"""VPTQ against torch bf16 on the seeds' shapes: the kernel that is chosen, and the choices still in question.
 
-    python benchmarks/probe_vptq.py OUT [part …]
+    python benchmarks/probe_vptq.py OUT [book | rows | question …]
 
-Each part runs in a process of its own, so that a variant that crashes or hangs costs only its part. Rows go to
-OUT/<part>.jsonl; the tables are printed last. Times are CUDA-graph replays: cold over rotating copies larger than L2,
-hot over one. Every variant is compared with float64 before it is timed.
+Rows go to OUT/vptq.jsonl, tables to the terminal. Times are CUDA-graph replays, cold over rotating copies larger than L2,
+hot over one. Every weight is compared with float64 before it is timed. A weight of many rows is 1024 of them repeated.
 """
 
 from __future__ import annotations
@@ -13,96 +12,48 @@ import concurrent.futures
 import dataclasses
 import json
 import math
-import os
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
-from flyweight.kernels import jit, vptq
+from flyweight.bench.rows import environment_row, make_row
+from flyweight.kernels import jit, vptq, vptq_layout
+from flyweight.kernels.vptq import Launch
 from flyweight.tensors import VectorQuant
 
 COLUMNS = (1024, 2048, 4096, 8192, 16384)
 ROWS = (1024, 4096, 8192, 14336, 28672, 53248)
 BOOKS = ((8192, 256), (4096, 256), (4096, 512), (8192, 512))
-Launch = vptq.Launch
+BASE = 1024  # outputs that are really made
 
-GATHER = r"""
-typedef unsigned int u32;
-extern "C" __global__ void __launch_bounds__(1024, 1) gather(const u32* pattern, unsigned long long* clocks, u32* sink) {
-  extern __shared__ __align__(128) char shared[];
-  for (u32 i = threadIdx.x; i < 147456 / 4; i += blockDim.x) ((u32*)shared)[i] = i;
-  u32 base = (u32)__cvta_generic_to_shared(shared), lane = threadIdx.x % 32, offset[16], out = 0;
-  float acc[8] = {};
-  for (int j = 0; j < 16; j++) offset[j] = base + pattern[(threadIdx.x / 32 * 16 + j) * 32 + lane];
-  __syncthreads();
-  unsigned long long begin = clock64();
-  for (int it = 0; it < 64; it++) {
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
-      u32 a, b, c, d, at = offset[j];
-#if MODE == 0
-      asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(at));
-#elif MODE == 1
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(at));
-#elif MODE == 2   // two planes of 8 bytes
-      at = base + (at - base) / 2;
-      asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(at));
-      asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+65536];" : "=r"(c), "=r"(d) : "r"(at));
-#elif MODE == 3   // four planes of 4 bytes
-      at = base + (at - base) / 4;
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a) : "r"(at));
-      asm volatile("ld.shared.u32 %0, [%1+32768];" : "=r"(b) : "r"(at));
-      asm volatile("ld.shared.u32 %0, [%1+65536];" : "=r"(c) : "r"(at));
-      asm volatile("ld.shared.u32 %0, [%1+98304];" : "=r"(d) : "r"(at));
-#endif
-#if USE == 0
-      out ^= a ^ b ^ c ^ d;
-#elif USE == 1    // fp32: unpack bf16 and multiply-add
-      u32 w[4] = {a, b, c, d};
-      float x = __uint_as_float(it << 20);
-      for (int k = 0; k < 4; k++) {
-        acc[2 * k] += x * __uint_as_float(w[k] << 16);
-        acc[2 * k + 1] += x * __uint_as_float(w[k] & 0xffff0000);
-      }
-#elif USE == 2    // bf16x2 multiply-add
-      u32 w[4] = {a, b, c, d}, x = it;
-      for (int k = 0; k < 4; k++) asm volatile("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(((u32*)acc)[k]) : "r"(w[k]), "r"(x));
-#elif USE == 3    // matrix unit
-      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]) : "r"(a), "r"(b), "r"(c), "r"(d), "r"(it), "r"(it));
-#endif
-    }
-  }
-  __syncthreads();
-  unsigned long long end = clock64();
-  if (threadIdx.x == 0) clocks[blockIdx.x] = end - begin;
-  for (int k = 0; k < 8; k++) out ^= __float_as_uint(acc[k]);
-  if (out == 0x12345) sink[0] = out;
-}
-"""
-
-EMPTY = r"""
-extern "C" __global__ void empty(int n) { asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;"); }
-"""
+# What the borders in vptq.py hang on: (name, codebooks, shapes, launch, doubled)
+SMALL = [(1024, 1024), (2048, 1024), (1024, 4096), (4096, 1024), (1024, 8192), (2048, 4096), (8192, 1024)]
+MIDDLE = [(4096, 4096), (4096, 8192), (2048, 14336), (8192, 4096), (16384, 1024), (4096, 14336), (8192, 8192)]
+LARGE = [(8192, 14336), (16384, 8192), (4096, 53248), (16384, 53248)]
+QUESTIONS: list[tuple[str, tuple, list, Launch, bool]] = [
+    ("direct 8 warps", BOOKS, SMALL, Launch("direct", warps=8), False),
+    ("direct 16 warps", BOOKS[:1], SMALL, Launch("direct", warps=16), False),
+    ("half the processors", (BOOKS[0], BOOKS[3]), SMALL, Launch("staged", share=2), False),
+    ("half the processors, 8 warps", BOOKS[:1], SMALL, Launch("staged", share=2, warps=8), False),
+    ("all processors", BOOKS, SMALL + MIDDLE, Launch("staged"), False),
+    ("8 warps", BOOKS[:1], SMALL + MIDDLE, Launch("staged", warps=8), False),
+    ("32 warps", BOOKS, MIDDLE + LARGE, Launch("staged", warps=32), False),
+    ("two on a processor", BOOKS[1:2], SMALL + MIDDLE + LARGE, Launch("staged", resident=2), False),
+    ("two on a processor, 4 copies", BOOKS[2:3], SMALL + MIDDLE, Launch("staged", resident=2, copies=4), False),
+    ("doubled", BOOKS[1:3], MIDDLE + LARGE, Launch("staged"), True),
+    ("sliced, 16 warps", ((65536, 256),), [(4096, 4096), *LARGE], Launch("sliced"), False),
+    ("not doubled", BOOKS[1:3], LARGE, Launch("staged"), False),
+]
 
 
-class Recorder:
-    def __init__(self, folder: Path, part: str) -> None:
-        self.file = (folder / f"{part}.jsonl").open("w")
-
-    def __call__(self, **row: object) -> None:
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
-
-
-def microseconds(launch, copies: int, *, replays: int = 9) -> dict[str, float]:
-    """Median, p10 and p90 per launch of a graph that walks over `copies`, twice for few."""
-    launches = copies * max(1, math.ceil(24 / copies))
+def microseconds(launch: Callable[[int], Any], copies: int, *, replays: int = 11) -> tuple[float, float, float]:
+    """Median, p10 and p90 per launch of a graph that walks over `copies`, at least 24 launches."""
+    launches = copies * math.ceil(24 / copies)
     for i in range(min(copies, 3)):
         launch(i)
     torch.cuda.synchronize()
@@ -111,7 +62,6 @@ def microseconds(launch, copies: int, *, replays: int = 9) -> dict[str, float]:
         for i in range(launches):
             launch(i % copies)
     graph.replay()
-    torch.cuda.synchronize()
     samples = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -121,299 +71,229 @@ def microseconds(launch, copies: int, *, replays: int = 9) -> dict[str, float]:
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(end) / launches * 1e3)
     samples.sort()
-    median, low, high = samples[replays // 2], samples[replays // 10], samples[-1 - replays // 10]
-    return dict(us=round(median, 2), p10=round(low, 2), p90=round(high, 2))
+    return samples[replays // 2], samples[replays // 10], samples[-1 - replays // 10]
 
 
 def copies_for(size: int) -> int:
     return max(2, min(400, math.ceil(160e6 / size)))
 
 
-def part_torch(record: Recorder, _: float) -> None:
-    empty = jit.Module(compile_source(EMPTY, {"N": 0})).kernel("empty")
-    for pdl in (False, True):
-        record(kind="empty", pdl=pdl, **microseconds(lambda i, p=pdl: empty.launch(132, 1024, (0,), pdl=p), 24))
-    for columns in COLUMNS:
-        x = torch.randn(1, columns, device="cuda").bfloat16()
-        for rows in ROWS:
-            copies = copies_for(2 * columns * rows)
-            weights = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-            out = torch.empty(1, rows, device="cuda", dtype=torch.bfloat16)
+class Torch:
+    """Times of `x @ W`, bf16, each measured once."""
 
-            def run(i: int, x=x, weights=weights, out=out) -> None:
-                torch.matmul(x, weights[i].t(), out=out)
+    def __init__(self) -> None:
+        self.times: dict[tuple[int, int, int], float] = {}
 
-            record(kind="torch", k=columns, n=rows, **microseconds(run, copies), hot=microseconds(run, 1)["us"])
-
-
-def compile_source(source: str, defines: dict[str, int]) -> bytes:
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(std="c++17", arch=jit.architecture(), define_macro=[(k, str(v)) for k, v in defines.items()])
-    return bytes(Program(source, code_type="c++", options=options).compile("cubin").code)
+    def __call__(self, rows: int, columns: int, outputs: int) -> float:
+        key = (rows, columns, outputs)
+        if key not in self.times:
+            x = torch.randn(rows, columns, device="cuda").bfloat16()
+            copies = copies_for(2 * columns * outputs)
+            weights = [torch.randn(outputs, columns, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+            out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
+            self.times[key] = microseconds(lambda i: torch.matmul(x, weights[i].t(), out=out), len(weights))[0]
+        return self.times[key]
 
 
-def patterns() -> dict[str, torch.Tensor]:
-    """Byte offsets [warp, item, lane] of 16-byte entries in a table of 8192."""
-    random = torch.randint(0, 8192, (32, 16, 32))
-    lane = torch.arange(32).expand(32, 16, 32)
-    ordered = vptq.schedule(random.transpose(1, 2).reshape(128, 8, 16) % 8).long()
-    scheduled = random.transpose(1, 2).reshape(128, 8, 16).gather(2, ordered).view(32, 32, 16).transpose(1, 2)
-    rows = random // 8 * 8
-    return {
-        "free": (rows + lane % 8) * 16,
-        "same entry": torch.zeros_like(random),
-        "random": random * 16,
-        "scheduled 16": scheduled * 16,
-        "two a bank, each eight": (rows + lane % 4) * 16,
-        # Each eight lanes crowd into two banks, but over the warp every bank has four: are the eights served together?
-        "crowded eights": (rows + lane // 8 * 2 + lane % 2) * 16,
-        "replicated 256": (random % 256 * 8 + lane % 8) * 16,
-        "replicated 256 by 4": (random % 256 * 4 + lane % 4) * 16,
-        "256 entries": random % 256 * 16,
-    }
-
-
-def part_gather(record: Recorder, _: float) -> None:
-    names = {0: "ld.shared.v4", 1: "ldmatrix.x4.trans", 2: "2 planes of 8 bytes", 3: "4 planes of 4 bytes"}
-    uses = {0: "xor", 1: "fp32", 2: "bf16x2", 3: "mma"}
-    clocks, sink = torch.zeros(132, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-    jobs = [(mode, use) for mode in names for use in uses if use == 0 or mode < 2]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        cubins = list(pool.map(lambda job: compile_source(GATHER, {"MODE": job[0], "USE": job[1]}), jobs))
-    table = patterns()
-    for (mode, use), cubin in zip(jobs, cubins, strict=True):
-        kernel = jit.Module(cubin).kernel("gather")
-        for name, pattern in table.items():
-            if use and name not in ("random", "free"):
-                continue
-            offsets = pattern.to(torch.int32).cuda().contiguous()
-            for warps in (8, 32):
-                for _ in range(2):
-                    kernel.launch(132, 32 * warps, (offsets, clocks, sink), shared=147456)
-                torch.cuda.synchronize()
-                record(kind="gather", load=names[mode], use=uses[use], pattern=name, warps=warps,
-                       cycles=round(clocks.double().median().item() / (warps * 16 * 64), 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    name: str
-    launch: Launch
-    item_bytes: int | None = None
-    position: int | None = None
-
-
-def repeated(weight: vptq.Vptq, times: int) -> vptq.Vptq:
+def repeated(base: vptq.Vptq, times: int) -> vptq.Vptq:
     """The weight `times` times over its rows, in fresh memory: as slow as a weight of that size."""
-    offsets = workspace = None
-    if weight.offsets is not None and weight.workspace is not None:
-        steps = weight.stream.shape[0]
-        shifts = torch.arange(times, device=weight.offsets.device, dtype=torch.int32)[:, None] * steps
-        offsets = torch.cat([(weight.offsets[:-1] + shifts).flatten(), weight.offsets[-1:] + (times - 1) * steps])
-        workspace = weight.workspace.repeat(times)
-    return dataclasses.replace(
-        weight, stream=weight.stream.repeat(times, *[1] * (weight.stream.ndim - 1)), offsets=offsets, workspace=workspace,
-        out_features=weight.out_features * times, book=weight.book.clone(), affine=weight.affine.clone(),
-        residual=None if weight.residual is None else weight.residual.clone())
+    layout, offsets = base.layout, base.layout.offsets
+    if offsets is not None:
+        steps = layout.stream.shape[0]
+        shifts = torch.arange(times, device="cuda", dtype=torch.int32)[:, None] * steps
+        offsets = torch.cat([(offsets[:-1] + shifts).flatten(), offsets[-1:] + (times - 1) * steps])
+    stream = layout.stream.repeat(times, *[1] * (layout.stream.ndim - 1))
+    grown = dataclasses.replace(layout, stream=stream, offsets=offsets, out_features=layout.out_features * times,
+                                book=layout.book.clone(), affine=layout.affine.clone())
+    return vptq.Vptq(grown, base.arrived)
 
 
-def time_variants(record: Recorder, deadline: float, book: tuple[int, int], variants: list[Variant], *, most: int = 1 << 40,
-                  least: int = 0) -> None:
-    for columns in COLUMNS:
-        tensor = VectorQuant.random((1024, columns), seed=columns, device="cuda", main=book[0], residual=book[1])
-        x = torch.randn(1, columns, device="cuda").bfloat16()
-        expected = tensor.matmul_reference(x)
-        prepared: dict[tuple, vptq.Vptq] = {}
-        for variant in variants:
-            form = (variant.item_bytes, variant.position)
-            try:
-                if form not in prepared:
-                    prepared[form] = vptq.prepare(tensor, dtype=torch.bfloat16, item_bytes=form[0], position=form[1])
-                for rows in ROWS:
-                    if time.time() > deadline:
-                        record(kind="late", variant=variant.name, book=book, k=columns, n=rows)
-                        return
-                    if columns * rows <= most and min(columns, rows) >= least:
-                        time_one(record, prepared[form], variant, x, expected, times=rows // 1024, book=book)
-            except Exception as error:
-                record(kind="error", variant=variant.name, book=book, k=columns, error=f"{type(error).__name__}: {error}"[-1500:])
-                print(f"{variant.name} {book} K={columns}: {type(error).__name__}: {error}"[-600:], flush=True)
+class Probe:
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = (folder / "vptq.jsonl").open("w")
+        self.rows: list[dict] = []
+        self.torch_us = Torch()
+        self.tensors: dict[tuple, VectorQuant] = {}
+        self.prepared: dict[tuple, vptq.Vptq] = {}
+        self.environment = environment_row("cuda")
+        self.write(self.environment)
+
+    def write(self, row: dict) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if row["bench"] == "kernel":
+            self.rows.append(row)
+
+    def tensor(self, book: tuple[int, int], columns: int) -> VectorQuant:
+        if (book, columns) not in self.tensors:
+            made = VectorQuant.random((BASE, columns), seed=columns, device="cuda", main=book[0], residual=book[1])
+            self.tensors[book, columns] = made
+        return self.tensors[book, columns]
+
+    def base(self, book: tuple[int, int], columns: int, doubled: bool) -> vptq.Vptq:
+        key = (book, columns, doubled)
+        if key not in self.prepared:
+            weight = vptq.prepare(self.tensor(book, columns), dtype=torch.bfloat16, doubled=doubled)
+            assert isinstance(weight, vptq.Vptq)
+            self.prepared[key] = weight
+        return self.prepared[key]
+
+    def measure(self, book: tuple[int, int], columns: int, outputs: int, *, rows: int = 1, name: str = "",
+                doubled: bool | None = None, launch: Launch | None = None) -> None:
+        """One row of results; `name` is the question it answers, or nothing for the kernel that is chosen."""
+        fields = dict(format="vptq", rows=rows, in_features=columns, out_features=outputs, vector_length=8,
+                      main_centroids=book[0], residual_centroids=book[1], dtype="bfloat16", question=name)
+        try:
+            found = self.time(book, columns, outputs, rows=rows, doubled=doubled, launch=launch)
+            self.write(make_row("kernel", self.environment["id"], **fields, **found))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[-600:]
+            print(name, book, columns, outputs, reason, flush=True)
+            self.write(make_row("kernel", self.environment["id"], status="failed", reason=reason, **fields))
+
+    def time(self, book: tuple[int, int], columns: int, outputs: int, *, rows: int, doubled: bool | None,
+             launch: Launch | None) -> dict[str, Any]:
+        times, tensor = outputs // BASE, self.tensor(book, columns)
+        if doubled is None:
+            grown = dataclasses.replace(tensor, indices=tensor.indices[..., :0].expand(1, outputs // 8, 0))
+            doubled = vptq.worth_doubling(grown)
+        base = self.base(book, columns, doubled)
+        size = base.layout.stream.nbytes * times + base.layout.book.nbytes
+        weights = [repeated(base, times) for _ in range(copies_for(size))]
+        x = torch.randn(rows, columns, device="cuda").bfloat16()
+        out = torch.full((rows, outputs), math.nan, device="cuda", dtype=torch.bfloat16)
+        weights[0](x, out, launch=launch)
+        expected = tensor.matmul_reference(x).repeat(1, times)
+        error = ((out.double() - expected).norm() / expected.norm()).item()
+        us, low, high = microseconds(lambda i: weights[i](x, out, launch=launch), len(weights))
+        hot = microseconds(lambda i: weights[0](x, out, launch=launch), 1)[0]
+        torch_us = self.torch_us(rows, columns, outputs)
+        step = min(8, 1 << (rows - 1).bit_length())
+        chosen = weights[0].choose(step, x.device, launch) if rows <= vptq.FUSED_ROWS else None
+        rate = size / us / 1e3
+        plan = dict(launch=dataclasses.asdict(chosen.launch), phase=chosen.phase) if chosen else dict(launch=None, phase=None)
+        return dict(kernel=f"vptq_{chosen.launch.kernel}" if chosen else "vptq_dequantize + torch", **plan, doubled=doubled,
+                    us=round(us, 2), us_p10=round(low, 2), us_p90=round(high, 2), us_hot=round(hot, 2),
+                    torch_us=round(torch_us, 2), ratio=round(us / torch_us, 4), gb_s=round(rate, 1),
+                    share_of_bandwidth=round(rate / self.environment["copy_gb_s"], 3), relative_error=error)
 
 
-def time_one(record: Recorder, base: vptq.Vptq, variant: Variant, x: torch.Tensor, expected: torch.Tensor, *, times: int,
-             book: tuple[int, int]) -> None:
-    size = base.stream.nbytes * times + base.book.nbytes
-    weights = [repeated(base, times) for _ in range(copies_for(size))]
-    out = torch.full((1, 1024 * times), math.nan, device="cuda", dtype=torch.bfloat16)
-    weights[0](x, out, launch=variant.launch)
-    torch.cuda.synchronize()
-    target = expected.repeat(1, times)
-    error = ((out.double() - target).norm() / target.norm()).item()
-    first = out.clone()
-    cold = microseconds(lambda i: weights[i](x, out, launch=variant.launch), len(weights))
-    hot = microseconds(lambda i: weights[0](x, out, launch=variant.launch), 1)
-    record(kind="vptq", variant=variant.name, book=book, k=x.shape[1], n=1024 * times, **cold, hot=hot["us"],
-           error=error, stable=torch.equal(out, first), gbs=round(size / cold["us"] / 1e3, 1), bytes=size)
-
-
-def part_staged(record: Recorder, deadline: float) -> None:
-    staged = Launch("staged")
-    fixed_cost(record)
-    time_variants(record, deadline, BOOKS[0], [
-        Variant("scheduled", staged), Variant("natural", staged, position=0),
-        Variant("4 bytes", staged, item_bytes=4, position=5), Variant("scheduled 16 warps", Launch("staged", warps=16))])
-    for book in BOOKS[1:]:
-        small = [Variant("16 warps, 2 resident", Launch("staged", warps=16, resident=2, copies=8 if book[1] == 256 else 4))]
-        time_variants(record, deadline, book, [Variant("scheduled", staged)] + (small if book[0] == 4096 else []))
-
-
-def fixed_cost(record: Recorder) -> None:
-    """The staged kernel without a single row block: launch, staging, x."""
-    for book in BOOKS[:2]:
-        for columns in (1024, 4096, 16384):
-            tensor = VectorQuant.random((1024, columns), device="cuda", main=book[0], residual=book[1])
-            base = vptq.prepare(tensor, dtype=torch.bfloat16)
-            weights = [repeated(base, 1) for _ in range(copies_for(base.stream.nbytes + base.book.nbytes))]
-            x, out = torch.randn(1, columns, device="cuda").bfloat16(), torch.empty(1, 1024, device="cuda", dtype=torch.bfloat16)
-            for cluster, split in ((1, False), (2, False), (4, False), (4, True)):
-                launch = Launch("staged", cluster=cluster, split=split, processors=128 if cluster == 4 else None)
-
-                def run(i: int, launch: Launch = launch, x=x, out=out, weights=weights) -> None:
-                    hollow = dataclasses.replace(weights[i], out_features=0)
-                    object.__setattr__(hollow, "grid", lambda *_: launch.processors or 132)
-                    hollow._launch(x, out, launch, 1, True)
-
-                try:
-                    record(kind="fixed", book=book, k=columns, cluster=cluster, split=split, **microseconds(run, len(weights)),
-                           hot=microseconds(lambda i, run=run: run(0), 1)["us"])
-                except Exception as error:
-                    record(kind="error", variant=f"fixed {cluster} {split}", error=str(error)[-500:])
-
-
-def part_cluster(record: Recorder, deadline: float) -> None:
-    def shared(cluster: int, split: bool = False) -> Launch:
-        return Launch("staged", cluster=cluster, split=split, processors=128 if cluster == 4 else None)
-
-    variants = [Variant("cluster 4 split", shared(4, True)), Variant("cluster 4", shared(4)), Variant("cluster 2", shared(2)),
-                Variant("cluster 2 split", shared(2, True))]
+def part_book(probe: Probe) -> None:
+    """The chosen kernel on every row of the seeds, and 65536 entries from 4096 up."""
     for book in BOOKS:
-        time_variants(record, deadline, book, variants[: 4 if book == BOOKS[0] else 2])
+        for columns in COLUMNS:
+            for outputs in ROWS:
+                probe.measure(book, columns, outputs)
+    for columns in COLUMNS[2:]:
+        for outputs in ROWS[1:]:
+            probe.measure((65536, 256), columns, outputs)
 
 
-def part_direct(record: Recorder, deadline: float) -> None:
-    variants = [Variant("direct 4", Launch("direct", warps=4)), Variant("direct 16", Launch("direct", warps=16)),
-                Variant("direct 8", Launch("direct", warps=8))]
-    for book in BOOKS:
-        time_variants(record, deadline, book, variants[: 3 if book == BOOKS[0] else 1], most=17_000_000)
+def part_rows(probe: Probe) -> None:
+    for rows in (2, 4, 8, 16, 32, 256, 2048):
+        for book in (BOOKS[0], BOOKS[1], (65536, 256)):
+            for columns, outputs in ((4096, 4096), (4096, 28672), (14336, 4096)):
+                probe.measure(book, columns, outputs, rows=rows, name="rows")
+    for book in (BOOKS[0], BOOKS[1], (65536, 256)):
+        probe.measure(book, 14336, 4096, name="rows")
 
 
-def part_sliced(record: Recorder, deadline: float) -> None:
-    time_variants(record, deadline, (65536, 256), [Variant("sliced", Launch("sliced"))], least=4096)
+def part_question(probe: Probe) -> None:
+    for name, books, shapes, launch, doubled in QUESTIONS:
+        for book in books:
+            for columns, outputs in shapes:
+                probe.measure(book, columns, outputs, name=name, launch=launch, doubled=doubled)
 
 
-def part_tests(_: Recorder, __: float) -> None:
-    sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", "-x", "--tb=short", "tests/kernels/test_vptq_gpu.py"],
-                            cwd=Path(__file__).parent.parent, env=os.environ | {"PYTHONPATH": "src"}).returncode)
+def prepare_seconds() -> None:
+    """How long laying out takes, and how well the items are ordered."""
+    for book in (BOOKS[0], BOOKS[1], (65536, 256)):
+        tensor = VectorQuant.random((8192, 8192), device="cuda", main=book[0], residual=book[1])
+        vptq.prepare(tensor, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        begin = time.time()
+        vptq.prepare(tensor, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        print(f"8192 × 8192, {book}: laid out in {time.time() - begin:.3f} s")
+    for window in (4, 8, 16):
+        bank = torch.randint(0, 8, (20000, 8, window), device="cuda")
+        for name, other in (("one copy", bank), ("two", (bank + torch.randint(1, 8, bank.shape, device="cuda")) % 8)):
+            order = vptq_layout.schedule((bank | other << 4).to(torch.uint8))
+            item = (order & 127).long()
+            chosen = torch.where(order > 127, other.gather(2, item), bank.gather(2, item))
+            clashes = torch.nn.functional.one_hot(chosen, 8).sum(1).amax(-1).double().mean().item()
+            print(f"window of {window}, {name}: {clashes:.3f} cycles a step for eight lanes")
 
 
-PARTS = {"gather": (part_gather, 20), "torch": (part_torch, 25), "staged": (part_staged, 45), "cluster": (part_cluster, 40),
-         "direct": (part_direct, 20), "sliced": (part_sliced, 20), "tests": (part_tests, 60)}
-
-
-def warm_up(names: list[str]) -> None:
+def warm_up() -> None:
     """Compile every variant at once: NVRTC leaves the interpreter free."""
-    base = {"HALVES": 1, "COPIES": 8, "ROWS": 1, "FP16": 0, "CLUSTER": 1, "SPLIT": 0, "WARPS": 32, "ITEM_BYTES": 3, "KERNEL": 0,
-            "RESIDENT": 1}
-    jobs: list[dict] = []
+    base = {"HALVES": 1, "COPIES": 8, "ROWS": 1, "FP16": 0, "WARPS": 16, "ITEM_BYTES": 3, "KERNEL": 0, "RESIDENT": 1}
+    jobs: list[tuple[str, dict]] = [("vptq_layout.cu", {"KERNEL": 0, "POS_BITS": bits}) for bits in (2, 3, 4)]
     for main, residual in BOOKS:
-        bits = {"MAIN_BITS": (main - 1).bit_length(), "RES_BITS": (residual - 1).bit_length()}
-        bits["POS_BITS"] = min(4, 24 - sum(bits.values()))
-        first = (main, residual) == BOOKS[0]
-        jobs += [base | bits] if "staged" in names else []
-        jobs += [base | bits | more for more in ({"POS_BITS": 0}, {"ITEM_BYTES": 4, "POS_BITS": 5}, {"WARPS": 16})
-                 if first and "staged" in names]
-        jobs += [base | bits | {"WARPS": 16, "RESIDENT": 2, "COPIES": 8 if residual == 256 else 4}] if main == 4096 else []
-        jobs += [base | bits | {"CLUSTER": c, "SPLIT": s} for c, s in ((4, 1), (4, 0), (2, 0), (2, 1)) if "cluster" in names]
-        jobs += [base | bits | {"KERNEL": 1, "WARPS": w} for w in (4, 16, 8) if "direct" in names]
-    jobs += [base | {"KERNEL": 2, "ITEM_BYTES": 4, "MAIN_BITS": 13, "RES_BITS": 8, "POS_BITS": 11}] if "sliced" in names else []
-    arch = jit.architecture()
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        for done in [pool.submit(jit.compile_cubin, "vptq.cu", job, arch) for job in jobs]:
+        for doubled in (False, True) if main == 4096 else (False,):
+            bits = ((main - 1).bit_length() + doubled, (residual - 1).bit_length())
+            form = vptq_layout.ItemFormat.choose(*bits, 1024).defines()
+            variants: list[dict] = [{}, {"WARPS": 8}, {"WARPS": 32}] + [{"ROWS": rows} for rows in (2, 4, 8) if residual == 256]
+            if not doubled:
+                variants += [{"KERNEL": 1, "WARPS": warps} for warps in (4, 8, 16)]
+                variants += [{"RESIDENT": 2, "COPIES": 8 if residual == 256 else 4}] if main == 4096 else []
+            jobs += [("vptq.cu", base | form | more) for more in variants]
+    sliced = {"KERNEL": 2, "ITEM_BYTES": 4, "MAIN_BITS": 13, "RES_BITS": 8, "POS_BITS": 11}
+    of_rows = ((1, 32), (1, 16), (2, 32), (4, 16), (8, 16))
+    jobs += [("vptq.cu", base | sliced | {"ROWS": rows, "WARPS": warps}) for rows, warps in of_rows]
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        for done in [pool.submit(jit.compile_cubin, file, defines, jit.architecture()) for file, defines in jobs]:
             if done.exception():
                 print(done.exception(), flush=True)
 
 
-def read(folder: Path) -> list[dict]:
-    return [json.loads(line) for name in PARTS for path in [folder / f"{name}.jsonl"] if path.exists()
-            for line in path.read_text().splitlines()]
+def key_of(row: dict) -> tuple[int, int, int, int]:
+    return row["main_centroids"], row["residual_centroids"], row["in_features"], row["out_features"]
 
 
-def report(folder: Path) -> None:
-    rows = read(folder)
-    gathers = [r for r in rows if r["kind"] == "gather" and r["warps"] == 32]
-    for pattern in dict.fromkeys(r["pattern"] for r in gathers):
-        cells = [f"{r['load']}/{r['use']} {r['cycles']}" for r in gathers if r["pattern"] == pattern]
-        print(f"{pattern:24} cycles for 32 lanes: " + " | ".join(cells))
-    for r in rows:
-        if r["kind"] in ("empty", "fixed"):
-            print({k: v for k, v in r.items() if k not in ("p10", "p90")})
-    torch_us = {(r["k"], r["n"]): r for r in rows if r["kind"] == "torch"}
-    timed = [r for r in rows if r["kind"] == "vptq"]
-    books = list(dict.fromkeys(tuple(r["book"]) for r in timed))
-    for book in books:
-        names = list(dict.fromkeys(r["variant"] for r in timed if tuple(r["book"]) == book))
-        print(f"\n{book[0]}/{book[1]}  torch µs cold/hot: µs cold, time / torch time (below 1 is faster), h = µs hot")
-        print("variants: " + " | ".join(names))
-        found = {(r["variant"], r["k"], r["n"]): r for r in timed if tuple(r["book"]) == book}
+def geometric_mean(rows: list[dict]) -> float:
+    return math.exp(sum(math.log(r["ratio"]) for r in rows) / len(rows))
+
+
+def report(rows: list[dict]) -> None:
+    rows = [r for r in rows if r["status"] == "ok"]
+    chosen = {key_of(r): r for r in rows if not r["question"]}
+    for book in dict.fromkeys(key[:2] for key in chosen):
+        of_book = [r for key, r in chosen.items() if key[:2] == book]
+        print(f"\n{book[0]}/{book[1]}  in × out: µs cold / hot, torch µs, time / torch time (below 1 is faster)")
         for columns in COLUMNS:
-            for n in ROWS:
-                cells = []
-                for name in names:
-                    r = found.get((name, columns, n))
-                    base = torch_us.get((columns, n))
-                    ratio = f" {r['us'] / base['us']:.2f}" if r and base else ""
-                    bad = "!" if r and not (r["error"] < 1e-2 and r["stable"]) else ""
-                    cells.append(f"{r['us']:.1f}{ratio}{bad} h{r['hot']:.1f}" if r else "-")
-                base = torch_us.get((columns, n), {"us": 0, "hot": 0})
-                if any(c != "-" for c in cells):
-                    print(f"{columns}x{n} {base['us']:.1f}/{base['hot']:.1f}: " + " | ".join(cells))
-        best: dict[tuple, float] = {}
-        for r in timed:
-            if tuple(r["book"]) == book and (r["k"], r["n"]) in torch_us and r["error"] < 1e-2:
-                key = (r["k"], r["n"])
-                best[key] = min(best.get(key, 9e9), r["us"] / torch_us[key]["us"])
-        if best:
-            mean = math.exp(sum(map(math.log, best.values())) / len(best))
-            print(f"best of all: geometric mean {mean:.3f}, worst {max(best.values()):.2f}; "
-                  f"largest error {max(r['error'] for r in timed if tuple(r['book']) == book):.1e}")
-    for r in rows:
-        if r["kind"] in ("error", "late"):
-            print({k: (v if k != "error" else v[-200:]) for k, v in r.items()})
+            cells = [f"{r['out_features']}: {r['us']:.1f}/{r['us_hot']:.1f} {r['torch_us']:.1f} {r['ratio']:.2f}"
+                     for r in of_book if r["in_features"] == columns]
+            if cells:
+                print(f"{columns:6} × " + " | ".join(cells))
+        print(f"geometric mean {geometric_mean(of_book):.3f}, worst {max(r['ratio'] for r in of_book):.2f}, "
+              f"largest error {max(r['relative_error'] for r in of_book):.1e}")
+    seeds = [r for key, r in chosen.items() if key[:2] in BOOKS] + [r for key, r in chosen.items() if key[:2] == BOOKS[0]]
+    if seeds:
+        print(f"\nall {len(seeds)} rows of the seeds: geometric mean {geometric_mean(seeds):.3f}")
+    for name in dict.fromkeys(r["question"] for r in rows if r["question"]):
+        print(f"\n{name}")
+        for r in (r for r in rows if r["question"] == name):
+            key = key_of(r)
+            against = f" chosen {chosen[key]['us']:.2f}" if key in chosen else ""
+            print(f"  {key[0]}/{key[1]} {key[2]}x{key[3]} rows {r['rows']}: {r['us']:.2f} µs{against} ratio {r['ratio']:.2f} "
+                  f"error {r['relative_error']:.0e} {r['kernel']} phase {r['phase']}")
+
+
+PARTS = {"book": part_book, "rows": part_rows, "question": part_question}
 
 
 def main() -> None:
-    folder, wanted = Path(sys.argv[1]), sys.argv[2:]
-    folder.mkdir(parents=True, exist_ok=True)
-    if wanted[:1] == ["--part"]:
-        run, limit = PARTS[wanted[1]]
-        torch.manual_seed(0)
-        run(Recorder(folder, wanted[1]), time.time() + limit)
-        return
-    names = wanted or [name for name in PARTS if name != "tests"]
-    begin = time.time()
-    warm_up(names)
+    probe, begin = Probe(Path(sys.argv[1])), time.time()
+    warm_up()
     print(f"compiled in {time.time() - begin:.0f} s", flush=True)
-    for name in names:
-        start = time.time()
-        try:
-            result = subprocess.run([sys.executable, __file__, str(folder), "--part", name], timeout=PARTS[name][1] + 25,
-                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            tail = result.stdout[-1500:] if result.returncode or name == "tests" else result.stdout[-400:]
-            print(f"-- {name}: exit {result.returncode} after {time.time() - start:.0f} s {tail}", flush=True)
-        except subprocess.TimeoutExpired as error:
-            print(f"-- {name}: hung; {str(error.stdout)[-500:]}", flush=True)
-    report(folder)
+    prepare_seconds()
+    for name in sys.argv[2:] or PARTS:
+        begin = time.time()
+        PARTS[name](probe)
+        print(f"-- {name}: {time.time() - begin:.0f} s", flush=True)
+    report(probe.rows)
 
 
 if __name__ == "__main__":

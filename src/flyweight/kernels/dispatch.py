@@ -14,10 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flyweight.kernels import gemv, reference
+from flyweight.kernels import gemv, reference, vptq
 from flyweight.kernels.cpu import CpuLinear
 from flyweight.kernels.cuda_linear import CudaLinear
-from flyweight.tensors import Plain, QuantTensor
+from flyweight.tensors import Plain, QuantTensor, VectorQuant
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
             on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
             return Prepared(on_cuda, f"gemv.{kind}", "up to 8 rows; more are written out in 16 bits for cuBLAS", tensor.shape,
                             on_cuda.weight.nbytes, adds_bias=True)
+        if isinstance(tensor, VectorQuant) and tensor.experts is None:
+            vectors = vptq.prepare(tensor, dtype=dtype)
+            return Prepared(vectors, "vptq", vectors.why, tensor.shape, vectors.nbytes)
     plain = isinstance(tensor, Plain)
     weight = tensor.weight.to(dtype) if isinstance(tensor, Plain) else tensor.dequantize(dtype)
     linear: Callable[[Tensor], Tensor]
