@@ -69,8 +69,8 @@ def vptq() -> None:
              "weight_scale": normal(64), "weight_bias": normal(64)}
     weight = packages.vptq_layer(settings, parts)(torch.eye(64)).T
     config = {"quant_method": "vptq", "config_for_layers": {"layer": settings}}
-    save("vptq", {f"layer.{key}": tensor for key, tensor in parts.items()}, {"model_type": "llama", "quantization_config": config},
-         {"layer": weight})
+    tensors = {f"layer.{key}": tensor for key, tensor in parts.items()}
+    save("vptq", tensors, {"model_type": "llama", "quantization_config": config}, {"layer": weight})
 
 
 if __name__ == "__main__":
