@@ -38,7 +38,8 @@ def unlayout(prepared: gemv.Gemv) -> torch.Tensor:
 def test_layouts_hold_every_code_where_the_matrix_unit_reads_it(shape):
     rows, columns = shape
     for tensor, codes in [
-        (t := IntGroup.random(shape, group_size=32), t.values()), (t := IntGroup.random(shape, bits=8, group_size=-1), t.values()),
+        (t := IntGroup.random(shape, group_size=32), t.values()),
+        (t := IntGroup.random(shape, bits=8, group_size=-1), t.values()),
         (t := Int8Channel.random(shape), t.codes), (t := Plain.random(shape), t.weight),
     ]:
         read = unlayout(gemv.prepare(tensor, dtype=torch.bfloat16))

@@ -1,0 +1,45 @@
+"""Every CUDA source compiles for every architecture it promises, with NVRTC alone: no GPU and no nvcc needed."""
+
+import pytest
+
+from flyweight.kernels import jit
+
+pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+LINEAR = dict(FP16=0, SCALE_FP16=0, KDIM=4096, NDIM=6144, GROUP=128)
+GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STAGE_BLOCKS=16, SLOTS=3, SHARED_BYTES=220_000)
+HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
+CASES = [
+    *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
+    ("gemv.cu", GEMV | dict(FORMAT=1, FP16=1, SCALE_FP16=1, ROWS=8, EPILOGUE=2, BIAS=1, SLOTS=2)),
+    ("gemv.cu", GEMV | dict(FORMAT=2, KDIM=576, NDIM=1000, GROUP=32, EPILOGUE=1, STAGE_BLOCKS=9)),
+    *(("untile.cu", LINEAR | dict(FORMAT=kind, INTERLEAVED=kind % 2)) for kind in range(4)),
+    ("attention.cu", HEADS),
+    ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile_without_a_gpu(arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
+    for file, defines in CASES:
+        assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
+
+
+def test_a_cubin_is_compiled_once_and_then_read_from_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
+    file, defines = CASES[6]
+    cubin = jit.compile_cubin(file, defines, "sm_80")
+    (stored,) = (tmp_path / "kernels").iterdir()
+    stored.write_bytes(b"from disk")
+    assert jit.compile_cubin(file, defines, "sm_80") == b"from disk"
+    assert jit.compile_cubin(file, defines, "sm_90a") not in (b"from disk", cubin)
+
+
+def test_a_source_that_does_not_compile_shows_the_compilers_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
+    with pytest.raises(jit.KernelError, match=r"gemv\.cu does not compile for sm_90a with FORMAT=1(.|\n)*KDIM"):
+        jit.compile_cubin("gemv.cu", {"FORMAT": 1}, "sm_90a")
+    assert not (tmp_path / "kernels").exists()

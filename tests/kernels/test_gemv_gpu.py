@@ -1,0 +1,101 @@
+"""The small-batch linear against `matmul_reference` in float64; outputs are poisoned before each launch."""
+
+import pytest
+import torch
+
+from flyweight.kernels import gemv
+from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE)
+SHAPES = [(1000, 576), (192, 1536), (11008, 576), (1000, 7392)]
+
+
+def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
+    columns = shape[1]
+    if kind == "plain":
+        return Plain.random(shape, seed, "cuda", dtype=dtype)
+    if kind == "w8a8":
+        return Int8Channel.random(shape, seed, "cuda")
+    bits, group = kind.split(":")
+    size = int(group) if group != "channel" and columns % int(group) == 0 else 32 if group != "channel" else columns
+    return IntGroup.random(shape, seed, "cuda", bits=int(bits[3:]), group_size=size, dtype=dtype, symmetric=seed % 2 == 1)
+
+
+KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel"]
+
+
+def relative_error(got, want):
+    assert got.isfinite().all(), "an output was not written"
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_1_to_8_on_ragged_shapes(kind, dtype):
+    for seed, shape in enumerate(SHAPES):
+        tensor = make(kind, shape, seed, dtype)
+        prepared = gemv.prepare(tensor, dtype=dtype)
+        for rows in (1, 2, 4, 8) if seed == 0 else (1,):
+            x = torch.randn(rows, shape[1], device="cuda").to(dtype)
+            out = torch.full((rows, shape[0]), float("nan"), device="cuda", dtype=dtype)
+            assert relative_error(prepared(x, out), tensor.matmul_reference(x)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:128", "int8:64"])
+def test_norm_bias_residual_and_silu_are_fused(kind, dtype):
+    tensor = make(kind, (512, 1536), 3, dtype)
+    bias = torch.randn(512, device="cuda").to(dtype)
+    norm = (1 + 0.1 * torch.randn(1536, device="cuda")).to(dtype)
+    for rows in (1, 4):
+        x, residual = (torch.randn(rows, width, device="cuda").to(dtype) for width in (1536, 512))
+        normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).to(dtype)
+        want = tensor.matmul_reference(normed) + bias.double()
+        linear = gemv.prepare(tensor, dtype=dtype, bias=bias)
+        # W8A8 quantizes the float32 result of the norm, the reference one that was rounded to 16 bits first
+        bound = max(TOLERANCE[dtype], 6e-3 if kind == "w8a8" else 0)
+        assert relative_error(linear(x, norm=norm, residual=residual), want + residual.double()) < bound
+        gate, up = want.chunk(2, -1)
+        gated = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
+        assert relative_error(gated(x, norm=norm), torch.nn.functional.silu(gate) * up) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_compute_the_same_function_as_few(kind):
+    tensor = make(kind, (256, 1536), 1)
+    bias = torch.randn(256, device="cuda").bfloat16()
+    x = torch.randn(33, 1536, device="cuda").bfloat16()
+    want = tensor.matmul_reference(x) + bias.double()
+    for gated in (False, True):
+        linear = CudaLinear(tensor, dtype=torch.bfloat16, bias=bias, gated=gated)
+        assert relative_error(linear(x), want) < 1e-2
+    assert relative_error(CudaLinear(tensor, dtype=torch.bfloat16, bias=bias)(x[:5]), want[:5]) < 1e-2
+
+
+def test_a_dependent_chain_gives_the_same_bits_with_and_without_overlapping_launches():
+    weights = [gemv.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
+    start = torch.randn(1, 1024, device="cuda").bfloat16()
+    buffers = [torch.empty_like(start) for _ in range(2)]
+
+    def chain(pdl: bool) -> None:
+        x = start
+        for i, weight in enumerate(weights):
+            x = weight(x, buffers[i % 2], pdl=pdl)
+
+    results = []
+    for pdl in (False, True):
+        chain(pdl)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain(pdl)
+        for replay in range(500 if pdl else 1):
+            for buffer in buffers:
+                buffer.fill_(float("nan"))
+            graph.replay()
+            if replay % 100 == 0:
+                results.append(buffers[(len(weights) - 1) % 2].clone())
+    assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
