@@ -52,7 +52,8 @@ def measure(model: str, dtype: torch.dtype, before: int, output: int, repeats: i
         each = (time.perf_counter() - begin) / (output - 1)
         if repeat:  # the first is the warm-up
             rows.append(dict(backend="native", engine="graph", model=preset, scheme=scheme, weights="random",
-                             checkpoint="random:0", dtype=str(dtype).removeprefix("torch."), batch=1, input=before, output=output, repeat=repeat,
+                             checkpoint="random:0", dtype=str(dtype).removeprefix("torch."), batch=1, input=before,
+                             output=output, repeat=repeat,
                              tpot_ms=round(each * 1e3, 4), decode_tok_s=round(1 / each, 1), capture_s=round(captured, 2),
                              allocated_gb=round(torch.cuda.max_memory_allocated() / 1e9, 2)))
     return rows

@@ -1,0 +1,18 @@
+"""QuantTensor: what a quantized weight means. Algorithms make them, files store them, kernels multiply with them.
+
+Each kind is a frozen dataclass of named tensors. `dequantize()` is the reference of every file format and solver,
+`matmul_reference(x)` (activation quantization included) the reference of every kernel. Nothing else in the package
+says what a format means.
+
+A weight is [out_features, in_features]; with a leading expert dimension every tensor field gets one too.
+"""
+
+from flyweight.tensors.base import Plain, QuantTensor, merge
+from flyweight.tensors.float8 import FLOAT8, FLOAT8_MAX, Float8
+from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24, quantize_int8_rows
+from flyweight.tensors.vector import VectorQuant
+
+KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, Int8Channel, Float8, Sparse24, VectorQuant)}
+
+__all__ = ["FLOAT8", "FLOAT8_MAX", "KINDS", "Float8", "Int8Channel", "IntGroup", "Plain", "QuantTensor", "Sparse24",
+           "VectorQuant", "merge", "quantize_int8_rows"]

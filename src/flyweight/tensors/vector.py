@@ -1,0 +1,129 @@
+"""Vector-quantized weights (VPTQ): codebooks and indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from flyweight.packing import pack, unpack
+from flyweight.tensors.base import QuantTensor, generator_on
+
+
+@dataclass(frozen=True, eq=False)
+class VectorQuant(QuantTensor):
+    """VPTQ: `length` neighbouring outputs of one input column are one codebook entry, plus one of the residual book.
+
+    Stored column j = [outlier columns | group 0 | group 1 | …][j] belongs to input perm[j]; then the whole column
+    is scaled and shifted: W[:, k] = column · scale[k] + bias[k]. An index is (residual << log2(main)) | main.
+    """
+
+    kind: ClassVar[str] = "vptq"
+    dims: ClassVar[int] = 3
+    indices: Tensor  # int32 [groups, ceil(out / length), words]: stream over the group's columns
+    codebook: Tensor  # [groups, main centroids, length]
+    residual: Tensor | None  # [groups, residual centroids, length]
+    in_features: int
+    out_features: int
+    outlier_indices: Tensor | None = None  # int32 [ceil(out / outlier length), outliers]
+    outlier_codebook: Tensor | None = None  # [centroids, outlier length]
+    perm: Tensor | None = None  # int32 [in]
+    scale: Tensor | None = None  # [in]
+    bias: Tensor | None = None  # [in]
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def length(self) -> int:
+        return self.codebook.shape[-1]
+
+    @property
+    def outliers(self) -> int:
+        return 0 if self.outlier_indices is None else self.outlier_indices.shape[-1]
+
+    @property
+    def group_columns(self) -> int:
+        return (self.in_features - self.outliers) // self.codebook.shape[-3]
+
+    @property
+    def index_bits(self) -> tuple[int, int]:
+        """Bits of the main and of the residual index."""
+        main = (self.codebook.shape[-2] - 1).bit_length()
+        return main, 0 if self.residual is None else (self.residual.shape[-2] - 1).bit_length()
+
+    def split_indices(self) -> tuple[Tensor, Tensor | None]:
+        """Main and residual indices, int64 [groups, ceil(out / length), group columns]."""
+        main, residual = self.index_bits
+        joint = unpack(self.indices, main + residual, self.group_columns).long()
+        return joint & ((1 << main) - 1), None if self.residual is None else joint >> main
+
+    @staticmethod
+    def join_indices(main: Tensor, residual: Tensor | None, *, main_bits: int, residual_bits: int) -> Tensor:
+        """The packed stream of `indices` from [groups, ceil(out / length), group columns]."""
+        joint = main.long() if residual is None else main.long() | (residual.long() << main_bits)
+        return pack(joint, main_bits + residual_bits)
+
+    def _dequantize(self) -> Tensor:
+        main, extra = self.split_indices()
+        group = torch.arange(main.shape[0], device=main.device)[:, None, None]
+        vectors = self.codebook.float()[group, main]  # [groups, row blocks, columns, length]
+        if extra is not None and self.residual is not None:
+            vectors = vectors + self.residual.float()[group, extra]
+        # [groups, row blocks, columns, length] → [row blocks · length, groups · columns]
+        columns = vectors.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)[: self.out_features]
+        if self.outlier_indices is not None and self.outlier_codebook is not None:
+            outliers = self.outlier_codebook.float()[self.outlier_indices.long()]  # [row blocks, outliers, length]
+            columns = torch.cat([outliers.permute(0, 2, 1).flatten(0, 1)[: self.out_features], columns], 1)
+        if self.perm is not None:
+            columns = columns[:, self.perm.long().argsort()]
+        if self.scale is not None:
+            columns = columns * self.scale.float()
+        return columns if self.bias is None else columns + self.bias.float()
+
+    @property
+    def nbytes(self) -> int:
+        """Permutation and outlier indices are stored in 16 bits."""
+        wide = sum(t.nbytes for t in (self.perm, self.outlier_indices) if t is not None)
+        return super().nbytes - wide // 2
+
+    def _merge(self, others: Sequence[Any]) -> Self | None:
+        return None  # every weight has its own codebooks
+
+    @classmethod
+    def random(cls, shape: Sequence[int], seed: int = 0, device: torch.device | str = "cpu", *, length: int = 8,
+               main: int = 8192, residual: int | None = 256, groups: int = 1, outliers: int = 0, outlier_length: int = 4,
+               outlier_centroids: int = 256, permute: bool = False, normalize: bool = True,
+               dtype: torch.dtype = torch.bfloat16) -> VectorQuant:
+        *lead, rows, columns = shape
+        generator = generator_on(seed, device)
+
+        def normal(*size: int, spread: float = 1.0) -> Tensor:
+            return (torch.randn(*lead, *size, generator=generator, device=device) * spread).to(dtype)
+
+        def integers(high: int, *size: int) -> Tensor:
+            return torch.randint(0, high, (*lead, *size), generator=generator, device=device)
+
+        if (columns - outliers) % groups:
+            raise ValueError(f"{columns - outliers} columns do not divide into {groups} groups")
+        blocks, width = math.ceil(rows / length), (columns - outliers) // groups
+        main_bits, residual_bits = (main - 1).bit_length(), (residual - 1).bit_length() if residual else 0
+        extra = integers(residual, groups, blocks, width) if residual else None
+        indices = cls.join_indices(integers(main, groups, blocks, width), extra, main_bits=main_bits,
+                                   residual_bits=residual_bits)
+        spread = columns ** -0.5
+        order = torch.rand(*lead, columns, generator=generator, device=device).argsort(-1).to(torch.int32)
+        return cls(
+            indices, normal(groups, main, length, spread=spread),
+            normal(groups, residual, length, spread=spread / 8) if residual else None, columns, rows,
+            outlier_indices=integers(outlier_centroids, math.ceil(rows / outlier_length), outliers).int() if outliers else None,
+            outlier_codebook=normal(outlier_centroids, outlier_length, spread=2 * spread) if outliers else None,
+            perm=order if permute else None,
+            scale=(1 + normal(columns, spread=0.1).float()).to(dtype) if normalize else None,
+            bias=normal(columns, spread=0.01 * spread) if normalize else None,
+        )
