@@ -34,7 +34,8 @@ class Engine:
                  prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0):
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device)
+        self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device,
+                             context=min(max_model_len, blocks * block_size))
         self.vocabulary = vocabulary
         self.max_model_len = min(max_model_len, blocks * block_size)
         self.prefix_cache = prefix_cache

@@ -93,6 +93,7 @@ class DecodeGraphs:
     """Captured steps by batch size; `forward` pads to the next one."""
 
     def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], *, context: int, sizes: Sequence[int] = ROWS):
+        self.largest = max(sizes)
         self.steps: dict[int, Step] = {}
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.greedy: dict[int, torch.cuda.CUDAGraph] = {}

@@ -6,11 +6,13 @@ hold still (tokens, positions, slots, block tables) is made in one place, `pack`
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy
 import torch
@@ -21,6 +23,10 @@ from flyweight.engine.request import TokenLogprob
 from flyweight.engine.sampling import Sampler, top_logprobs
 from flyweight.engine.scheduler import Work
 from flyweight.errors import ResourceError
+from flyweight.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from flyweight.engine.graphs import DecodeGraphs
 
 DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
 
@@ -55,8 +61,10 @@ class Result:
 
 
 class Runner:
-    def __init__(self, model: Model, shape: CacheShape, *, blocks: int, block_size: int, vocabulary: int, device: torch.device):
+    def __init__(self, model: Model, shape: CacheShape, *, blocks: int, block_size: int, vocabulary: int, device: torch.device,
+                 context: int):
         self.model = model
+        self.context = context
         self.device = device
         self.block_size = block_size
         self.sampler = Sampler(vocabulary, device)
@@ -66,7 +74,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> list[Result]:
         batch, spans = self.pack(works)
-        logits = self.model.forward(batch, self.caches)  # [outputs, vocabulary]
+        logits = self._logits(batch)  # [outputs, vocabulary]
         sampling = [i for i, work in enumerate(works) if work.samples]
         results = [Result()] * len(works)
         if sampling:
@@ -83,6 +91,27 @@ class Runner:
                 found = self._logprobs(rows[: len(follow)], follow, [work.request.params.prompt_logprobs] * len(follow))
                 results[i] = Result(results[i].token, results[i].logprob, [item for item in found if item])
         return results
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Through a captured step where every sequence has one new token and the model allows it."""
+        count = len(batch.kv_lengths)
+        if self.graphs is None or len(batch.tokens) != count or len(batch.output_rows) != count or count > self.graphs.largest:
+            return self.model.forward(batch, self.caches)
+        lengths = torch.tensor(batch.kv_lengths, dtype=torch.int32, device=self.device)
+        return self.graphs.forward(batch.tokens, lengths, batch.block_tables)
+
+    @functools.cached_property
+    def graphs(self) -> DecodeGraphs | None:
+        """Captured at the first step, or None, with the reason said once."""
+        if self.device.type != "cuda" or not isinstance(self.model, Decoder):
+            return None
+        from flyweight.engine.graphs import DecodeGraphs, why_not
+
+        reason = why_not(self.model, self.block_size)
+        if reason is not None:
+            warnings.warn(f"decode steps are not captured as CUDA graphs: {reason}", stacklevel=2)
+            return None
+        return DecodeGraphs(self.model, self.caches, context=self.context)
 
     def pack(self, works: Sequence[Work]) -> tuple[Batch, list[tuple[int, int]]]:
         """The batch, and which rows of the logits belong to each work."""
