@@ -153,27 +153,50 @@ def absorb_drift(weight: Tensor, statistics: Statistics, options: GPTQ) -> Tenso
     return weight + options.drift * torch.linalg.solve(damped, (weight @ statistics.drift).T).T
 
 
-def descend(weight: Tensor, codes: Tensor, grid: Grid, hessian: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """One sweep of coordinate descent on ‖(W − Q)·X‖²: each code moves to where its own column's error is least."""
-    scales, zeros = grid.expand()
-    steps, codes = 2**grid.settings.bits - 1, codes.clone()
+def columnwise(columns: Tensor, upper: Tensor, round_column: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The recursion for any way of rounding: `round_column(j, column [out])` → its rounded value. `columns` is overwritten."""
+    for begin in range(0, columns.shape[0], BLOCK):
+        end = min(begin + BLOCK, columns.shape[0])
+        errors = torch.empty_like(columns[begin:end])
+        for j in range(begin, end):
+            value = round_column(j, columns[j])
+            errors[j - begin] = (columns[j] - value) / upper[j, j]
+            columns[j + 1 : end].addr_(upper[j, j + 1 : end], errors[j - begin], alpha=-1)
+            columns[j] = value
+        columns[end:] -= upper[begin:end, end:].T @ errors
+    return columns
+
+
+def sweep(target: Tensor, values: Tensor, hessian: Tensor, round_column: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """One round of coordinate descent on ‖(W − Q)·X‖²: each column of `values` [in, out] moves to its own best rounding."""
+    values = values.clone()
     diagonal = hessian.diagonal().clamp(min=1e-8 * float(hessian.diagonal().mean()) + 1e-30)
-    pull = (weight - (codes - zeros) * scales) @ hessian  # [rows, columns]: minus half the gradient
-    for begin in range(0, weight.shape[1], BLOCK):
-        end = min(begin + BLOCK, weight.shape[1])
-        moves = torch.zeros_like(weight[:, begin:end])
-        local = pull[:, begin:end].clone()
-        for i in range(end - begin):
-            j = begin + i
-            ideal = codes[:, j] + local[:, i] / diagonal[j] / scales[:, j]
-            new = torch.clamp(torch.round(ideal), 0, steps)
-            if mask is not None:
-                new = torch.where(mask[:, j], new, zeros[:, j])
-            moves[:, i] = (new - codes[:, j]) * scales[:, j]
-            codes[:, j] = new
-            local.addr_(moves[:, i], hessian[j, begin:end], alpha=-1)
-        pull -= moves @ hessian[begin:end]
-    return codes
+    pull = hessian @ (target - values)  # [in, out]: minus half the gradient
+    for begin in range(0, values.shape[0], BLOCK):
+        end = min(begin + BLOCK, values.shape[0])
+        local, moves = pull[begin:end].clone(), torch.empty_like(pull[begin:end])
+        for j in range(begin, end):
+            new = round_column(j, values[j] + local[j - begin] / diagonal[j])
+            moves[j - begin] = new - values[j]
+            values[j] = new
+            local.addr_(hessian[begin:end, j], moves[j - begin], alpha=-1)
+        pull -= hessian[:, begin:end] @ moves
+    return values
+
+
+def descend(weight: Tensor, codes: Tensor, grid: Grid, hessian: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Better codes [out, in] on the same grid."""
+    scales, zeros = (tensor.T.contiguous() for tensor in grid.expand())
+    kept = None if mask is None else mask.T.contiguous()
+    steps, found = 2**grid.settings.bits - 1, codes.T.contiguous()
+
+    def round_column(j: int, column: Tensor) -> Tensor:
+        code = torch.clamp(torch.round(column / scales[j]) + zeros[j], 0, steps)
+        found[j] = code if kept is None else torch.where(kept[j], code, zeros[j])
+        return (found[j] - zeros[j]) * scales[j]
+
+    sweep(weight.T, grid.values(codes).T, hessian, round_column)
+    return found.T
 
 
 def refit(weight: Tensor, codes: Tensor, grid: Grid, hessian: Tensor) -> Grid:

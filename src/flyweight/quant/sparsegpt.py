@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flyweight.quant.gptq import BLOCK
+from flyweight.quant.gptq import columnwise
 from flyweight.quant.grid import Integers, make_grid
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
@@ -26,24 +26,19 @@ def prune24(weight: Tensor, statistics: Statistics, *, damping: float = 0.01, se
     original[:, statistics.importance <= 0] = 0
     columns = original.T.contiguous()  # [in, out]
     mask = torch.zeros_like(columns, dtype=torch.bool)
-    codes = torch.empty_like(columns) if settings else None
+    codes = torch.empty_like(columns)
     grid = make_grid(original, settings, statistics.importance) if settings else None
-    scales, zeros = (t.T.contiguous() for t in grid.expand()) if grid else (None, None)
-    for begin in range(0, columns.shape[0], BLOCK):
-        end = min(begin + BLOCK, columns.shape[0])
-        errors = torch.empty_like(columns[begin:end])
-        for j in range(begin, end):
-            if j % 4 == 0:
-                loss = columns[j : j + 4].square() / upper.diagonal()[j : j + 4, None].square()
-                kept = torch.argsort(loss, dim=0, descending=True, stable=True)[:2]
-                mask[j : j + 4].scatter_(0, kept, True)
-            value = torch.where(mask[j], columns[j], 0.0)
-            if grid is not None and codes is not None and scales is not None and zeros is not None:
-                code = torch.clamp(torch.round(value / scales[j]) + zeros[j], 0, 2**grid.settings.bits - 1)
-                codes[j], value = code, (code - zeros[j]) * scales[j]
-            errors[j - begin] = (columns[j] - value) / upper[j, j]
-            columns[j + 1 : end].addr_(upper[j, j + 1 : end], errors[j - begin], alpha=-1)
-            columns[j] = value
-        columns[end:] -= upper[begin:end, end:].T @ errors
-    quantized = grid.tensor(codes.T) if grid is not None and codes is not None else None
-    return columns.T.contiguous(), mask.T.contiguous(), quantized
+    scales, zeros = (tensor.T.contiguous() for tensor in grid.expand()) if grid else (columns, columns)
+
+    def round_column(j: int, column: Tensor) -> Tensor:
+        if j % 4 == 0:
+            loss = columns[j : j + 4].square() / upper.diagonal()[j : j + 4, None].square()
+            mask[j : j + 4].scatter_(0, torch.argsort(loss, dim=0, descending=True, stable=True)[:2], True)
+        value = torch.where(mask[j], column, 0.0)
+        if grid is None:
+            return value
+        codes[j] = torch.clamp(torch.round(value / scales[j]) + zeros[j], 0, 2**grid.settings.bits - 1)
+        return (codes[j] - zeros[j]) * scales[j]
+
+    columnwise(columns, upper, round_column)
+    return columns.T.contiguous(), mask.T.contiguous(), grid.tensor(codes.T) if grid else None
