@@ -1,7 +1,8 @@
 """The command line: a table of verbs, each importing its own module only when it is used.
 
 A verb is a function with typer annotations in `flyweight.commands.<module>`, named as the verb (`-` as `_`); its
-docstring is the help text, examples included. User errors become one line on stderr and exit code 2.
+docstring is the help text, examples included. What the user got wrong, in a command line or a model, becomes one line
+on stderr and exit code 2; `--debug`, anywhere, shows the traceback instead.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
+from collections.abc import Sequence
 
 import typer
 from typer.core import TyperGroup
 
-from flyweight.errors import FlyweightError
+from flyweight.errors import FlyweightError, unknown
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of the copy of it inside newer typers
 
 VERBS = {  # verb → (module:function, one line of help)
     "pull": ("flyweight.commands.pull:pull", "Get a model: a name, a hub id, or a GGUF file."),
     "info": ("flyweight.commands.info:info", "Show what a model is: layers, schemes, sizes, kernels."),
+    "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text."),
@@ -41,8 +47,6 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            from flyweight.errors import unknown
-
             ctx.fail(unknown("command", args[0], VERBS))
         return super().resolve_command(ctx, args)
 
@@ -68,22 +72,40 @@ def show_version(value: bool) -> None:
 
 @app.callback()
 def options(
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks of errors."),
     version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Show the version."),
 ) -> None:
     """Make large language models small, fast and measured."""
-    if debug:
-        os.environ["FLYWEIGHT_DEBUG"] = "1"
 
 
-def main() -> None:
+def describe(error) -> str:
+    """A usage error in one line, with the nearest option or where to read on."""
+    context = error.ctx
+    if context is not None and (name := getattr(error, "option_name", None)) and error.__class__.__name__ == "NoSuchOption":
+        known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("-")]
+        return unknown("option", name, [*known, "--help"])
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message = message[:1].lower() + message[1:]
+    if "did you mean" in message or "known:" in message:
+        return message
+    return f"{message}; see `{context.command_path if context else 'flyweight'} --help`"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if debug := "--debug" in arguments:
+        arguments.remove("--debug")
+        os.environ["FLYWEIGHT_DEBUG"] = "1"  # for processes that a verb starts
     try:
-        app()
-    except FlyweightError as error:
-        if os.environ.get("FLYWEIGHT_DEBUG"):
-            raise
-        print(f"flyweight: {error}", file=sys.stderr)
+        code = app(args=arguments or ["--help"], prog_name="flyweight", standalone_mode=False)
+    except (FlyweightError, UsageError) as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"flyweight: {error if isinstance(error, FlyweightError) else describe(error)}", file=sys.stderr)
         sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from flyweight.kernels import reference
 from flyweight.tensors import Plain, QuantTensor
 
 
@@ -38,3 +40,8 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False) -> 
 
     why = "plain weight" if isinstance(tensor, Plain) else f"no kernel for {tensor.kind} here: dequantized once at load"
     return Prepared(run, "torch.linear", why, tensor.shape, weight.nbytes)
+
+
+def decoder_ops(device: torch.device | str) -> ModuleType:
+    """Norm, rope, KV write and attention for a device: a module with the functions of `reference`."""
+    return reference

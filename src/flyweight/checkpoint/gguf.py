@@ -1,0 +1,209 @@
+"""A GGUF file turned into an ordinary Hugging Face folder, once: after that nothing in the package knows GGUF.
+
+The `gguf` package parses and dequantizes; here is what it leaves open: names, config, and the row order of q and k that
+llama.cpp changes for its own rope. Weights become float16 (or float32 for the exact values of the quantized file, at
+twice the size). A tensor or setting that has no counterpart is an error: leaving one out would give a model that loads
+and talks nonsense.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
+from flyweight.checkpoint.reader import is_finite
+from flyweight.checkpoint.writer import CheckpointWriter, write_json
+from flyweight.errors import CheckpointError, MissingPackageError, UnsupportedError, unknown
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+OPTIONAL = {"attn_q_norm", "attn_k_norm"}
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor per rope frequency, part of the config elsewhere
+
+SIZES = {  # config.json ← GGUF metadata, less its architecture prefix
+    "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+}
+SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
+
+
+class GGUF:
+    """The metadata and tensors of one file."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            import gguf
+        except ImportError:
+            raise MissingPackageError("reading GGUF files needs the gguf package: pip install 'flyweight[gguf]'") from None
+        try:
+            with self.path.open("rb") as stream:
+                if stream.read(4) != b"GGUF":
+                    raise CheckpointError(f"{self.path}: not a GGUF file")
+            reader = gguf.GGUFReader(self.path)
+            self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError) as error:
+            raise CheckpointError(f"{self.path}: truncated or damaged GGUF file ({error}); get it again") from error
+        self.architecture = str(self.metadata.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedError(f"{self.path}: {unknown('architecture', self.architecture, ARCHITECTURES)}")
+        if self.metadata.get("split.count", 1) > 1:
+            raise UnsupportedError(f"{self.path}: one of several parts; join them with `llama-gguf-split --merge`")
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """Metadata of the architecture; without a default it must be there."""
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if value is None:
+            raise CheckpointError(f"{self.path}: metadata '{self.architecture}.{name}' is missing")
+        return value
+
+    def values(self, name: str) -> Tensor:
+        """Dequantized, float32."""
+        from gguf import dequantize
+
+        tensor = self.tensors[name]
+        try:
+            return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        except NotImplementedError:
+            raise UnsupportedError(f"{self.path}: tensor {name!r} is {tensor.tensor_type.name}, which cannot be read") from None
+
+
+def convert(path: str | Path, target: str | Path, *, dtype: torch.dtype = torch.float16, overwrite: bool = False) -> Path:
+    """Write `target`, a Hugging Face folder with the weights, config, tokenizer and chat template of a GGUF file."""
+    file = GGUF(path)
+    config = make_config(file, dtype)
+    names = {name: hugging_face_name(file, name) for name in file.tensors if name != ROPE_FACTORS}
+    _check_complete(file, config)
+    with CheckpointWriter(target, overwrite=overwrite) as writer:
+        for name in track(names, f"Converting {file.path.name}", console=Console(stderr=True), transient=True,
+                          disable=not sys.stderr.isatty()):
+            writer.add(names[name], _converted(file, name, config, dtype))
+        write_tokenizer(file.metadata, writer.staging, file=file.path)
+        write_json(writer.staging / "generation_config.json", make_generation_config(file))
+        return writer.finish(config)
+
+
+def hugging_face_name(file: GGUF, name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in OUTER and kind == "weight":
+        return f"{OUTER[stem]}.{kind}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if not match or match[2] not in BLOCK or kind not in ("weight", "bias"):
+        raise UnsupportedError(f"{file.path}: tensor {name!r} is not part of a plain {file.architecture} decoder")
+    return f"model.layers.{match[1]}.{BLOCK[match[2]]}.{kind}"
+
+
+def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json, in the keys that transformers 4 and 5 and the other engines all read."""
+    config: dict[str, Any] = {key: file.setting(name) for key, name in SIZES.items()}
+    heads = config["num_attention_heads"]
+    head_dim = file.setting("attention.key_length", config["hidden_size"] // heads)
+    if file.setting("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedError(f"{file.path}: rope on a part of the head ({file.setting('rope.dimension_count')} of {head_dim})")
+    if file.setting("attention.sliding_window", 0):
+        raise UnsupportedError(f"{file.path}: sliding-window attention in a GGUF file; get the Hugging Face folder of this model")
+    config |= {
+        "architectures": [ARCHITECTURES[file.architecture]], "model_type": file.architecture,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "num_key_value_heads": file.setting("attention.head_count_kv", heads), "head_dim": head_dim, "hidden_act": "silu",
+        "vocab_size": int(_tensor(file, "token_embd.weight").shape[1]),  # GGUF counts dimensions from the inside
+        "tie_word_embeddings": "output.weight" not in file.tensors, "rope_theta": file.setting("rope.freq_base", 10000.0),
+        "rms_norm_eps": float(f"{config['rms_norm_eps']:.6g}"),  # stored in float32: 9.99999974e-06
+    }
+    if file.architecture != "qwen2":  # whose q, k and v always have one
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if scaling := _rope_scaling(file, head_dim, config["rope_theta"]):
+        config["rope_scaling"] = scaling
+    return config | _token_ids(file)
+
+
+def make_generation_config(file: GGUF) -> dict[str, Any]:
+    """Stop tokens, and the author's sampling where newer files carry it."""
+    sampling = {key: file.metadata[f"general.sampling.{name}"] for key, name in SAMPLING.items()
+                if f"general.sampling.{name}" in file.metadata}
+    ids = _token_ids(file)
+    turn = file.metadata.get("tokenizer.ggml.eot_token_id")
+    if turn not in (None, ids.get("eos_token_id")):
+        ids["eos_token_id"] = [ids["eos_token_id"], turn] if "eos_token_id" in ids else turn
+    return ids | sampling | ({"do_sample": True} if sampling else {})
+
+
+def _token_ids(file: GGUF) -> dict[str, Any]:
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {key: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _rope_scaling(file: GGUF, head_dim: int, theta: float) -> dict[str, Any] | None:
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, head_dim, theta)
+    kind = file.setting("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedError(f"{file.path}: {unknown('rope scaling', kind, ('linear', 'yarn'))}")
+    scaling = {"rope_type": kind, "factor": file.setting("rope.scaling.factor")}
+    if original := file.setting("rope.scaling.original_context_length", 0):
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _llama3_scaling(file: GGUF, head_dim: int, theta: float) -> dict[str, Any]:
+    """The file holds the divisors that the settings give; find the settings and check that they do give them."""
+    factors = file.values(ROPE_FACTORS)
+    factor = float(factors.max())
+    low, high, original = 1.0, 4.0, 8192  # the same in Llama 3.1, 3.2 and 3.3
+    turns = original / (2 * math.pi * theta ** (torch.arange(0, head_dim, 2) / head_dim))  # within the original context
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    if factors.shape != turns.shape or not torch.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        raise UnsupportedError(f"{file.path}: tensor {ROPE_FACTORS!r} is not the rope scaling of a Llama 3 model")
+    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_position_embeddings": original}
+
+
+def _tensor(file: GGUF, name: str) -> Any:
+    if name not in file.tensors:
+        raise CheckpointError(f"{file.path}: tensor {name!r} is missing")
+    return file.tensors[name]
+
+
+def _check_complete(file: GGUF, config: dict[str, Any]) -> None:
+    """Every layer has every part."""
+    _tensor(file, "output_norm.weight")
+    for layer in range(config["num_hidden_layers"]):
+        for part in BLOCK:
+            if part not in OPTIONAL or file.architecture == "qwen3":
+                _tensor(file, f"blk.{layer}.{part}.weight")
+        if file.architecture == "qwen2" or config.get("attention_bias"):
+            for part in ("attn_q", "attn_k", "attn_v"):
+                _tensor(file, f"blk.{layer}.{part}.bias")
+
+
+def _converted(file: GGUF, name: str, config: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    values = file.values(name)
+    if file.architecture == "llama" and (part := name.split(".")[-2]) in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        # llama.cpp rotates neighbours (0, 1), (2, 3), …; Hugging Face halves (0, d / 2), (1, d / 2 + 1), …
+        values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    converted = values.to(dtype)
+    if not is_finite(converted):
+        raise CheckpointError(f"{file.path}: tensor {name!r} holds NaN, infinity or more than {dtype} can hold; try float32")
+    return converted

@@ -1,0 +1,47 @@
+"""`flyweight convert`: a quantized folder in another file format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A quantized model folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    format: Annotated[str, typer.Option("--format", help="gptq, gptq_v2, awq, compressed-tensors, fp8, vptq, or plain.")],
+    dtype: Annotated[str | None, typer.Option(help="With plain: float32, float16 or bfloat16 (the model's own).")] = None,
+    device: Annotated[str, typer.Option(help="Where to do the arithmetic: cpu or cuda.")] = "cpu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a quantized model in another file format, without loss, or say what would be lost and write nothing.
+
+    GPTQ, AWQ and compressed-tensors hold the same codes in other orders; `plain` dequantizes for engines that read none of them.
+
+    Examples:
+
+        flyweight convert model-gptq -o model-ct --format compressed-tensors
+
+        flyweight convert model-vptq -o model-bf16 --format plain --dtype bfloat16
+    """
+    from flyweight.checkpoint.convert import convert as convert_folder
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("converting", total=None)
+        result = convert_folder(source, output, format=format, dtype=dtype, device=device, overwrite=overwrite,
+                                progress=lambda done, total: bar.update(task, completed=done, total=total))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result) | {"target": str(result.target)}))
+        return
+    modules = ", ".join(f"{count} {kind}" for kind, count in result.modules.items())
+    Console(highlight=False, soft_wrap=True).print(
+        f"[bold]{result.target}[/]: {modules} modules as {result.format}, {decimal(result.bytes_before)} → "
+        f"{decimal(result.bytes_after)}")

@@ -1,0 +1,162 @@
+"""The one step loop: requests in, scheduled, run, sampled, turned to text, handed to whoever listens.
+
+Offline generation, streaming, the server and the benchmarks all drive `Engine.step()`. Requests and cancellations
+may come from any thread at any time; they wait in an inbox until the step in flight is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from flyweight.engine.kv_cache import BlockPool
+from flyweight.engine.request import Chunk, Request, SamplingParams
+from flyweight.engine.runner import CacheShape, Model, Result, Runner
+from flyweight.engine.sampling import seed_of
+from flyweight.engine.scheduler import Scheduler
+from flyweight.engine.tokenizer import Detokenizer
+from flyweight.errors import RequestError
+
+CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Engine:
+    def __init__(self, model: Model, shape: CacheShape, *, vocabulary: int, device: torch.device, max_model_len: int,
+                 blocks: int, block_size: int = 16, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
+                 prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0):
+        self.pool = BlockPool(blocks, block_size)
+        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device)
+        self.vocabulary = vocabulary
+        self.max_model_len = min(max_model_len, blocks * block_size)
+        self.prefix_cache = prefix_cache
+        self.decode = decode
+        self.end_ids = frozenset(end_ids)
+        self.seed = seed
+        self.numbers = itertools.count()
+        self.detokenizers: dict[int, Detokenizer] = {}
+        self.inbox: deque[tuple[bool, Request]] = deque()  # (arrives rather than is cancelled, request)
+        self.lock = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.inbox) or self.scheduler.busy
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *,
+               listener: Callable[[Chunk], None] | None = None) -> list[Request]:
+        """One request per sample. Their tokens come with the steps; each chunk goes to the listener."""
+        self._check(prompt, params)
+        first = next(self.numbers)
+        seed = seed_of(self.seed, first) if params.seed is None else params.seed
+        longest = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        # Without a prefix cache only the samples of one prompt share blocks, and a lone one has nobody to share with.
+        salt = b"" if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
+        requests = [
+            Request(number=first if index == 0 else next(self.numbers), prompt=list(prompt), params=params, index=index,
+                    seed=seed_of(seed, index), limit=min(longest, self.max_model_len), salt=salt, end_ids=ends,
+                    listener=listener)
+            for index in range(params.n)
+        ]
+        self.inbox.extend((True, request) for request in requests)
+        return requests
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Their blocks come back now, or as soon as the step in flight is over."""
+        self.inbox.extend((False, request) for request in requests if not request.finished)
+        if self.lock.acquire(blocking=False):
+            try:
+                self._empty_inbox()
+            finally:
+                self.lock.release()
+
+    def step(self) -> int:
+        """Run one batch; returns how many tokens were computed."""
+        with self.lock:
+            self._empty_inbox()
+            works = self.scheduler.schedule()
+            if not works:
+                return 0
+            try:
+                results = self.runner.run(works)
+            except BaseException as error:
+                self._abandon(error)
+                raise
+            now = time.perf_counter()
+            for work, result in zip(works, results, strict=True):
+                self._accept(work.request, result, now)
+            return sum(work.count for work in works)
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(f"the prompt has {len(prompt)} tokens, but the context holds {self.max_model_len} and the "
+                               "answer needs room too; shorten the prompt or raise max_model_len")
+        for kind, ids in (("the prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if bad := [token for token in ids if not 0 <= token < self.vocabulary]:
+                raise RequestError(f"token id {bad[0]} in {kind} is outside the vocabulary of {self.vocabulary}")
+        if params.stop and self.decode is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+
+    def _empty_inbox(self) -> None:
+        while self.inbox:
+            arrives, request = self.inbox.popleft()
+            if arrives:
+                self.scheduler.add(request)
+                if self.decode:
+                    context = request.prompt[-CONTEXT:]
+                    self.detokenizers[request.number] = Detokenizer(self.decode, context, request.params.stop)
+            elif not request.finished:
+                self._finish(request, "cancelled")
+                self._tell(request, Chunk(request.index, "", []))
+
+    def _accept(self, request: Request, result: Result, now: float) -> None:
+        if result.prompt_logprobs:
+            request.prompt_logprobs = [*(request.prompt_logprobs or [None]), *result.prompt_logprobs]
+        if result.token is None:
+            return
+        request.tokens.append(result.token)
+        request.chunks.append((now, 1))
+        if result.logprob:
+            request.logprobs.append(result.logprob)
+        text, before = self.detokenizers.get(request.number), len(request.text)
+        if text and result.token not in request.end_ids:
+            text.add(result.token, stops=request.generated >= request.params.min_tokens)
+        if result.token in request.end_ids:
+            self._finish(request, "stop", result.token if result.token in request.params.stop_token_ids else None)
+        elif text and text.stopped_by:
+            self._finish(request, "stop", text.stopped_by)
+        elif len(request.tokens) >= request.limit:
+            self._finish(request, "length")
+        elif text:
+            request.text = text.text
+        logprobs = [result.logprob] if result.logprob else None
+        self._tell(request, Chunk(request.index, request.text[before:], [result.token], logprobs))
+
+    def _finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
+        self.scheduler.finish(request, reason, stop_reason)
+        self.runner.sampler.forget(request)
+        if text := self.detokenizers.pop(request.number, None):
+            text.finish()
+            request.text = text.text
+
+    def _tell(self, request: Request, chunk: Chunk) -> None:
+        if request.listener:
+            request.listener(replace(chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
+                             if request.finished else chunk)
+
+    def _abandon(self, error: BaseException) -> None:
+        """After a step that failed nothing in the cache can be trusted: all requests end, the prefixes are forgotten."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self._finish(request, "failed", str(error) or type(error).__name__)
+            self._tell(request, Chunk(request.index, "", []))
+        self.pool.forget()

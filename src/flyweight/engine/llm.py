@@ -1,0 +1,223 @@
+"""LLM: a model, loaded and ready to answer. `generate` for many prompts, `iterate` and `stream` for one at a time.
+
+All three submit to one engine and drive its `step()`. The asynchronous `stream` runs the steps in one thread of its
+own, always the same one, because every new thread would start a team of OpenMP workers of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from flyweight.engine.core import Engine
+from flyweight.engine.request import Chunk, Output, Request, SamplingParams
+from flyweight.engine.runner import CacheShape, count_blocks
+from flyweight.engine.tokenizer import Message, Tokenizer
+from flyweight.errors import OptionError, RequestError, unknown
+from flyweight.models.config import DTYPES
+
+Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
+
+DEFAULTS = {  # by device: sequences in one step, tokens in one step
+    "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+}
+
+
+class LLM:
+    """`LLM("smollm2-135m").generate("Once upon a time")[0].text`
+
+    model              a folder, a name or hub id, or `preset:NAME[:SCHEME]` (random weights, no tokenizer: token ids only)
+    dtype              float32 on a CPU and the config's own type on a GPU, unless given
+    memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
+    exact              no kernels that compute anything but the product with the dequantized weight
+    """
+
+    def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
+                 max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
+                 max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
+                 prefix_cache: bool = True, seed: int = 0, exact: bool = False):
+        from flyweight.models.decoder import Decoder
+
+        self.name = str(model)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.weights, self.tokenizer = open_model(self.name, self.device)
+        self.dtype = choose_dtype(dtype, self.weights.config, self.device)
+        self.decoder = Decoder.load(self.weights, device=self.device, dtype=self.dtype, exact=exact)
+        self.config = config = self.decoder.config
+        context = max_model_len or config.context_length
+        if context > config.context_length:
+            raise OptionError(f"max_model_len {context} is more than the {config.context_length} tokens this model is made for")
+        generation = getattr(self.weights, "generation_config", {})
+        self.sampling_defaults = sampling_defaults(generation)
+        defaults = DEFAULTS[self.device.type]
+        sequences = max_num_seqs or defaults["max_num_seqs"]
+        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype)
+        blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
+                                        memory_fraction=memory_fraction)
+        self.engine = Engine(
+            self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
+            block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed,
+            max_num_batched_tokens=max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"]),
+            decode=self.tokenizer.decode if self.tokenizer else None,
+            end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
+        self._driver: asyncio.Task[None] | None = None
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 progress: bool = False, **template: Any) -> list[Output]:
+        """Answer all prompts, in their order; `params` for all or one for each, `template` for chat templates."""
+        items = as_prompts(prompts)
+        each = [params] * len(items) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(items):
+            raise RequestError(f"there are {len(items)} prompts but {len(each)} sampling parameters")
+        prepared = [self.prepare(item, one, **template) for item, one in zip(items, each, strict=True)]
+        submitted: list[list[Request]] = []
+        try:
+            for _, tokens, one in prepared:
+                submitted.append(self.engine.submit(tokens, one))
+            self._run(submitted, progress)
+        finally:  # Ctrl-C or a failure: leave nothing behind in the engine
+            self.engine.cancel(request for requests in submitted for request in requests)
+        return [make_output(text, requests) for (text, _, _), requests in zip(prepared, submitted, strict=True)]
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Output:
+        """The next message of a conversation; `enable_thinking=False` and the like go to the chat template."""
+        return self.generate([messages], params, **template)[0]
+
+    def iterate(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> Iterator[Chunk]:
+        """One prompt, chunk by chunk. Leaving the loop early cancels the rest."""
+        _, tokens, params = self.prepare(prompt, params, **template)
+        chunks: list[Chunk] = []
+        requests = self.engine.submit(tokens, params, listener=chunks.append)
+        try:
+            while chunks or not all(request.finished for request in requests):
+                if not chunks:
+                    self.engine.step()
+                ready, chunks[:] = list(chunks), []
+                yield from ready
+        finally:
+            self.engine.cancel(requests)
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> AsyncIterator[Chunk]:
+        """As `iterate`, for an event loop; any number may run at once and share the batch."""
+        _, tokens, params = self.prepare(prompt, params, **template)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
+        requests = self.engine.submit(tokens, params, listener=lambda chunk: deliver(loop, queue, chunk))
+        self._drive(loop)
+        unfinished = len(requests)
+        try:
+            while unfinished:
+                chunk = await queue.get()
+                if chunk.finish_reason == "failed":
+                    raise RequestError(f"the step that served this request failed: {chunk.stop_reason}")
+                unfinished -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self.engine.cancel(requests)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None,
+                **template: Any) -> tuple[str | None, list[int], SamplingParams]:
+        """(text, token ids, complete parameters) of a prompt of any kind."""
+        complete = (params or SamplingParams()).with_defaults(self.sampling_defaults)
+        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+            return None, list(cast(Sequence[int], prompt)), complete
+        if self.tokenizer is None:
+            raise RequestError(f"{self.name} has no tokenizer; give the prompt as token ids")
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt), complete
+        messages = cast(Sequence[Message], prompt)
+        return self.tokenizer.render_chat(messages, **template), self.tokenizer.encode_chat(messages, **template), complete
+
+    def _run(self, submitted: list[list[Request]], show: bool) -> None:
+        requests = [request for group in submitted for request in group]
+        if not show:
+            while not all(request.finished for request in requests):
+                self.engine.step()
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("generating", total=sum(request.limit - len(request.prompt) for request in requests))
+            while not all(request.finished for request in requests):
+                self.engine.step()
+                done = sum(request.limit - len(request.prompt) if request.finished else request.generated for request in requests)
+                progress.update(task, completed=done)
+
+    def _drive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Keep steps running in the background for as long as there is work."""
+        if self._driver is not None and not self._driver.done() and self._driver.get_loop() is loop:
+            return
+
+        async def run() -> None:
+            while self.engine.busy:
+                try:
+                    await loop.run_in_executor(self._thread, self.engine.step)
+                except Exception:  # the engine has told every request that waited for it
+                    continue
+
+        self._driver = loop.create_task(run())
+
+
+def deliver(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
+    if not loop.is_closed():  # else the reader is gone, and its request about to be cancelled
+        loop.call_soon_threadsafe(queue.put_nowait, chunk)
+
+
+def make_output(text: str | None, requests: list[Request]) -> Output:
+    first = requests[0]
+    wanted = first.params.prompt_logprobs is not None
+    return Output(prompt=text, prompt_token_ids=first.prompt, completions=[request.completion() for request in requests],
+                  prompt_logprobs=(first.prompt_logprobs or [None]) if wanted else None)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt is a list of one: text, numbers and messages are no lists of prompts."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
+    """The weights, and the tokenizer where there is one."""
+    if name.startswith("preset:"):
+        from flyweight.models.presets import PresetWeights
+
+        _, preset, *scheme = name.split(":")
+        return PresetWeights(preset, *scheme[:1], device=device), None
+    from flyweight.checkpoint.hub import resolve
+    from flyweight.checkpoint.reader import Checkpoint
+
+    checkpoint = Checkpoint(resolve(name))
+    return checkpoint, Tokenizer(checkpoint.tokenizer())
+
+
+def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None:  # few CPUs compute half precision faster than single, and many very slowly
+        dtype = "float32" if device.type == "cpu" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if dtype not in DTYPES:
+        raise OptionError(unknown("dtype", dtype, DTYPES))
+    return DTYPES[dtype]
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What generation_config.json says about sampling. `do_sample: false` asks for the likeliest token."""
+    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    found = {name: generation[name] for name in names if generation.get(name) is not None}
+    return found | ({"temperature": 0.0} if generation.get("do_sample") is False else {})
+
+
+def end_ids(config_ids: Sequence[int], generation: Mapping[str, Any], tokenizer: Tokenizer | None) -> set[int]:
+    """Every id that any of the model's files calls an end of text."""
+    listed = generation.get("eos_token_id")
+    found = {*config_ids, *(listed if isinstance(listed, list) else [listed])}
+    return {token for token in found | {tokenizer.end_id if tokenizer else None} if token is not None}

@@ -1,0 +1,149 @@
+"""Which tokens of which requests run in the next step.
+
+    1. every decoding request: one token            } in order of arrival; out of blocks: the youngest request
+    2. every request in mid-prompt: its next chunk  } not yet in this step gives its blocks back and starts over
+    3. waiting requests, first come first served, as long as tokens, seats and blocks last
+
+All share one budget of tokens. Decoding comes first, so a flood of long prompts slows the running answers only by
+the budget's worth of prefill and never stops them. A victim is computed again later, prompt and answer so far
+(most of it usually from the prefix cache); that costs time but, unlike swapping, no memory and no copies.
+
+There is no deadlock: the oldest request may take the blocks of all others, and one request alone always fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass
+
+from flyweight.engine.kv_cache import BlockPool, digest
+from flyweight.engine.request import Request, State
+from flyweight.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request's share of a step: `count` tokens from `start` on. Only the last chunk of a prompt samples."""
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int):
+        if max_num_batched_tokens < max_num_seqs:
+            raise OptionError(f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
+                              f"({max_num_seqs}), or some answers would never move")
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of arrival
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
+        """End a request, whatever its state, and give its blocks back at once."""
+        if request.finished:
+            return
+        (self.running if request.state is State.RUNNING else self.waiting).remove(request)
+        self._release(request)
+        request.state, request.finish_reason, request.stop_reason = State.FINISHED, reason, stop_reason
+
+    def schedule(self) -> list[Work]:
+        """Choose the next step's work and count it as computed: run it before calling this again."""
+        budget = self.max_num_batched_tokens
+        works: list[Work] = []
+        scheduled: set[int] = set()
+        short = False  # of blocks: then nobody new may come in
+        for request in sorted(self.running, key=lambda request: request.missing > 1):  # stable: by arrival within each
+            if budget == 0 or request.state is not State.RUNNING:
+                continue
+            count = min(request.missing, budget)
+            while not self._extend(request, count):
+                short = True
+                victim = next(other for other in reversed(self.running) if other.number not in scheduled)
+                if victim is request:  # waits for the older ones with what it has
+                    break
+                self._preempt(victim)
+            else:
+                scheduled.add(request.number)
+                works.append(self._work(request, count))
+                budget -= count
+        while self.waiting and budget and not short and len(self.running) < self.max_num_seqs:
+            if not (work := self._admit(self.waiting[0], budget)):
+                break
+            self.waiting.popleft()
+            works.append(work)
+            budget -= work.count
+        return works
+
+    def _admit(self, request: Request, budget: int) -> Work | None:
+        self._hash(request, len(request.tokens))
+        # The last token is computed in any case: its logits are wanted.
+        reusable = request.digests[: (len(request.tokens) - 1) // self.pool.block_size]
+        found = self.pool.find(reusable) if request.params.prompt_logprobs is None else []
+        free = self.pool.available - sum(self.pool.references[block] == 0 for block in found)
+        if self.pool.blocks_for(len(request.tokens)) - len(found) > free:
+            return None  # room for the whole prompt, though chunks come one by one: else it would soon be a victim
+        self.pool.hold(found)
+        request.blocks, request.computed = found, len(found) * self.pool.block_size
+        if request.cached is None:
+            request.cached = request.computed
+        count = min(request.missing, budget)
+        extended = self._extend(request, count)
+        assert extended, "the blocks were counted above"
+        request.state = State.RUNNING
+        bisect.insort(self.running, request, key=lambda request: request.number)
+        return self._work(request, count)
+
+    def _extend(self, request: Request, count: int) -> bool:
+        """Give the request blocks for `count` more tokens."""
+        needed = self.pool.blocks_for(request.computed + count) - len(request.blocks)
+        taken = self.pool.take(needed) if needed > 0 else []
+        if taken is None:
+            return False
+        request.blocks.extend(taken)
+        return True
+
+    def _work(self, request: Request, count: int) -> Work:
+        work = Work(request, request.computed, count, samples=count == request.missing)
+        request.computed += count
+        self._hash(request, request.computed)
+        if request.salt is not None:
+            for i in range(work.start // self.pool.block_size, request.computed // self.pool.block_size):
+                self.pool.register(request.blocks[i], request.digests[i])
+        return work
+
+    def _hash(self, request: Request, tokens: int) -> None:
+        """Digests of all full blocks among the first `tokens` tokens."""
+        if request.salt is None:
+            return
+        size = self.pool.block_size
+        for i in range(len(request.digests), tokens // size):
+            parent = request.digests[-1] if i else request.salt
+            request.digests.append(digest(parent, request.tokens[i * size : (i + 1) * size]))
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.state, request.preemptions = State.WAITING, request.preemptions + 1
+        later = next((i for i, other in enumerate(self.waiting) if other.number > request.number), len(self.waiting))
+        self.waiting.insert(later, request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks, request.computed = [], 0
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity([request.blocks for request in self.running])
+        if any(request.blocks for request in self.waiting):
+            raise AssertionError("a waiting request holds blocks")

@@ -1,0 +1,225 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the families differ by the flags of ModelConfig alone.
+
+Blocks know nothing of caches. They ask a context for attention: `Paged` (serving: packed tokens, paged KV) or `Whole`
+(calibration and perplexity: full sequences, no cache). Each block loads alone, so that a quantizer can keep just one
+in memory. q/k/v and gate/up are merged at load; every device op goes through the ops module of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flyweight.engine.batch import Batch, KVStorage
+from flyweight.errors import CheckpointError, UnsupportedError
+from flyweight.kernels.dispatch import decoder_ops
+from flyweight.models.config import ModelConfig
+from flyweight.models.layers import Embedding, Linear, RMSNorm, Weights, load_tensor
+from flyweight.models.rope import rope_tables
+from flyweight.tensors import Plain
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that share one input (and are merged into one call), and what makes that input.
+
+    The output channels of `source` are the input channels of `linears`: a factor taken out of one can be put into
+    the others. For o_proj that holds where v_proj has as many heads; otherwise each v channel feeds several.
+    """
+
+    name: str
+    source: str
+    linears: tuple[str, ...]
+
+
+GROUPS = (
+    Group("qkv", "input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Group("o", "self_attn.v_proj", ("self_attn.o_proj",)),
+    Group("gate_up", "post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    Group("down", "mlp.up_proj", ("mlp.down_proj",)),
+)
+LINEARS = tuple(name for group in GROUPS for name in group.linears)
+
+
+class Context(Protocol):
+    """What a block asks for besides its input."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
+
+
+class Paged:
+    """Packed tokens of many sequences: keys and values go to pages and are read from there."""
+
+    def __init__(self, batch: Batch, caches: Sequence[KVStorage], tables: tuple[Tensor, Tensor], ops: ModuleType):
+        self.batch, self.caches, self.ops = batch, caches, ops
+        self.cos, self.sin = ops.rope_rows(*tables, batch.positions)
+        self.plans: dict[int | None, object] = {}  # by window
+
+    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        cache = self.caches[block.index]
+        if block.window not in self.plans:
+            self.plans[block.window] = self.ops.plan_attention(self.batch, cache.block_size, block.window)
+        self.ops.write_kv(cache, keys, values, self.batch.slots)
+        return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale)
+
+
+class Whole:
+    """Sequences [batch, tokens, hidden] from their first token on, without a cache."""
+
+    def __init__(self, tokens: int, tables: tuple[Tensor, Tensor], ops: ModuleType):
+        self.ops = ops
+        self.cos, self.sin = ops.rope_rows(*tables, torch.arange(tokens, device=tables[0].device))
+
+    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.ops.causal_attention(query, keys, values, scale=block.scale, window=block.window)
+
+
+class Block:
+    """One decoder layer; `linears` by group name."""
+
+    def __init__(self, config: ModelConfig, index: int, *, linears: dict[str, Linear], norms: dict[str, RMSNorm],
+                 qk_norm: Tensor | None, ops: ModuleType):
+        self.index, self.linears, self.ops = index, linears, ops
+        self.qkv, self.o, self.gate_up, self.down = (linears[group.name] for group in GROUPS)
+        self.input_norm, self.post_norm = norms["input_layernorm"], norms["post_attention_layernorm"]
+        self.qk_norm = qk_norm  # [heads + kv_heads, head_dim]
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.epsilon, self.scale, self.window = config.epsilon, config.head_dim**-0.5, config.windows[index]
+
+    @classmethod
+    def load(cls, weights: Weights, config: ModelConfig, index: int, *, device: torch.device | str, dtype: torch.dtype,
+             exact: bool = False) -> Block:
+        prefix, hidden, size = f"model.layers.{index}.", config.hidden_size, config.head_dim
+        # group: (outputs of each linear, inputs, whether the config promises a bias)
+        shapes = {
+            "qkv": ([config.heads * size, config.kv_heads * size, config.kv_heads * size], hidden, config.qkv_bias),
+            "o": ([hidden], config.heads * size, config.o_bias),
+            "gate_up": ([config.intermediate_size] * 2, hidden, config.mlp_bias),
+            "down": ([hidden], config.intermediate_size, config.mlp_bias),
+        }
+        linears = {}
+        for group in GROUPS:
+            sizes, in_features, bias = shapes[group.name]
+            linears[group.name] = Linear.load(weights, prefix, group.linears, sizes=sizes, in_features=in_features, bias=bias,
+                                              device=device, dtype=dtype, exact=exact)
+
+        def norm(name: str, width: int) -> Tensor:
+            return load_tensor(weights, f"{prefix}{name}.weight", (width,), device=device, dtype=dtype)
+
+        norms = {name: RMSNorm(norm(name, hidden), config.epsilon) for name in ("input_layernorm", "post_attention_layernorm")}
+        qk_norm = None
+        if config.qk_norm:  # one table for all heads, so that queries and keys are normed in one call
+            qk_norm = torch.cat([norm("self_attn.q_norm", size).expand(config.heads, size),
+                                 norm("self_attn.k_norm", size).expand(config.kv_heads, size)])
+        return cls(config, index, linears=linears, norms=norms, qk_norm=qk_norm, ops=decoder_ops(device))
+
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
+        """[..., tokens, hidden] → the same, residual included."""
+        delta, hidden = self.step(None, hidden, context)
+        return hidden + delta
+
+    def step(self, delta: Tensor | None, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """As `forward`, with the last addition left to the next norm: input and output are (delta, hidden)."""
+        ops = self.ops
+        if delta is None:
+            x = ops.rms_norm(hidden, self.input_norm.weight, self.epsilon)
+        else:
+            x, hidden = ops.add_rms_norm(delta, hidden, self.input_norm.weight, epsilon=self.epsilon)
+        x, hidden = ops.add_rms_norm(self.attention(x, context), hidden, self.post_norm.weight, epsilon=self.epsilon)
+        return self.down(ops.silu_mul(self.gate_up(x))), hidden
+
+    def attention(self, x: Tensor, context: Context) -> Tensor:
+        ops, heads, kv_heads = self.ops, self.heads, self.kv_heads
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [..., heads + 2 · kv_heads, head_dim]
+        qk, values = qkv.split([heads + kv_heads, kv_heads], -2)
+        if self.qk_norm is not None:
+            qk = ops.rms_norm(qk, self.qk_norm, self.epsilon)
+        query, keys = ops.rotate(qk, context.cos, context.sin).split([heads, kv_heads], -2)
+        return self.o(context.attend(self, query, keys, values).flatten(-2))
+
+    def watch(self, callback: Callable[[Group, Tensor], None] | None) -> None:
+        """Call back with the input of every group of linears, or stop doing so (None)."""
+        for group in GROUPS:
+            self.linears[group.name].watch = None if callback is None else _bind(callback, group)
+
+
+def _bind(callback: Callable[[Group, Tensor], None], group: Group) -> Callable[[Tensor], None]:
+    return lambda x: callback(group, x)
+
+
+class Decoder:
+    def __init__(self, config: ModelConfig, *, embedding: Embedding, blocks: list[Block], norm: RMSNorm, head: Linear,
+                 device: torch.device, dtype: torch.dtype):
+        self.config, self.device, self.dtype = config, device, dtype
+        self.embedding, self.blocks, self.norm, self.head = embedding, blocks, norm, head
+        self.tables = rope_tables(config, device)
+        self.ops = decoder_ops(device)
+
+    @classmethod
+    def load(cls, weights: Weights, *, device: torch.device | str, dtype: torch.dtype, exact: bool = False,
+             layers: Iterable[int] | None = None) -> Decoder:
+        """`layers` loads those blocks alone (none: embedding, final norm and head), and leaves out the check for extras."""
+        config, device = ModelConfig.from_dict(weights.config), torch.device(device)
+        if config.moe is not None:
+            raise UnsupportedError(f"{config.model_type} (mixture of experts) can be read but not run yet; it comes later")
+        vocab, hidden = config.vocab_size, config.hidden_size
+        table = load_tensor(weights, "model.embed_tokens.weight", (vocab, hidden), device=device, dtype=dtype)
+        blocks = [Block.load(weights, config, index, exact=exact, device=device, dtype=dtype)
+                  for index in (range(config.layers) if layers is None else layers)]
+        norm = load_tensor(weights, "model.norm.weight", (hidden,), device=device, dtype=dtype)
+        if config.tied_embeddings:
+            _check_tied(weights, table)
+            head = Linear([Plain(table)], names=("lm_head",), dtype=dtype, exact=exact)
+        else:
+            head = Linear.load(weights, "", ("lm_head",), sizes=(vocab,), in_features=hidden, bias=False, device=device,
+                               dtype=dtype, exact=exact)
+        if layers is None:
+            weights.check_used()
+        return cls(config, embedding=Embedding(table), blocks=blocks, norm=RMSNorm(norm, config.epsilon), head=head,
+                   device=device, dtype=dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
+        """Float32 logits [outputs, vocab] of the tokens in batch.output_rows; caches by layer."""
+        context = Paged(batch, caches, self.tables, self.ops)
+        delta, hidden = self._run(self.embedding(batch.tokens), context)
+        if len(batch.output_rows) != len(batch.tokens):
+            hidden = hidden[batch.output_rows]
+            delta = None if delta is None else delta[batch.output_rows]
+        return self._logits(delta, hidden)
+
+    @torch.inference_mode()
+    def forward_whole(self, tokens: Tensor) -> Tensor:
+        """Float32 logits [batch, tokens, vocab] of whole sequences [batch, tokens], without a cache."""
+        return self._logits(*self._run(self.embedding(tokens), self.whole(tokens.shape[1])))
+
+    def whole(self, tokens: int) -> Whole:
+        """The context of cacheless sequences of so many tokens, for `Block.forward`."""
+        if tokens > self.config.context_length:
+            raise ValueError(f"{tokens} tokens are more than the context of {self.config.context_length}")
+        return Whole(tokens, self.tables, self.ops)
+
+    def _run(self, hidden: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
+        delta = None
+        for block in self.blocks:
+            delta, hidden = block.step(delta, hidden, context)
+        return delta, hidden
+
+    def _logits(self, delta: Tensor | None, hidden: Tensor) -> Tensor:
+        if delta is None:
+            return self.head(self.ops.rms_norm(hidden, self.norm.weight, self.norm.epsilon)).float()
+        return self.head(self.ops.add_rms_norm(delta, hidden, self.norm.weight, epsilon=self.norm.epsilon)[0]).float()
+
+
+def _check_tied(weights: Weights, table: Tensor) -> None:
+    """Some tools write the tied head a second time: harmless where it is the same."""
+    if weights.has("lm_head.weight") and not torch.equal(weights.tensor("lm_head.weight").to(table), table):
+        raise CheckpointError("lm_head.weight differs from model.embed_tokens.weight, but config.json ties them")

@@ -1,0 +1,159 @@
+"""Architecture numbers of well-known models, and random weights in their shapes: speed can be measured without a download.
+
+Weights are made straight on the device in their final format. Each tensor is seeded from its own name, so the bytes
+depend on (seed, name, device kind) and not on the order of loading.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight.errors import OptionError, unknown
+from flyweight.models.config import ModelConfig
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+
+QWEN = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=32768, dtype="bfloat16",
+            bos_token_id=151643, eos_token_id=151645, vocab_size=152064, tie_word_embeddings=False)
+QWEN2 = dict(QWEN, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+QWEN3 = dict(QWEN, model_type="qwen3", architectures=["Qwen3ForCausalLM"], max_position_embeddings=40960, head_dim=128,
+             vocab_size=151936, num_key_value_heads=8)
+LLAMA31 = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5, rope_theta=5e5,
+               max_position_embeddings=131072, dtype="bfloat16", bos_token_id=128000, eos_token_id=[128001, 128008, 128009],
+               vocab_size=128256, tie_word_embeddings=False, num_key_value_heads=8,
+               rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                 original_max_position_embeddings=8192))
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=kv_heads, **more)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2-0.5b": QWEN2 | _sizes(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2-1.5b": QWEN2 | _sizes(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2-7b": QWEN2 | _sizes(3584, 18944, 28, 28, 4),
+    "qwen2-72b": QWEN2 | _sizes(8192, 29568, 80, 64, 8),
+    "qwen2-57b-a14b": QWEN2 | _sizes(
+        3584, 18944, 28, 28, 4, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], vocab_size=151936,
+        num_experts=64, num_experts_per_tok=8, moe_intermediate_size=2560, shared_expert_intermediate_size=20480,
+        norm_topk_prob=False, decoder_sparse_step=1),
+    "qwen1.5-32b": QWEN2 | _sizes(5120, 27392, 64, 40, 8),
+    "qwen3-0.6b": QWEN3 | _sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
+    "qwen3-4b": QWEN3 | _sizes(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
+    "qwen3-8b": QWEN3 | _sizes(4096, 12288, 36, 32, 8),
+    "qwen3-14b": QWEN3 | _sizes(5120, 17408, 40, 40, 8),
+    "qwen3-32b": QWEN3 | _sizes(5120, 25600, 64, 64, 8),
+    "llama-3.1-8b": LLAMA31 | _sizes(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": LLAMA31 | _sizes(8192, 28672, 80, 64, 8),
+    "smollm2-135m": dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5,
+                         rope_theta=1e5, max_position_embeddings=8192, dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+                         vocab_size=49152, tie_word_embeddings=True, **_sizes(576, 1536, 30, 9, 3)),
+}
+FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+Make = Callable[..., QuantTensor]  # (shape, seed, device, dtype=…)
+
+
+def _grouped(bits: int, *, symmetric: bool = False, sparse: bool = False) -> Make:
+    def make(shape: tuple[int, int], seed: int, device: torch.device | str, **options: Any) -> QuantTensor:
+        # Hidden sizes such as 576 are no multiple of 128.
+        options |= dict(bits=bits, symmetric=symmetric, group_size=next(g for g in (128, 64, 32, -1) if shape[1] % g == 0))
+        return Sparse24.random(shape, seed, device, inner=IntGroup, **options) if sparse else IntGroup.random(
+            shape, seed, device, **options)
+
+    return make
+
+
+SCHEMES: dict[str, Make] = {
+    **dict.fromkeys(FLOATS, Plain.random),
+    "int4": _grouped(4),
+    "int4-sym": _grouped(4, symmetric=True),
+    "int8": _grouped(8),
+    "w8a16": _grouped(8, symmetric=True),
+    "w8a8": Int8Channel.random,
+    "fp8": Float8.random,
+    "vptq": VectorQuant.random,  # codebooks of 8192 + 256, vectors of 8
+    "sparse-int4": _grouped(4, symmetric=True, sparse=True),
+    "sparse-w8a16": _grouped(8, symmetric=True, sparse=True),
+    "sparse-w8a8": Sparse24.random,
+}
+
+
+def preset_config(name: str) -> dict[str, Any]:
+    """A Hugging Face config dict of one's own."""
+    if name not in PRESETS:
+        raise OptionError(unknown("preset", name, PRESETS))
+    return copy.deepcopy(PRESETS[name])
+
+
+class PresetWeights:
+    """Random weights behind the reader's interface. Embeddings, head, norms and biases stay plain in every scheme."""
+
+    def __init__(self, name: str | dict[str, Any], scheme: str = "bf16", seed: int = 0, *,
+                 device: torch.device | str = "cpu"):
+        if scheme not in SCHEMES:
+            raise OptionError(unknown("scheme", scheme, SCHEMES))
+        self.config = preset_config(name) if isinstance(name, str) else copy.deepcopy(name)
+        if scheme in FLOATS:
+            self.config["dtype"] = FLOATS[scheme]
+        self.scheme, self.seed, self.device = scheme, seed, device
+        parsed = ModelConfig.from_dict(self.config)
+        self.dtype, self.shapes = parsed.dtype, tensor_shapes(parsed)
+
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    def has(self, name: str) -> bool:
+        return name in self.shapes
+
+    def tensor(self, name: str) -> Tensor:
+        shape, seed = self._shape(name), self._seed(name)
+        if len(shape) == 2:
+            return Plain.random(shape, seed, self.device, dtype=self.dtype).weight
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        noise = torch.randn(shape, generator=generator, device=self.device) * 0.1
+        return (noise + 1 if name.endswith("norm.weight") else noise).to(self.dtype)
+
+    def linear(self, prefix: str) -> QuantTensor:
+        shape, make = self._shape(prefix + ".weight"), Plain.random if prefix == "lm_head" else SCHEMES[self.scheme]
+        return make(shape, self._seed(prefix + ".weight"), self.device, dtype=self.dtype)
+
+    def check_used(self) -> None:
+        """Nothing can be left over: tensors are made when asked for."""
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.shapes:
+            raise OptionError(unknown("tensor", name, self.shapes))
+        return self.shapes[name]
+
+    def _seed(self, name: str) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:7], "little")
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an unquantized dense checkpoint."""
+    hidden, query, key = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    # projection: (outputs, inputs, whether it has a bias)
+    linears = {
+        "self_attn.q_proj": (query, hidden, config.qkv_bias), "self_attn.k_proj": (key, hidden, config.qkv_bias),
+        "self_attn.v_proj": (key, hidden, config.qkv_bias), "self_attn.o_proj": (hidden, query, config.o_bias),
+        "mlp.gate_proj": (config.intermediate_size, hidden, config.mlp_bias),
+        "mlp.up_proj": (config.intermediate_size, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, config.intermediate_size, config.mlp_bias),
+    }
+    block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    for name, (rows, columns, bias) in linears.items():
+        block |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+    if config.qk_norm:
+        block |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes if config.tied_embeddings else shapes | {"lm_head.weight": (config.vocab_size, hidden)}

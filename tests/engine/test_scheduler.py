@@ -1,0 +1,127 @@
+"""The scheduler: budgets kept, nobody starved, nobody forgotten, all without a model."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyweight.engine.kv_cache import BlockPool
+from flyweight.engine.request import Request, SamplingParams
+from flyweight.engine.scheduler import Scheduler
+from flyweight.errors import OptionError
+
+
+def make(blocks=32, size=4, seqs=4, budget=8):
+    return Scheduler(BlockPool(blocks, size), max_num_seqs=seqs, max_num_batched_tokens=budget)
+
+
+def request(number, length, *, answer=4, salt=b""):
+    return Request(number=number, prompt=[number * 1000 + i for i in range(length)], params=SamplingParams(), seed=0,
+                   limit=length + answer, salt=salt)
+
+
+def play(scheduler, works):
+    """What the engine does after a step: one new token for each that samples."""
+    for work in works:
+        if work.samples:
+            work.request.tokens.append(7)
+            if len(work.request.tokens) >= work.request.limit:
+                scheduler.finish(work.request, "length")
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrivals=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12),
+       blocks=st.integers(8, 16), seqs=st.integers(1, 4), budget=st.integers(4, 12),
+       cancels=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=4))
+def test_every_request_ends_within_budget_and_every_block_comes_back(arrivals, blocks, seqs, budget, cancels):
+    scheduler = make(blocks, 4, seqs, budget)
+    requests = [request(i, length, answer=answer) for i, (_, length, answer) in enumerate(arrivals)]
+    coming = sorted(range(len(requests)), key=lambda i: (arrivals[i][0], i))
+    for step in range(3000):
+        while coming and arrivals[coming[0]][0] <= step:
+            scheduler.add(requests[coming.pop(0)])
+        if (target := cancels.get(step)) is not None and target < len(requests) and target not in coming:
+            scheduler.finish(requests[target], "cancelled")
+            assert not requests[target].blocks
+        works = scheduler.schedule()
+        assert sum(work.count for work in works) <= budget
+        assert len(scheduler.running) <= seqs
+        assert len({work.request.number for work in works}) == len(works)
+        assert works or not scheduler.busy, "work is left but nothing runs"
+        for work in works:
+            assert len(work.request.blocks) * 4 >= work.start + work.count == work.request.computed
+        scheduler.check_integrity()
+        play(scheduler, works)
+        if not scheduler.busy and not coming:
+            break
+    assert all(item.finished for item in requests)
+    assert scheduler.pool.available == blocks
+
+
+def test_long_prompts_do_not_stop_a_running_answer():
+    scheduler = make(blocks=200, seqs=8, budget=8)
+    answering = request(0, 3, answer=40)
+    scheduler.add(answering)
+    play(scheduler, scheduler.schedule())
+    for number in range(1, 8):
+        scheduler.add(request(number, 64))
+    for _ in range(30):
+        works = scheduler.schedule()
+        assert works[0].request is answering and works[0].count == 1
+        assert sum(work.count for work in works) == 8, "the rest of the budget goes to the prompts"
+        play(scheduler, works)
+
+
+def test_waiting_requests_are_served_in_order_of_arrival():
+    scheduler = make(seqs=1, budget=8)
+    for number in range(3):
+        scheduler.add(request(number, 4))
+    order = []
+    while scheduler.busy:
+        works = scheduler.schedule()
+        order += [work.request.number for work in works]
+        play(scheduler, works)
+    assert order == sorted(order)
+
+
+def test_a_long_prompt_comes_in_chunks_and_only_the_last_one_samples():
+    scheduler = make(budget=8)
+    scheduler.add(request(0, 20))
+    chunks = [(work.start, work.count, work.samples) for _ in range(3) for work in scheduler.schedule()]
+    assert chunks == [(0, 8, False), (8, 8, False), (16, 4, True)]
+
+
+def test_the_youngest_gives_its_blocks_up_and_is_served_first_afterwards():
+    scheduler = make(blocks=4, size=4, seqs=3, budget=16)
+    old, young, waiting = request(0, 7, answer=9), request(1, 7, answer=9), request(2, 7, answer=9)
+    for item in (old, young, waiting):
+        scheduler.add(item)
+    while not young.preemptions:
+        play(scheduler, scheduler.schedule())
+    assert old.preemptions == 0 and not young.blocks
+    assert list(scheduler.waiting) == [young, waiting]
+
+
+def test_samples_of_one_prompt_share_its_blocks_in_the_very_first_step():
+    scheduler = make(blocks=32, budget=16)
+    twins = [request(0, 9), request(0, 9)]
+    twins[1].number = 1
+    for item in twins:
+        scheduler.add(item)
+    first, second = scheduler.schedule()
+    assert (first.count, second.count) == (9, 1)
+    assert first.request.blocks[:2] == second.request.blocks[:2]
+    assert second.request.cached == 8
+
+
+def test_requests_of_different_salt_or_none_share_nothing():
+    scheduler = make(blocks=32, budget=64)
+    for number, salt in enumerate((b"a", b"b", None, None)):
+        item = request(0, 9, salt=salt)
+        item.number = number
+        scheduler.add(item)
+    assert [work.count for work in scheduler.schedule()] == [9, 9, 9, 9]
+
+
+def test_a_budget_below_the_number_of_seats_is_refused():
+    with pytest.raises(OptionError, match="max_num_batched_tokens"):
+        make(seqs=9, budget=8)

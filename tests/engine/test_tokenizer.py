@@ -1,0 +1,96 @@
+"""Detokenizing piece by piece: whole characters, exact text, no glimpse of a stop string."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyweight.engine.tokenizer import Detokenizer, overlap
+
+
+def decode(tokens):
+    """A byte-level tokenizer: each token is one byte, the worst case for whole characters."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def pieces(text, **options):
+    detokenizer, shown = Detokenizer(decode, **options), []
+    for token in text.encode():
+        before = detokenizer.text
+        detokenizer.add(token)
+        assert detokenizer.text.startswith(before), "text that was shown may not change"
+        shown.append(detokenizer.text[len(before) :])
+        if detokenizer.stopped_by:
+            break
+    before = detokenizer.text
+    detokenizer.finish()
+    return [*shown, detokenizer.text[len(before) :]], detokenizer
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30))
+def test_the_pieces_are_whole_characters_and_join_to_the_text(text):
+    shown, _ = pieces(text)
+    assert "".join(shown) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_an_emoji_family_comes_character_by_character():
+    shown, _ = pieces("👩‍👩‍👧 ok 🎉")
+    assert [piece for piece in shown if piece] == list("👩‍👩‍👧 ok 🎉")
+
+
+def test_broken_bytes_at_the_end_are_given_out_at_the_end():
+    detokenizer = Detokenizer(decode)
+    for token in "a🎉".encode()[:-1]:
+        detokenizer.add(token)
+    assert detokenizer.text == "a"
+    detokenizer.finish()
+    assert detokenizer.text == "a\ufffd"
+
+
+def test_broken_bytes_in_the_middle_do_not_hold_the_text_for_ever():
+    detokenizer = Detokenizer(decode)
+    for token in [0xFF] * 20:
+        detokenizer.add(token)
+    assert detokenizer.text
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("abé", max_size=20), stop=st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_the_text_ends_before_the_first_stop_string_and_never_shows_it(text, stop):
+    shown, detokenizer = pieces(text, stop=stop)
+    ends = [(len(text[: text.find(item) + len(item)]), text.find(item)) for item in stop if item in text]
+    expected = text[: min(at for end, at in ends if end == min(ends)[0])] if ends else text
+    assert "".join(shown) == expected
+    assert (detokenizer.stopped_by is not None) == bool(ends)
+
+
+def test_a_stop_string_over_several_tokens_is_held_back_and_let_go_when_it_was_none():
+    shown, _ = pieces("one STOX two STOP three", stop=["STOP"])
+    assert "".join(shown) == "one STOX two "
+    assert shown[4:8] == ["", "", "", "STOX"]
+
+
+def test_stop_strings_do_not_count_before_their_time():
+    detokenizer = Detokenizer(decode, stop=["b"])
+    for token in b"ab":
+        detokenizer.add(token, stops=False)
+    detokenizer.add(ord("b"))
+    assert detokenizer.text == "ab" and detokenizer.stopped_by == "b"
+
+
+@pytest.mark.parametrize(("text", "stop", "expected"), [
+    ("xab", "abc", 2), ("abc", "abc", 0), ("aab", "aabaab", 3), ("x", "y", 0)])
+def test_overlap_is_the_longest_end_that_begins_the_stop_string(text, stop, expected):
+    assert overlap(text, stop) == expected
+
+
+def test_the_context_decides_how_the_first_token_reads():
+    def strip_leading_space(tokens):
+        return decode(tokens).removeprefix(" ")
+
+    with_context = Detokenizer(strip_leading_space, context=list(b"x"))
+    for token in b" a":
+        with_context.add(token)
+    assert with_context.text == " a"
