@@ -43,8 +43,12 @@ def round_weight(weight: Tensor, settings: Integers, importance: Tensor | None =
 
 
 def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
+                  allowed: Callable[[Tensor], Tensor] = lambda scales: scales,
                   ratios: Sequence[float] = RATIOS) -> tuple[float, Tensor]:
-    """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate."""
+    """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate.
+
+    `allowed` maps scales to the nearest ones that the layer before can take.
+    """
     weights = [weight.float() for weight in weights]
     hessian, size = statistics.hessian, settings.group_columns(weights[0].shape[1])
 
@@ -60,7 +64,7 @@ def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: I
     best = (error(ones), 0.0, ones)
     for ratio in ratios:
         for use_weights in (True, False):
-            scales = awq_scales(statistics, weights, ratio, size, use_weights=use_weights)
+            scales = allowed(awq_scales(statistics, weights, ratio, size, use_weights=use_weights))
             found = error(scales)
             if found < best[0]:
                 best = (found, ratio, scales)

@@ -32,7 +32,6 @@ class GPTQ:
     act_order: bool = True
     damping: float = 0.01
     sweeps: int = 0
-    drift: float = 0.0  # GPTAQ's α: how much of the input's drift from the original model the weights make up for
 
 
 def gptq(weight: Tensor, statistics: Statistics, settings: Integers, options: GPTQ = GPTQ(), *,
@@ -43,8 +42,6 @@ def gptq(weight: Tensor, statistics: Statistics, settings: Integers, options: GP
     """
     weight = weight.float().clone()
     weight[:, statistics.importance <= 0] = 0
-    if options.drift:
-        weight = absorb_drift(weight, statistics, options)
     order, upper = statistics.factor(act_order=options.act_order, damping=options.damping)
     grid = make_grid(weight, settings, statistics.importance)
     grids = ColumnGrids(grid, order, dynamic=not options.act_order and grid.group_size < weight.shape[1],
@@ -138,19 +135,6 @@ def graphed(function: Callable) -> Callable:
         return output
 
     return run
-
-
-def absorb_drift(weight: Tensor, statistics: Statistics, options: GPTQ) -> Tensor:
-    """GPTAQ's target in one step: the weights that, on today's input, best give the original output.
-
-    min ‖W·x₀ − V·x‖² is V = W + α · W · E[(x₀ − x)·xᵀ] · H⁻¹; the recursion then rounds V instead of W.
-    """
-    if statistics.drift is None:
-        return weight
-    hessian = statistics.hessian
-    damping = options.damping * float(hessian.diagonal().mean())
-    damped = hessian + torch.eye(hessian.shape[0], device=hessian.device) * damping
-    return weight + options.drift * torch.linalg.solve(damped, (weight @ statistics.drift).T).T
 
 
 def columnwise(columns: Tensor, upper: Tensor, round_column: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -53,7 +53,7 @@ def draw(mass: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(total, marks.long(), right=True).clamp(max=mass.numel() - 1)
 
 
-def seed_centroids(points: Tensor, weights: Tensor, count: int, generator: torch.Generator, rounds: int = 64) -> Tensor:
+def seed_centroids(points: Tensor, weights: Tensor, count: int, generator: torch.Generator, rounds: int = 32) -> Tensor:
     book = points[draw(weights, 1, generator)]
     distance = nearest(points, book)[1]
     batch = math.ceil(count / rounds)
@@ -64,7 +64,7 @@ def seed_centroids(points: Tensor, weights: Tensor, count: int, generator: torch
     return book
 
 
-def kmeans(points: Tensor, weights: Tensor, count: int, *, seed: int = 0, iterations: int = 30, samples: int = 0) -> Tensor:
+def kmeans(points: Tensor, weights: Tensor, count: int, *, seed: int = 0, iterations: int = 20, samples: int = 0) -> Tensor:
     """Centroids [count, v] of points [n, v] with weights [n]; with `samples` only so many points, drawn at random, are used."""
     generator = torch.Generator().manual_seed(seed)
     points, weights = points.float(), weights.float().clamp(min=0)

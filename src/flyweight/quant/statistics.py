@@ -19,11 +19,11 @@ class NonFiniteError(FlyweightError):
     """An activation or a Hessian holds NaN or infinity."""
 
 
-def gram(left: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ · right in float32; half-precision inputs multiply on tensor cores, whose sums are float32 too."""
-    if left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16) and left.is_cuda:
-        return torch.mm(left.T, right, out_dtype=torch.float32)
-    return left.float().T @ right.float()
+def gram(x: Tensor) -> Tensor:
+    """xᵀ · x in float32; half-precision inputs multiply on tensor cores, whose sums are float32 too."""
+    if x.dtype in (torch.float16, torch.bfloat16) and x.is_cuda:
+        return torch.mm(x.T, x, out_dtype=torch.float32)
+    return x.float().T @ x.float()
 
 
 @dataclass(eq=False)
@@ -32,36 +32,28 @@ class Statistics:
 
     columns: int
     device: torch.device | str = "cpu"
-    crossed: bool = False  # also collect the mean of (original − x)·xᵀ, which tells how far the input has drifted
     tokens: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.sums:
-            shape = {"hessian": (self.columns, self.columns), "absolute": (self.columns,), "largest": (self.columns,),
-                     **({"drift": (self.columns, self.columns)} if self.crossed else {})}
+            shape = {"hessian": (self.columns, self.columns), "absolute": (self.columns,), "largest": (self.columns,)}
             self.sums = {name: torch.zeros(size, device=self.device) for name, size in shape.items()}
 
-    def add(self, x: Tensor, original: Tensor | None = None) -> None:
-        """One batch of inputs [..., in]; `original` is what the unquantized model had at the same tokens."""
+    def add(self, x: Tensor) -> None:
+        """One batch of inputs [..., in]."""
         x = x.reshape(-1, self.columns).to(self.device)
-        self.sums["hessian"] += gram(x, x)
+        self.sums["hessian"] += gram(x)
         size = x.abs()
         self.sums["absolute"] += size.sum(0, dtype=torch.float32)
         self.sums["largest"] = torch.maximum(self.sums["largest"], size.amax(0).float())
-        if self.crossed and original is not None:
-            self.sums["drift"] += gram(original.reshape(-1, self.columns).to(self.device) - x, x)
         self.tokens += x.shape[0]
         self.factors.clear()
 
     @property
     def hessian(self) -> Tensor:
         return self.sums["hessian"] / max(self.tokens, 1)
-
-    @property
-    def drift(self) -> Tensor | None:
-        return self.sums["drift"] / max(self.tokens, 1) if self.crossed else None
 
     @property
     def importance(self) -> Tensor:
@@ -85,8 +77,7 @@ class Statistics:
 
     def scaled(self, scales: Tensor) -> Statistics:
         """The statistics of x / scales: what a layer sees once `scales` are folded into its columns."""
-        outer = scales[:, None] * scales[None]
-        divisors = {"hessian": outer, "drift": outer, "absolute": scales, "largest": scales}
+        divisors = {"hessian": scales[:, None] * scales[None], "absolute": scales, "largest": scales}
         sums = {name: value / divisors[name] for name, value in self.sums.items()}
         return dataclasses.replace(self, sums=sums, factors={})
 

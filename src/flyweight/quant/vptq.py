@@ -63,7 +63,7 @@ class VPTQ:
 
 
 def choose_shape(settings: VPTQ, rows: int, columns: int) -> VPTQ:
-    """The best shape within the allowance: long vectors first, then the largest main book; norms where they still fit."""
+    """The best shape within the allowance."""
     if not settings.bits:
         return settings
     found = []
@@ -79,12 +79,13 @@ def choose_shape(settings: VPTQ, rows: int, columns: int) -> VPTQ:
                 if shape.stored_bits(rows, columns) <= settings.bits + ALLOWANCE:
                     found.append((shape_score(shape), shape))
     if not found:
-        raise OptionError(f"no codebook for {settings.bits:g} bits fits a layer of {rows} × {columns}; leave it out of the recipe")
+        raise OptionError(f"no codebook for {settings.bits:g} bits fits a layer of {rows} × {columns}; leave it out")
     return max(found, key=lambda item: item[0])[1]
 
 
-def shape_score(shape: VPTQ) -> tuple:
-    return (shape.length, shape.main, shape.normalize)
+def shape_score(shape: VPTQ) -> tuple[int, ...]:
+    """On real layers the size of the main book counts most, then the norms, then the length of the vectors."""
+    return shape.main, int(shape.normalize), shape.length
 
 
 @dataclass(eq=False)
@@ -168,11 +169,11 @@ class Solver:
     def make_books(self) -> None:
         shape, real = self.shape, (self.target - self.bias[:, None]) / self.scale[:, None]
         points, heft = self.points(real, self.outliers, self.width, shape.length)
-        main = kmeans(points, heft, shape.main, seed=shape.seed, samples=max(1 << 15, POINTS_PER_CENTROID * shape.main))
+        main = kmeans(points, heft, shape.main, seed=shape.seed, samples=max(1 << 14, POINTS_PER_CENTROID * shape.main))
         residual = None
         if shape.residual:
             left = points - main[nearest(points, main)[0]]
-            samples = max(1 << 15, POINTS_PER_CENTROID * shape.residual)
+            samples = max(1 << 14, POINTS_PER_CENTROID * shape.residual)
             residual = kmeans(left, heft, shape.residual, seed=shape.seed + 1, samples=samples)
         self.books = Books(main, residual, shape.beam).stored(shape.dtype)
         self.wide: Books | None = None
@@ -268,9 +269,9 @@ class Solver:
                                            residual_bits=(shape.residual - 1).bit_length() if shape.residual else 0)
         wide_blocks = math.ceil(self.rows / shape.outlier_length)
         original = torch.argsort(self.order)
+        extra = self.books.residual
         return VectorQuant(
-            indices, self.books.main.to(dtype)[None], None if self.books.residual is None else self.books.residual.to(dtype)[None],
-            self.width, self.rows,
+            indices, self.books.main.to(dtype)[None], None if extra is None else extra.to(dtype)[None], self.width, self.rows,
             outlier_indices=self.main[:begin, :wide_blocks].T.to(torch.int32).contiguous() if begin else None,
             outlier_codebook=self.wide.main.to(dtype) if self.wide else None,
             perm=self.order.to(torch.int32) if begin else None,

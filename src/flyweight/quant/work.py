@@ -1,0 +1,148 @@
+"""WorkBlock: one decoder block while it is being quantized.
+
+It holds float32 weights, what has been quantized so far, and builds from both a real `models.decoder.Block`, so the
+activations that calibrate a layer are those that the finished model will see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight.errors import FlyweightError
+from flyweight.models.config import ModelConfig
+from flyweight.models.decoder import GROUPS, Block, Context, Group
+from flyweight.models.layers import Linear
+from flyweight.quant.statistics import Statistics
+from flyweight.quant.store import FinishedBlock
+from flyweight.tensors import Plain, QuantTensor
+
+
+class Enough(Exception):
+    """Raised inside a block once the input that was asked for has been seen."""
+
+
+class WorkBlock:
+    def __init__(self, config: ModelConfig, index: int, *, weights: dict[str, Tensor], others: dict[str, Tensor],
+                 device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.index, self.device, self.dtype = config, index, device, dtype
+        self.weights = weights  # float32 [out, in] by name inside the block
+        self.others = others  # norms and biases, as they are stored
+        self.quantized: dict[str, QuantTensor] = {}
+
+    @classmethod
+    def load(cls, source: Any, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> WorkBlock:
+        prefix = f"model.layers.{index}."
+        weights = {name: source.linear(prefix + name).to(device).dequantize() for group in GROUPS for name in group.linears}
+        others = {name.removeprefix(prefix): source.tensor(name).to(device) for name in source.names()
+                  if name.startswith(prefix) and name.endswith(("norm.weight", ".bias"))}
+        return cls(config, index, weights=weights, others=others, device=device, dtype=dtype)
+
+    @classmethod
+    def restore(cls, finished: FinishedBlock, config: ModelConfig, index: int, *, device: torch.device,
+                dtype: torch.dtype) -> WorkBlock:
+        others = {name: tensor.to(device) for name, tensor in finished.tensors.items()}
+        block = cls(config, index, weights={}, others=others, device=device, dtype=dtype)
+        block.quantized = {name: tensor.to(device) for name, tensor in finished.linears.items()}
+        return block
+
+    # -- the Weights protocol of models.layers ----------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        return self._short(name) in self.others
+
+    def tensor(self, name: str) -> Tensor:
+        return self.others[self._short(name)]
+
+    def linear(self, prefix: str) -> QuantTensor:
+        name = self._short(prefix)
+        return self.quantized[name] if name in self.quantized else Plain(self.weights[name].to(self.dtype))
+
+    def check_used(self) -> None:
+        pass
+
+    def _short(self, name: str) -> str:
+        return name.removeprefix(f"model.layers.{self.index}.")
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def build(self) -> Block:
+        return Block.load(self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True)
+
+    def swap(self, block: Block, group: Group, weights: Iterable[Tensor]) -> None:
+        """Give `block` other plain weights for one group."""
+        old = block.linears[group.name]
+        new = Linear([Plain(weight.to(self.dtype)) for weight in weights], old.bias, names=group.linears, dtype=self.dtype)
+        block.linears[group.name] = new
+        setattr(block, group.name, new)
+
+    def statistics(self, batches: Iterable[Tensor], context: Context, groups: Iterable[Group], *,
+                   see: Callable[[Group, Tensor], None] | None = None) -> dict[str, Statistics]:
+        """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last group asked for."""
+        wanted = {group.name for group in groups}
+        last = [group.name for group in GROUPS if group.name in wanted][-1]
+        found = {group.name: Statistics(self.weights[group.linears[0]].shape[1], self.device) for group in GROUPS
+                 if group.name in wanted}
+
+        def watch(group: Group, x: Tensor) -> None:
+            if group.name in wanted:
+                found[group.name].add(x)
+                if see is not None:
+                    see(group, x)
+            if group.name == last:
+                raise Enough
+
+        block = self.build()
+        block.watch(watch)
+        for batch in batches:
+            try:
+                block.forward(batch, context)
+            except Enough:
+                continue
+        for name, statistics in found.items():
+            statistics.check(f"model.layers.{self.index} ({name})")
+        return found
+
+    # -- equivalent changes -----------------------------------------------------------------------------------
+
+    def can_fold(self, group: Group) -> bool:
+        """Gemma-like norms aside, every source can take a factor; a source that is quantized already cannot."""
+        return group.source not in self.quantized
+
+    def allowed(self, group: Group, scales: Tensor) -> Tensor:
+        """The nearest scales that can be folded: one per channel of the source, shared by the query heads that read it."""
+        if group.source != "self_attn.v_proj" or self.config.heads == self.config.kv_heads:
+            return scales
+        heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
+        shared = scales.log().view(kv_heads, heads // kv_heads, size).mean(1, keepdim=True).exp()
+        return shared.expand(kv_heads, heads // kv_heads, size).reshape(-1)
+
+    def fold(self, group: Group, scales: Tensor) -> Tensor:
+        """Divide the group's input by `scales` at its source, multiply the linears; returns the scales that took effect."""
+        if group.source.endswith("norm"):
+            name = f"{group.source}.weight"
+            old = self.others[name]
+            new = (old.float() / scales).to(old.dtype)
+            # A norm in half precision cannot hold every quotient: the linears take what it really became.
+            scales = torch.where(new == 0, torch.ones_like(scales), old.float() / new.float())
+            self.others[name] = torch.where(new == 0, old, new)
+        else:
+            rows = scales
+            if group.source == "self_attn.v_proj":
+                heads, kv_heads = self.config.heads, self.config.kv_heads
+                rows = scales.view(kv_heads, heads // kv_heads, -1)[:, 0].reshape(-1)
+            self.weights[group.source] /= rows[:, None]
+            if (bias := self.others.get(f"{group.source}.bias")) is not None:
+                self.others[f"{group.source}.bias"] = (bias.float() / rows).to(bias.dtype)
+        for name in group.linears:
+            self.weights[name] *= scales
+        return scales
+
+    def finished(self, report: dict[str, Any]) -> FinishedBlock:
+        missing = [name for group in GROUPS for name in group.linears if name not in self.quantized]
+        if missing:
+            raise FlyweightError(f"layer {self.index}: {', '.join(missing)} were never quantized")
+        return FinishedBlock(dict(self.quantized), dict(self.others), report)
