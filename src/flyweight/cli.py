@@ -8,7 +8,6 @@ on stderr and exit code 2; `--debug`, anywhere, shows the traceback instead.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 import typer
 from typer.core import TyperGroup
 
+import flyweight
 from flyweight.errors import FlyweightError, unknown
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of the copy of it inside newer typers
@@ -65,9 +65,7 @@ app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=Fals
 
 def show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
-
-        typer.echo(f"flyweight {version('flyweight')}")
+        typer.echo(f"flyweight {flyweight.__version__}")
         raise typer.Exit
 
 
@@ -95,7 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if debug := "--debug" in arguments:
         arguments.remove("--debug")
-        os.environ["FLYWEIGHT_DEBUG"] = "1"  # for processes that a verb starts
     try:
         code = app(args=arguments or ["--help"], prog_name="flyweight", standalone_mode=False)
     except (FlyweightError, UsageError) as error:

@@ -147,18 +147,20 @@ def test_requests_that_cannot_be_served_are_refused_at_once(prompt, options, mes
     assert message in str(error.value) and not engine.busy
 
 
-def test_logprobs_are_given_for_answer_and_prompt_however_it_is_chunked():
+def test_logprobs_are_given_for_answer_and_prompt_however_it_is_computed():
     found = []
-    for budget in (256, 8):
-        engine = toy_engine(max_num_batched_tokens=budget)
+    for options in ({"max_num_batched_tokens": 256}, {"max_num_batched_tokens": 8}, {"blocks": 12}):
+        engine = toy_engine(**options)
+        older = engine.submit(PROMPTS[0], params(max_tokens=30))
         request = engine.submit(PROMPTS[1], params(logprobs=2, prompt_logprobs=3))[0]
-        run(engine, [request])
+        run(engine, older, [request])
+        assert (request.preemptions > 0) == ("blocks" in options)
         assert [item.token_id for item in request.logprobs] == request.tokens[30:]
         assert all(next(iter(item.top)) == item.token_id and len(item.top) == 2 for item in request.logprobs)
         assert request.prompt_logprobs[0] is None
         assert [item.token_id for item in request.prompt_logprobs[1:]] == PROMPTS[1][1:]
         found.append((request.logprobs, request.prompt_logprobs))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_cancelling_returns_all_blocks_at_once_and_tells_the_listener():

@@ -36,3 +36,7 @@ def test_the_models_defaults_fill_only_what_the_caller_left_open():
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     filled = SamplingParams(top_k=0, temperature=0).with_defaults(defaults)
     assert (filled.temperature, filled.top_k, filled.top_p, filled.repetition_penalty) == (0, 0, 0.95, 1.0)
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    assert SamplingParams(temperature=1e-30).temperature == 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ class GGUF:
             raise CheckpointError(f"{self.path}: metadata '{self.architecture}.{name}' is missing")
         return value
 
+    def number(self, name: str, default: Any = None) -> Any:
+        value = self.setting(name, default)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UnsupportedError(f"{self.path}: metadata '{self.architecture}.{name}' is {value!r}, not a number above zero")
+        return value
+
     def values(self, name: str) -> Tensor:
         """Dequantized, float32."""
         from gguf import dequantize
@@ -91,7 +98,7 @@ def convert(path: str | Path, target: str | Path, *, dtype: torch.dtype = torch.
     file = GGUF(path)
     config = make_config(file, dtype)
     names = {name: hugging_face_name(file, name) for name in file.tensors if name != ROPE_FACTORS}
-    _check_complete(file, config)
+    _check_tensors(file, config)
     with CheckpointWriter(target, overwrite=overwrite) as writer:
         for name in track(names, f"Converting {file.path.name}", console=Console(stderr=True), transient=True,
                           disable=not sys.stderr.isatty()):
@@ -113,9 +120,9 @@ def hugging_face_name(file: GGUF, name: str) -> str:
 
 def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
     """config.json, in the keys that transformers 4 and 5 and the other engines all read."""
-    config: dict[str, Any] = {key: file.setting(name) for key, name in SIZES.items()}
+    config: dict[str, Any] = {key: file.number(name) for key, name in SIZES.items()}
     heads = config["num_attention_heads"]
-    head_dim = file.setting("attention.key_length", config["hidden_size"] // heads)
+    head_dim = file.number("attention.key_length", config["hidden_size"] // heads)
     if file.setting("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedError(f"{file.path}: rope on a part of the head ({file.setting('rope.dimension_count')} of {head_dim})")
     if file.setting("attention.sliding_window", 0):
@@ -123,9 +130,9 @@ def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
     config |= {
         "architectures": [ARCHITECTURES[file.architecture]], "model_type": file.architecture,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "num_key_value_heads": file.setting("attention.head_count_kv", heads), "head_dim": head_dim, "hidden_act": "silu",
-        "vocab_size": int(_tensor(file, "token_embd.weight").shape[1]),  # GGUF counts dimensions from the inside
-        "tie_word_embeddings": "output.weight" not in file.tensors, "rope_theta": file.setting("rope.freq_base", 10000.0),
+        "num_key_value_heads": file.number("attention.head_count_kv", heads), "head_dim": head_dim, "hidden_act": "silu",
+        "vocab_size": int(_tensor(file, "token_embd.weight").shape[-1]),
+        "tie_word_embeddings": "output.weight" not in file.tensors, "rope_theta": file.number("rope.freq_base", 10000.0),
         "rms_norm_eps": float(f"{config['rms_norm_eps']:.6g}"),  # stored in float32: 9.99999974e-06
     }
     if file.architecture != "qwen2":  # whose q, k and v always have one
@@ -185,16 +192,34 @@ def _tensor(file: GGUF, name: str) -> Any:
     return file.tensors[name]
 
 
-def _check_complete(file: GGUF, config: dict[str, Any]) -> None:
-    """Every layer has every part."""
-    _tensor(file, "output_norm.weight")
+def _check_tensors(file: GGUF, config: dict[str, Any]) -> None:
+    """Every layer has every part, in the shape that the metadata implies."""
+    for name, shape in _wanted(file, config):
+        found = tuple(int(size) for size in reversed(_tensor(file, name).shape))  # GGUF counts dimensions from the inside
+        if found != shape:
+            raise CheckpointError(f"{file.path}: tensor {name!r} has shape {list(found)}, the metadata implies {list(shape)}")
+
+
+def _wanted(file: GGUF, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    shapes = _shapes(config)
+    yield "output_norm.weight", shapes["output_norm"]
+    for name in ("token_embd", *(() if config["tie_word_embeddings"] else ("output",))):
+        yield f"{name}.weight", shapes["token_embd"]
     for layer in range(config["num_hidden_layers"]):
         for part in BLOCK:
             if part not in OPTIONAL or file.architecture == "qwen3":
-                _tensor(file, f"blk.{layer}.{part}.weight")
-        if file.architecture == "qwen2" or config.get("attention_bias"):
-            for part in ("attn_q", "attn_k", "attn_v"):
-                _tensor(file, f"blk.{layer}.{part}.bias")
+                yield f"blk.{layer}.{part}.weight", shapes[part]
+            if part in ("attn_q", "attn_k", "attn_v") and (file.architecture == "qwen2" or config.get("attention_bias")):
+                yield f"blk.{layer}.{part}.bias", shapes[part][:1]
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {"token_embd": (config["vocab_size"], hidden), "output_norm": (hidden,), "attn_norm": (hidden,), "ffn_norm": (hidden,),
+            "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden), "attn_output": (hidden, queries),
+            "attn_q_norm": (head,), "attn_k_norm": (head,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
+            "ffn_down": (hidden, inner)}
 
 
 def _converted(file: GGUF, name: str, config: dict[str, Any], dtype: torch.dtype) -> Tensor:

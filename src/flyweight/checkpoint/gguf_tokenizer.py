@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from flyweight.checkpoint.writer import write_json
-from flyweight.errors import CheckpointError, UnsupportedError, unknown
+from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError, unknown
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # token types
 
@@ -78,7 +78,12 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path, *, file: Path) -> No
     kind = str(vocabulary.get("model"))
     if kind not in builders:
         raise UnsupportedError(f"{file}: {unknown('tokenizer', kind, builders)}")
-    tokenizer, begin = builders[kind](vocabulary)
+    try:
+        tokenizer, begin = builders[kind](vocabulary)
+    except FlyweightError:
+        raise
+    except Exception as error:  # the tokenizers package raises nothing more specific
+        raise CheckpointError(f"{file}: tokens and merges do not fit together ({error})") from error
     for token, token_type in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if token_type in (UNKNOWN, CONTROL):
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])

@@ -114,7 +114,7 @@ class Checkpoint:
 
     @functools.cached_property
     def format(self) -> formats.Format | None:
-        """The on-disk format that the folder says it has, or None."""
+        """The on-disk format of the quantized weights, None for a plain checkpoint."""
         return formats.find(self.config, self)
 
     # -- strictness -------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ class Checkpoint:
             return
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         guess = next((text for pattern, text in LOOKS_LIKE if re.search(pattern, left[0])), "not a part of this architecture")
-        raise CheckpointError(f"{self.entries[left[0]].file}: {len(left)} tensors have no place in the model: "
-                              f"{', '.join(left[:3])}{more}; looks like {guess}")
+        raise CheckpointError(f"{self.entries[left[0]].file}: without a place in the model: {', '.join(left[:3])}{more}; "
+                              f"looks like {guess}")
 
     # -- the rest of the folder -------------------------------------------------------------------------------
 

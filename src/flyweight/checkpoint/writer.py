@@ -43,8 +43,10 @@ class CheckpointWriter:
         self._previous = self.target.with_name(f".{self.target.name}.previous")
         self._max_shard_bytes, self._resume = max_shard_bytes, resume
         self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
         self._added: set[str] = set()
         self._shards: list[dict[str, int]] = []  # bytes by tensor name of each finished shard
+        self.finished: set[str] = set()  # tensors that are safe on disk; after `resume`, those of the interrupted run
         with self._writing("the folder"):
             self._recover()
             if not overwrite and self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
@@ -57,11 +59,6 @@ class CheckpointWriter:
                 raise ResourceError(f"{self.target}: another process is writing this folder") from None
             self._open_staging(fingerprint)
 
-    @property
-    def finished(self) -> set[str]:
-        """Tensors that are safe on disk; after `resume`, those of the interrupted run."""
-        return {name for shard in self._shards for name in shard}
-
     def add(self, name: str, tensor: Tensor) -> None:
         if name in self._added:
             raise ValueError(f"tensor {name!r} is added twice")
@@ -69,9 +66,10 @@ class CheckpointWriter:
         if name in self.finished:
             return
         tensor = tensor.detach().cpu().contiguous()
-        if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self._max_shard_bytes:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
             self.flush()
         self._pending[name] = tensor
+        self._pending_bytes += tensor.nbytes
 
     def flush(self) -> None:
         """Write what was added as a shard of its own."""
@@ -85,7 +83,8 @@ class CheckpointWriter:
             _sync(half)
             os.replace(half, path)
         self._shards.append({name: tensor.nbytes for name, tensor in self._pending.items()})
-        self._pending = {}
+        self.finished.update(self._pending)
+        self._pending, self._pending_bytes = {}, 0
 
     def finish(self, config: dict[str, Any], *, source: str | Path | None = None) -> Path:
         """Complete the folder and move it into place. Tokenizer and generation config come from `source`."""
@@ -143,6 +142,7 @@ class CheckpointWriter:
         for path in sorted(self.staging.glob("*.safetensors")):
             with safe_open(path, framework="pt") as shard:
                 self._shards.append({name: shard.get_tensor(name).nbytes for name in shard.keys()})  # noqa: SIM118
+            self.finished.update(self._shards[-1])
             os.replace(path, self._shard_path(len(self._shards) - 1))
 
     def _shard_path(self, number: int) -> Path:

@@ -19,7 +19,7 @@ from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.request import Chunk, Request, SamplingParams
 from flyweight.engine.runner import CacheShape, Model, Result, Runner
 from flyweight.engine.sampling import seed_of
-from flyweight.engine.scheduler import Scheduler
+from flyweight.engine.scheduler import Scheduler, Work
 from flyweight.engine.tokenizer import Detokenizer
 from flyweight.errors import RequestError
 
@@ -92,7 +92,7 @@ class Engine:
                 raise
             now = time.perf_counter()
             for work, result in zip(works, results, strict=True):
-                self._accept(work.request, result, now)
+                self._accept(work, result, now)
             return sum(work.count for work in works)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -119,9 +119,10 @@ class Engine:
                 self._finish(request, "cancelled")
                 self._tell(request, Chunk(request.index, "", []))
 
-    def _accept(self, request: Request, result: Result, now: float) -> None:
-        if result.prompt_logprobs:
-            request.prompt_logprobs = [*(request.prompt_logprobs or [None]), *result.prompt_logprobs]
+    def _accept(self, work: Work, result: Result, now: float) -> None:
+        request = work.request
+        if result.prompt_logprobs:  # a preempted request computes its prompt again
+            request.prompt_logprobs = [*(request.prompt_logprobs[: work.start + 1] or [None]), *result.prompt_logprobs]
         if result.token is None:
             return
         request.tokens.append(result.token)

@@ -191,7 +191,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
         from flyweight.models.presets import PresetWeights
 
         _, preset, *scheme = name.split(":")
-        return PresetWeights(preset, *scheme[:1], device=device), None
+        return PresetWeights(preset, scheme[0] if scheme else "bf16", device=device), None
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
 

@@ -20,6 +20,7 @@ LIMITS: dict[str, tuple[float, float]] = {  # field → (least, most) allowed, b
     "top_p": (1e-6, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100), "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100), "logprobs": (0, 1000), "prompt_logprobs": (0, 1000), "n": (1, 1024),
 }
+LEAST_TEMPERATURE = 1e-5  # below it the likeliest token always wins, and dividing by it could overflow
 WHOLE = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "n", "seed"}
 
 
@@ -63,6 +64,8 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         for item in dataclasses.fields(self):
             check_field(item.name, getattr(self, item.name))
+        if self.temperature is not None and self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
 

@@ -14,6 +14,7 @@ from flyweight.errors import RequestError
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 LONGEST_CHARACTER = 8  # tokens; a replacement character still there after so many is really in the text
+WINDOW, OVERLAP = 24, 6  # tokens that are decoded together, and those kept when they have become too many
 
 Message = Mapping[str, Any]
 
@@ -21,6 +22,7 @@ Message = Mapping[str, Any]
 class Tokenizer:
     def __init__(self, inner: Any):
         self.inner = inner  # a transformers tokenizer
+        self.fast = getattr(inner, "backend_tokenizer", inner)  # the same without the wrapping: decoding is done per token
 
     @property
     def end_id(self) -> int | None:
@@ -30,7 +32,7 @@ class Tokenizer:
         return self.inner.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.fast.decode(tokens, skip_special_tokens=True)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; options (`enable_thinking`, `tools`, …) are the template's."""
@@ -51,8 +53,9 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = (), stop: Sequence[str] = ()):
         self.decode = decode
-        self.tokens = list(context)  # the end of the prompt: it decides how the first token reads
-        self.start, self.read = 0, len(self.tokens)  # text up to `read` is out; it is decoded from `start` on
+        self.window = list(context)  # the end of the prompt: it decides how the first token reads
+        self.read = len(decode(self.window)) if context else 0  # characters of the window that are dealt with
+        self.held = 0  # tokens that did not end a character yet
         self.stop = stop
         self.pending = ""  # whole characters that may be the beginning of a stop string
         self.text = ""
@@ -60,26 +63,26 @@ class Detokenizer:
 
     def add(self, token: int, *, stops: bool = True) -> None:
         """`stops=False`: too early for a stop string to count."""
-        self.tokens.append(token)
-        new = self._decode_new()
-        if not new.endswith(BROKEN) or len(self.tokens) - self.read > LONGEST_CHARACTER:
-            self._accept(new)
+        self.window.append(token)
+        self.held += 1
+        text = self.decode(self.window)
+        if not text.endswith(BROKEN) or self.held > LONGEST_CHARACTER:
+            self._accept(text)
             self._give_out(stops)
 
     def finish(self) -> None:
         """No more tokens will come: give out everything."""
         if self.stopped_by is None:
-            self._accept(self._decode_new())
+            self._accept(self.decode(self.window))
             self.text += self.pending
             self.pending = ""
 
-    def _decode_new(self) -> str:
-        return self.decode(self.tokens[self.start :])[len(self.decode(self.tokens[self.start : self.read])) :]
-
-    def _accept(self, new: str) -> None:
-        if new:
-            self.start, self.read = self.read, len(self.tokens)
-            self.pending += new
+    def _accept(self, text: str) -> None:
+        self.pending += text[self.read :]
+        self.read, self.held = len(text), 0
+        if len(self.window) > WINDOW:
+            self.window = self.window[-OVERLAP:]
+            self.read = len(self.decode(self.window))
 
     def _give_out(self, stops: bool) -> None:
         hold = 0

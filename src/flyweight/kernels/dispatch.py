@@ -6,6 +6,7 @@ fits, the choice says so by name and reason, once: never a silent slow path.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import reference
+from flyweight.kernels.cpu import CpuLinear
 from flyweight.tensors import Plain, QuantTensor
 
 
@@ -33,13 +35,18 @@ class Prepared:
 
 def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False) -> Prepared:
     """Choose and lay out. `exact` forbids kernels that compute anything but x @ dequantize(): evaluation wants it."""
-    weight = tensor.dequantize(dtype) if not isinstance(tensor, Plain) else tensor.weight.to(dtype)
+    plain = isinstance(tensor, Plain)
+    weight = tensor.weight.to(dtype) if isinstance(tensor, Plain) else tensor.dequantize(dtype)
+    linear: Callable[[Tensor], Tensor]
+    linear = functools.partial(torch.nn.functional.linear, weight=weight)
+    if weight.device.type == "cpu" and dtype == torch.float32 and weight.ndim == 2:
+        linear = CpuLinear(weight)
 
     def run(x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(tensor.quantize_input(x).to(dtype), weight)
+        return linear(tensor.quantize_input(x).to(dtype))
 
-    why = "plain weight" if isinstance(tensor, Plain) else f"no kernel for {tensor.kind} here: dequantized once at load"
-    return Prepared(run, "torch.linear", why, tensor.shape, weight.nbytes)
+    why = "plain weight" if plain else f"no kernel for {tensor.kind} here: dequantized once at load"
+    return Prepared(linear if plain else run, "torch.linear", why, tensor.shape, weight.nbytes)
 
 
 def decoder_ops(device: torch.device | str) -> ModuleType:

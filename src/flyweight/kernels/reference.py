@@ -6,6 +6,7 @@ masks) is worked out once a step, by `rope_rows` and `plan_attention`, and not o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,19 @@ from flyweight.engine.batch import Batch, KVStorage
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Over the last dimension; weight is [size], or [heads, size] where each head has its own."""
-    return F.rms_norm(x.float(), (x.shape[-1],), eps=epsilon).to(x.dtype) * weight
+    """Over the last dimension; weight is [size], or [heads, size] where each head has its own.
+
+    x / √(|x|² / size + ε) in as few ops as torch allows: half the time of `F.rms_norm` on a CPU.
+    """
+    wide = x.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(_constant(epsilon, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -57,14 +69,15 @@ class Piece:
 
     begin: int  # the first and the end of their tokens
     end: int
-    blocks: Tensor  # int64 [sequences · most blocks]
-    width: int  # cached tokens of the longest
     sequences: int
+    rows: Tensor  # int64 [sequences · width]: the slots of the cached tokens; short sequences repeat their first one
     causal: bool  # the sequence begins here: no mask needed
-    mask: Tensor | None  # bool, [sequences, 1, 1, width] or [new, width]: what each query sees
+    mask: Tensor | None  # 0 or −∞, [sequences, 1, 1, width] or [new, width]
+    keys: Tensor  # [sequences · width, kv_heads, head_dim], filled by each layer in turn: no allocation per layer
+    values: Tensor
 
 
-def plan_attention(batch: Batch, block_size: int, window: int | None = None) -> list[Piece]:
+def plan_attention(batch: Batch, cache: KVStorage, window: int | None = None) -> list[Piece]:
     """Cut a step into pieces; made once and used by every layer with the same window."""
     pieces, i, starts = [], 0, batch.query_starts
     while i < len(batch.kv_lengths):
@@ -72,20 +85,28 @@ def plan_attention(batch: Batch, block_size: int, window: int | None = None) -> 
         if starts[j] - starts[i] == 1:
             while j < len(batch.kv_lengths) and starts[j + 1] - starts[j] == 1:
                 j += 1
-        new, lengths = starts[i + 1] - starts[i], batch.kv_lengths[i:j]
-        width = max(lengths)
-        blocks = batch.block_tables[i:j, : -(-width // block_size)].long().flatten().clamp_(min=0)  # padding may be −1
-        mask, column = None, torch.arange(width, device=blocks.device)
-        causal = new == width > 1 and not (window and width > window)
-        if new > 1 and not causal:
-            at = torch.arange(width - new, width, device=blocks.device)[:, None]
-            mask = _visible(column, at, window)
-        elif new == 1 and (min(lengths) < width or (window and width > window)):
-            at = torch.tensor(lengths, device=blocks.device)[:, None, None, None] - 1
-            mask = _visible(column, at, window)
-        pieces.append(Piece(starts[i], starts[j], blocks, width, j - i, causal, mask))
+        pieces.append(_plan_piece(batch, cache, i, j, window))
         i = j
     return pieces
+
+
+def _plan_piece(batch: Batch, cache: KVStorage, first: int, last: int, window: int | None) -> Piece:
+    begin, end, lengths = batch.query_starts[first], batch.query_starts[last], batch.kv_lengths[first:last]
+    sequences, width, device, size = last - first, max(lengths), cache.keys.device, cache.block_size
+    new, column, ragged = (end - begin) // sequences, torch.arange(width, device=device), min(lengths) < width
+    causal = new == width > 1 and not (window and width > window)
+    mask, at, seen = None, torch.arange(width - new, width, device=device)[:, None], column
+    if ragged:
+        at = torch.tensor(lengths, device=device)[:, None, None, None] - 1
+        # A masked slot must still hold a number: pages that were never written may hold NaN.
+        seen = column * (column <= at[:, 0, 0])  # [sequences, width]
+    if ragged or (new > 1 and not causal) or (window and width > window):
+        visible = _visible(column, at, window)
+        mask = torch.zeros(visible.shape, dtype=cache.keys.dtype, device=device).masked_fill_(~visible, float("-inf"))
+    table = batch.block_tables[first:last].long()
+    rows = table.gather(1, (seen // size).expand(sequences, width)) * size + seen % size
+    scratch = cache.keys.new_empty(2, sequences * width, *cache.keys.shape[2:])
+    return Piece(begin, end, sequences, rows.flatten(), causal, mask, *scratch)
 
 
 def _visible(column: Tensor, at: Tensor, window: int | None) -> Tensor:
@@ -100,19 +121,17 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: list[Piece], *, scale
 
 
 def _attend_piece(query: Tensor, cache: KVStorage, piece: Piece, scale: float) -> Tensor:
-    kv_heads, size = cache.keys.shape[-2:]
-
-    def gather(pages: Tensor) -> Tensor:
-        """[sequences, kv_heads, width, head_dim]"""
-        return pages.index_select(0, piece.blocks).view(piece.sequences, -1, kv_heads, size)[:, : piece.width].transpose(1, 2)
-
-    keys, values = gather(cache.keys), gather(cache.values)
+    kv_heads, size = cache.keys.shape[2:]
+    for pages, copy in ((cache.keys, piece.keys), (cache.values, piece.values)):
+        torch.index_select(pages.view(-1, kv_heads, size), 0, piece.rows, out=copy)
+    # [sequences, kv_heads, width, head_dim]
+    keys, values = (copy.view(piece.sequences, -1, kv_heads, size).transpose(1, 2) for copy in (piece.keys, piece.values))
     if piece.end - piece.begin == piece.sequences:
         # One token each: the heads that share a kv head are the rows of one small attention, so nothing is repeated.
-        rows = query.reshape(piece.sequences, kv_heads, -1, size)
-        return F.scaled_dot_product_attention(rows, keys, values, piece.mask, scale=scale).reshape(query.shape)
-    rows = query.transpose(0, 1)[None]  # [1, heads, new, head_dim]
-    out = F.scaled_dot_product_attention(rows, keys, values, piece.mask, is_causal=piece.causal, scale=scale, enable_gqa=True)
+        grouped = query.reshape(piece.sequences, kv_heads, -1, size)
+        return F.scaled_dot_product_attention(grouped, keys, values, piece.mask, scale=scale).reshape(query.shape)
+    out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, piece.mask, is_causal=piece.causal,
+                                         scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 

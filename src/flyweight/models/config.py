@@ -149,12 +149,14 @@ class ModelConfig:
         data: dict[str, Any] = dict(
             architectures=[family.architecture], model_type=self.model_type, hidden_act="silu",
             hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_dim,
-            vocab_size=self.vocab_size, max_position_embeddings=self.max_positions, rms_norm_eps=self.epsilon,
-            rope_theta=self.rope.theta, tie_word_embeddings=self.tied_embeddings,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_positions, rms_norm_eps=self.epsilon, rope_theta=self.rope.theta,
+            tie_word_embeddings=self.tied_embeddings,
             dtype=str(self.dtype).removeprefix("torch."), bos_token_id=self.bos_id,
             eos_token_id=self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None, pad_token_id=self.pad_id,
         )
+        if family.head_dim or self.head_dim * self.heads != self.hidden_size:
+            data["head_dim"] = self.head_dim
         if self.rope.rotary_dim != self.head_dim:
             data["partial_rotary_factor"] = self.rope.rotary_dim / self.head_dim
         if self.rope.kind != "default":

@@ -66,7 +66,7 @@ class Paged:
     def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         cache = self.caches[block.index]
         if block.window not in self.plans:
-            self.plans[block.window] = self.ops.plan_attention(self.batch, cache.block_size, block.window)
+            self.plans[block.window] = self.ops.plan_attention(self.batch, cache, block.window)
         self.ops.write_kv(cache, keys, values, self.batch.slots)
         return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale)
 
@@ -194,12 +194,13 @@ class Decoder:
         if len(batch.output_rows) != len(batch.tokens):
             hidden = hidden[batch.output_rows]
             delta = None if delta is None else delta[batch.output_rows]
-        return self._logits(delta, hidden)
+        return self.logits(hidden, delta)
 
     @torch.inference_mode()
     def forward_whole(self, tokens: Tensor) -> Tensor:
         """Float32 logits [batch, tokens, vocab] of whole sequences [batch, tokens], without a cache."""
-        return self._logits(*self._run(self.embedding(tokens), self.whole(tokens.shape[1])))
+        delta, hidden = self._run(self.embedding(tokens), self.whole(tokens.shape[1]))
+        return self.logits(hidden, delta)
 
     def whole(self, tokens: int) -> Whole:
         """The context of cacheless sequences of so many tokens, for `Block.forward`."""
@@ -213,7 +214,8 @@ class Decoder:
             delta, hidden = block.step(delta, hidden, context)
         return delta, hidden
 
-    def _logits(self, delta: Tensor | None, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Final norm and head of what the last block gives, float32."""
         if delta is None:
             return self.head(self.ops.rms_norm(hidden, self.norm.weight, self.norm.epsilon)).float()
         return self.head(self.ops.add_rms_norm(delta, hidden, self.norm.weight, epsilon=self.norm.epsilon)[0]).float()

@@ -1,0 +1,172 @@
+"""Flyweight and transformers side by side on one CPU: the same model, type, threads and work, taking turns.
+
+    python benchmarks/cpu/engine_vs_transformers.py [--model smollm2-135m] [--rounds 5]
+
+Workloads, greedy, end-of-text ignored, fresh random token ids each round:
+
+    prefill      one prompt of 256 tokens, one token out: input tokens / time to that token
+    decode-1     one prompt of 64 tokens, 32 tokens out
+    decode-8     eight of them at once
+    stream-8     24 requests of very different lengths, at most eight at a time. transformers runs them as its users do:
+                 batches of eight, padded on the left, each until its longest answer is done. Flyweight runs them with
+                 continuous batching. Only the tokens that were asked for count.
+
+Decode rate = tokens between the first and the last step of the batch / the time between them (prefill not counted);
+for stream-8, where prefill and decode mix, tokens asked for / wall time. Every round runs each workload with both, the
+order of the two changing from round to round; tables show medians, and the ratio is the median of the rounds' ratios.
+Writes engine_vs_transformers.jsonl (raw rows) and .md (the table) beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flyweight import LLM, SamplingParams
+from flyweight.bench.rows import environment_row, make_row
+from flyweight.checkpoint.hub import resolve
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    batch: int
+    requests: tuple[tuple[int, int], ...]  # (input, output) tokens
+
+
+def mixed_lengths(count: int) -> tuple[tuple[int, int], ...]:
+    """Answers from 4 to 96 tokens, most of them short, as in real traffic."""
+    chance = random.Random(0)
+    return tuple((chance.randint(8, 48), min(96, 4 + int(chance.expovariate(1 / 20)))) for _ in range(count))
+
+
+WORKLOADS = (
+    Workload("prefill", 1, ((256, 1),)),
+    Workload("decode-1", 1, ((64, 32),)),
+    Workload("decode-8", 8, ((64, 32),) * 8),
+    Workload("stream-8", 8, mixed_lengths(24)),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of one run in seconds from its start; `steps` is when each decoding step of a uniform batch ended."""
+
+    total: float
+    steps: list[float]
+
+
+class Flyweight:
+    name = "flyweight"
+
+    def __init__(self, folder: Path):
+        self.model = LLM(folder, dtype="float32", device="cpu", prefix_cache=False, max_num_seqs=8, max_model_len=1024)
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
+        params = [SamplingParams(temperature=0, max_tokens=out, ignore_eos=True) for _, out in workload.requests]
+        begin = time.perf_counter()
+        outputs = self.model.generate(prompts, params)
+        total = time.perf_counter() - begin
+        assert [len(output.token_ids) for output in outputs] == [out for _, out in workload.requests]
+        last_to_start = max(outputs, key=lambda output: output.completions[0].timing.first_token)
+        return Measured(total, [when - begin for when, _ in last_to_start.completions[0].timing.chunks])
+
+
+class Transformers:
+    name = "transformers"
+
+    def __init__(self, folder: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None
+        self.times: list[float] = []
+
+    def watch(self, tokens: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        """A stopping criterion that never stops: it is called after every step."""
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+    @torch.inference_mode()
+    def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
+        self.times, begin = [], time.perf_counter()
+        for start in range(0, len(prompts), workload.batch):
+            part = prompts[start : start + workload.batch]
+            width = max(map(len, part))
+            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in part])
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in part])
+            longest = max(out for _, out in workload.requests[start : start + workload.batch])
+            self.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=longest, pad_token_id=0,
+                                stopping_criteria=[self.watch])
+        return Measured(time.perf_counter() - begin, [when - begin for when in self.times])
+
+
+def fields(workload: Workload, measured: Measured) -> dict[str, float | int | str | None]:
+    inputs, outputs = (sum(column) for column in zip(*workload.requests, strict=True))
+    uniform = len(set(workload.requests)) == 1
+    steps = measured.steps
+    decoding = uniform and len(steps) > 1
+    return dict(
+        workload=workload.name, batch=workload.batch, prompts=len(workload.requests),
+        input=workload.requests[0][0] if uniform else inputs, output=workload.requests[0][1] if uniform else outputs,
+        latency_s=measured.total, ttft_ms_last=1e3 * steps[0] if uniform else None,
+        decode_tok_s=workload.batch * (len(steps) - 1) / (steps[-1] - steps[0]) if decoding else None,
+        input_tok_s=inputs / steps[0] if uniform else None, output_tok_s=outputs / measured.total,
+        overall_tok_s=(inputs + outputs) / measured.total)
+
+
+HEADLINE = {"prefill": "input_tok_s", "decode-1": "decode_tok_s", "decode-8": "decode_tok_s", "stream-8": "output_tok_s"}
+
+
+def table(rows: list[dict], environment: dict) -> str:
+    lines = [f"{environment['device']}, {environment['threads']} threads, float32, torch {environment['torch']}, "
+             f"transformers {environment['packages']['transformers']}. Tokens per second, medians of "
+             f"{1 + max(row['repeat'] for row in rows)} rounds (least to most):", "",
+             "| workload | transformers | Flyweight | ratio |", "|---|---|---|---|"]
+    for name, field in HEADLINE.items():
+        of = {backend: [row[field] for row in rows if row["workload"] == name and row["backend"] == backend]
+              for backend in ("transformers", "flyweight")}
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(of["flyweight"], of["transformers"], strict=True))
+        cells = [f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})" for rates in of.values()]
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {ratio:.2f} × |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    folder = resolve(options.model)
+    backends = [Transformers(folder), Flyweight(folder)]
+    vocabulary = backends[1].model.config.vocab_size
+    checkpoint = backends[1].model.weights
+    about = dict(model=options.model, checkpoint=checkpoint.hash(), weights="trained", scheme="fp32", kv_dtype="float32",
+                 size_gb=round(checkpoint.nbytes * 2 / 1e9, 4), bits_per_weight=32.0)
+    environment = environment_row()
+    chance, rows = random.Random(1), []
+    for repeat in range(-1, options.rounds):  # round −1 warms up and is thrown away
+        for workload in WORKLOADS:
+            prompts = [[chance.randrange(100, vocabulary) for _ in range(length)] for length, _ in workload.requests]
+            for backend in backends if repeat % 2 else reversed(backends):
+                measured = backend.run(workload, prompts)
+                if repeat >= 0:
+                    rows.append(make_row("latency", environment["id"], backend=backend.name, repeat=repeat, **about,
+                                         **fields(workload, measured)))
+        print(f"round {repeat + 1} of {options.rounds}", flush=True)
+    (HERE / "engine_vs_transformers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [environment, *rows]))
+    (HERE / "engine_vs_transformers.md").write_text(table(rows, environment) + "\n")
+    print(table(rows, environment))
+
+
+if __name__ == "__main__":
+    main()

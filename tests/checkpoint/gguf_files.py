@@ -1,0 +1,106 @@
+"""Tiny GGUF files, written the way llama.cpp's converter writes them."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+
+from flyweight.checkpoint.gguf import BLOCK, OUTER
+
+CONTROL, USER_DEFINED, UNUSED, BYTE, UNKNOWN = 3, 4, 5, 6, 2
+HUGGING_FACE = {new: old for old, new in (OUTER | BLOCK).items()}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{HUGGING_FACE[part]}.{kind}"
+    return f"{HUGGING_FACE[stem]}.{kind}"
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k of Llama models."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def byte_level_vocabulary(words=("he", "ll", "hell", "Ġw", "or")) -> tuple[list[str], list[int], list[str]]:
+    """Tokens, types and merges: two specials, the 256 bytes, a few merges, one user-defined token and fillers."""
+    merges = ["h e", "l l", "he ll", "Ġ w", "o r"]
+    tokens = ["<|end|>", "<|start|>", *sorted(ByteLevel.alphabet()), *words, "<think>", "[PAD0]"]
+    types = [CONTROL, CONTROL, *[1] * (256 + len(words)), USER_DEFINED, UNUSED]
+    return tokens, types, merges
+
+
+def write_gguf(path: Path, model, *, quantize: gguf.GGMLQuantizationType | None = None, pre: str = "qwen2", skip=(), extra=None,
+               **fields) -> Path:
+    """A transformers model of a tiny config as a GGUF file; `quantize` applies to the matrices, `fields` to the metadata."""
+    config = model.config
+    kind = config.model_type
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim or config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_tokenizer(writer, pre)
+    for name, value in fields.items():
+        key = name.replace("__", ".")
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}[type(value)]
+        add(key, value)
+    add_tensors(writer, model, quantize, skip=skip, extra=extra or {})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+    tokens, types, merges = byte_level_vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}")
+
+
+def add_tensors(writer: gguf.GGUFWriter, model, quantize, *, skip, extra) -> None:
+    config = model.config
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for name, tensor in model.state_dict().items():
+        if name in tied or gguf_name(name) in skip:
+            continue
+        values = tensor.float().numpy()
+        if config.model_type == "llama" and ".q_proj." in name:
+            values = permuted(values, config.num_attention_heads)
+        if config.model_type == "llama" and ".k_proj." in name:
+            values = permuted(values, config.num_key_value_heads)
+        if quantize is not None and values.ndim == 2:
+            writer.add_tensor(gguf_name(name), gguf.quantize(values, quantize), raw_dtype=quantize)
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+    for name, values in extra.items():
+        writer.add_tensor(name, values)
+
+
+def tiny_model(family: str, *, tied: bool = True, **options):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+                 head_dim=32, vocab_size=265, max_position_embeddings=128, rms_norm_eps=1e-5)
+    config = AutoConfig.for_model(family, tie_word_embeddings=tied, **(sizes | options))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # biases start as zeros and norms as ones: neither would tell a mistake
+        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.1)
+    return model

@@ -1,0 +1,115 @@
+"""generate, chat and eval from the command line."""
+
+import json
+import signal
+
+import pytest
+
+from flyweight.cli import main
+from flyweight.commands.chat import answer, chat, interruptible
+from flyweight.commands.evaluate import encode
+from flyweight.engine.request import Chunk, SamplingParams
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["flyweight", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code or 0
+
+
+def test_generate_prints_the_text_on_stdout_and_the_speed_on_stderr(monkeypatch, capsys, smollm2):
+    options = ["generate", smollm2, "--prompt", "The capital of France is", "--max-tokens", "4", "--temperature", "0"]
+    assert call(monkeypatch, *options) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(" Paris") and "tok/s" in captured.err
+    assert call(monkeypatch, *options, "--json") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["completions"][0]["text"].startswith(" Paris") and row["completions"][0]["finish_reason"] == "length"
+    assert row["prompt_tokens"] == 5 and row["completions"][0]["timing"]["ttft_s"] > 0
+
+
+def test_eval_prints_rows_that_say_how_it_was_measured(monkeypatch, capsys, smollm2, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 6)
+    assert call(monkeypatch, "eval", smollm2, "--text", text, "--window", "24", "--tokens", "40", "--json") == 0
+    environment, row = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["environment"] == environment["id"] and row["bench"] == "quality" and row["status"] == "ok"
+    assert (row["window"], row["stride"], row["bos"], row["tokens"]) == (24, 24, False, 38)
+    assert row["perplexity"] > 1 and row["perplexity_error"] > 0 and row["scheme"] == "fp16" and row["bits_per_weight"] == 16
+    assert call(monkeypatch, "eval", smollm2, "--text", text, "--tokens", "20") == 0
+    assert "window 512, stride 512, no BOS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["eval", "m"], "eval needs a text to measure on: --text FILE"),
+    (["eval", "m", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
+    (["generate", "m", "--prompt", ""], "the prompt is empty"),
+    (["generate", "m", "--prompt", "x", "--top-p", "2"], "top_p must lie between"),
+])
+def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, arguments, message):
+    assert call(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+class Scripted:
+    """An LLM whose answer is written down; it is told to stop in the middle."""
+
+    def __init__(self, interrupt_at=None):
+        self.interrupt_at, self.closed, self.seen = interrupt_at, False, []
+        self.sampling_defaults = {"temperature": 0.6}
+
+    def iterate(self, messages, params, **template):
+        self.seen.append(([dict(message) for message in messages], params, template))
+        try:
+            for i, word in enumerate(["one ", "two ", "three ", "four"]):
+                if i == self.interrupt_at:
+                    signal.raise_signal(signal.SIGINT)
+                yield Chunk(0, word, [i])
+        finally:
+            self.closed = True
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_came(capsys):
+    model, before = Scripted(interrupt_at=1), signal.getsignal(signal.SIGINT)
+    assert answer(model, [], SamplingParams(), {}) == "one two "
+    assert model.closed and signal.getsignal(signal.SIGINT) is before
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_ctrl_c_outside_an_answer_is_an_ordinary_one():
+    with interruptible():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_conversation_remembers_and_forgets(monkeypatch, capsys):
+    model, lines = Scripted(), iter(["first", KeyboardInterrupt, "second", "/reset", "third", EOFError])
+
+    def ask(_):
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("flyweight.commands.chat.load", lambda *_, **__: model)
+    chat("any", system="Be brief.", max_tokens=9, temperature=None, top_p=None, seed=None, think=False, device=None, dtype=None,
+         max_model_len=None)
+    roles = [[message["role"] for message in messages] for messages, _, _ in model.seen]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    messages, params, template = model.seen[1]
+    assert messages[2]["content"] == "one two three four"
+    assert (params.temperature, params.top_p, template) == (0.6, 0.95, {"enable_thinking": False})
+
+
+def test_a_tokenizer_that_begins_texts_with_bos_gets_one_per_window():
+    class WithBos:
+        bos_token_id = 1
+
+        def encode(self, text, add_special_tokens=True, **_):
+            return [1] * add_special_tokens + [ord(letter) for letter in text]
+
+    assert encode(WithBos(), "hi") == ([104, 105], 1)
