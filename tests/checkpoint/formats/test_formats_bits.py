@@ -132,7 +132,8 @@ def test_sparse_24_bitmask_puts_kept_values_back():
         "sparsity_config": {"format": "sparse-24-bitmask"}}
     # columns 0, 3, 5, 6 kept: bits 0b01101001
     parts = {"compressed": torch.tensor([[1, 2, 3, 4]], dtype=torch.int8),
-             "bitmask": torch.tensor([[0b01101001]], dtype=torch.uint8), "shape": torch.tensor([[1], [8]]), "weight_scale": torch.tensor([[2.0]])}
+             "bitmask": torch.tensor([[0b01101001]], dtype=torch.uint8),
+             "shape": torch.tensor([[1], [8]]), "weight_scale": torch.tensor([[2.0]])}
     tensor, found = weight(config, **parts)
     assert isinstance(tensor, Sparse24) and found.tolist() == [[2, 0, 0, 4, 0, 6, 8, 0]]
     plain = parts | {"compressed": parts["compressed"].to(torch.bfloat16)}

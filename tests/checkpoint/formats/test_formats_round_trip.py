@@ -143,7 +143,8 @@ def test_default_formats_are_those_of_the_table():
 @pytest.mark.parametrize(("name", "kind", "says"), [
     ("gptq", "w8a8", "quantized again"), ("gptq", "int3", "4 and 8 bits"), ("awq", "int4 act-order", "g_idx"),
     ("awq", "int3", "4 bits only"), ("compressed-tensors", "int4 act-order", "use gptq"),
-    ("compressed-tensors", "vptq", "no place"), ("fp8", "fp8", "one scale per"), ("fp8", "int4", "quantized again"), ("vptq", "int4", "quantized again")])
+    ("compressed-tensors", "vptq", "no place"),
+    ("fp8", "fp8", "one scale per"), ("fp8", "int4", "quantized again"), ("vptq", "int4", "quantized again")])
 def test_a_format_refuses_what_it_cannot_hold_and_says_why(name, kind, says):
     with pytest.raises(UnsupportedError, match=says):
         formats.named(name).write("layer", KINDS[kind])

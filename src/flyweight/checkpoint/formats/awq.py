@@ -58,7 +58,7 @@ class Awq(Format):
         columns, words = qweight.shape
         group_size = columns if self.group_size == -1 else self.group_size
         if not columns or not words or columns % group_size:
-            raise fault(checkpoint, f"tensor '{prefix}.qweight' has shape {[columns, words]}, no whole groups of {group_size} inputs")
+            raise fault(checkpoint, f"tensor '{prefix}.qweight' has shape {[columns, words]}, not whole groups of {group_size}")
         groups = columns // group_size
         qzeros = take(checkpoint, f"{prefix}.qzeros", dtypes=INT32, shape=(groups, words))
         scales = take(checkpoint, f"{prefix}.scales", dtypes=FLOATS, shape=(groups, words * 8))

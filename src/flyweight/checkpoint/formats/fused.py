@@ -38,7 +38,7 @@ def _read(form: Format | None, checkpoint: Source, prefix: str) -> QuantTensor |
         return quantized
     weight = checkpoint.tensor(f"{prefix}.weight")
     if weight.ndim != 2 or weight.dtype not in FLOATS:
-        raise fault(checkpoint, f"tensor '{prefix}.weight' is {type_name(weight.dtype)} {list(weight.shape)}, not a plain matrix; "
+        raise fault(checkpoint, f"tensor '{prefix}.weight' is {type_name(weight.dtype)} {list(weight.shape)}, no plain matrix; "
                                 "is its weight_scale missing, or `quantization_config` missing or wrong?")
     return Plain(weight)
 
