@@ -27,7 +27,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
-    "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text."),
+    "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
 }
 
 

@@ -142,12 +142,13 @@ def measure(model: str, text: Path, tokens: int | None, *, device: str | None, d
     """Perplexity of one model, as `flyweight eval` measures it."""
     from rich.console import Console
 
-    from flyweight.commands.evaluate import load_for_eval, read_text, show_progress
+    from flyweight.commands.evaluate import load_subject, read_text, show_progress
     from flyweight.quant.evaluate import perplexity
 
-    decoder, _, ids, bos = load_for_eval(model, read_text(text), device=device, dtype=dtype)
+    subject = load_subject(model, read_text(text), device=device, dtype=dtype)
+    batch = 8 if subject.decoder.device.type == "cuda" else 1
     with show_progress(Console(stderr=True, highlight=False)) as update:
-        result = perplexity(decoder, ids[:tokens], bos=bos, progress=update, batch=8 if decoder.device.type == "cuda" else 1)
+        result = perplexity(subject.decoder, subject.ids[:tokens], bos=subject.bos, progress=update, batch=batch)
     return {"perplexity": result.perplexity, "error": result.error, "tokens": result.tokens}
 
 
@@ -178,4 +179,4 @@ def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_jso
         table.add_row(f"[bold]{name}[/]", value)
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{summary.output}" if summary.finished else f"stopped after the blocks asked for; {summary.output} was not made")
+    console.print(str(summary.output) if summary.finished else f"stopped as asked; {summary.output} was not made")

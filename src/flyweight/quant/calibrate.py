@@ -84,14 +84,14 @@ def memory_errors(where: str) -> Iterator[None]:
     except RuntimeError as error:
         if "not enough memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
-        raise ResourceError(f"{where}: out of memory; finished blocks are kept: run again with --resume and fewer samples") from error
+        raise ResourceError(f"{where}: out of memory; finished blocks are kept: --resume with fewer samples") from error
 
 
 class Loop:
     """Everything that stays the same from block to block."""
 
     def __init__(self, source: Any, recipe: Recipe, store: BlockStore, *, config: ModelConfig, tables: tuple[Tensor, Tensor],
-                 ops: Any, device: torch.device, dtype: torch.dtype, stored: torch.dtype, seed: int, budget: Budget = Budget(),
+                 ops: Any, device: torch.device, dtype: torch.dtype, stored: torch.dtype, seed: int, budget: Budget,
                  listen: Listener = lambda event: None) -> None:
         self.source, self.recipe, self.store, self.config = source, recipe, store, config
         self.tables, self.ops, self.device, self.dtype, self.stored = tables, ops, device, dtype, stored
@@ -145,8 +145,8 @@ class Loop:
         for i in range(len(self.hidden)):
             x = block.forward(self.hidden[i], self.context)
             if not bool(torch.isfinite(x).all()):
-                raise NonFiniteError(f"layer {index} gives NaN or infinity in {self.dtype}; finished blocks are kept: try --dtype "
-                                     "float32 or bfloat16")
+                raise NonFiniteError(f"layer {index} gives NaN or infinity in {self.dtype}; finished blocks are kept: try "
+                                     "--dtype float32 or bfloat16")
             self.hidden[i] = x
 
     # -- one block --------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def read_dataset(name: str, rows: int = 4096) -> str:
                                   "pip install datasets") from None
     try:
         part = load_dataset(name, split="train", streaming=True)
-        taken = [row_text(Path(name), number, json.dumps(row, default=str)) for number, row in zip(range(rows), part, strict=False)]
+        taken = [row_text(Path(name), i, json.dumps(row, default=str)) for i, row in zip(range(rows), part, strict=False)]
     except OptionError:
         raise
     except Exception as error:  # the network and the hub raise many kinds

@@ -23,7 +23,7 @@ class FP8:
             raise OptionError(f"fp8 activation is 'token', 'static' or 'none', not {self.activation!r}")
 
 
-def fp8(weight: Tensor, settings: FP8 = FP8(), statistics: Statistics | None = None) -> Float8:
+def fp8(weight: Tensor, settings: FP8, statistics: Statistics | None = None) -> Float8:
     weight = weight.float()
     largest = weight.abs().amax(1, keepdim=True) if settings.scales == "channel" else weight.abs().amax().reshape(1, 1)
     scales = (largest / FLOAT8_MAX).clamp(min=1e-12)

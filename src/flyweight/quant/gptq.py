@@ -34,7 +34,7 @@ class GPTQ:
     sweeps: int = 0
 
 
-def gptq(weight: Tensor, statistics: Statistics, settings: Integers, options: GPTQ = GPTQ(), *,
+def gptq(weight: Tensor, statistics: Statistics, settings: Integers, options: GPTQ, *,
          mask: Tensor | None = None, target: Tensor | None = None) -> IntGroup:
     """weight [out, in] → integers; `mask` (bool, True where kept) holds pruned weights at zero throughout.
 

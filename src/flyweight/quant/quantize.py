@@ -83,7 +83,7 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
         raise OptionError("quantize needs an output folder: -o OUT")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = recipe if isinstance(recipe, Recipe) else recipes.load(Path(recipe)) if recipe else recipes.find(scheme)
-    job = Job(model, chosen, Path(output).absolute(), place, dtype, seed)
+    job = Job(model, chosen, Path(output).absolute(), device=place, dtype=dtype, seed=seed)
     if (done := job.already_finished(resume)) is not None:
         return done
     on_gpu = place.type == "cuda"
@@ -115,7 +115,8 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
 class Job:
     """One model, one recipe, one output."""
 
-    def __init__(self, model: str | Path, recipe: Recipe, output: Path, device: torch.device, dtype: str | None, seed: int) -> None:
+    def __init__(self, model: str | Path, recipe: Recipe, output: Path, *, device: torch.device, dtype: str | None,
+                 seed: int) -> None:
         self.model, self.output, self.device, self.seed = str(model), output, device, seed
         if self.model.startswith("preset:"):
             self.source: Any = PresetWeights(self.model.removeprefix("preset:"), device=device)

@@ -135,7 +135,8 @@ class Recipe:
         """Every group size passed through `fit`: the model's widths decide."""
         lines = tuple((pattern, changes | {"group_size": fit(changes["group_size"])} if "group_size" in changes else changes)
                       for pattern, changes in self.lines)
-        return dataclasses.replace(self, layer=dataclasses.replace(self.layer, group_size=fit(self.layer.group_size)), lines=lines)
+        layer = dataclasses.replace(self.layer, group_size=fit(self.layer.group_size))
+        return dataclasses.replace(self, layer=layer, lines=lines)
 
     def to_dict(self) -> dict[str, Any]:
         """As a recipe file would say it; `from_dict` reads it back."""

@@ -6,19 +6,31 @@ activations that calibrate a layer are those that the finished model will see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.errors import FlyweightError
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import GROUPS, Block, Context, Group
-from flyweight.models.layers import Linear
 from flyweight.quant.statistics import Statistics
 from flyweight.quant.store import FinishedBlock
-from flyweight.tensors import Plain, QuantTensor
+from flyweight.tensors import Float8, Int8Channel, Plain, QuantTensor, Sparse24, quantize_int8_rows
+
+
+def input_quantizer(siblings: Sequence[QuantTensor | None]) -> Callable[[Tensor], Tensor]:
+    """What happens to the input before the matmul: nothing, unless the siblings quantize activations (then all do alike)."""
+    tensor = siblings[0]
+    if isinstance(tensor, Sparse24):
+        tensor = tensor.inner
+    if isinstance(tensor, Int8Channel) and tensor.input_scale is None:
+        return lambda x: torch.mul(*quantize_int8_rows(x)).to(x.dtype)
+    if isinstance(tensor, Int8Channel | Float8):
+        return lambda x: tensor.quantize_input(x).to(x.dtype)
+    return lambda x: x
 
 
 class Enough(Exception):
@@ -58,8 +70,7 @@ class WorkBlock:
         return self.others[self._short(name)]
 
     def linear(self, prefix: str) -> QuantTensor:
-        name = self._short(prefix)
-        return self.quantized[name] if name in self.quantized else Plain(self.weights[name].to(self.dtype))
+        return Plain(self.dense(self._short(prefix)))
 
     def check_used(self) -> None:
         pass
@@ -69,15 +80,20 @@ class WorkBlock:
 
     # -- running ----------------------------------------------------------------------------------------------
 
+    def dense(self, name: str) -> Tensor:
+        return self.quantized[name].dequantize(self.dtype) if name in self.quantized else self.weights[name].to(self.dtype)
+
     def build(self) -> Block:
-        return Block.load(self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True)
+        block = Block.load(self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True)
+        for group in GROUPS:
+            self.swap(block, group, [self.dense(name) for name in group.linears])
+        return block
 
     def swap(self, block: Block, group: Group, weights: Iterable[Tensor]) -> None:
-        """Give `block` other plain weights for one group."""
-        old = block.linears[group.name]
-        new = Linear([Plain(weight.to(self.dtype)) for weight in weights], old.bias, names=group.linears, dtype=self.dtype)
-        block.linears[group.name] = new
-        setattr(block, group.name, new)
+        """Other weights for one group. Serving may choose among kernels by their speed; the same bytes need one and the same."""
+        weight = torch.cat([part.to(self.dtype) for part in weights])
+        quantize_input = input_quantizer([self.quantized.get(name) for name in group.linears])
+        block.linears[group.name].single = lambda x: F.linear(quantize_input(x), weight)
 
     def statistics(self, batches: Iterable[Tensor], context: Context, groups: Iterable[Group], *,
                    see: Callable[[Group, Tensor], None] | None = None) -> dict[str, Statistics]:
