@@ -9,6 +9,7 @@ where a caller gives `judge` (the error of the whole attention or MLP output) th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,14 +23,14 @@ RATIOS = tuple(i / 20 for i in range(20))
 Judge = Callable[[Sequence[Tensor]], float]  # rounded weights of the siblings, in the original scale → output error
 
 
-def awq_scales(statistics: Statistics, weights: Sequence[Tensor], ratio: float, group_size: int, *,
+def awq_scales(loudness: Tensor, weights: Sequence[Tensor], ratio: float, group_size: int, *,
                use_weights: bool = True) -> Tensor:
-    """Scales [in] for one ratio, normalized by √(largest · smallest)."""
+    """Scales [in] for one ratio from how loud the inputs [in] are, normalized by √(largest · smallest)."""
     size = weights[0].shape[1] if group_size == -1 else group_size
     stacked = torch.cat([weight.float().abs() for weight in weights])
     pieces = stacked.unflatten(1, (-1, size))
     shares = (pieces / pieces.amax(-1, keepdim=True).clamp(min=1e-6)).flatten(1).mean(0)
-    scales = statistics.mean_absolute.clamp(min=1e-8).pow(ratio)
+    scales = loudness.clamp(min=1e-8).pow(ratio)
     if use_weights:
         scales = scales / (shares.pow(1 - ratio) + 1e-4)
     scales = scales.clamp(min=1e-4)
@@ -43,28 +44,33 @@ def round_weight(weight: Tensor, settings: Integers, importance: Tensor | None =
 
 
 def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
-                  allowed: Callable[[Tensor], Tensor] = lambda scales: scales,
+                  allowed: Callable[[Tensor], Tensor] = lambda scales: scales, compensated: bool = False,
                   ratios: Sequence[float] = RATIOS) -> tuple[float, Tensor]:
     """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate.
 
-    `allowed` maps scales to the nearest ones that the layer before can take.
+    `allowed` maps scales to the nearest ones that the layer before can take. `compensated`: GPTQ follows, whose loss is
+    the sum of squared rounding errors weighted by the columns' conditional importance: that is searched then.
     """
     weights = [weight.float() for weight in weights]
     hessian, size = statistics.hessian, settings.group_columns(weights[0].shape[1])
+    settings = dataclasses.replace(settings, ranges="minmax")  # a range search inside this search would cost minutes
+    conditional = statistics.conditional(act_order=True, damping=0.01) if compensated else None
+    loudness = statistics.mean_absolute if conditional is None else conditional.sqrt()
 
     def error(scales: Tensor) -> float:
-        importance = statistics.importance / scales.square()
-        rounded = [round_weight(weight * scales, settings, importance) / scales for weight in weights]
-        if judge is not None:
+        rounded = [round_weight(weight * scales, settings) / scales for weight in weights]
+        if judge is not None and conditional is None:
             return judge(rounded)
         differences = torch.cat(rounded) - torch.cat(weights)
+        if conditional is not None:
+            return float((differences.square() * conditional).sum(dtype=torch.float64))
         return float(((differences @ hessian) * differences).sum(dtype=torch.float64))
 
     ones = torch.ones(statistics.columns, device=weights[0].device)
     best = (error(ones), 0.0, ones)
     for ratio in ratios:
         for use_weights in (True, False):
-            scales = allowed(awq_scales(statistics, weights, ratio, size, use_weights=use_weights))
+            scales = allowed(awq_scales(loudness, weights, ratio, size, use_weights=use_weights))
             found = error(scales)
             if found < best[0]:
                 best = (found, ratio, scales)

@@ -227,8 +227,9 @@ class Loop:
     def scale(self, work: WorkBlock, group: Group, statistics: dict[str, Statistics], samples: Samples) -> float:
         weights = [work.weights[name] for name in group.linears]
         settings = self.layers(work, group)[0].integers(self.stored)
-        judge = self.judge(work, group, samples)
-        ratio, scales = search_scales(statistics[group.name], weights, settings, judge=judge,
+        compensated = any(layer.solver == "gptq" for layer in self.layers(work, group))
+        judge = None if compensated else self.judge(work, group, samples)
+        ratio, scales = search_scales(statistics[group.name], weights, settings, judge=judge, compensated=compensated,
                                       allowed=lambda s: work.allowed(group, s))
         self.fold(work, group, scales, statistics, samples)
         return ratio

@@ -84,11 +84,11 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = recipe if isinstance(recipe, Recipe) else recipes.load(Path(recipe)) if recipe else recipes.find(scheme)
     job = Job(model, chosen, Path(output).absolute(), device=place, dtype=dtype, seed=seed)
-    if (done := job.already_finished(resume)) is not None:
-        return done
     on_gpu = place.type == "cuda"
     text = job.samples(calibration, samples or (128 if on_gpu else 16), length or (2048 if on_gpu else 512))
     fingerprint = job.fingerprint(text, format)
+    if resume and (done := job.already_finished(fingerprint)) is not None:
+        return done
     if job.output.exists() and not overwrite and any(job.output.iterdir()):
         raise OptionError(f"{job.output} exists already; pass --overwrite or choose another folder")
     store = BlockStore(job.output, fingerprint, resume=resume)
@@ -154,14 +154,12 @@ class Job:
                 "recipe": self.recipe.to_dict(), "calibration": None if samples is None else samples.facts(), "seed": self.seed,
                 "format": format, "device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
 
-    def already_finished(self, resume: bool) -> Summary | None:
+    def already_finished(self, fingerprint: dict[str, Any]) -> Summary | None:
         """A run that was cut off after its last rename has nothing left to do but to clean up."""
-        note = self.output / NOTE
-        if not resume or not note.exists() or self.output.with_name(f".{self.output.name}.work").joinpath("run.json").exists():
+        facts = read_json(self.output / NOTE) if (self.output / NOTE).exists() else {}
+        if any(facts.get(key) != value for key, value in fingerprint.items()):
             return None
-        facts = read_json(note)
-        if facts.get("recipe") != self.recipe.to_dict() or facts.get("weights") != weights_digest(self.source):
-            return None
+        BlockStore(self.output, fingerprint, resume=False).close(remove=True)
         after = Checkpoint(self.output).nbytes
         return Summary(self.output, self.recipe.name, facts["written_as"], facts["bits_per_weight"], self.source.nbytes, after,
                        facts["layers"], 0.0, 0, notes=("nothing was left to do",))

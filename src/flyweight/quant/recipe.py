@@ -150,7 +150,10 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str) -> Recipe:
         data = dict(data)
-        base = find(data.pop("base")) if "base" in data else cls("", Layer())
+        try:
+            base = find(str(data.pop("base"))) if "base" in data else cls("", Layer())
+        except OptionError as error:
+            raise OptionError(f"{where}: {error}") from None
         lines = data.pop("layers", [])
         known = {field.name: field for field in dataclasses.fields(cls) if field.name not in ("layer", "lines")}
         layer_keys = {field.name: field for field in dataclasses.fields(Layer)}

@@ -44,11 +44,14 @@ class WorkBlock:
         self.weights = weights  # float32 [out, in] by name inside the block
         self.others = others  # norms and biases, as they are stored
         self.quantized: dict[str, QuantTensor] = {}
+        self.unpacked: dict[str, tuple[QuantTensor, Tensor]] = {}  # what `dense` has made, and of what
 
     @classmethod
     def load(cls, source: Any, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> WorkBlock:
         prefix = f"model.layers.{index}."
-        weights = {name: source.linear(prefix + name).to(device).dequantize() for group in GROUPS for name in group.linears}
+        # Clones: float32 weights of a checkpoint are views of its file, and folding works in place.
+        names = [name for group in GROUPS for name in group.linears]
+        weights = {name: source.linear(prefix + name).to(device).dequantize().clone() for name in names}
         others = {name.removeprefix(prefix): source.tensor(name).to(device) for name in source.names()
                   if name.startswith(prefix) and name.endswith(("norm.weight", ".bias"))}
         return cls(config, index, weights=weights, others=others, device=device, dtype=dtype)
@@ -81,7 +84,11 @@ class WorkBlock:
     # -- running ----------------------------------------------------------------------------------------------
 
     def dense(self, name: str) -> Tensor:
-        return self.quantized[name].dequantize(self.dtype) if name in self.quantized else self.weights[name].to(self.dtype)
+        if name not in self.quantized:
+            return self.weights[name].to(self.dtype)
+        if name not in self.unpacked or self.unpacked[name][0] is not self.quantized[name]:
+            self.unpacked[name] = self.quantized[name], self.quantized[name].dequantize(self.dtype)
+        return self.unpacked[name][1]
 
     def build(self) -> Block:
         block = Block.load(self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True)
