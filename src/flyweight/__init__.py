@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
     from flyweight.engine.request import SamplingParams
+    from flyweight.quant.quantize import quantize
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "quantize"]
 
-HOME = {"LLM": "flyweight.engine.llm", "SamplingParams": "flyweight.engine.request"}
+HOME = {"LLM": "flyweight.engine.llm", "SamplingParams": "flyweight.engine.request", "quantize": "flyweight.quant.quantize"}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,10 +24,11 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of t
 VERBS = {  # verb → (module:function, one line of help)
     "pull": ("flyweight.commands.pull:pull", "Get a model: a name, a hub id, or a GGUF file."),
     "info": ("flyweight.commands.info:info", "Show what a model is: layers, schemes, sizes, kernels."),
+    "quantize": ("flyweight.commands.quantize:quantize", "Make a smaller copy of a model."),
     "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
-    "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text."),
+    "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
 }
 
 

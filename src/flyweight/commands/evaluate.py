@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +14,13 @@ from flyweight.commands.generate import Device, Dtype
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
-    from flyweight.quant.evaluate import Perplexity
+    from flyweight.quant.evaluate import Agreement, Perplexity
 
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
+    models: Annotated[list[str], typer.Argument(help="Names, folders, hub ids or GGUF files; the first is the original.")],
     text: Annotated[Path | None, typer.Option(help="A plain text file, UTF-8.")] = None,
     window: Annotated[int, typer.Option(help="Tokens the model sees at a time.")] = 512,
     stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; default: the window.")] = None,
@@ -26,9 +28,12 @@ def evaluate(
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     device: Device = None,
     dtype: Dtype = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,
 ) -> None:
     """Measure perplexity on a text: exp of the mean negative log-likelihood, lower is better.
+
+    With several models, the others are also compared with the first: the KL divergence of their predictions from its own,
+    and how often both find the same next token likeliest.
 
     Windows do not overlap unless --stride is smaller; then each token has at least window − stride tokens before it.
     Models whose tokenizer begins a text with BOS see one at the beginning of every window.
@@ -37,35 +42,62 @@ def evaluate(
 
         flyweight eval smollm2-135m --text wiki.txt --tokens 4096
 
+        flyweight eval ./original ./int4 ./int8 --text wiki.txt
+
         flyweight eval ./my-quantized-model --text wiki.txt --window 2048 --stride 1024 --json
     """
     content = read_text(text)
-    import torch
     from rich.console import Console
+
+    from flyweight.quant.evaluate import compare, perplexity
+
+    console = Console(stderr=True, highlight=False)
+    first, rows = None, []
+    for name in models:
+        with console.status(f"Loading {name} …"):
+            subject = load_subject(name, content, device=device, dtype=dtype, exact=not served)
+        if window + (subject.bos is not None) > subject.decoder.config.context_length:
+            raise OptionError(f"--window {window} is more than the context of {subject.decoder.config.context_length} tokens")
+        if first is not None and subject.ids != first.ids:
+            raise OptionError(f"{name} cuts the text into other tokens than {models[0]}: they cannot be compared")
+        with show_progress(console) as update:
+            options = dict(window=window, stride=stride, bos=subject.bos, progress=update)
+            if first is None:
+                batch = 8 if subject.decoder.device.type == "cuda" else 1
+                result, agreement = perplexity(subject.decoder, subject.ids[:tokens], batch=batch, **options), None
+            else:
+                result, agreement = compare(first.decoder, subject.decoder, subject.ids[:tokens], **options)
+        first = first or subject
+        rows.append(result_row(result, agreement, subject, model=name, text=str(text), exact=not served))
+    if as_json:
+        print_rows(rows, first)
+    else:
+        print_table(rows)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under measurement, and the text in its tokens."""
+
+    checkpoint: Any
+    decoder: Any
+    ids: list[int]
+    bos: int | None
+
+
+def load_subject(model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True) -> Subject:
+    import torch
 
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
     from flyweight.engine.llm import choose_dtype
     from flyweight.models.decoder import Decoder
-    from flyweight.quant.evaluate import perplexity
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    console = Console(stderr=True, highlight=False)
-    with console.status(f"Loading {model} …"):
-        checkpoint = Checkpoint(resolve(model))
-        ids, bos = encode(checkpoint.tokenizer(), content)
-        number_type = choose_dtype(dtype, checkpoint.config, place)
-        decoder = Decoder.load(checkpoint, device=place, dtype=number_type, exact=not served)
-    if window + (bos is not None) > decoder.config.context_length:
-        raise OptionError(f"--window {window} is more than the context of {decoder.config.context_length} tokens")
-    with show_progress(console) as update:
-        result = perplexity(decoder, ids[:tokens], window=window, stride=stride, bos=bos, progress=update,
-                            batch=8 if place.type == "cuda" else 1)
-    if as_json:
-        print_rows(result, checkpoint, model=model, text=str(text), dtype=str(number_type).removeprefix("torch."), device=place,
-                   exact=not served)
-    else:
-        print_result(result)
+    checkpoint = Checkpoint(resolve(model))
+    ids, bos = encode(checkpoint.tokenizer(), text)
+    decoder = Decoder.load(checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact)
+    return Subject(checkpoint, decoder, ids, bos)
 
 
 def read_text(path: Path | None) -> str:
@@ -89,29 +121,56 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
     return ids, tokenizer.bos_token_id if begins_with_bos else None
 
 
-def print_result(result: Perplexity) -> None:
-    beginning = "BOS before each window" if result.bos else "no BOS"
-    typer.echo(f"perplexity {result.perplexity:.4f} ± {result.error:.4f} (standard error)")
-    typer.echo(f"{result.tokens:,} tokens scored, window {result.window}, stride {result.stride}, {beginning}, "
-               f"{result.seconds:.1f} s, {result.tokens_per_second:.1f} tok/s")
-
-
-def print_rows(result: Perplexity, checkpoint: Any, *, model: str, text: str, dtype: str, device: Any, exact: bool) -> None:
-    from flyweight.bench.rows import environment_row, make_row
+def result_row(result: Perplexity, agreement: Agreement | None, subject: Subject, *, model: str, text: str,
+               exact: bool) -> dict[str, Any]:
+    """What was measured of one model, under the names that every benchmark uses."""
     from flyweight.checkpoint.summary import summarize
 
-    summary, environment = summarize(checkpoint), environment_row(device, measure_bandwidth=False)
+    summary = summarize(subject.checkpoint)
     linears = [group for group in summary.groups if group.layers]
     bits = 8 * sum(group.nbytes for group in linears) / sum(group.parameters for group in linears)
-    row = make_row(
-        "quality", environment["id"], model=model, checkpoint=checkpoint.hash(), weights="trained",
+    dtype = str(subject.decoder.dtype).removeprefix("torch.")
+    row = dict(
+        model=model, checkpoint=subject.checkpoint.hash(), weights="trained",
         scheme=summary.quantization or SHORT.get(summary.dtype, summary.dtype), kv_dtype=dtype, dtype=dtype,
-        size_gb=round(checkpoint.nbytes / 1e9, 4), bits_per_weight=round(bits, 4), tool="flyweight", exact=exact,
+        size_gb=round(subject.checkpoint.nbytes / 1e9, 4), bits_per_weight=round(bits, 4), tool="flyweight", exact=exact,
         perplexity=result.perplexity, perplexity_error=result.error, text=text, window=result.window, stride=result.stride,
         bos=result.bos, tokens=result.tokens, seconds=round(result.seconds, 3),
         tokens_per_second=round(result.tokens_per_second, 2))
+    if agreement is not None:
+        row |= dict(kl=agreement.kl, kl_error=agreement.kl_error, top1_agreement=agreement.top1,
+                    log_ratio=agreement.log_ratio, log_ratio_error=agreement.log_ratio_error)
+    return row
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    if len(rows) == 1:
+        typer.echo(f"perplexity {rows[0]['perplexity']:.4f} ± {rows[0]['perplexity_error']:.4f} (standard error)")
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("model", "size", "bits", "perplexity", "change", "KL", "top-1", box=None, pad_edge=False)
+        for row in rows:
+            compared = ("", "", "") if "kl" not in row else (
+                f"{100 * math.expm1(row['log_ratio']):+.2f} ± {100 * row['log_ratio_error']:.2f} %", f"{row['kl']:.5f}",
+                f"{100 * row['top1_agreement']:.2f} %")
+            table.add_row(row["model"], f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
+                          f"{row['perplexity']:.4f} ± {row['perplexity_error']:.2f}", *compared)
+        Console(highlight=False).print(table)
+    row = rows[0]
+    beginning = "BOS before each window" if row["bos"] else "no BOS"
+    typer.echo(f"{row['tokens']:,} tokens scored, window {row['window']}, stride {row['stride']}, {beginning}, "
+               f"{row['seconds']:.1f} s, {row['tokens_per_second']:.1f} tok/s")
+
+
+def print_rows(rows: list[dict[str, Any]], subject: Any) -> None:
+    from flyweight.bench.rows import environment_row, make_row
+
+    environment = environment_row(subject.decoder.device, measure_bandwidth=False)
     typer.echo(json.dumps(environment))
-    typer.echo(json.dumps(row))
+    for row in rows:
+        typer.echo(json.dumps(make_row("quality", environment["id"], **row)))
 
 
 class show_progress:

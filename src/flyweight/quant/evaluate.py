@@ -1,4 +1,5 @@
-"""Perplexity: how well a model predicts a text, exp of the mean negative log-likelihood of its tokens.
+"""Perplexity: how well a model predicts a text, exp of the mean negative log-likelihood of its tokens; and agreement:
+how close a quantized model stays to its original, token by token.
 
     text      │ w i n d o w │                      stride = window: every token but each window's first is
               │             │ w i n d o w │        scored, once, with what stands before it in its window
@@ -89,19 +90,69 @@ def token_losses(model: WholeModel, windows: Sequence[Window], *, batch: int = 1
         i = j
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How far a model's predictions are from those of the original it was made from, at every scored token."""
+
+    kl: float  # mean Kullback-Leibler divergence from the original's distribution to this one, in nats
+    kl_error: float  # its standard error
+    top1: float  # share of tokens where both find the same next token likeliest
+    log_ratio: float  # mean difference of the losses: log of the ratio of the perplexities
+    log_ratio_error: float  # its standard error, paired token by token
+
+
+class Mean:
+    """Mean and standard error of values that come in pieces: Chan's update, exact however many there are."""
+
+    def __init__(self) -> None:
+        self.count, self.value, self.squares = 0, 0.0, 0.0
+
+    def add(self, values: Tensor) -> None:
+        values = values.double()
+        n, part = len(values), float(values.mean())
+        self.squares += float(((values - part) ** 2).sum()) + (part - self.value) ** 2 * self.count * n / (self.count + n)
+        self.value += (part - self.value) * n / (self.count + n)
+        self.count += n
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self.squares / max(self.count - 1, 1) / self.count)
+
+
 def perplexity(model: WholeModel, tokens: Sequence[int], *, window: int = 512, stride: int | None = None, bos: int | None = None,
                batch: int = 1, progress: Callable[[int, int, float], None] | None = None) -> Perplexity:
     """`progress` is called with (tokens scored, tokens in all, perplexity so far) after each window."""
     windows = cut_windows(tokens, window=window, stride=stride, bos=bos)
-    total = sum(item.scored for item in windows)
-    begin, count, mean, squares = time.perf_counter(), 0, 0.0, 0.0
+    total, begin, mean = sum(item.scored for item in windows), time.perf_counter(), Mean()
     for losses in token_losses(model, windows, batch=batch):
-        # Chan's update: exact however many tokens there are.
-        n, part = len(losses), float(losses.mean())
-        squares += float(((losses - part) ** 2).sum()) + (part - mean) ** 2 * count * n / (count + n)
-        mean += (part - mean) * n / (count + n)
-        count += n
+        mean.add(losses)
         if progress:
-            progress(count, total, math.exp(mean))
-    error = math.exp(mean) * math.sqrt(squares / max(count - 1, 1) / count)
-    return Perplexity(math.exp(mean), error, count, window, stride or window, bos is not None, time.perf_counter() - begin)
+            progress(mean.count, total, math.exp(mean.value))
+    return _perplexity(mean, window, stride, bos, time.perf_counter() - begin)
+
+
+def _perplexity(mean: Mean, window: int, stride: int | None, bos: int | None, seconds: float) -> Perplexity:
+    value = math.exp(mean.value)
+    return Perplexity(value, value * mean.error, mean.count, window, stride or window, bos is not None, seconds)
+
+
+def compare(original: WholeModel, model: WholeModel, tokens: Sequence[int], *, window: int = 512, stride: int | None = None,
+            bos: int | None = None, progress: Callable[[int, int, float], None] | None = None) -> tuple[Perplexity, Agreement]:
+    """The perplexity of `model`, and its agreement with `original`, both run side by side on every window."""
+    windows = cut_windows(tokens, window=window, stride=stride, bos=bos)
+    total, begin = sum(item.scored for item in windows), time.perf_counter()
+    losses, divergence, same, ratio = Mean(), Mean(), Mean(), Mean()
+    for item in windows:
+        ids = torch.tensor([item.tokens], device=model.device)
+        wanted = ids[0, -item.scored :, None]
+        expected, found = (torch.log_softmax(each.forward_whole(ids)[0, -item.scored - 1 : -1].float(), -1)
+                           for each in (original, model))
+        loss, loss_before = -found.gather(1, wanted)[:, 0], -expected.gather(1, wanted)[:, 0]
+        losses.add(loss.cpu())
+        ratio.add((loss - loss_before).cpu())
+        divergence.add((expected.exp() * (expected - found)).sum(1).cpu())
+        same.add((expected.argmax(1) == found.argmax(1)).cpu())
+        if progress:
+            progress(losses.count, total, math.exp(losses.value))
+    agreement = Agreement(divergence.value, divergence.error, same.value, ratio.value, ratio.error)
+    return _perplexity(losses, window, stride, bos, time.perf_counter() - begin), agreement

@@ -1,0 +1,182 @@
+"""`flyweight quantize`: make a smaller copy of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flyweight.commands.generate import Device, Dtype
+from flyweight.errors import OptionError
+
+if TYPE_CHECKING:
+    from flyweight.quant.calibrate import Event
+    from flyweight.quant.quantize import Summary
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")] = "",
+    scheme: Annotated[str, typer.Option(help="A named scheme; --list explains them.")] = "gptq-int4",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The folder to make.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (TOML) instead of a scheme.")] = None,
+    calibration: Annotated[str, typer.Option(help="A text or JSONL file, or a hub dataset.")] = "built-in",
+    samples: Annotated[int | None, typer.Option(help="Calibration sequences; 128 on a GPU, 16 on a CPU.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of each; 2048 on a GPU, 512 on a CPU.")] = None,
+    seed: Annotated[int, typer.Option(help="Which samples are drawn, and everything else that is random.")] = 0,
+    eval_text: Annotated[Path | None, typer.Option("--eval", help="Measure perplexity before and after on this text.")] = None,
+    eval_tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens of it.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run of this command stopped.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that exists.")] = False,
+    format: Annotated[str | None, typer.Option(help="File format; default: what most engines read for this scheme.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a forward pass; fewer need less memory.")] = None,
+    cache_gb: Annotated[float, typer.Option(help="Host memory for activations; the rest goes to disk.")] = 4.0,
+    blocks: Annotated[int | None, typer.Option(help="Stop after so many decoder blocks, to time a model.")] = None,
+    list_schemes: Annotated[bool, typer.Option("--list", help="Explain every scheme and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Quantize a model. One decoder block is in memory at a time; the result is an ordinary model folder.
+
+    Interrupted (even by `kill -9`), the same command with --resume continues at the last finished block and gives the
+    same bytes. Everything needed to repeat the run is written into OUT/flyweight.json.
+
+    Examples:
+
+        flyweight quantize smollm2-135m --scheme gptq-int4 -o smol-int4
+
+        flyweight quantize ./my-model --scheme int4-best -o out --calibration my.txt --eval test.txt
+
+        flyweight quantize ./my-model --recipe mixed.toml -o out --resume
+
+        flyweight quantize --list
+    """
+    if list_schemes:
+        return print_schemes(as_json)
+    if not model or output is None:
+        raise OptionError("quantize needs a model and an output folder: flyweight quantize MODEL --scheme NAME -o OUT")
+    from flyweight.quant.quantize import quantize as make
+
+    with LiveView(model, recipe.stem if recipe else scheme) as view:
+        summary = make(model, scheme, output, recipe=recipe, calibration=calibration, samples=samples, length=length, seed=seed,
+                       resume=resume, overwrite=overwrite, format=format, device=device, dtype=dtype, batch=batch,
+                       cache_gb=cache_gb, blocks=blocks, listen=view.listen)
+    quality = {}
+    if eval_text is not None and summary.finished:
+        quality = {name: measure(folder, eval_text, eval_tokens, device=device, dtype=dtype)
+                   for name, folder in (("before", model), ("after", str(output)))}
+    print_summary(summary, quality, as_json)
+
+
+def print_schemes(as_json: bool) -> None:
+    from flyweight.quant.recipe import named
+
+    rows = [dict(scheme=name, bits=bits_of(recipe.layer), summary=recipe.summary, engines=recipe.engines)
+            for name, recipe in named().items()]
+    rows.append(dict(scheme="vptq:v8-k65536-256", bits="(16 + 8) / 8", summary="codebooks of a chosen shape: vector length, "
+                     "centroids, residual centroids", engines="Flyweight, transformers with vptq"))
+    if as_json:
+        return typer.echo(json.dumps(rows, indent=1))
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("scheme", "bits", "what it costs, when to pick it", "read by", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(f"[bold]{row['scheme']}[/]", row["bits"], row["summary"], row["engines"])
+    Console(highlight=False).print(table)
+
+
+def bits_of(layer: Any) -> str:
+    if layer.solver == "fp8":
+        return "8 (float)"
+    if layer.solver == "vptq":
+        return f"{layer.bits} + 0.3"
+    group = "channel" if layer.group_size == -1 else f"group {layer.group_size}"
+    activations = ", int8 activations" if layer.activations == "int8" else ""
+    return f"{layer.bits}, {group}{'' if layer.symmetric else ', zero points'}{activations}"
+
+
+class LiveView:
+    """A bar over the blocks on standard error: the layer just solved, its error, memory, and the time left."""
+
+    def __init__(self, model: str, scheme: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self.console = Console(stderr=True, highlight=False)
+        self.progress = Progress(TextColumn(f"{scheme}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("blocks"),
+                                 TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"),
+                                 TimeRemainingColumn(elapsed_when_finished=True), console=self.console, transient=True)
+        self.task = self.progress.add_task(f"reading {model} …", total=None)
+        self.began = time.perf_counter()
+
+    def __enter__(self) -> LiveView:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.progress.stop()
+
+    def listen(self, event: Event) -> None:
+        text = f"{event.layer} error {event.error:.2e}" if event.kind == "layer" else "running finished blocks"
+        done = event.block if event.kind == "layer" else event.block + 1
+        self.progress.update(self.task, total=event.blocks, completed=done, description=f"{text}  {memory_text()}")
+
+
+def memory_text() -> str:
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    text = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB"
+    import torch
+
+    return f"{text}, GPU {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if torch.cuda.is_initialized() else text
+
+
+def measure(model: str, text: Path, tokens: int | None, *, device: str | None, dtype: str | None) -> dict[str, float]:
+    """Perplexity of one model, as `flyweight eval` measures it."""
+    from rich.console import Console
+
+    from flyweight.commands.evaluate import load_subject, read_text, show_progress
+    from flyweight.quant.evaluate import perplexity
+
+    subject = load_subject(model, read_text(text), device=device, dtype=dtype)
+    batch = 8 if subject.decoder.device.type == "cuda" else 1
+    with show_progress(Console(stderr=True, highlight=False)) as update:
+        result = perplexity(subject.decoder, subject.ids[:tokens], bos=subject.bos, progress=update, batch=batch)
+    return {"perplexity": result.perplexity, "error": result.error, "tokens": result.tokens}
+
+
+def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_json: bool) -> None:
+    if as_json:
+        data = dataclasses.asdict(summary) | {"output": str(summary.output), "mean_error": summary.mean_error, "quality": quality}
+        return typer.echo(json.dumps(data))
+    from rich.console import Console
+    from rich.table import Table
+
+    worst, error = summary.worst
+    rows = [("scheme", f"{summary.scheme}, written as {summary.format}"),
+            ("bits per weight", f"{summary.bits_per_weight:.3f} (scales and codebooks included)"),
+            ("size", f"{summary.bytes_before / 1e6:,.1f} MB → {summary.bytes_after / 1e6:,.1f} MB"),
+            ("layer error, mean", f"{summary.mean_error:.2e} of the output's energy"),
+            ("layer error, worst", f"{error:.2e} in {worst}")]
+    if quality:
+        before, after = quality["before"], quality["after"]
+        change = 100 * (after["perplexity"] / before["perplexity"] - 1)
+        rows.append(("perplexity", f"{before['perplexity']:.4f} → {after['perplexity']:.4f} ({change:+.2f} %, "
+                     f"{before['tokens']:,} tokens)"))
+    rows.append(("time", f"{summary.seconds:.1f} s on {summary.tokens:,} calibration tokens"))
+    if summary.peak_gpu_gb:
+        rows.append(("GPU memory, peak", f"{summary.peak_gpu_gb:.2f} GB"))
+    rows += [("note", note) for note in summary.notes]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows:
+        table.add_row(f"[bold]{name}[/]", value)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(str(summary.output) if summary.finished else f"stopped as asked; {summary.output} was not made")

@@ -1,0 +1,109 @@
+"""AWQ: scale up the input channels that matter before rounding, so that their share of the rounding error falls.
+
+s = mean|x|^r / mean|w|^(1−r), with r searched for the least error of the output; s is folded into the layer before,
+and the float function stays the same. Then the range of every group is clipped where that lowers the output error.
+
+The output error of a linear is E·H·Eᵀ with H the second moments of its input, so no sample has to be run through it;
+where a caller gives `judge` (the error of the whole attention or MLP output) that decides instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flyweight.quant.grid import Grid, Integers, make_grid, stored
+from flyweight.quant.statistics import Statistics
+from flyweight.tensors import IntGroup
+
+RATIOS = tuple(i / 20 for i in range(20))
+Judge = Callable[[Sequence[Tensor]], float]  # rounded weights of the siblings, in the original scale → output error
+
+
+def awq_scales(loudness: Tensor, weights: Sequence[Tensor], ratio: float, group_size: int, *,
+               use_weights: bool = True) -> Tensor:
+    """Scales [in] for one ratio from how loud the inputs [in] are, normalized by √(largest · smallest)."""
+    size = weights[0].shape[1] if group_size == -1 else group_size
+    stacked = torch.cat([weight.float().abs() for weight in weights])
+    pieces = stacked.unflatten(1, (-1, size))
+    shares = (pieces / pieces.amax(-1, keepdim=True).clamp(min=1e-6)).flatten(1).mean(0)
+    scales = loudness.clamp(min=1e-8).pow(ratio)
+    if use_weights:
+        scales = scales / (shares.pow(1 - ratio) + 1e-4)
+    scales = scales.clamp(min=1e-4)
+    scales = scales / (scales.max() * scales.min()).sqrt()
+    return torch.where(torch.isfinite(scales), scales, torch.ones_like(scales)).clamp(min=1e-4, max=1e4)
+
+
+def round_weight(weight: Tensor, settings: Integers, importance: Tensor | None = None) -> Tensor:
+    grid = make_grid(weight, settings, importance)
+    return grid.values(grid.codes(weight))
+
+
+def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
+                  allowed: Callable[[Tensor], Tensor] = lambda scales: scales, compensated: bool = False,
+                  ratios: Sequence[float] = RATIOS) -> tuple[float, Tensor]:
+    """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate.
+
+    `allowed` maps scales to the nearest ones that the layer before can take. `compensated`: GPTQ follows, whose loss is
+    the sum of squared rounding errors weighted by the columns' conditional importance: that is searched then.
+    """
+    weights = [weight.float() for weight in weights]
+    hessian, size = statistics.hessian, settings.group_columns(weights[0].shape[1])
+    settings = dataclasses.replace(settings, ranges="minmax")  # a range search inside this search would cost minutes
+    conditional = statistics.conditional(act_order=True, damping=0.01) if compensated else None
+    loudness = statistics.mean_absolute if conditional is None else conditional.sqrt()
+
+    def error(scales: Tensor) -> float:
+        rounded = [round_weight(weight * scales, settings) / scales for weight in weights]
+        if judge is not None and conditional is None:
+            return judge(rounded)
+        differences = torch.cat(rounded) - torch.cat(weights)
+        if conditional is not None:
+            return float((differences.square() * conditional).sum(dtype=torch.float64))
+        return float(((differences @ hessian) * differences).sum(dtype=torch.float64))
+
+    ones = torch.ones(statistics.columns, device=weights[0].device)
+    best = (error(ones), 0.0, ones)
+    for ratio in ratios:
+        for use_weights in (True, False):
+            scales = allowed(awq_scales(loudness, weights, ratio, size, use_weights=use_weights))
+            found = error(scales)
+            if found < best[0]:
+                best = (found, ratio, scales)
+    return best[1], best[2]
+
+
+def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10, least: float = 0.55) -> Grid:
+    """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller."""
+    weight, grid = weight.float(), make_grid(weight, settings, statistics.importance)
+    size = grid.group_size
+    blocks = torch.stack([statistics.hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)])
+
+    def errors(candidate: Grid) -> Tensor:
+        difference = (candidate.values(candidate.codes(weight)) - weight).unflatten(1, (-1, size)).transpose(0, 1)
+        return ((difference @ blocks) * difference).sum(-1).T  # [rows, groups]
+
+    best = errors(grid)
+    start = grid
+    for share in torch.linspace(1, least, steps).tolist()[1:]:
+        scales = stored(start.scales * share, settings.scale_dtype)
+        zeros = start.zeros
+        if not settings.symmetric:  # both ends move in together
+            low = -start.zeros * start.scales * share
+            zeros = torch.clamp(torch.round(-low / scales), 0, 2**settings.bits - 1)
+        candidate = Grid(scales, zeros, settings, size)
+        found = errors(candidate)
+        better = found < best
+        best = torch.where(better, found, best)
+        grid = Grid(torch.where(better, scales, grid.scales), torch.where(better, zeros, grid.zeros), settings, size)
+    return grid
+
+
+def awq_round(weight: Tensor, statistics: Statistics, settings: Integers, *, clipped: bool = True) -> IntGroup:
+    """The rounding that follows the scaling: clipped ranges, nearest codes."""
+    grid = clip(weight, statistics, settings) if clipped else make_grid(weight, settings, statistics.importance)
+    return grid.tensor(grid.codes(weight.float()))

@@ -1,0 +1,283 @@
+"""The block loop: one decoder block in memory at a time, each calibrated on what the quantized blocks before it give.
+
+    tokens → embedding → [block 0] → [block 1] → …
+                            │ 1. transforms   smoothing and scale search on the float block, folded into its weights
+                            │ 2. solvers      group by group (q/k/v → o → gate/up → down), each seeing the ones before
+                            │                 it already quantized
+                            │ 3. learning     rounding tuned on the whole block's output (where the recipe asks for it)
+                            └ 4. save, then run the quantized block over all samples: input of the next
+
+A finished block is a file (`store.py`). Resuming runs the finished blocks over the samples again instead of storing
+activations; the arithmetic is the same, so the bytes are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight.errors import ResourceError
+from flyweight.models.config import ModelConfig
+from flyweight.models.decoder import GROUPS, Block, Context, Group, Whole
+from flyweight.quant.awq import Judge, search_scales
+from flyweight.quant.cache import ActivationCache, Budget
+from flyweight.quant.recipe import Layer, Recipe
+from flyweight.quant.rounding import Learning, learn_rounding
+from flyweight.quant.smoothquant import search_alpha, smooth_scales
+from flyweight.quant.solve import solve_group
+from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
+from flyweight.quant.store import BlockStore, FinishedBlock
+from flyweight.quant.work import WorkBlock
+
+JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP, and α its matmuls
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the live view is told: a layer solved, a block finished, or a block run again after resuming."""
+
+    kind: str
+    block: int
+    blocks: int
+    layer: str = ""
+    error: float = 0.0
+    seconds: float = 0.0
+
+
+Listener = Callable[[Event], None]
+
+
+@contextlib.contextmanager
+def reproducible(*, fast: bool) -> Iterator[None]:
+    """Deterministic kernels; `fast` lets float32 products of half-precision models use TF32."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    memory: Any = torch.utils.deterministic
+    fill, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False  # every byte that is read was written
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high" if fast else "highest")
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        memory.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def memory_errors(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ResourceError(f"{where}: out of memory; finished blocks are kept: run again with --resume and a smaller --batch or "
+                            "fewer samples") from error
+    except RuntimeError as error:
+        if "not enough memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        raise ResourceError(f"{where}: out of memory; finished blocks are kept: --resume with fewer samples") from error
+
+
+class Loop:
+    """Everything that stays the same from block to block."""
+
+    def __init__(self, source: Any, recipe: Recipe, store: BlockStore, *, config: ModelConfig, tables: tuple[Tensor, Tensor],
+                 ops: Any, device: torch.device, dtype: torch.dtype, stored: torch.dtype, seed: int, budget: Budget,
+                 listen: Listener = lambda event: None) -> None:
+        self.source, self.recipe, self.store, self.config = source, recipe, store, config
+        self.tables, self.ops, self.device, self.dtype, self.stored = tables, ops, device, dtype, stored
+        self.seed, self.listen = seed, listen
+        self.hidden = ActivationCache(device, budget, store.folder, "hidden")
+        # Learning aims at the outputs of the original model, which therefore runs beside the quantized one.
+        self.original = ActivationCache(device, budget, store.folder, "original") if recipe.learn_steps else None
+        self.context: Context | None = None
+
+    def begin(self, tokens: Tensor, embedding: Tensor, *, batch: int) -> None:
+        """Embed the samples [samples, length], `batch` at a time."""
+        self.context = Whole(tokens.shape[1], self.tables, self.ops)
+        for begin in range(0, len(tokens), batch):
+            x = torch.nn.functional.embedding(tokens[begin : begin + batch], embedding).to(self.dtype)
+            self.hidden.append(x)
+            if self.original is not None:
+                self.original.append(x)
+
+    def run(self, blocks: int) -> list[FinishedBlock]:
+        """Quantize the first `blocks` blocks; those that are on disk are only run."""
+        done = []
+        for index in range(blocks):
+            name, started = f"block-{index:04}", time.perf_counter()
+            with memory_errors(f"layer {index}"):
+                if self.store.has(name):
+                    finished, kind = self.store.load(name), "resumed"
+                    work = WorkBlock.restore(finished, self.config, index, device=self.device, dtype=self.dtype)
+                else:
+                    work, kind = self.load(index), "finished"
+                    finished = work.finished(self.quantize(work))
+                    self.store.save(name, finished)
+                if self.context is not None:
+                    self.advance(index, work)
+            # Only what the writer needs to know is kept in memory.
+            meta = {linear: tensor.map(lambda t: t.to("meta")) for linear, tensor in finished.linears.items()}
+            done.append(FinishedBlock(meta, {}, finished.report))
+            self.listen(Event(kind, index, blocks, seconds=time.perf_counter() - started))
+        return done
+
+    def load(self, index: int) -> WorkBlock:
+        return WorkBlock.load(self.source, self.config, index, device=self.device, dtype=self.dtype)
+
+    def advance(self, index: int, work: WorkBlock) -> None:
+        """Both streams of activations move on to the next block."""
+        assert self.context is not None
+        if self.original is not None:
+            block = self.load(index).build()
+            for i in range(len(self.original)):
+                self.original[i] = block.forward(self.original[i], self.context)
+        block = work.build()
+        for i in range(len(self.hidden)):
+            x = block.forward(self.hidden[i], self.context)
+            if not bool(torch.isfinite(x).all()):
+                raise NonFiniteError(f"layer {index} gives NaN or infinity in {self.dtype}; finished blocks are kept: try "
+                                     "--dtype float32 or bfloat16")
+            self.hidden[i] = x
+
+    # -- one block --------------------------------------------------------------------------------------------
+
+    def quantize(self, work: WorkBlock) -> dict[str, Any]:
+        """Fill work.quantized; returns the report of the block."""
+        report: dict[str, Any] = {"layers": {}}
+        if self.recipe.smooth is not None or self.recipe.scale_search:
+            report["scales"] = self.transform(work)
+        float_weights = {name: weight.clone() for name, weight in work.weights.items()} if self.recipe.learn_steps else {}
+        for group in GROUPS:
+            self.solve(work, group, report["layers"])
+        if self.recipe.learn_steps and self.original is not None:
+            work.weights |= float_weights
+            report["learned"] = self.learn(work)
+        return report
+
+    def layers(self, work: WorkBlock, group: Group) -> list[Layer]:
+        return [self.recipe.layer_for(f"model.layers.{work.index}.{name}") for name in group.linears]
+
+    def solve(self, work: WorkBlock, group: Group, report: dict[str, Any]) -> None:
+        layers = self.layers(work, group)
+        started, statistics = time.perf_counter(), None
+        if self.context is not None and (self.recipe.sparse or any(layer.needs_statistics for layer in layers)):
+            statistics = work.statistics(self.hidden, self.context, [group])[group.name]
+        weights = [work.weights[name] for name in group.linears]
+        solved = solve_group(weights, layers, statistics, dtype=self.stored, sparse=self.recipe.sparse, seed=self.seed)
+        hessian = None if statistics is None else statistics.hessian
+        for name, weight, tensor in zip(group.linears, weights, solved, strict=True):
+            work.quantized[name] = tensor
+            moments = torch.eye(weight.shape[1], device=weight.device) if hessian is None else hessian
+            error = layer_error(weight, tensor.dequantize(), moments)
+            report[name] = {"error": error, "bits_per_weight": tensor.bits_per_weight}
+            self.listen(Event("layer", work.index, self.config.layers, name, error, time.perf_counter() - started))
+
+    def learn(self, work: WorkBlock) -> dict[str, float]:
+        assert self.original is not None and self.context is not None
+        targets = ActivationCache(self.device, Budget(), self.store.folder, "target")
+        block = self.load(work.index).build()
+        for x in self.original:
+            targets.append(block.forward(x, self.context))
+        settings = Learning(self.recipe.learn_steps, self.recipe.learn_batch, self.recipe.learn_rate, seed=self.seed)
+        before, after = learn_rounding(work, self.hidden, targets, self.context, settings)  # type: ignore[arg-type]
+        targets.close()
+        return {"before": before, "after": after}
+
+    # -- transforms -------------------------------------------------------------------------------------------
+
+    def transform(self, work: WorkBlock) -> dict[str, Any]:
+        """Smoothing, then scale search, group by group; statistics follow by arithmetic instead of another pass."""
+        assert self.context is not None
+        samples = Samples(JUDGED_TOKENS)
+        statistics = work.statistics(self.hidden, self.context, GROUPS, see=samples.keep)
+        report: dict[str, Any] = {}
+        for group in GROUPS:
+            if any(layer.solver == "keep" for layer in self.layers(work, group)):
+                continue
+            entry: dict[str, Any] = {}
+            if self.recipe.smooth is not None:
+                entry["alpha"] = self.smooth(work, group, statistics, samples)
+            if self.recipe.scale_search:
+                entry["ratio"] = self.scale(work, group, statistics, samples)
+            report[group.name] = entry
+        return report
+
+    def smooth(self, work: WorkBlock, group: Group, statistics: dict[str, Statistics], samples: Samples) -> float:
+        weights, found = [work.weights[name] for name in group.linears], statistics[group.name]
+        if self.recipe.smooth == "search":
+            alpha, scales = search_alpha(samples.inputs(group), found.largest, weights)
+        elif group.source.endswith("norm"):  # the published method smooths what follows a norm
+            alpha = float(self.recipe.smooth or 0)
+            scales = smooth_scales(found.largest, weights, alpha)
+        else:
+            return 0.0
+        self.fold(work, group, scales, statistics, samples)
+        return alpha
+
+    def scale(self, work: WorkBlock, group: Group, statistics: dict[str, Statistics], samples: Samples) -> float:
+        weights = [work.weights[name] for name in group.linears]
+        settings = self.layers(work, group)[0].integers(self.stored)
+        compensated = any(layer.solver == "gptq" for layer in self.layers(work, group))
+        judge = None if compensated else self.judge(work, group, samples)
+        ratio, scales = search_scales(statistics[group.name], weights, settings, judge=judge, compensated=compensated,
+                                      allowed=lambda s: work.allowed(group, s))
+        self.fold(work, group, scales, statistics, samples)
+        return ratio
+
+    def fold(self, work: WorkBlock, group: Group, scales: Tensor, statistics: dict[str, Statistics], samples: Samples) -> None:
+        scales = work.fold(group, work.allowed(group, scales))
+        statistics[group.name] = statistics[group.name].scaled(scales)
+        samples.scale(group, scales)
+
+    def judge(self, work: WorkBlock, group: Group, samples: Samples) -> Judge | None:
+        """The error of attention's or the MLP's output, for groups whose own output is not yet it."""
+        assert self.context is not None
+        context, block = self.context, work.build()
+        outputs: dict[str, Callable[[Block, Tensor], Tensor]] = {
+            "qkv": lambda b, x: b.attention(x, context),
+            "gate_up": lambda b, x: b.down(b.ops.silu_mul(b.gate_up(x))),
+        }
+        if group.name not in outputs:
+            return None
+        run, inputs = outputs[group.name], samples.batches(group)
+        wanted = [run(block, x) for x in inputs]
+
+        def judge(weights: Any) -> float:
+            work.swap(block, group, weights)
+            return sum(float((run(block, x) - y).float().square().sum(dtype=torch.float64))
+                       for x, y in zip(inputs, wanted, strict=True))
+
+        return judge
+
+
+class Samples:
+    """The first tokens' inputs of every group, whole sequences, for searches that need inputs and not just their moments."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.kept: dict[str, list[Tensor]] = {group.name: [] for group in GROUPS}
+
+    def keep(self, group: Group, x: Tensor) -> None:
+        have = sum(part.shape[0] * part.shape[1] for part in self.kept[group.name])
+        rows = min(x.shape[0], -(-(self.tokens - have) // x.shape[1]))
+        if have < self.tokens:
+            self.kept[group.name].append(x[:rows].clone())
+
+    def batches(self, group: Group) -> list[Tensor]:
+        return self.kept[group.name]
+
+    def inputs(self, group: Group) -> Tensor:
+        return torch.cat([part.flatten(0, 1) for part in self.kept[group.name]]).float()
+
+    def scale(self, group: Group, scales: Tensor) -> None:
+        self.kept[group.name] = [(part.float() / scales).to(part.dtype) for part in self.kept[group.name]]

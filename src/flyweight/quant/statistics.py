@@ -1,0 +1,133 @@
+"""What a solver knows of a layer's input: second moments (the Hessian of the output error), means and extremes.
+
+Sums are taken in float32 batch by batch in a fixed order, so that the same samples give the same bytes. Everything
+a solver derives from the Hessian (the factor of its inverse) is made once and shared by siblings such as q, k and v.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flyweight.errors import FlyweightError
+
+
+class NonFiniteError(FlyweightError):
+    """An activation or a Hessian holds NaN or infinity."""
+
+
+def gram(x: Tensor) -> Tensor:
+    """xᵀ · x in float32; half-precision inputs multiply on tensor cores, whose sums are float32 too."""
+    if x.dtype in (torch.float16, torch.bfloat16) and x.is_cuda:
+        return torch.mm(x.T, x, out_dtype=torch.float32)
+    return x.float().T @ x.float()
+
+
+@dataclass(eq=False)
+class Statistics:
+    """Sums over tokens of one input x [tokens, in]; `hessian` is the mean of x·xᵀ."""
+
+    columns: int
+    device: torch.device | str = "cpu"
+    tokens: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.sums:
+            shape = {"hessian": (self.columns, self.columns), "absolute": (self.columns,), "largest": (self.columns,)}
+            self.sums = {name: torch.zeros(size, device=self.device) for name, size in shape.items()}
+
+    def add(self, x: Tensor) -> None:
+        """One batch of inputs [..., in]."""
+        x = x.reshape(-1, self.columns).to(self.device)
+        self.sums["hessian"] += gram(x)
+        size = x.abs()
+        self.sums["absolute"] += size.sum(0, dtype=torch.float32)
+        self.sums["largest"] = torch.maximum(self.sums["largest"], size.amax(0).float())
+        self.tokens += x.shape[0]
+        self.factors.clear()
+
+    @property
+    def hessian(self) -> Tensor:
+        return self.sums["hessian"] / max(self.tokens, 1)
+
+    @property
+    def importance(self) -> Tensor:
+        """Mean square of each input column [in]."""
+        return self.sums["hessian"].diagonal() / max(self.tokens, 1)
+
+    @property
+    def mean_absolute(self) -> Tensor:
+        return self.sums["absolute"] / max(self.tokens, 1)
+
+    @property
+    def largest(self) -> Tensor:
+        return self.sums["largest"]
+
+    def check(self, where: str) -> None:
+        if self.tokens == 0:
+            raise FlyweightError(f"{where}: no calibration token reached this layer; use more samples")
+        if not bool(torch.isfinite(self.sums["hessian"]).all()):
+            raise NonFiniteError(f"{where}: the input holds NaN or infinity; the model overflows here in this dtype "
+                                 "(try --dtype float32) or its weights are damaged")
+
+    def scaled(self, scales: Tensor) -> Statistics:
+        """The statistics of x / scales: what a layer sees once `scales` are folded into its columns."""
+        divisors = {"hessian": scales[:, None] * scales[None], "absolute": scales, "largest": scales}
+        sums = {name: value / divisors[name] for name, value in self.sums.items()}
+        return dataclasses.replace(self, sums=sums, factors={})
+
+    def order(self, act_order: bool) -> Tensor:
+        """Columns by falling importance, ties in place; or as they are."""
+        if act_order:
+            return torch.argsort(self.importance, descending=True, stable=True)
+        return torch.arange(self.columns, device=self.sums["hessian"].device)
+
+    def factor(self, *, act_order: bool, damping: float) -> tuple[Tensor, Tensor]:
+        """(order, U) with U upper triangular and UᵀU = H⁻¹ of the ordered, damped Hessian. Kept for siblings.
+
+        Damping starts at `damping` · mean diagonal and grows tenfold until the Hessian is positive definite.
+        """
+        key = (act_order, damping)
+        if key not in self.factors:
+            order = self.order(act_order)
+            hessian = self.hessian[order][:, order]
+            diagonal = hessian.diagonal()
+            dead = diagonal <= 0
+            diagonal[dead] = 1.0
+            amount = damping * float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
+            self.factors[key] = (order, inverse_factor(hessian, amount))
+        return self.factors[key]
+
+    def conditional(self, *, act_order: bool, damping: float) -> Tensor:
+        """[in]: what is left of each column's importance once the columns after it make up for its error: 1 / U_ii².
+
+        The loss of the recursion is the sum of the squared rounding errors times this, so this weighs its ranges.
+        """
+        order, upper = self.factor(act_order=act_order, damping=damping)
+        return torch.empty_like(self.importance).index_copy_(0, order, upper.diagonal().square().reciprocal())
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """Upper U with UᵀU = (H + λI)⁻¹, from one Cholesky of H read backwards: H = R·Rᵀ with R upper, U = R⁻¹."""
+    identity = torch.eye(hessian.shape[0], device=hessian.device)
+    for _ in range(8):
+        lower, failed = torch.linalg.cholesky_ex((hessian + damping * identity).flip(0, 1))
+        if int(failed) == 0:
+            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            if bool(torch.isfinite(upper).all()):
+                return upper
+        damping = max(damping, 1e-6 * float(hessian.diagonal().mean())) * 10
+    raise NonFiniteError("the Hessian stays singular however much it is damped; use more calibration samples")
+
+
+def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
+    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²."""
+    difference = (weight - quantized).float()
+    above = ((difference @ hessian) * difference).sum(dtype=torch.float64)
+    below = ((weight.float() @ hessian) * weight).sum(dtype=torch.float64)
+    return float(above / below.clamp(min=1e-30))

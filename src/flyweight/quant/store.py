@@ -1,0 +1,126 @@
+"""Finished blocks on disk: one safetensors file each, renamed into place only when every byte is synced.
+
+The folder beside the output (`.NAME.work`) holds them until the model is complete. A fingerprint says what is being
+made; a run continues only what it would have made itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flyweight.errors import OptionError, ResourceError
+from flyweight.tensors import KINDS, QuantTensor
+
+
+@dataclass(eq=False)
+class FinishedBlock:
+    """What a block (or the head) has become: linears by name, other tensors by name, and figures about them."""
+
+    linears: dict[str, QuantTensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def describe(tensor: QuantTensor) -> dict[str, Any]:
+    """Everything of a QuantTensor but its tensors, for JSON."""
+    data: dict[str, Any] = {"kind": tensor.kind}
+    for name, value in tensor.fields().items():
+        if isinstance(value, QuantTensor):
+            data[name] = describe(value)
+        elif not isinstance(value, Tensor):
+            data[name] = value
+    return data
+
+
+def rebuild(data: dict[str, Any], tensors: dict[str, Tensor]) -> QuantTensor:
+    """The inverse: `tensors` by field name, nested ones as `inner.codes`."""
+    kind = KINDS[data["kind"]]
+    values: dict[str, Any] = {name: value for name, value in data.items() if name != "kind"}
+    for item in dataclasses.fields(kind):
+        if isinstance(values.get(item.name), dict):
+            inner = {name.removeprefix(f"{item.name}."): t for name, t in tensors.items() if name.startswith(f"{item.name}.")}
+            values[item.name] = rebuild(values[item.name], inner)
+        elif item.name not in values:
+            values[item.name] = tensors[item.name]
+    return kind(**values)
+
+
+class BlockStore:
+    def __init__(self, output: Path, fingerprint: dict[str, Any], *, resume: bool) -> None:
+        self.folder = output.with_name(f".{output.name}.work")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / ".lock")
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            raise ResourceError(f"{output}: another process is making this model") from None
+        except OSError as error:
+            raise ResourceError(f"{output}: cannot write there ({error})") from error
+        note = self.folder / "run.json"
+        if resume and note.exists():
+            differing = [key for key, value in json.loads(note.read_text()).items() if fingerprint.get(key) != value]
+            if differing:
+                self.lock.release()
+                raise OptionError(f"{self.folder} holds the unfinished work of another run ({', '.join(differing)} differ); "
+                                  "repeat that command, or run without --resume to start over")
+        else:
+            for path in self.folder.iterdir():
+                if path.name != ".lock":
+                    path.unlink()
+        self._write_text(note, json.dumps(fingerprint, indent=1, sort_keys=True))
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def has(self, name: str) -> bool:
+        return self.path(name).exists()
+
+    def save(self, name: str, block: FinishedBlock) -> None:
+        tensors = {f"tensor|{key}": tensor.detach().cpu().contiguous() for key, tensor in block.tensors.items()}
+        for linear, quantized in block.linears.items():
+            tensors |= {f"linear|{linear}|{key}": tensor.cpu().contiguous() for key, tensor in quantized.tensors().items()}
+        notes = {"linears": {linear: describe(quantized) for linear, quantized in block.linears.items()}, "report": block.report}
+        half = self.path(name).with_suffix(".half")
+        try:
+            save_file({key: tensor.clone() for key, tensor in tensors.items()}, half, metadata={"notes": json.dumps(notes)})
+            with half.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            os.replace(half, self.path(name))
+        except (OSError, SafetensorError) as error:
+            raise ResourceError(f"{self.folder}: cannot write {name} ({error}); finished blocks are kept: free some disk and run "
+                                "again with --resume") from error
+
+    def load(self, name: str) -> FinishedBlock:
+        with safe_open(self.path(name), framework="pt") as file:
+            notes = json.loads(file.metadata()["notes"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        linears = {}
+        for linear, data in notes["linears"].items():
+            start = f"linear|{linear}|"
+            linears[linear] = rebuild(data, {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)})
+        others = {key.removeprefix("tensor|"): tensor for key, tensor in tensors.items() if key.startswith("tensor|")}
+        return FinishedBlock(linears, others, notes["report"])
+
+    def close(self, *, remove: bool) -> None:
+        self.lock.release()
+        if remove:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write_text(self, path: Path, text: str) -> None:
+        half = path.with_suffix(".half")
+        try:
+            half.write_text(text, encoding="utf-8")
+            os.replace(half, path)
+        except OSError as error:
+            raise ResourceError(f"{self.folder}: cannot write {path.name} ({error})") from error

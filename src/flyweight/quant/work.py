@@ -1,0 +1,171 @@
+"""WorkBlock: one decoder block while it is being quantized.
+
+It holds float32 weights, what has been quantized so far, and builds from both a real `models.decoder.Block`, so the
+activations that calibrate a layer are those that the finished model will see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flyweight.errors import FlyweightError
+from flyweight.models.config import ModelConfig
+from flyweight.models.decoder import GROUPS, Block, Context, Group
+from flyweight.quant.statistics import Statistics
+from flyweight.quant.store import FinishedBlock
+from flyweight.tensors import Float8, Int8Channel, Plain, QuantTensor, Sparse24, quantize_int8_rows
+
+
+def input_quantizer(siblings: Sequence[QuantTensor | None]) -> Callable[[Tensor], Tensor]:
+    """What happens to the input before the matmul: nothing, unless the siblings quantize activations (then all do alike)."""
+    tensor = siblings[0]
+    if isinstance(tensor, Sparse24):
+        tensor = tensor.inner
+    if isinstance(tensor, Int8Channel) and tensor.input_scale is None:
+        return lambda x: torch.mul(*quantize_int8_rows(x)).to(x.dtype)
+    if isinstance(tensor, Int8Channel | Float8):
+        return lambda x: tensor.quantize_input(x).to(x.dtype)
+    return lambda x: x
+
+
+class Enough(Exception):
+    """Raised inside a block once the input that was asked for has been seen."""
+
+
+class WorkBlock:
+    def __init__(self, config: ModelConfig, index: int, *, weights: dict[str, Tensor], others: dict[str, Tensor],
+                 device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.index, self.device, self.dtype = config, index, device, dtype
+        self.weights = weights  # float32 [out, in] by name inside the block
+        self.others = others  # norms and biases, as they are stored
+        self.quantized: dict[str, QuantTensor] = {}
+        self.unpacked: dict[str, tuple[QuantTensor, Tensor]] = {}  # what `dense` has made, and of what
+
+    @classmethod
+    def load(cls, source: Any, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> WorkBlock:
+        prefix = f"model.layers.{index}."
+        # Clones: float32 weights of a checkpoint are views of its file, and folding works in place.
+        names = [name for group in GROUPS for name in group.linears]
+        weights = {name: source.linear(prefix + name).to(device).dequantize().clone() for name in names}
+        others = {name.removeprefix(prefix): source.tensor(name).to(device) for name in source.names()
+                  if name.startswith(prefix) and name.endswith(("norm.weight", ".bias"))}
+        return cls(config, index, weights=weights, others=others, device=device, dtype=dtype)
+
+    @classmethod
+    def restore(cls, finished: FinishedBlock, config: ModelConfig, index: int, *, device: torch.device,
+                dtype: torch.dtype) -> WorkBlock:
+        others = {name: tensor.to(device) for name, tensor in finished.tensors.items()}
+        block = cls(config, index, weights={}, others=others, device=device, dtype=dtype)
+        block.quantized = {name: tensor.to(device) for name, tensor in finished.linears.items()}
+        return block
+
+    # -- the Weights protocol of models.layers ----------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        return self._short(name) in self.others
+
+    def tensor(self, name: str) -> Tensor:
+        return self.others[self._short(name)]
+
+    def linear(self, prefix: str) -> QuantTensor:
+        return Plain(self.dense(self._short(prefix)))
+
+    def check_used(self) -> None:
+        pass
+
+    def _short(self, name: str) -> str:
+        return name.removeprefix(f"model.layers.{self.index}.")
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def dense(self, name: str) -> Tensor:
+        if name not in self.quantized:
+            return self.weights[name].to(self.dtype)
+        if name not in self.unpacked or self.unpacked[name][0] is not self.quantized[name]:
+            self.unpacked[name] = self.quantized[name], self.quantized[name].dequantize(self.dtype)
+        return self.unpacked[name][1]
+
+    def build(self) -> Block:
+        block = Block.load(self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True)
+        for group in GROUPS:
+            self.swap(block, group, [self.dense(name) for name in group.linears])
+        return block
+
+    def swap(self, block: Block, group: Group, weights: Iterable[Tensor]) -> None:
+        """Other weights for one group. Serving may choose among kernels by their speed; the same bytes need one and the same."""
+        weight = torch.cat([part.to(self.dtype) for part in weights])
+        quantize_input = input_quantizer([self.quantized.get(name) for name in group.linears])
+        block.linears[group.name].single = lambda x: F.linear(quantize_input(x), weight)
+
+    def statistics(self, batches: Iterable[Tensor], context: Context, groups: Iterable[Group], *,
+                   see: Callable[[Group, Tensor], None] | None = None) -> dict[str, Statistics]:
+        """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last group asked for."""
+        wanted = {group.name for group in groups}
+        last = [group.name for group in GROUPS if group.name in wanted][-1]
+        found = {group.name: Statistics(self.weights[group.linears[0]].shape[1], self.device) for group in GROUPS
+                 if group.name in wanted}
+
+        def watch(group: Group, x: Tensor) -> None:
+            if group.name in wanted:
+                found[group.name].add(x)
+                if see is not None:
+                    see(group, x)
+            if group.name == last:
+                raise Enough
+
+        block = self.build()
+        block.watch(watch)
+        for batch in batches:
+            try:
+                block.forward(batch, context)
+            except Enough:
+                continue
+        for name, statistics in found.items():
+            statistics.check(f"model.layers.{self.index} ({name})")
+        return found
+
+    # -- equivalent changes -----------------------------------------------------------------------------------
+
+    def can_fold(self, group: Group) -> bool:
+        """Gemma-like norms aside, every source can take a factor; a source that is quantized already cannot."""
+        return group.source not in self.quantized
+
+    def allowed(self, group: Group, scales: Tensor) -> Tensor:
+        """The nearest scales that can be folded: one per channel of the source, shared by the query heads that read it."""
+        if group.source != "self_attn.v_proj" or self.config.heads == self.config.kv_heads:
+            return scales
+        heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
+        shared = scales.log().view(kv_heads, heads // kv_heads, size).mean(1, keepdim=True).exp()
+        return shared.expand(kv_heads, heads // kv_heads, size).reshape(-1)
+
+    def fold(self, group: Group, scales: Tensor) -> Tensor:
+        """Divide the group's input by `scales` at its source, multiply the linears; returns the scales that took effect."""
+        if group.source.endswith("norm"):
+            name = f"{group.source}.weight"
+            old = self.others[name]
+            new = (old.float() / scales).to(old.dtype)
+            # A norm in half precision cannot hold every quotient: the linears take what it really became.
+            scales = torch.where(new == 0, torch.ones_like(scales), old.float() / new.float())
+            self.others[name] = torch.where(new == 0, old, new)
+        else:
+            rows = scales
+            if group.source == "self_attn.v_proj":
+                heads, kv_heads = self.config.heads, self.config.kv_heads
+                rows = scales.view(kv_heads, heads // kv_heads, -1)[:, 0].reshape(-1)
+            self.weights[group.source] /= rows[:, None]
+            if (bias := self.others.get(f"{group.source}.bias")) is not None:
+                self.others[f"{group.source}.bias"] = (bias.float() / rows).to(bias.dtype)
+        for name in group.linears:
+            self.weights[name] *= scales
+        return scales
+
+    def finished(self, report: dict[str, Any]) -> FinishedBlock:
+        missing = [name for group in GROUPS for name in group.linears if name not in self.quantized]
+        if missing:
+            raise FlyweightError(f"layer {self.index}: {', '.join(missing)} were never quantized")
+        return FinishedBlock(dict(self.quantized), dict(self.others), report)

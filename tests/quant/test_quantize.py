@@ -1,0 +1,233 @@
+"""Whole models: the block loop, resuming, reproducibility, the files that come out."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_model import TEXT, make_tiny_model
+
+from flyweight.checkpoint.reader import Checkpoint
+from flyweight.errors import FlyweightError, OptionError, ResourceError
+from flyweight.kernels import reference
+from flyweight.models.config import ModelConfig
+from flyweight.models.decoder import GROUPS, LINEARS, Decoder, Whole
+from flyweight.models.rope import rope_tables
+from flyweight.quant import calibrate, store
+from flyweight.quant.quantize import quantize
+from flyweight.quant.recipe import Layer, Recipe, named
+from flyweight.quant.work import WorkBlock
+
+LEARNED = 'base = "int4-best"\nlearn_steps = 4\nlearn_batch = 2\nsweeps = 1\n'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "calibration.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def make(model, text, output, scheme="gptq-int4", **options):
+    return quantize(model, scheme, output, **{"calibration": str(text), "samples": 4, "length": 48, "device": "cpu", **options})
+
+
+def digest(folder):
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(folder.iterdir()))).hexdigest()
+
+
+def fast(name):
+    """The scheme, with learning cut down to a few steps."""
+    recipe = named()[name]
+    return Recipe.from_dict(recipe.to_dict() | ({"learn_steps": 3, "learn_batch": 2} if recipe.learn_steps else {}), name)
+
+
+@pytest.mark.parametrize("name", list(named()))
+def test_every_scheme_makes_a_model_that_loads_and_stays_close(name, model, text, tmp_path):
+    summary = make(model, text, tmp_path / "out", recipe=fast(name))
+    ids = torch.tensor([Checkpoint(model).tokenizer().encode(TEXT, add_special_tokens=False)[:48]])
+    before, after = (Decoder.load(Checkpoint(folder), device="cpu", dtype=torch.float32, exact=True).forward_whole(ids)
+                     for folder in (model, tmp_path / "out"))
+    sparse, coarse = named()[name].sparse, summary.bits_per_weight < 6
+    distance = float((after - before).norm() / before.norm())
+    assert distance < (1.0 if sparse or coarse else 0.4 if name.startswith("fp8") else 0.15)
+    assert set(summary.layers) == {f"model.layers.{i}.{linear}" for i in range(3) for linear in LINEARS}
+    assert summary.bytes_after == Checkpoint(tmp_path / "out").nbytes
+    if sparse:
+        for prefix in summary.layers:
+            weight = Checkpoint(tmp_path / "out").linear(prefix).dequantize()
+            assert ((weight != 0).unflatten(1, (-1, 4)).sum(-1) <= 2).all(), f"{prefix}: the 2:4 mask is broken"
+
+
+@pytest.mark.parametrize("name", ["gptq-int4", "w8a8-smooth-gptq", "vptq-3bit", "int4-best"])
+def test_two_runs_give_the_same_bytes(name, model, text, tmp_path):
+    for run in ("a", "b"):
+        make(model, text, tmp_path / run, recipe=fast(name))
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+MOMENTS = ("layer 1", "layer 9", "block 1", "rename 3", "tensor 5", "cleanup 1", "block 1,layer 3,rename 2,tensor 20")
+
+
+@pytest.mark.parametrize(("recipe", "moments"), [('base = "gptq-int4"', MOMENTS), (LEARNED, ("block 2,layer 2",))],
+                         ids=["gptq", "learned"])
+def test_killed_at_any_moment_it_resumes_to_the_same_bytes(recipe, moments, model, text, tmp_path):
+    (tmp_path / "recipe.toml").write_text(recipe)
+    script = Path(__file__).with_name("interrupt.py")
+    done = subprocess.run([sys.executable, script, model, text, tmp_path / "recipe.toml", tmp_path, *moments], text=True,
+                          capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert set(results) == set(moments) and all(results.values()), results
+
+
+def test_activations_that_do_not_fit_spill_to_disk_and_change_nothing(model, text, tmp_path, monkeypatch):
+    spilled = []
+    original = calibrate.ActivationCache.close
+    monkeypatch.setattr(calibrate.ActivationCache, "close", lambda cache: (spilled.append(cache.on_disk), original(cache)))
+    make(model, text, tmp_path / "memory")
+    make(model, text, tmp_path / "disk", cache_gb=0)
+    assert spilled == [0, 4]
+    assert digest(tmp_path / "memory") == digest(tmp_path / "disk")
+
+
+def test_the_error_of_earlier_blocks_reaches_the_later_ones(model, text, tmp_path, monkeypatch):
+    seen = []
+    original = WorkBlock.statistics
+
+    def statistics(work, batches, *args, **options):
+        seen.append((work.index, batches[0].clone()))
+        return original(work, batches, *args, **options)
+
+    monkeypatch.setattr(WorkBlock, "statistics", statistics)
+    make(model, text, tmp_path / "coarse", "gptq-int3")
+    make(model, text, tmp_path / "fine", "gptq-int8")
+    first, second = ([x for index, x in half if index == 2] for half in (seen[: len(seen) // 2], seen[len(seen) // 2 :]))
+    assert not torch.allclose(first[0], second[0])
+    assert all(torch.equal(x, first[0]) for x in first)  # one input for all groups of a block
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folding_scales_leaves_the_float_function_unchanged(changes, dtype, tmp_path):
+    source = Checkpoint(make_tiny_model(tmp_path / "m", dtype=str(dtype).removeprefix("torch."), **changes))
+    config = ModelConfig.from_dict(source.config)
+    work = WorkBlock.load(source, config, 1, device=torch.device("cpu"), dtype=torch.float32)
+    context = Whole(20, rope_tables(config, torch.device("cpu")), reference)
+    x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0))
+    before = work.build().forward(x, context)
+    for group in GROUPS:
+        width = work.weights[group.linears[0]].shape[1]
+        scales = work.allowed(group, torch.exp(torch.randn(width, generator=torch.Generator().manual_seed(1))))
+        old = {name: weight.clone() for name, weight in work.weights.items()}
+        work.fold(group, scales)
+        assert any(not torch.equal(old[name], work.weights[name]) for name in group.linears)
+    # Biases are the only part that half precision rounds.
+    rounded = bool(changes) and dtype != torch.float32
+    torch.testing.assert_close(work.build().forward(x, context), before, rtol=1e-3 if rounded else 1e-4,
+                               atol=2e-2 if rounded else 1e-4)
+    again = WorkBlock.load(source, config, 1, device=torch.device("cpu"), dtype=torch.float32)
+    assert not torch.equal(again.weights["mlp.up_proj"], work.weights["mlp.up_proj"]), "the source itself was changed"
+
+
+def test_everything_needed_to_repeat_the_run_is_written_down(model, text, tmp_path):
+    make(model, text, tmp_path / "out", seed=7)
+    facts = json.loads((tmp_path / "out" / "flyweight.json").read_text())
+    assert facts["seed"] == 7 and facts["calibration"]["samples"] == 4 and facts["calibration"]["source"] == str(text)
+    again = Recipe.from_dict(facts["recipe"], "flyweight.json")
+    make(model, text, tmp_path / "again", recipe=again, seed=facts["seed"])
+    assert digest(tmp_path / "again") == digest(tmp_path / "out")
+    make(model, text, tmp_path / "other", seed=8)
+    assert digest(tmp_path / "other") != digest(tmp_path / "out")
+
+
+def test_mixed_precision_and_the_head_by_choice(model, text, tmp_path):
+    recipe = Recipe("mixed", Layer("gptq"), (("*.down_proj", {"bits": 8}), ("*.layers.2.*", {"solver": "keep"}),
+                                             ("lm_head", {"solver": "rtn", "bits": 8})), embeddings="float16")
+    make(model, text, tmp_path / "out", recipe=recipe)
+    made = Checkpoint(tmp_path / "out")
+    assert made.linear("model.layers.0.mlp.down_proj").bits == 8 and made.linear("model.layers.0.mlp.up_proj").bits == 4
+    assert made.linear("model.layers.2.mlp.up_proj").kind == "plain" and made.linear("lm_head").bits == 8
+    assert made.tensor("model.embed_tokens.weight").dtype == torch.float16
+    Decoder.load(made, device="cpu", dtype=torch.float32)
+
+
+def test_a_full_disk_keeps_the_finished_blocks(model, text, tmp_path, monkeypatch):
+    calls, save = [], store.save_file
+
+    def full(tensors, path, metadata):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(store, "save_file", full)
+    with pytest.raises(ResourceError, match=r"No space left.*--resume"):
+        make(model, text, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    seen = []
+    make(model, text, tmp_path / "out", resume=True, listen=lambda event: seen.append(event.kind))
+    assert seen.count("resumed") == 1 and seen.count("finished") == 2
+
+
+def test_running_out_of_memory_is_one_clear_line(model, text, tmp_path, monkeypatch):
+    def explode(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(calibrate, "solve_group", explode)
+    with pytest.raises(ResourceError, match=r"layer 0: out of memory.*--resume"):
+        make(model, text, tmp_path / "out")
+
+
+def test_overflowing_activations_name_the_layer(text, tmp_path):
+    loud = make_tiny_model(tmp_path / "m")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(loud / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e5
+    save_file(tensors, loud / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FlyweightError, match=r"model\.layers\.1.*NaN or infinity"):
+        make(loud, text, tmp_path / "out", dtype="float16")
+
+
+@pytest.mark.parametrize(("content", "message"), [("", "the text is empty"), ("too short", "too few for one sample")])
+def test_a_text_that_cannot_calibrate_is_refused_before_any_work(content, message, model, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(content)
+    with pytest.raises(OptionError, match=message):
+        make(model, path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_resuming_something_else_is_refused(model, text, tmp_path):
+    make(model, text, tmp_path / "out", blocks=1)
+    with pytest.raises(OptionError, match=r"another run .*recipe.* differ"):
+        make(model, text, tmp_path / "out", "gptq-int8", resume=True)
+    seen = []
+    make(model, text, tmp_path / "out", listen=lambda event: seen.append(event.kind))  # without --resume it starts over
+    assert seen.count("finished") == 3
+
+
+def test_an_existing_folder_is_not_overwritten_unasked(model, text, tmp_path):
+    make(model, text, tmp_path / "out", "rtn-int4")
+    with pytest.raises(OptionError, match="--overwrite"):
+        make(model, text, tmp_path / "out", "rtn-int8")
+    make(model, text, tmp_path / "out", "rtn-int8", overwrite=True)
+    assert Checkpoint(tmp_path / "out").linear("model.layers.0.mlp.up_proj").bits == 8
+
+
+def test_a_preset_is_quantized_for_timing(tmp_path):
+    summary = quantize("preset:smollm2-135m", "rtn-int4", tmp_path / "out", device="cpu", blocks=1)
+    assert not summary.finished and not (tmp_path / "out").exists() and len(summary.layers) == 7

@@ -1,0 +1,245 @@
+"""Solvers: pure functions of weight and statistics. None may do worse than rounding to nearest."""
+
+import pytest
+import torch
+
+from flyweight.quant.awq import awq_round, search_scales
+from flyweight.quant.fp8 import FP8, fp8
+from flyweight.quant.gptq import GPTQ, gptq
+from flyweight.quant.grid import Integers, fit_group_size, make_grid
+from flyweight.quant.rtn import rtn, to_int8_channel
+from flyweight.quant.smoothquant import search_alpha, smooth_scales, w8a8_error
+from flyweight.quant.sparsegpt import prune24
+from flyweight.quant.statistics import NonFiniteError, Statistics, inverse_factor, layer_error
+from flyweight.quant.vptq import VPTQ, vptq
+from flyweight.tensors import Sparse24
+
+
+def inputs(columns: int, tokens: int = 700, seed: int = 0) -> torch.Tensor:
+    """Correlated channels of very different loudness, as in real models."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
+    loud = torch.exp(torch.randn(columns, generator=generator))
+    return torch.randn(tokens, columns, generator=generator) @ mix * loud
+
+
+def problem(rows: int = 48, columns: int = 96, seed: int = 0) -> tuple[torch.Tensor, Statistics, torch.Tensor]:
+    x = inputs(columns, seed=seed)
+    statistics = Statistics(columns)
+    for part in x.split(100):
+        statistics.add(part)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed + 1)) * 0.05
+    return weight, statistics, x
+
+
+def error(weight, tensor, statistics):
+    return layer_error(weight, tensor.dequantize(), statistics.hessian)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("ranges", ["minmax", "mse", "importance"])
+def test_every_integer_solver_is_at_least_as_good_as_rounding(bits, symmetric, ranges):
+    weight, statistics, _ = problem()
+    settings = Integers(bits, 32, symmetric, ranges)
+    nearest = error(weight, rtn(weight, settings), statistics)
+    for options in (GPTQ(), GPTQ(act_order=False), GPTQ(sweeps=2)):
+        assert error(weight, gptq(weight, statistics, settings, options), statistics) <= nearest
+    assert error(weight, awq_round(weight, statistics, settings), statistics) <= nearest
+
+
+def test_each_refinement_lowers_the_error_of_the_one_before():
+    weight, statistics, _ = problem()
+    plain = Integers(4, 32, True, "minmax")
+    searched = Integers(4, 32, True, "importance")
+    figures = [error(weight, tensor, statistics) for tensor in (
+        rtn(weight, plain), gptq(weight, statistics, plain, GPTQ()), gptq(weight, statistics, searched, GPTQ()),
+        gptq(weight, statistics, searched, GPTQ(sweeps=3)))]
+    assert figures == sorted(figures, reverse=True)
+
+
+def naive_gptq(weight, hessian, settings, damping):
+    """The method as the paper states it: after each column, the exact minimizer over all columns still free."""
+    weight, grid = weight.double().clone(), make_grid(weight, settings)
+    scales, zeros = (tensor.double() for tensor in grid.expand())
+    columns = weight.shape[1]
+    hessian = hessian.double() + damping * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    codes = torch.zeros_like(weight)
+    for i in range(columns):
+        codes[:, i] = torch.clamp(torch.round(weight[:, i] / scales[:, i]) + zeros[:, i], 0, 2**settings.bits - 1)
+        miss = weight[:, i] - (codes[:, i] - zeros[:, i]) * scales[:, i]
+        if i + 1 < columns:
+            rest = hessian[i + 1 :, i + 1 :]
+            weight[:, i + 1 :] += torch.outer(miss, torch.linalg.solve(rest, hessian[i + 1 :, i]))
+    return codes
+
+
+def test_gptq_finds_the_codes_of_the_naive_method():
+    weight, statistics, _ = problem(rows=12, columns=24)
+    settings = Integers(4, -1, True)  # one group: the grid does not depend on when it is made
+    found = gptq(weight, statistics, settings, GPTQ(act_order=False)).values()
+    expected = naive_gptq(weight, statistics.hessian, settings, 0.01)
+    assert (found != expected).float().mean() < 0.02  # ties fall either way in float32
+
+
+def test_act_order_keeps_the_columns_and_groups_in_their_places():
+    weight, statistics, _ = problem()
+    tensor = gptq(weight, statistics, Integers(8, 32), GPTQ(act_order=True))
+    assert tensor.g_idx is None
+    assert (tensor.dequantize() - weight).abs().max() < 0.02
+
+
+def test_rounding_has_the_scales_of_compressed_tensors():
+    weight = torch.tensor([[0.75, -1.5, 0.3, 0.0], [0.2, 0.1, 0.4, 0.6]])
+    symmetric = rtn(weight, Integers(4, 4, scale_dtype=torch.float32))
+    torch.testing.assert_close(symmetric.scales, torch.tensor([[1.5 / 7.5], [0.6 / 7.5]]))
+    assert symmetric.integers()[0].tolist() == [4, -8, 2, 0] or symmetric.integers()[0].tolist() == [4, -7, 2, 0]
+    asymmetric = rtn(weight, Integers(4, 4, symmetric=False, scale_dtype=torch.float32))
+    torch.testing.assert_close(asymmetric.scales, torch.tensor([[2.25 / 15], [0.6 / 15]]))
+    assert asymmetric.zeros.flatten().tolist() == [10, 0]  # the range always holds zero
+
+
+def test_scales_are_what_the_file_holds():
+    weight, statistics, _ = problem()
+    for dtype in (torch.float16, torch.bfloat16):
+        tensor = gptq(weight, statistics, Integers(4, 32, ranges="importance", scale_dtype=dtype), GPTQ(sweeps=1))
+        assert tensor.scales.dtype == dtype
+        assert error(weight, tensor, statistics) < error(weight, rtn(weight, Integers(4, 32, scale_dtype=dtype)), statistics)
+
+
+def test_a_zero_weight_stays_zero():
+    weight, statistics, _ = problem()
+    for symmetric in (True, False):
+        for tensor in (rtn(weight * 0, Integers(4, 32, symmetric, "importance")),
+                       gptq(weight * 0, statistics, Integers(4, 32, symmetric), GPTQ(sweeps=1))):
+            assert not tensor.dequantize().any()
+
+
+def test_group_size_adapts_to_the_width():
+    assert fit_group_size(128, [576, 1536]) == 64
+    assert fit_group_size(128, [4096, 12288]) == 128
+    assert fit_group_size(128, [30]) == -1
+
+
+def test_dead_columns_are_quantized_to_zero():
+    weight, _, x = problem()
+    x[:, [3, 40]] = 0
+    statistics = Statistics(96)
+    statistics.add(x)
+    tensor = gptq(weight, statistics, Integers(4, 32), GPTQ())
+    assert not tensor.dequantize()[:, [3, 40]].any()
+
+
+def test_a_singular_hessian_is_damped_until_it_works():
+    x = inputs(64)[:8]  # eight tokens, 64 columns
+    statistics = Statistics(64)
+    statistics.add(x)
+    weight = torch.randn(16, 64)
+    assert torch.isfinite(gptq(weight, statistics, Integers(4, 32), GPTQ(damping=0.0)).dequantize()).all()
+
+
+def test_the_factor_is_that_of_the_inverse():
+    hessian = torch.cov(inputs(40).T)
+    upper = inverse_factor(hessian, 0.1)
+    assert torch.equal(upper, upper.triu())
+    torch.testing.assert_close(upper.T @ upper, torch.linalg.inv(hessian + 0.1 * torch.eye(40)), rtol=1e-3, atol=1e-4)
+
+
+def test_statistics_do_not_depend_on_how_tokens_are_cut():
+    x = inputs(32)
+    whole, parts = Statistics(32), Statistics(32)
+    whole.add(x)
+    for part in x.split(7):
+        parts.add(part)
+    torch.testing.assert_close(whole.hessian, parts.hessian)
+    assert torch.equal(whole.largest, parts.largest) and whole.tokens == parts.tokens
+
+
+def test_non_finite_inputs_are_named():
+    statistics = Statistics(8)
+    statistics.add(torch.full((2, 8), float("inf")))
+    with pytest.raises(NonFiniteError, match=r"layers\.3.*NaN or infinity"):
+        statistics.check("model.layers.3")
+
+
+def test_awq_scales_lower_the_error_and_fold_away():
+    weight, statistics, x = problem()
+    settings = Integers(4, 32, symmetric=False)
+    ratio, scales = search_scales(statistics, [weight], settings)
+    assert ratio > 0
+    torch.testing.assert_close((x / scales) @ (weight * scales).T, x @ weight.T, rtol=1e-4, atol=1e-4)
+    scaled = awq_round(weight * scales, statistics.scaled(scales), settings).dequantize() / scales
+    assert layer_error(weight, scaled, statistics.hessian) < error(weight, rtn(weight, settings), statistics)
+
+
+def test_statistics_follow_a_scaling_without_another_pass():
+    _, statistics, x = problem()
+    scales = torch.linspace(0.5, 2, 96)
+    again = Statistics(96)
+    again.add(x / scales)
+    scaled = statistics.scaled(scales)
+    for name in ("hessian", "mean_absolute", "largest", "importance"):
+        torch.testing.assert_close(getattr(scaled, name), getattr(again, name), rtol=1e-4, atol=1e-4)
+
+
+def test_smoothing_is_never_worse_than_none_and_folds_away():
+    weight, _, x = problem()
+    x[:, 5] *= 60  # one outlier channel
+    largest = x.abs().amax(0)
+    alpha, scales = search_alpha(x, largest, [weight])
+    assert alpha > 0
+    assert w8a8_error(x, [weight], scales) < 0.5 * w8a8_error(x, [weight], torch.ones(96))
+    fixed = smooth_scales(largest, [weight], 0.8)
+    torch.testing.assert_close((x / fixed) @ (weight * fixed).T, x @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+def pattern_holds(weight: torch.Tensor) -> bool:
+    return bool(((weight != 0).unflatten(1, (-1, 4)).sum(-1) <= 2).all())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_two_of_four_survive_every_later_step(symmetric):
+    weight, statistics, _ = problem()
+    settings = Integers(4, 32, symmetric, "importance")
+    pruned, mask, joint = prune24(weight, statistics, settings=settings)
+    assert pattern_holds(pruned) and pattern_holds(joint.dequantize()) and bool((mask.unflatten(1, (-1, 4)).sum(-1) == 2).all())
+    pruned, mask, _ = prune24(weight, statistics)
+    scales = torch.linspace(0.5, 2, 96)
+    for tensor in (gptq(pruned, statistics, settings, GPTQ(sweeps=2), mask=mask, target=weight),
+                   awq_round(pruned * scales, statistics.scaled(scales), settings), rtn(pruned, settings)):
+        assert pattern_holds(tensor.dequantize())
+        packed = Sparse24.from_dense(tensor)
+        assert packed is not None and torch.equal(packed.dequantize(), tensor.dequantize())
+
+
+def test_pruning_by_second_moments_beats_pruning_by_size():
+    weight, statistics, _ = problem()
+    pruned, _, _ = prune24(weight, statistics)
+    groups = weight.unflatten(1, (-1, 4))
+    kept = torch.zeros_like(groups).scatter_(-1, groups.abs().topk(2, -1).indices, 1.0)
+    by_size = (groups * kept).flatten(1)
+    assert layer_error(weight, pruned, statistics.hessian) < layer_error(weight, by_size, statistics.hessian)
+
+
+def test_int8_channels_are_the_same_numbers():
+    weight, _, _ = problem()
+    tensor = rtn(weight, Integers(8, -1, scale_dtype=torch.float32))
+    assert torch.equal(to_int8_channel(tensor).dequantize(), tensor.dequantize())
+
+
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+@pytest.mark.parametrize("activation", ["token", "static", "none"])
+def test_float8_is_close_and_its_input_scale_covers_the_input(scales, activation):
+    weight, statistics, x = problem()
+    tensor = fp8(weight, FP8(scales, activation), statistics)
+    assert error(weight, tensor, statistics) < 2e-3
+    if activation == "static":
+        torch.testing.assert_close(tensor.input_scale * 448, x.abs().max().reshape(1))
+
+
+def test_vptq_beats_rounding_at_three_bits():
+    weight, statistics, _ = problem(rows=128, columns=128)
+    tensor = vptq(weight, statistics, VPTQ(bits=3))
+    rounded = rtn(weight, Integers(3, 32))
+    assert tensor.bits_per_weight <= 3.3 < rounded.bits_per_weight
+    assert error(weight, tensor, statistics) < error(weight, rounded, statistics)
