@@ -13,13 +13,17 @@ MODEL ?= smollm2-135m
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-# The main job, end to end, on the default real model; `make demo TEXT=file.txt` measures on a text of your own.
-TEXT ?= README.md
+# The main job, end to end, on the default real model; `make demo TEXT=file.txt` measures on a text of your own. The
+# calibration is kept small: two slow cores are enough.
+TEXT ?= docs/architecture.md
+SCHEMES ?= rtn-int4 gptq-int4 w8a8-smooth
 demo: .venv/installed
 	$(BIN)/flyweight pull $(MODEL)
 	$(BIN)/flyweight info $(MODEL)
 	$(BIN)/flyweight generate $(MODEL) --prompt "The capital of France is" --max-tokens 32 --temperature 0
-	$(BIN)/flyweight eval $(MODEL) --text $(TEXT) --tokens 1024
+	for scheme in $(SCHEMES); do \
+	  $(BIN)/flyweight quantize $(MODEL) --scheme $$scheme -o out/$$scheme --samples 4 --length 256 --overwrite || exit; done
+	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024
 
 test: .venv/installed
 	$(BIN)/python -m pytest
