@@ -47,7 +47,9 @@ def listing(block: Items) -> str:
     if block.ranked:
         return f"<p class='ranking'>{'<br>'.join(inline(text) for _, text in block.items)}</p>"
     lines = "".join(f'<li style="margin-left:{1.2 * depth:g}em">{inline(text)}</li>' for depth, text in block.items)
-    return f"<details><summary>{inline(block.title or 'show')}</summary><ul>{lines}</ul></details>" if block.detail else f"<ul class='notes'>{lines}</ul>"
+    if not block.detail:
+        return f"<ul class='notes'>{lines}</ul>"
+    return f"<details><summary>{inline(block.title or 'show')}</summary><ul>{lines}</ul></details>"
 
 
 def table(block: Table) -> str:
