@@ -12,7 +12,7 @@ from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Ta
 
 HERE = Path(__file__).parent
 NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?( ?(%|ms|us|s|b|Kb|Mb|Gb|×))?( ± [\d.]+)?")
-FEW = 6  # a table of fewer lines needs no filter
+FEW = 4  # a table of fewer lines needs no filter
 
 
 def page(blocks: Sequence[Block], *, title: str) -> str:
