@@ -12,6 +12,7 @@ from flyweight.report.units import plain
 class Heading:
     text: str
     level: int = 2
+    short: str = ""  # for a list of contents
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Figure:
     y_log: bool = False
     caption: str = ""
     middle: float | None = None  # of a heat map: the value where good turns to bad
+    front: tuple[tuple[float, float], ...] = ()  # a dotted line through the best trade-offs
 
     @property
     def categories(self) -> list[str]:

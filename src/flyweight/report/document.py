@@ -77,11 +77,13 @@ def latency(view: View) -> list[Block]:
         best = rank(part, metric)
         if not view.seed:
             add_speedups(part, baseline=view.baseline, same=("model",), value=metric, more_is_better=layouts.METRICS[metric][2])
+        alone = len({record["backend"] for record in part}) == 1
         for record in part:
+            record["place"] = record["label"] if alone else f"{record['label']} ({record['backend']})"
             record["about"] = layouts.METRICS[metric][0]
             record["code_label"] = f"`{record['label']}`"
         table = make_table("", layouts.LATENCY[view.layout], best)
-        blocks += [Heading(title), Paragraph(f"**Total models tested:** {len(part)}"), Heading("Summary Table", level=3), table,
+        blocks += [Heading(title, short=workload or ""), Paragraph(f"**Total models tested:** {len(part)}"), Heading("Summary Table", level=3), table,
                    Heading("Detailed Results", level=3), *details(view, part)]
         rankings += [Heading(title, level=3), ranking(best, metric, named=not view.seed)]
     if not blocks:
@@ -105,7 +107,7 @@ def ranking(best: Sequence[Record], metric: str, *, named: bool) -> Items:
     name, unit, more = layouts.METRICS[metric]
     digits = 3 if unit == "s" else 2
     marks = [*MEDALS, *(f"{place}." for place in range(len(MEDALS) + 1, len(best) + 1))]
-    places = [(0, f"{mark} **{one['label']}**: {one[metric]:.{digits}f} {unit}")
+    places = [(0, f"{mark} **{one['place']}**: {one[metric]:.{digits}f} {unit}")
               for mark, one in zip(marks, best, strict=False) if one.get(metric) is not None]
     one = best[0]
     wanted = layouts.about(one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"])[0]
@@ -130,7 +132,7 @@ def details(view: View, records: Sequence[Record]) -> list[Block]:
         lines.append((0, "**Statistics:**" if view.seed else "**Statistics** (mean ± sample deviation of the runs):"))
         lines += [(1, f"{name}: {record[key]:.2f} ± {record[f'{key}±']:.2f}") for name, key, _ in figure_names
                   if record.get(f"{key}±") is not None]
-        blocks.append(Items(tuple(lines), title=record["label"], detail=True))
+        blocks.append(Items(tuple(lines), title=record["place"], detail=True))
     return blocks
 
 

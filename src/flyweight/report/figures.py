@@ -15,8 +15,8 @@ from flyweight.report.records import Record
 from flyweight.report.rows import Results, Row, number
 from flyweight.report.units import plain
 
-FRONT = ("Right and down is better; the area is the size in GB; ringed points are on the Pareto front of all three. "
-         "Each point is one checkpoint, and all its figures were measured on it.")
+FRONT = ("Right and down is better; the area is the size in GB. Ringed points are on the Pareto front of all three; the dotted "
+         "line is the front of quality and speed alone. Each point is one checkpoint, all of its figures measured on it.")
 
 
 def collect(records: Iterable[Record], name: Callable[[Record], str], point: Callable[[Record], Point]) -> tuple[Series, ...]:
@@ -49,7 +49,8 @@ def heat_maps(records: Sequence[Record]) -> list[Figure]:
         for device in dict.fromkeys(one["device_name"] for one in shown):
             series = collect((one for one in shown if one["device_name"] == device),
                              lambda one: f"{one['in_features']} → {one['out_features']}", heat_point)
-            figures.append(Figure("heat", f"Kernel time ÷ torch bf16 time on {device}, below 1 is faster",
+            by = "codebook" if codebook else "format"
+            figures.append(Figure("heat", f"Kernel time ÷ torch bf16 time by shape and {by} on {device}, below 1 is faster",
                                   "codebook (main + residual centroids)" if codebook else "format", "in → out features", series,
                                   middle=1.0, caption="Blue is faster than torch, red slower; the scale is logarithmic."))
     return figures
@@ -170,15 +171,22 @@ def draw_front(pairs: Sequence[tuple[Row, Row]], *, model: Any, metric: str, lab
     marks = [(quality[metric], -speed["decode_tok_s"], size_of(quality, speed)) for quality, speed in pairs]
     series = []
     for (quality, speed), mark in zip(pairs, marks, strict=True):
-        beaten = any(all(a <= b for a, b in zip(other, mark, strict=True)) and other != mark for other in marks)
+        beaten = is_beaten(mark, marks)
         tip = (f"{quality['scheme']}: {label} {plain(quality[metric])}, {plain(speed['decode_tok_s'])} tok/s, {plain(mark[2])} GB"
                f"{'' if beaten else ', on the Pareto front'}; checkpoint {str(quality['checkpoint'])[:12]}")
         series.append(Series(quality["scheme"], (Point(speed["decode_tok_s"], quality[metric], tip=tip, size=mark[2],
                                                        marked=not beaten),)))
     first = pairs[0][1]
     where = f"batch {first.get('batch', 1)}, {first['input']} in, {first['output']} out, {first['backend']}"
-    return Figure("scatter", f"Quality against speed against size: {model}", f"decode tok/s ({where})",
-                  f"{label} (lower is better)", tuple(series), caption=FRONT)
+    flat = [mark[:2] for mark in marks]
+    line = sorted((-minus_speed, bad) for bad, minus_speed in flat if not is_beaten((bad, minus_speed), flat))
+    return Figure("scatter", f"Quality ({metric}) against speed against size: {model}", f"decode tok/s ({where})",
+                  f"{label} (lower is better)", tuple(series), caption=FRONT, front=tuple(line))
+
+
+def is_beaten(mark: Sequence[float], marks: Sequence[Sequence[float]]) -> bool:
+    """Whether another is nowhere worse (less is better) and not the same."""
+    return any(all(a <= b for a, b in zip(other, mark, strict=True)) and other != mark for other in marks)
 
 
 def size_of(quality: Row, speed: Row) -> float:

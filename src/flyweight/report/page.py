@@ -19,7 +19,7 @@ def page(blocks: Sequence[Block], *, title: str) -> str:
     body, contents = [], []
     for index, block in enumerate(blocks):
         if isinstance(block, Heading) and block.level <= 2:
-            contents.append(f'<a href="#h{index}">{escape(block.text)}</a>')
+            contents.append(f'<a href="#h{index}">{escape(block.short or block.text)}</a>')
         body.append(render(block, index))
     template = (HERE / "page.html").read_text(encoding="utf-8")
     parts = {"title": escape(title), "style": (HERE / "page.css").read_text(encoding="utf-8"),
@@ -54,7 +54,7 @@ def listing(block: Items) -> str:
 
 def table(block: Table) -> str:
     columns = zip(*block.rows, strict=True)
-    head = "".join(f'<th scope="col" tabindex="0" aria-sort="none"{numeric(column[0])}>{inline(name)}</th>'
+    head = "".join(f'<th scope="col" tabindex="0" aria-sort="none"{numeric(column[0])}><span>{inline(name)}</span></th>'
                    for name, column in zip(block.headers, columns, strict=True))
     rows = "".join(f"<tr>{''.join(cell(text) for text in line)}</tr>" for line in block.rows)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in block.notes)

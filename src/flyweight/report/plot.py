@@ -38,7 +38,7 @@ def draw(figure: Figure, folder: Path, *, kind: str = "png") -> Path:
 
 
 def file_name(figure: Figure) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", f"{figure.title} {figure.x}".lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", figure.title.lower()).strip("-")
 
 
 def lines(figure: Figure, axes: Any) -> None:
@@ -54,9 +54,11 @@ def scatter(figure: Figure, axes: Any) -> None:
         axes.scatter([point.x for point in series.points], [point.y for point in series.points], color=color, label=series.name,
                      alpha=0.8, s=[30 if point.size is None else 30 + 600 * point.size / largest for point in series.points],
                      edgecolors=["black" if point.marked else color for point in series.points], linewidths=1.6)
-    front = sorted((point.x, point.y) for series in figure.series for point in series.points if point.marked)
-    if front:
-        axes.plot(*zip(*front, strict=True), color="black", linewidth=0.8, linestyle=":", zorder=0)
+        for point in series.points if figure.front else ():
+            axes.annotate(series.name, (point.x, point.y), xytext=(0, 12), textcoords="offset points", ha="center", fontsize=7)
+    if figure.front:
+        axes.plot(*zip(*figure.front, strict=True), color="black", linewidth=0.8, linestyle=":", zorder=0)
+        axes.margins(0.12)
 
 
 def bars(figure: Figure, axes: Any) -> None:

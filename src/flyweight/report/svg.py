@@ -47,7 +47,7 @@ def make_scale(values: Sequence[float], begin: float, end: float, *, log: bool, 
         ticks = [step * 10.0 ** power for power in range(math.floor(first / math.log(10)), math.ceil(last / math.log(10)) + 1)
                  for step in steps if low <= step * 10.0 ** power <= high]
         return lambda value: begin + (math.log(max(value, low)) - first) / (last - first) * (end - begin), ticks
-    margin = 0.06 * (high - low or abs(high) or 1.0)
+    margin = 0.12 * (high - low or abs(high) or 1.0)
     low, high = (min(0.0, low) if zero else low - margin), high + margin
     step = nice((high - low) / 5)
     ticks = [step * index for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
@@ -72,15 +72,15 @@ def plane(figure: Figure) -> str:
     up, y_ticks = make_scale([point.y for point in points], HEIGHT - BOTTOM, TOP, log=figure.y_log, zero=zero)
     largest = max((point.size or 0.0 for point in points), default=0.0) or 1.0
     out = y_axis(up, y_ticks) + "".join(label(plain(tick), across(tick), HEIGHT - BOTTOM + 18) for tick in x_ticks)
-    front = sorted((across(float(point.x)), up(point.y)) for point in points if point.marked)
-    if front:
-        out += f'<polyline class="front" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in front)}"/>'
+    if figure.front:
+        out += f'<polyline class="front" points="{" ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in figure.front)}"/>'
     for index, series in enumerate(figure.series):
         places = [(across(float(point.x)), up(point.y), point) for point in series.points]
         path = f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)}"/>' if figure.kind == "line" else ""
         marks = "".join(f'<circle class="{"marked" if point.marked else ""}" cx="{x:.1f}" cy="{y:.1f}" '
                         f'r="{radius(point, largest):.1f}" {tip(point)}/>' for x, y, point in places)
-        out += group(index, path + marks)
+        names = "".join(label(series.name, x, y - radius(point, largest) - 5) for x, y, point in places if figure.front)
+        out += group(index, path + marks + names)
     return out
 
 
