@@ -61,6 +61,19 @@ def test_noise_is_not_a_regression(write):
     assert result.exit_code == 0 and "1 the same" in result.stdout
 
 
+def test_requests_of_a_serve_run_are_its_samples(write, tmp_path):
+    files = []
+    for name, center in (("a", 30.0), ("b", 40.0)):
+        raw = [{"ttft_ms": value, "tpot_ms": 5.0} for value in samples(center)]
+        (tmp_path / f"{name}.requests.jsonl").write_text("\n".join(map(json.dumps, raw)))
+        row = {"bench": "serve", "model": "m", "checkpoint": "x", "scheme": "bf16", "backend": "native", "rate": 2.0,
+               "ttft_ms": {"p50": center}, "tpot_ms": {"p50": 5.0}, "samples": f"{name}.requests.jsonl"}
+        files.append(write(name, kernel(name, 1.0) | row))
+    changes = {one["metric"]: one for one in json.loads(run(*files, "--json").stdout)["changes"]}
+    assert (changes["ttft_ms"]["verdict"], changes["ttft_ms"]["samples"]) == ("worse", [12, 12])
+    assert changes["tpot_ms"]["verdict"] == "same"
+
+
 def test_one_sample_is_shown_and_never_judged(write):
     result = run(write("a", kernel("1", 10.0)), write("b", kernel("2", 20.0)), "--all")
     assert result.exit_code == 0 and "one sample" in result.stdout and "+100.0%" in result.stdout

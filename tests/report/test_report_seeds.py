@@ -122,3 +122,15 @@ def test_mojibake_is_repaired_and_sound_text_left_alone():
 
 def test_full_kernel_table_states_the_direction_of_its_ratio():
     assert "ratio vptq ÷ torch (< 1 is faster)" in report(HERE / "kernel.md", layout="full")
+
+
+def test_rst_escapes_words_that_would_be_links():
+    from flyweight.report.render import code
+
+    assert code("aten::copy_ of `a_` and w8a8_x") == r"aten::copy\_ of ``a_`` and w8a8_x"
+
+
+def test_rst_is_accepted_by_docutils(document):
+    core = pytest.importorskip("docutils.core")
+    core.publish_string(report(document[1], rst, layout="full"), writer_name="null",
+                        settings_overrides={"halt_level": 2, "report_level": 5})

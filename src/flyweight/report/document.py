@@ -67,30 +67,38 @@ def latency(view: View) -> list[Block]:
         record["label"] = f"{record['scheme']}_{record['workload']}" if view.seed and record.get("workload") else record["scheme"]
     tell_apart(records, "label")
     several = len({(one["model"], one["device_name"]) for one in records}) > 1
-    for shape, part in split(records, lambda one: (one["batch"], one["input"], one["output"], one.get("workload"), one["model"],
-                                                   one["device_name"])).items():
-        batch, length, output, workload, model, device = shape
-        title = f"Configuration: batch_size={batch}, input_len={length}, output_len={output}"
-        if not view.seed:
-            title += f" ({workload or 'unnamed'}{f', {model} on {device}' if several else ''})"
+    shape = ("batch", "input", "output", "workload", "model", "device_name")
+    for part in split(records, lambda one: tuple(one.get(name) for name in shape)).values():
         metric = "decode_tok_s" if view.seed else choose_metric(part)
         best = rank(part, metric)
-        if not view.seed:
-            add_speedups(part, baseline=view.baseline, same=("model",), value=metric, more_is_better=layouts.METRICS[metric][2])
-        alone = len({record["backend"] for record in part}) == 1
-        for record in part:
-            record["place"] = record["label"] if alone else f"{record['label']} ({record['backend']})"
-            record["about"] = layouts.METRICS[metric][0]
-            record["code_label"] = f"`{record['label']}`"
-        table = make_table("", layouts.LATENCY[view.layout], best)
-        blocks += [Heading(title, short=workload or ""), Paragraph(f"**Total models tested:** {len(part)}"), Heading("Summary Table", level=3), table,
-                   Heading("Detailed Results", level=3), *details(view, part)]
-        rankings += [Heading(title, level=3), ranking(best, metric, named=not view.seed)]
+        heading = configuration(view, part[0], several=several)
+        blocks += [heading, *summary(view, best, metric=metric)]
+        rankings += [Heading(heading.text, level=3), ranking(best, metric, named=not view.seed)]
     if not blocks:
         return []
     by = "by Output Throughput" if view.seed else "each workload by the metric it is about"
     return [Heading("Performance Benchmark Results", level=1), *blocks, Heading(f"Performance Ranking ({by})"), *rankings,
             *figures.throughput_latency(records), *figures.first_token_bars(records)]
+
+
+def configuration(view: View, one: Record, *, several: bool) -> Heading:
+    text = f"Configuration: batch_size={one['batch']}, input_len={one['input']}, output_len={one['output']}"
+    workload = one.get("workload") or "unnamed"
+    place = f", {one['model']} on {one['device_name']}" if several else ""
+    return Heading(text if view.seed else f"{text} ({workload}{place})", short=f"{workload}{place}")
+
+
+def summary(view: View, best: Sequence[Record], *, metric: str) -> list[Block]:
+    """The table of one workload, best first, and its runs."""
+    if not view.seed:
+        add_speedups(best, baseline=view.baseline, same=("model",), value=metric, more_is_better=layouts.METRICS[metric][2])
+    alone = len({record["backend"] for record in best}) == 1
+    for record in best:
+        record["place"] = record["label"] if alone else f"{record['label']} ({record['backend']})"
+        record["about"] = layouts.METRICS[metric][0]
+        record["code_label"] = f"`{record['label']}`"
+    return [Paragraph(f"**Total models tested:** {len(best)}"), Heading("Summary Table", level=3),
+            make_table("", layouts.LATENCY[view.layout], best), Heading("Detailed Results", level=3), *details(view, best)]
 
 
 def choose_metric(records: Sequence[Record]) -> str:

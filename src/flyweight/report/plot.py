@@ -28,7 +28,8 @@ def draw(figure: Figure, folder: Path, *, kind: str = "png") -> Path:
     if figure.kind != "heat":
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
-        axes.legend(fontsize=7, ncols=1 + len(figure.series) // 9)
+        if not figure.front:  # whose points have their names beside them
+            axes.legend(fontsize=7, ncols=1 + len(figure.series) // 9)
         axes.set_xscale("log") if figure.x_log else None
         axes.set_yscale("log") if figure.y_log else axes.set_ylim(bottom=0 if figure.kind in ("bars", "line") else None)
     path = folder / f"{file_name(figure)}.{kind}"

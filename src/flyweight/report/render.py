@@ -121,7 +121,9 @@ def rst_block(block: Block, pictures: Pictures | None) -> str:
 
 
 def code(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"``\1``", text)
+    """Literals with two ticks; a word's last underscore escaped, which would be a link."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(f"`{part}`" if part.startswith("`") else re.sub(r"_(?!\w)", r"\\_", part) for part in parts)
 
 
 def comma_separated(blocks: Sequence[Block]) -> str:

@@ -7,6 +7,7 @@ here; docs/results.md is their prose. A checkpoint of None is unknown and is nev
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -85,7 +86,7 @@ class Group:
         """Raw samples where the rows kept them (`NAME_samples`), else one figure a row."""
         values: list[float] = []
         for row in self.rows:
-            samples = row.get(f"{name}_samples")
+            samples = row.get(f"{name}_samples") or raw_samples(row.get("samples"), name)
             value = number(row.get(name))
             values += samples if samples else [value] if value is not None else []
         return values
@@ -97,6 +98,21 @@ class Group:
     def deviation(self, name: str) -> float | None:
         values = [value for row in self.rows if (value := number(row.get(name))) is not None]
         return statistics.stdev(values) if len(values) > 1 else None
+
+
+@functools.cache
+def read_samples(path: str) -> tuple[Row, ...]:
+    """The raw rows of a serve run, one a request, with the fields' own names."""
+    try:
+        return tuple(json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip())
+    except FileNotFoundError:
+        return ()  # they are large and often left behind; the row then counts as one sample
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path}: raw samples cannot be read ({error})") from None
+
+
+def raw_samples(path: str | None, name: str) -> list[float]:
+    return [row[name] for row in read_samples(path) if number(row.get(name)) is not None] if path else []
 
 
 def number(value: Any) -> float | None:
@@ -161,6 +177,8 @@ def read_jsonl(path: Path) -> Results:
             cut = "; the last line is cut off, remove it" if index == len(lines) else ""
             raise ResultError(f"{place}: not a JSON object ({error.msg}){cut}") from None
         check(row, place)
+        if isinstance(row.get("samples"), str):
+            row["samples"] = str(path.parent / row["samples"])
         rows.append(row)
         places.append(place)
     environments = {row["id"]: row for row in rows if row["bench"] == "environment"}

@@ -13,7 +13,7 @@ from flyweight.report.blocks import Figure, Point
 from flyweight.report.units import plain
 
 WIDTH, HEIGHT = 640, 380
-LEFT, RIGHT, TOP, BOTTOM = 66, 14, 12, 56
+LEFT, RIGHT, TOP, BOTTOM = 80, 14, 12, 56
 COLORS = 8  # as many as page.css names
 HEAD, CELL = 22, 24  # heights of the names and of a line of a heat map
 Scale = Callable[[float], float]
