@@ -95,6 +95,11 @@ def test_speedup_is_over_the_baseline_of_the_same_backend(write):
     assert {(line[2].strip(), line[-2].strip()) for line in lines} == {("native", "2.00"), ("vllm", "–")}
 
 
+def test_no_speedup_over_a_baseline_with_two_checkpoints(write):
+    rows = [latency("a"), latency("b", checkpoint="zz", decode_tok_s=100.0), latency("c", scheme="int4", checkpoint="bb")]
+    assert "Speed-up" not in terminal(build(View(read([write(*rows)]))))
+
+
 def test_failed_rows_are_listed_with_their_reason(write):
     text = markdown(build(View(read([write(latency("a"), make("speed", "b", model="m", status="oom", reason="needs 90 GB"))]))))
     assert "needs 90 GB" in text[text.index("## Not measured"):]

@@ -107,6 +107,10 @@ def test_faults_of_the_documents_are_named_not_hidden(source):
     assert "the document repeats this block" in report(locate("004", source), layout="full")
 
 
+def test_the_documents_own_layout_names_its_faults_too():
+    assert "Input Throughput is 0.00 in every summary" in report(HERE / "latency.md")
+
+
 def test_prefill_bound_work_is_not_ranked_by_decode_speed():
     text = report(HERE / "latency.md", layout="full")
     ranking = text[text.index("Performance Ranking"):]

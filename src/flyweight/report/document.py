@@ -48,7 +48,7 @@ def split(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, 
 def kernel(view: View) -> list[Block]:
     blocks: list[Block] = []
     for record in (records := view.records("kernel")):
-        record["ms"], record["torch_ms"] = record["us"] / 1e3, (record.get("torch_us") or float("nan")) / 1e3
+        record["ms"], record["torch_ms"] = record["us"] / 1e3, record["torch_us"] / 1e3 if record.get("torch_us") else None
         record["speedup"] = record["torch_us"] / record["us"] if record.get("torch_us") else None
         if record.get("ratio") is None and record.get("torch_us"):
             record["ratio"] = record["us"] / record["torch_us"]
@@ -252,6 +252,6 @@ SECTIONS = (quality, latency, serve, speed, throughput, kernel, profile, quantiz
 
 def build(view: View) -> list[Block]:
     """The whole report, with what a reader must know at its top."""
-    notes = [Items(tuple((0, note) for note in view.results.notes))] if view.results.notes and not view.seed else []
+    notes = [Items(tuple((0, note) for note in view.results.notes))] if view.results.notes else []
     sections = [block for section in SECTIONS for block in section(view) if not (view.seed and section is environments)]
-    return [*notes, *sections]
+    return [*sections, *notes] if view.seed else [*notes, *sections]  # a document's own layout begins with its own table

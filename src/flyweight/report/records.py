@@ -52,9 +52,14 @@ def add_speedups(records: Sequence[Record], *, baseline: str | None, same: Seque
         return
     compared = "scheme" if any(record.get("scheme") == name for record in records) else "backend"
     kept = (*same, "backend" if compared == "scheme" else "scheme", "device_name")
-    bases = {tuple(record.get(part) for part in kept): record.get(value) for record in records if record.get(compared) == name}
+    bases: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        base, own = bases.get(tuple(record.get(part) for part in kept)), record.get(value)
+        if record.get(compared) == name:
+            bases.setdefault(tuple(record.get(part) for part in kept), []).append(record)
+    for record in records:
+        here = bases.get(tuple(record.get(part) for part in kept), [])
+        several = len({one.get("checkpoint") for one in here}) > 1  # which one would be a silent choice
+        base, own = here[0].get(value) if here and not several else None, record.get(value)
         if base and own:
             record["speedup"] = own / base if more_is_better else base / own
         record["baseline"] = name
