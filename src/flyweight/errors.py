@@ -33,6 +33,10 @@ class ResourceError(FlyweightError):
     """Out of memory, disk or another resource; what was finished is kept."""
 
 
+class ResultError(FlyweightError):
+    """A result file cannot be read or joined: it names the file and the line."""
+
+
 class MissingPackageError(FlyweightError):
     """An optional package is needed; the message holds the install command."""
 

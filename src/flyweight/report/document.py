@@ -1,0 +1,257 @@
+"""From rows to the blocks of a report: one function a bench, each giving its tables in the chosen layout and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flyweight.report import figures, layouts
+from flyweight.report.blocks import Block, Heading, Items, Paragraph, Table, make_table
+from flyweight.report.records import Record, add_speedups, make_record, tell_apart
+from flyweight.report.rows import Results, Row, group
+from flyweight.report.units import bytes_text, plain, time_text
+
+MEDALS = ("🥇", "🥈", "🥉")
+
+
+@dataclass(frozen=True)
+class View:
+    """What a report was asked for."""
+
+    results: Results
+    layout: str = "full"
+    baseline: str | None = None
+
+    @property
+    def seed(self) -> bool:
+        return self.layout == "seed"
+
+    def records(self, bench: str) -> list[Record]:
+        """One a group of repeats; the seeds' layout shows every row, as its documents do."""
+        rows = self.results.of(bench)
+        groups = [one for row in rows for one in group(self.results, [row])] if self.seed and bench != "latency" \
+            else group(self.results, rows)
+        records = [make_record(one) for one in groups]
+        if not self.seed:
+            tell_apart(records, "label_model")
+        return records
+
+
+def split(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
+def kernel(view: View) -> list[Block]:
+    blocks: list[Block] = []
+    for record in (records := view.records("kernel")):
+        record["ms"], record["torch_ms"] = record["us"] / 1e3, record["torch_us"] / 1e3 if record.get("torch_us") else None
+        record["speedup"] = record["torch_us"] / record["us"] if record.get("torch_us") else None
+        if record.get("ratio") is None and record.get("torch_us"):
+            record["ratio"] = record["us"] / record["torch_us"]
+    for (name, codebook, device), part in split(
+            records, lambda one: (one["format"], one.get("main_centroids") is not None, one["device_name"])).items():
+        title = f"{name} kernel{' by codebook' if codebook else ''} on {device or 'an unnamed device'}"
+        blocks.append(make_table(title, layouts.KERNEL[view.layout], part))
+    return [Heading("Kernels"), *blocks, *figures.heat_maps(records)] if blocks else []
+
+
+def latency(view: View) -> list[Block]:
+    blocks: list[Block] = []
+    rankings: list[Block] = []
+    records = view.records("latency")
+    for record in records:
+        record["label"] = f"{record['scheme']}_{record['workload']}" if view.seed and record.get("workload") else record["scheme"]
+    tell_apart(records, "label")
+    several = len({(one["model"], one["device_name"]) for one in records}) > 1
+    shape = ("batch", "input", "output", "workload", "model", "device_name")
+    for part in split(records, lambda one: tuple(one.get(name) for name in shape)).values():
+        metric = "decode_tok_s" if view.seed else choose_metric(part)
+        best = rank(part, metric)
+        heading = configuration(view, part[0], several=several)
+        blocks += [heading, *summary(view, best, metric=metric)]
+        rankings += [Heading(heading.text, level=3), ranking(best, metric, named=not view.seed)]
+    if not blocks:
+        return []
+    by = "by Output Throughput" if view.seed else "each workload by the metric it is about"
+    return [Heading("Performance Benchmark Results", level=1), *blocks, Heading(f"Performance Ranking ({by})"), *rankings,
+            *figures.throughput_latency(records), *figures.first_token_bars(records)]
+
+
+def configuration(view: View, one: Record, *, several: bool) -> Heading:
+    text = f"Configuration: batch_size={one['batch']}, input_len={one['input']}, output_len={one['output']}"
+    workload = one.get("workload") or "unnamed"
+    place = f", {one['model']} on {one['device_name']}" if several else ""
+    return Heading(text if view.seed else f"{text} ({workload}{place})", short=f"{workload}{place}")
+
+
+def summary(view: View, best: Sequence[Record], *, metric: str) -> list[Block]:
+    """The table of one workload, best first, and its runs."""
+    if not view.seed:
+        add_speedups(best, baseline=view.baseline, same=("model",), value=metric, more_is_better=layouts.METRICS[metric][2])
+    alone = len({record["backend"] for record in best}) == 1
+    for record in best:
+        record["place"] = record["label"] if alone else f"{record['label']} ({record['backend']})"
+        record["about"] = layouts.METRICS[metric][0]
+        record["code_label"] = f"`{record['label']}`"
+    return [Paragraph(f"**Total models tested:** {len(best)}"), Heading("Summary Table", level=3),
+            make_table("", layouts.LATENCY[view.layout], best), Heading("Detailed Results", level=3), *details(view, best)]
+
+
+def choose_metric(records: Sequence[Record]) -> str:
+    one = records[0]
+    wanted = layouts.about(one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"])
+    return next((name for name in wanted if all(record.get(name) is not None for record in records)), "latency_s")
+
+
+def rank(records: Sequence[Record], metric: str) -> list[Record]:
+    return sorted(records, key=lambda one: one.get(metric) or 0.0, reverse=layouts.METRICS[metric][2])
+
+
+def ranking(best: Sequence[Record], metric: str, *, named: bool) -> Items:
+    name, unit, more = layouts.METRICS[metric]
+    digits = 3 if unit == "s" else 2
+    marks = [*MEDALS, *(f"{place}." for place in range(len(MEDALS) + 1, len(best) + 1))]
+    places = [(0, f"{mark} **{one['place']}**: {one[metric]:.{digits}f} {unit}")
+              for mark, one in zip(marks, best, strict=False) if one.get(metric) is not None]
+    one = best[0]
+    wanted = layouts.about(one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"])[0]
+    instead = "" if wanted == metric else f" ({layouts.METRICS[wanted][0]} was not measured)"
+    head = [(0, f"by {name}{instead}, {'more' if more else 'less'} is better")] if named else []
+    return Items((*head, *places), ranked=True)
+
+
+def details(view: View, records: Sequence[Record]) -> list[Block]:
+    """The runs of each variant and their statistics, as the document of this layout has them."""
+    figure_names = (("Latency", "latency_s", "s"), ("Output Throughput", "decode_tok_s", " tok/s"),
+                    ("Overall Throughput", "overall_tok_s", " tok/s"), ("Input Throughput", "input_tok_s", " tok/s"))
+    blocks: list[Block] = []
+    for record in sorted(records, key=lambda one: one["label"]):
+        rows = runs_of(view.results, record)
+        lines = [(0, f"**Total runs:** {len(rows)}"), (0, "**Individual runs:**")]
+        for row in rows:
+            flags = f" ({'; '.join(row['flags'])})" if row.get("flags") and not view.seed else ""
+            lines.append((1, f"`{row.get('label') or row['run_id']}`:{flags}"))
+            lines += [(2, f"{name}: {'N/A' if row.get(key) is None else f'{row[key]:.2f}{unit}'}")
+                      for name, key, unit in figure_names]
+        lines.append((0, "**Statistics:**" if view.seed else "**Statistics** (mean ± sample deviation of the runs):"))
+        lines += [(1, f"{name}: {record[key]:.2f} ± {record[f'{key}±']:.2f}") for name, key, _ in figure_names
+                  if record.get(f"{key}±") is not None]
+        blocks.append(Items(tuple(lines), title=record["place"], detail=True))
+    return blocks
+
+
+def runs_of(results: Results, record: Record) -> list[Row]:
+    keys = ("model", "checkpoint", "scheme", "kv_dtype", "backend", "workload", "batch", "input", "output")
+    return [row for row in results.of("latency")
+            if all(row.get(key) == record.get(key) for key in keys) and results.device(row) == record["device_name"]]
+
+
+def speed(view: View) -> list[Block]:
+    blocks: list[Block] = []
+    records = view.records("speed")
+    add_speedups(records, baseline=view.baseline, same=("model", "input", "output", "gpus"),
+                 value="output_tok_s", more_is_better=True)
+    for (model, backend, device), part in split(records, lambda one: (one["model"], one["backend"], one["device_name"])).items():
+        blocks.append(make_table(f"{model} ({backend}) on {device}", layouts.SPEED[view.layout], part, merge=2))
+    return [Heading("Speed Benchmark"), *blocks, *figures.speed_lines(records), *figures.memory_bars(records)] if blocks else []
+
+
+def throughput(view: View) -> list[Block]:
+    records = view.records("throughput")
+    add_speedups(records, baseline=view.baseline, same=("model", "prompts", "input", "output"),
+                 value="total_tok_s", more_is_better=True)
+    table = [make_table("Prompts, QPS and tokens/s", layouts.THROUGHPUT[view.layout], records)] if records else []
+    return [Heading("Throughput"), *table] if table else []
+
+
+def serve(view: View) -> list[Block]:
+    blocks: list[Block] = []
+    records = view.records("serve")
+    add_speedups(records, baseline=view.baseline, same=("model", "rate", "concurrency"), value="tpot_ms", more_is_better=False)
+    for device, part in split(records, lambda one: one["device_name"]).items():
+        table = make_table(f"Backends on {device}", layouts.SERVE[view.layout], part)
+        blocks.append(transpose(table, strong=view.seed))
+    pictures = [*figures.throughput_latency(records), *figures.first_token_bars(records)]
+    return [Heading("Serving"), *blocks, *pictures] if blocks else []
+
+
+def transpose(table: Table, *, strong: bool) -> Table:
+    lines = list(zip(table.headers, *table.rows, strict=True))
+    mark = "**" if strong else ""
+    first, *rest = [(f"{mark}{line[0]}{mark}", *line[1:]) for line in lines]
+    return Table(table.title, first, tuple(rest), notes=table.notes)
+
+
+def profile(view: View) -> list[Block]:
+    blocks: list[Block] = []
+    for (device, phase), rows in split(({**row, "device_name": view.results.device(row)} for row in view.results.of("profile")),
+                                       lambda one: (one["device_name"], one.get("phase"))).items():
+        records = [operator_record(part) for part in split(rows, lambda one: one["operator"]).values()]
+        if not view.seed:
+            records.sort(key=lambda one: -one["device_self_us"])
+        title = f"Operators{f' of {phase}' if phase else ''} on {device}, by device time"
+        blocks.append(make_table(title, layouts.PROFILE[view.layout], records))
+    return [Heading("Profiling"), *blocks] if blocks else []
+
+
+def operator_record(rows: Sequence[Row]) -> Record:
+    """The host row and the device row of one operator, side by side."""
+    record: Record = {"operator": rows[0]["operator"], "phase": rows[0].get("phase"), "calls": max(row["calls"] for row in rows),
+                      "device_self_us": 0.0, "flags": [flag for row in rows for flag in row.get("flags") or ()]}
+    for row in rows:
+        kind, total = row["kind"], row.get("total_us", row["self_us"])
+        times = {"self": row["self_us"], "total": total, "mean": total / max(row["calls"], 1)}
+        record |= {f"{kind}_{name}": time_text(value) for name, value in times.items()}
+        record |= {f"{kind}_{name}": f"{row[name]:.2%}" for name in ("share", "total_share") if row.get(name) is not None}
+        record |= {f"{kind}_{name}": bytes_text(row[f"{name}_bytes"]) for name in ("memory", "self_memory")
+                   if row.get(f"{name}_bytes") is not None}
+        record[f"{kind}_self_us"] = row["self_us"]
+    return record
+
+
+def quality(view: View) -> list[Block]:
+    records = view.records("quality")
+    blocks: list[Block] = [make_table("Quality", layouts.QUALITY, records)] if records else []
+    picture = figures.pareto(view.results)
+    return [Heading("Quality"), *blocks, *picture] if blocks else []
+
+
+def quantize(view: View) -> list[Block]:
+    records = view.records("quantize")
+    return [Heading("Quantization"), make_table("Cost of quantization", layouts.QUANTIZE, records)] if records else []
+
+
+def failures(view: View) -> list[Block]:
+    records = [dict(row) for row in view.results.rows if row["status"] != "ok"]
+    return [Heading("Not measured"), make_table("Rows without a result", layouts.FAILURES, records)] if records else []
+
+
+def environments(view: View) -> list[Block]:
+    used = {row.get("environment") for row in view.results.rows}
+    lines: list[tuple[int, str]] = []
+    for name, facts in view.results.environments.items():
+        if name in used:
+            lines.append((0, f"**{facts.get('device') or 'unnamed device'}** ({name})"))
+            lines += [(1, f"{key}: {fact_text(value)}") for key, value in facts.items()
+                      if key not in ("schema", "bench", "run_id", "status", "environment", "id", "device") and value]
+    return [Heading("Environment"), Items(tuple(lines), detail=True)] if lines else []
+
+
+def fact_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {plain(part)}" for name, part in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else plain(value)
+
+
+SECTIONS = (quality, latency, serve, speed, throughput, kernel, profile, quantize, failures, environments)
+
+
+def build(view: View) -> list[Block]:
+    """The whole report, with what a reader must know at its top."""
+    notes = [Items(tuple((0, note) for note in view.results.notes))] if view.results.notes else []
+    sections = [block for section in SECTIONS for block in section(view) if not (view.seed and section is environments)]
+    return [*sections, *notes] if view.seed else [*notes, *sections]  # a document's own layout begins with its own table

@@ -1,0 +1,87 @@
+"""Figures as PNG or SVG files, by matplotlib."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from flyweight.errors import MissingPackageError
+from flyweight.report.blocks import Figure
+
+COLORS = ("#2a6fdb", "#e07b00", "#2c9a4b", "#c23b6b", "#7a52c7", "#0f9aa8", "#9a7b00", "#6b7280")
+
+
+def draw(figure: Figure, folder: Path, *, kind: str = "png") -> Path:
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        raise MissingPackageError("figures need matplotlib: pip install 'flyweight[report]', or give --no-figures") from None
+    tall = max(3.6, 0.22 * len(figure.series) + 1.4) if figure.kind == "heat" else 4.2
+    canvas = Canvas(figsize=(7.5, tall), layout="constrained")
+    axes = canvas.subplots()
+    {"line": lines, "scatter": scatter, "bars": bars, "heat": heat}[figure.kind](figure, axes)
+    axes.set_title(figure.title, fontsize=10)
+    axes.set_xlabel(figure.x)
+    axes.set_ylabel(figure.y)
+    if figure.kind != "heat":
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        if not figure.front:  # whose points have their names beside them
+            axes.legend(fontsize=7, ncols=1 + len(figure.series) // 9)
+        axes.set_xscale("log") if figure.x_log else None
+        axes.set_yscale("log") if figure.y_log else axes.set_ylim(bottom=0 if figure.kind in ("bars", "line") else None)
+    path = folder / f"{file_name(figure)}.{kind}"
+    folder.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return path
+
+
+def file_name(figure: Figure) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", figure.title.lower()).strip("-")
+
+
+def lines(figure: Figure, axes: Any) -> None:
+    for index, series in enumerate(figure.series):
+        axes.plot([point.x for point in series.points], [point.y for point in series.points], marker="o", markersize=4,
+                  color=COLORS[index % len(COLORS)], linestyle="-" if index < len(COLORS) else "--", label=series.name)
+
+
+def scatter(figure: Figure, axes: Any) -> None:
+    largest = max((point.size or 0 for series in figure.series for point in series.points), default=0) or 1
+    for index, series in enumerate(figure.series):
+        color = COLORS[index % len(COLORS)]
+        axes.scatter([point.x for point in series.points], [point.y for point in series.points], color=color, label=series.name,
+                     alpha=0.8, s=[30 if point.size is None else 30 + 600 * point.size / largest for point in series.points],
+                     edgecolors=["black" if point.marked else color for point in series.points], linewidths=1.6)
+        for point in series.points if figure.front else ():
+            axes.annotate(series.name, (point.x, point.y), xytext=(0, 12), textcoords="offset points", ha="center", fontsize=7)
+    if figure.front:
+        axes.plot(*zip(*figure.front, strict=True), color="black", linewidth=0.8, linestyle=":", zorder=0)
+        axes.margins(0.12)
+
+
+def bars(figure: Figure, axes: Any) -> None:
+    places = {name: index for index, name in enumerate(figure.categories)}
+    width = 0.8 / max(len(figure.series), 1)
+    for index, series in enumerate(figure.series):
+        axes.bar([places[str(point.x)] + (index + 0.5) * width - 0.4 for point in series.points],
+                 [point.y for point in series.points], width=width, color=COLORS[index % len(COLORS)], label=series.name)
+    axes.set_xticks(range(len(places)), list(places), rotation=20 if max(map(len, places)) > 9 else 0)
+
+
+def heat(figure: Figure, axes: Any) -> None:
+    names = figure.categories
+    values = [[next((point.y for point in series.points if str(point.x) == name), math.nan) for name in names]
+              for series in figure.series]
+    logs = [[math.log(value / (figure.middle or 1.0)) for value in line] for line in values]
+    bound = max(abs(value) for line in logs for value in line if not math.isnan(value)) or 1.0
+    axes.imshow(logs, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto")
+    axes.set_xticks(range(len(names)), names)
+    axes.set_yticks(range(len(values)), [series.name for series in figure.series], fontsize=7)
+    for row, line in enumerate(values):
+        for column, value in enumerate(line):
+            if not math.isnan(value):
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7,
+                          color="white" if abs(logs[row][column]) > 0.6 * bound else "black")

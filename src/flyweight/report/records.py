@@ -1,0 +1,65 @@
+"""A record per group of repeats: means and deviations under the fields' own names, labels, and speed-ups over the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flyweight.report.layouts import BASELINES
+from flyweight.report.rows import NUMBERS, PERCENTILES, Group, number
+
+Record = dict[str, Any]
+COUNTS = {"rows", "batch", "input", "output", "in_features", "out_features", "main_centroids", "residual_centroids", "gpus",
+          "prompts", "calls"}  # what was asked for, not measured: never averaged
+
+
+def make_record(group: Group) -> Record:
+    record: Record = {"runs": len(group.rows), "device_name": group.device}
+    for name, value in group.rows[0].items():
+        if name in NUMBERS - COUNTS or name in PERCENTILES["serve"]:
+            record[name], record[f"{name}±"] = group.mean(name), group.deviation(name)
+            for part, figure in value.items() if isinstance(value, dict) else ():
+                record[f"{name}_{part}"] = number(figure)
+        else:
+            record[name] = value
+    record["flags"] = [flag for row in group.rows for flag in row.get("flags") or ()]
+    record["label_model"] = record.get("model")
+    return record
+
+
+def tell_apart(records: Sequence[Record], name: str) -> None:
+    """Where one name stands for several checkpoints, the name gets the beginning of the checkpoint's hash."""
+    seen: dict[tuple[Any, ...], set[Any]] = {}
+    for record in records:
+        seen.setdefault((record.get("model"), record.get("scheme")), set()).add(record.get("checkpoint"))
+    for record in records:
+        if len(seen[record.get("model"), record.get("scheme")]) > 1:
+            record[name] = f"{record[name]} [{str(record.get('checkpoint'))[:14]}]"
+
+
+def find_baseline(records: Sequence[Record], asked: str | None) -> str | None:
+    """Of the schemes and backends that are here: the one asked for, else the usual one."""
+    here = {str(record[name]).lower(): str(record[name]) for record in records for name in ("scheme", "backend")
+            if record.get(name)}
+    return next((here[name.lower()] for name in ([asked] if asked else BASELINES) if name.lower() in here), None)
+
+
+def add_speedups(records: Sequence[Record], *, baseline: str | None, same: Sequence[str],
+                 value: str, more_is_better: bool) -> None:
+    """Each record against the baseline that agrees with it in `same` (and in backend or scheme, whichever is not compared)."""
+    name = find_baseline(records, baseline)
+    if name is None:
+        return
+    compared = "scheme" if any(record.get("scheme") == name for record in records) else "backend"
+    kept = (*same, "backend" if compared == "scheme" else "scheme", "device_name")
+    bases: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        if record.get(compared) == name:
+            bases.setdefault(tuple(record.get(part) for part in kept), []).append(record)
+    for record in records:
+        here = bases.get(tuple(record.get(part) for part in kept), [])
+        several = len({one.get("checkpoint") for one in here}) > 1  # which one would be a silent choice
+        base, own = here[0].get(value) if here and not several else None, record.get(value)
+        if base and own:
+            record["speedup"] = own / base if more_is_better else base / own
+        record["baseline"] = name

@@ -1,0 +1,123 @@
+"""The HTML page: self-contained, and in a real browser sortable, filterable, hoverable, without errors or network."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flyweight.cli import app
+
+EXCERPTS = sorted(str(path) for path in (Path(__file__).parent / "excerpts").iterdir())
+CHECKS = """<script>
+window.addEventListener("error", (event) => { window.failed = true; parent.postMessage(event.message, "*"); });
+window.addEventListener("load", () => {
+  const found = [];
+  const check = (name, good) => found.push(`${good ? "pass" : "FAIL"} ${name}`);
+  const tables = [...document.querySelectorAll("section.table")];
+  const section = tables.find((one) => one.querySelector("input") && one.querySelector("th.n"));
+  const body = section.querySelector("tbody"), header = [...section.querySelectorAll("th")].find((one) => one.className === "n");
+  const column = () => [...body.rows].map((row) => parseFloat(row.cells[header.cellIndex].textContent));
+  const sorted = (values) => values.every((value, index) => !index || values[index - 1] <= value);
+  header.click(); check("sorts up", sorted(column()));
+  header.click(); check("sorts down", sorted(column().reverse()));
+  const input = section.querySelector("input"); input.value = "awq"; input.dispatchEvent(new Event("input"));
+  const shown = [...body.rows].filter((row) => !row.hidden);
+  check("filters", shown.length > 0 && shown.length < body.rows.length && shown.every((row) => /awq/i.test(row.textContent)));
+  const mark = document.querySelector("svg [data-tip]");
+  mark.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: 50, clientY: 50}));
+  const tip = document.getElementById("tip");
+  check("hovers", !tip.hidden && tip.textContent === mark.dataset.tip);
+  const button = document.querySelector(".legend button"); button.click();
+  check("legend hides", getComputedStyle(button.closest("figure").querySelector("svg [data-series='0']")).display === "none");
+  const before = getComputedStyle(document.body).backgroundColor;
+  document.getElementById("theme").click();
+  check("toggles theme", getComputedStyle(document.body).backgroundColor !== before);
+  check("fits the width", document.documentElement.scrollWidth <= innerWidth);
+  check("no errors", !window.failed);
+  parent.postMessage(found.join("; "), "*");
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    done = CliRunner().invoke(app, ["report", *EXCERPTS, "-o", str(path)])
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def test_page_needs_nothing_from_outside(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)|url\(([^)]*)\)|@import""", text)
+    assert all(link.startswith(("#", "data:")) for link, _ in links)
+    assert "http://" not in text and "https://" not in text
+
+
+def test_page_is_well_formed(page):
+    void = {"meta", "link", "input", "br"}
+    stack: list[str] = []
+
+    class Checker(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            if tag not in void:
+                stack.append(tag)
+
+        def handle_endtag(self, tag):
+            assert stack.pop() == tag
+
+        def handle_startendtag(self, tag, attributes):
+            pass
+
+    Checker().feed(page.read_text(encoding="utf-8"))
+    assert stack == []
+
+
+def test_page_has_both_themes_and_all_figures(page):
+    text = page.read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text and "data-theme=dark" in text
+    for title in ("Throughput against latency", "TTFT and TPOT", "Speed by input length", "Peak memory", "Kernel time ÷ torch"):
+        assert title in text
+
+
+FRAME = """<!doctype html><script>onmessage = (event) => { document.title = event.data; };</script>
+<iframe src="checked.html" width="WIDTH" height="900"></iframe>"""
+
+
+@pytest.mark.parametrize("width", [1200, 390])  # in a frame, because a headless Chromium opens no window this narrow
+def test_page_works_in_a_browser(page, width, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    checked = tmp_path / "checked.html"
+    checked.write_text(page.read_text(encoding="utf-8").replace("</body>", CHECKS + "</body>"), encoding="utf-8")
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile",
+               "--virtual-time-budget=9000", "--window-size=1300,1000"]
+    done = subprocess.run([browser, *options, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=120)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title, done.stderr[-500:]
+    verdicts = title[1].split("; ")
+    assert len(verdicts) == 8 and all(verdict.startswith("pass") for verdict in verdicts), verdicts
+
+
+def test_markdown_names_figures_that_are_there(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "report.md"
+    done = CliRunner().invoke(app, ["report", *EXCERPTS, "-o", str(path), "--pictures", "svg"])
+    assert done.exit_code == 0, done.output
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text(encoding="utf-8"))
+    assert len(pictures) >= 6 and all((tmp_path / name).stat().st_size > 1000 for name in pictures)
+    assert len(set(pictures)) == len(pictures)
+
+
+def test_unknown_ending_layout_and_baseline_are_one_line_errors(tmp_path):
+    for arguments, message in ((["-o", str(tmp_path / "x.pdf")], "unknown ending '.pdf'"),
+                               (["--layout", "sead"], "did you mean 'seed'?"), (["--baseline", "bf17"], "did you mean 'bf16'?")):
+        done = CliRunner().invoke(app, ["report", *EXCERPTS, *arguments])
+        assert message in str(done.exception)
