@@ -58,12 +58,12 @@ def test_each_refinement_lowers_the_error_of_the_one_before():
     assert figures == sorted(figures, reverse=True)
 
 
-def naive_gptq(weight, hessian, settings, damping):
+def naive_gptq(weight, hessian, settings, ridge):
     """The method as the paper states it: after each column, the exact minimizer over all columns still free."""
     weight, grid = weight.double().clone(), make_grid(weight, settings)
     scales, zeros = (tensor.double() for tensor in grid.expand())
     columns = weight.shape[1]
-    hessian = hessian.double() + damping * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    hessian = hessian.double() + ridge * torch.eye(columns, dtype=torch.float64)
     codes = torch.zeros_like(weight)
     for i in range(columns):
         codes[:, i] = torch.clamp(torch.round(weight[:, i] / scales[:, i]) + zeros[:, i], 0, 2**settings.bits - 1)
@@ -78,7 +78,7 @@ def test_gptq_finds_the_codes_of_the_naive_method():
     weight, statistics, _ = problem(rows=12, columns=24)
     settings = Integers(4, -1, True)  # one group: the grid does not depend on when it is made
     found = gptq(weight, statistics, settings, GPTQ(act_order=False)).values()
-    expected = naive_gptq(weight, statistics.hessian, settings, 0.01)
+    expected = naive_gptq(weight, statistics.hessian, settings, statistics.ridge(0.01))
     assert (found != expected).float().mean() < 0.02  # ties fall either way in float32
 
 
@@ -136,6 +136,15 @@ def test_a_singular_hessian_is_damped_until_it_works():
     statistics.add(x)
     weight = torch.randn(16, 64)
     assert torch.isfinite(gptq(weight, statistics, Integers(4, 32), GPTQ(damping=0.0)).dequantize()).all()
+
+
+def test_damping_grows_where_samples_are_few():
+    few, many = Statistics(64), Statistics(64)
+    x = inputs(64, tokens=20_000)
+    few.add(x[:500])
+    many.add(x)
+    assert few.ridge(0.01) / few.importance.mean() == pytest.approx(64 / 500)
+    assert many.ridge(0.01) / many.importance.mean() == pytest.approx(0.01)
 
 
 def test_the_factor_is_that_of_the_inverse():

@@ -51,9 +51,10 @@ def gptq(weight: Tensor, statistics: Statistics, settings: Integers, options: GP
     codes = recursion(columns, upper, grids, kept)
     grid, codes = grids.grid, torch.empty_like(codes).index_copy_(0, order, codes).T
     target = weight if target is None else target.float()
+    hessian = statistics.damped(options.damping)
     for _ in range(options.sweeps):
-        codes = descend(target, codes, grid, statistics.hessian, mask=mask)
-        grid = refit(target, codes, grid, statistics.hessian)
+        codes = descend(target, codes, grid, hessian, mask=mask)
+        grid = refit(target, codes, grid, hessian)
     return grid.tensor(codes)
 
 

@@ -90,18 +90,30 @@ class Statistics:
     def factor(self, *, act_order: bool, damping: float) -> tuple[Tensor, Tensor]:
         """(order, U) with U upper triangular and UᵀU = H⁻¹ of the ordered, damped Hessian. Kept for siblings.
 
-        Damping starts at `damping` · mean diagonal and grows tenfold until the Hessian is positive definite.
+        The damping grows tenfold until the Hessian is positive definite.
         """
         key = (act_order, damping)
         if key not in self.factors:
             order = self.order(act_order)
             hessian = self.hessian[order][:, order]
-            diagonal = hessian.diagonal()
-            dead = diagonal <= 0
-            diagonal[dead] = 1.0
-            amount = damping * float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
-            self.factors[key] = (order, inverse_factor(hessian, amount))
+            hessian.diagonal()[self.importance[order] <= 0] = 1.0
+            self.factors[key] = (order, inverse_factor(hessian, self.ridge(damping)))
         return self.factors[key]
+
+    def ridge(self, damping: float) -> float:
+        """What is added to the diagonal: `damping` times its mean, or columns / tokens times where samples are few.
+
+        Few samples leave directions unseen that other texts use. On held-out text the best share was 0.15 for 4,096 tokens
+        of 576 columns and 0.04 for 16,384: columns / tokens.
+        """
+        importance = self.importance
+        alive = importance[importance > 0]
+        return max(damping, self.columns / max(self.tokens, 1)) * float(alive.mean()) if len(alive) else 1.0
+
+    def damped(self, damping: float) -> Tensor:
+        hessian = self.hessian
+        hessian.diagonal().add_(self.ridge(damping))
+        return hessian
 
     def conditional(self, *, act_order: bool, damping: float) -> Tensor:
         """[in]: what is left of each column's importance once the columns after it make up for its error: 1 / U_ii².

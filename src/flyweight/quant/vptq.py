@@ -137,10 +137,10 @@ class Solver:
     def __init__(self, weight: Tensor, statistics: Statistics, shape: VPTQ) -> None:
         self.shape, (self.rows, self.width) = shape, weight.shape
         self.order, self.upper = statistics.factor(act_order=True, damping=shape.damping)
-        hessian = statistics.hessian[self.order][:, self.order]
+        hessian = statistics.damped(shape.damping)[self.order][:, self.order]
         self.importance = hessian.diagonal().clamp(min=1e-6 * float(hessian.diagonal().mean()) + 1e-30)
         self.conditional = self.upper.diagonal().square().reciprocal()  # what columns still cost once others make up for them
-        self.hessian = hessian + torch.diag(1e-4 * self.importance.mean().expand(self.width))
+        self.hessian = hessian
         self.outliers = round(shape.outliers * self.width)
         step = shape.length * (shape.outlier_length if self.outliers else 1) // math.gcd(
             shape.length, shape.outlier_length if self.outliers else 1)
