@@ -13,7 +13,8 @@ Workloads, greedy, end-of-text ignored, fresh random token ids each round:
 
 Decode rate = tokens between the first and the last step of the batch / the time between them (prefill not counted);
 for stream-8, where prefill and decode mix, tokens asked for / wall time. Every round runs each workload with both, the
-order of the two changing from round to round; tables show medians, and the ratio is the median of the rounds' ratios.
+order of the two changing from round to round; tables show medians, and a ratio is the median of the rounds' ratios. The
+ratio of CPU time (whole run, prefill included) stands beside it: on a machine with other work it is the steadier one.
 Writes engine_vs_transformers.jsonl (raw rows) and .md (the table) beside this file.
 """
 
@@ -62,6 +63,7 @@ class Measured:
     """Times of one run in seconds from its start; `steps` is when each decoding step of a uniform batch ended."""
 
     total: float
+    cpu: float  # what the process used, all threads: tells a slow run from one that had to wait for the processor
     steps: list[float]
 
 
@@ -73,12 +75,12 @@ class Flyweight:
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
         params = [SamplingParams(temperature=0, max_tokens=out, ignore_eos=True) for _, out in workload.requests]
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         outputs = self.model.generate(prompts, params)
-        total = time.perf_counter() - begin
+        total, cpu = time.perf_counter() - begin, time.process_time() - cpu
         assert [len(output.token_ids) for output in outputs] == [out for _, out in workload.requests]
         last_to_start = max(outputs, key=lambda output: output.completions[0].timing.first_token)
-        return Measured(total, [when - begin for when, _ in last_to_start.completions[0].timing.chunks])
+        return Measured(total, cpu, [when - begin for when, _ in last_to_start.completions[0].timing.chunks])
 
 
 class Transformers:
@@ -98,7 +100,7 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
-        self.times, begin = [], time.perf_counter()
+        self.times, begin, cpu = [], time.perf_counter(), time.process_time()
         for start in range(0, len(prompts), workload.batch):
             part = prompts[start : start + workload.batch]
             width = max(map(len, part))
@@ -107,7 +109,8 @@ class Transformers:
             longest = max(out for _, out in workload.requests[start : start + workload.batch])
             self.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=longest, pad_token_id=0,
                                 stopping_criteria=[self.watch])
-        return Measured(time.perf_counter() - begin, [when - begin for when in self.times])
+        total, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        return Measured(total, cpu, [when - begin for when in self.times])
 
 
 def fields(workload: Workload, measured: Measured) -> dict[str, float | int | str | None]:
@@ -118,7 +121,7 @@ def fields(workload: Workload, measured: Measured) -> dict[str, float | int | st
     return dict(
         workload=workload.name, batch=workload.batch, prompts=len(workload.requests),
         input=workload.requests[0][0] if uniform else inputs, output=workload.requests[0][1] if uniform else outputs,
-        latency_s=measured.total, ttft_ms_last=1e3 * steps[0] if uniform else None,
+        latency_s=measured.total, cpu_s=measured.cpu, ttft_ms_last=1e3 * steps[0] if uniform else None,
         decode_tok_s=workload.batch * (len(steps) - 1) / (steps[-1] - steps[0]) if decoding else None,
         input_tok_s=inputs / steps[0] if uniform else None, output_tok_s=outputs / measured.total,
         overall_tok_s=(inputs + outputs) / measured.total)
@@ -131,13 +134,16 @@ def table(rows: list[dict], environment: dict) -> str:
     lines = [f"{environment['device']}, {environment['threads']} threads, float32, torch {environment['torch']}, "
              f"transformers {environment['packages']['transformers']}. Tokens per second, medians of "
              f"{1 + max(row['repeat'] for row in rows)} rounds (least to most):", "",
-             "| workload | transformers | Flyweight | ratio |", "|---|---|---|---|"]
+             "| workload | transformers | Flyweight | ratio | ratio of CPU time |", "|---|---|---|---|---|"]
     for name, field in HEADLINE.items():
-        of = {backend: [row[field] for row in rows if row["workload"] == name and row["backend"] == backend]
-              for backend in ("transformers", "flyweight")}
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(of["flyweight"], of["transformers"], strict=True))
-        cells = [f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})" for rates in of.values()]
-        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {ratio:.2f} × |")
+        theirs, ours = ([row for row in rows if row["workload"] == name and row["backend"] == backend]
+                        for backend in ("transformers", "flyweight"))
+        pairs = list(zip(theirs, ours, strict=True))
+        ratios = [f"{statistics.median(values):.2f} ×" for values in (
+            [our[field] / their[field] for their, our in pairs], [their["cpu_s"] / our["cpu_s"] for their, our in pairs])]
+        rates = [[row[field] for row in found] for found in (theirs, ours)]
+        cells = [f"{statistics.median(item):.1f} ({min(item):.1f} to {max(item):.1f})" for item in rates]
+        lines.append(f"| {' | '.join([name, *cells, *ratios])} |")
     return "\n".join(lines)
 
 

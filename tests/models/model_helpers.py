@@ -86,14 +86,16 @@ def tokens_of(count, seed=0):
     return torch.randint(3, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def run_paged(decoder, sequences, chunk, block_size=4):
+def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
     """Logits of every token of every sequence, `chunk` tokens a step (a list: of the first, second … step of each).
 
-    Pages are handed out in shuffled order and never cleared: what was not written is NaN.
+    Pages are handed out in shuffled order, or one after the other, and never cleared: what was not written is NaN.
     """
     config = decoder.config
     needed = [-(-len(tokens) // block_size) for tokens in sequences]
-    order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(5)).to(torch.int32)
+    order = torch.arange(sum(needed) + 2, dtype=torch.int32)
+    if shuffled:
+        order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(5))]
     tables = torch.zeros(len(sequences), max(needed), dtype=torch.int32)
     for i, count in enumerate(needed):
         tables[i, :count] = order[sum(needed[:i]) : sum(needed[: i + 1])]

@@ -51,6 +51,9 @@ def test_sliding_windows():
     assert ModelConfig.from_dict(qwen | dict(use_sliding_window=True)).windows == (None, None, 9)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert ModelConfig.from_dict(qwen | dict(use_sliding_window=True, layer_types=kinds)).windows == (9, None, 9)
+    mistral = TINY | dict(model_type="mistral")
+    assert [ModelConfig.from_dict(mistral | change).windows[0] for change in (
+        {}, dict(sliding_window=None), dict(sliding_window=0), dict(sliding_window=7))] == [4096, None, None, 7]
     with pytest.raises(CheckpointError, match="layer_types"):
         ModelConfig.from_dict(qwen | dict(use_sliding_window=True, layer_types=kinds[:2]))
 
@@ -97,6 +100,7 @@ def test_mixture_of_experts_is_read():
     (dict(num_key_value_heads=4), CheckpointError, ["6", "4"]),
     (dict(tie_word_embeddings="yes"), CheckpointError, ["tie_word_embeddings"]),
     (dict(eos_token_id="</s>"), CheckpointError, ["eos_token_id"]),
+    (dict(rope_scaling=[1, 2]), CheckpointError, ["rope_scaling"]),
     (dict(rope_scaling=dict(type="linear")), CheckpointError, ["factor", "missing"]),
     (dict(partial_rotary_factor=0.4, head_dim=8), CheckpointError, ["partial_rotary_factor"]),
 ])

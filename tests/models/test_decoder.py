@@ -4,6 +4,7 @@ from model_helpers import MODELS, DictWeights, assert_same_logits, load, run_pag
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError, UnsupportedError
+from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import GROUPS, LINEARS, Block, Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
@@ -41,6 +42,16 @@ def test_packed_sequences_equal_each_alone(pair, chunk):
     sequences = [tokens_of(count, seed=count) for count in (9, 17, 1, 12)]
     for found, tokens in zip(run_paged(decoder, sequences, chunk), sequences, strict=True):
         assert_same_logits(found, reference_logits(model, tokens))
+
+
+def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
+    """Both ways of reading pages, alone and in a run of decoding sequences, give the same logits."""
+    model = transformers_model("mistral window")
+    decoder, sequences = load(model), [tokens_of(count, seed=count) for count in (9, 23, 14)]
+    for long in (1, 12, 512):
+        monkeypatch.setattr(reference, "LONG", long)
+        for found, tokens in zip(run_paged(decoder, sequences, [8, 1], shuffled=False), sequences, strict=True):
+            assert_same_logits(found, reference_logits(model, tokens))
 
 
 def test_prefill_and_decode_share_a_step():

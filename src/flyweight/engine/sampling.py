@@ -26,18 +26,17 @@ COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of a step's rows. The three flags are facts the host knows, to choose the cheapest path."""
+    """The parameters of a step's rows. The two flags are facts the host knows, to choose the cheapest path."""
 
     greedy: bool  # every row: temperature 0
     filtered: bool  # some row: top_k, top_p or min_p
-    penalized: bool  # some row: a penalty, so `seen` is there
     limit: int  # most candidates any row can have
     values: Tensor  # float32 [len(COLUMNS), rows]
     top_k: Tensor  # int64 [rows]
     seeds: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]: of the token to be chosen
     bias: tuple[Tensor, Tensor, Tensor] | None  # (row, token id, value) of every biased logit
-    seen: Tensor | None  # int32 [2, rows, vocabulary]: times in the prompt, times in the answer
+    seen: Tensor | None  # int32 [2, rows, vocabulary]: times in the prompt, times in the answer; None: no penalties
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in COLUMNS:
@@ -139,7 +138,6 @@ class Sampler:
         return SamplingBatch(
             greedy=not sampled,
             filtered=any(item.top_k or item.top_p < 1 or item.min_p > 0 for item in sampled),  # type: ignore[operator]
-            penalized=penalized,
             limit=max((item.top_k or self.vocabulary for item in sampled), default=1),
             values=torch.tensor([[getattr(item, name) for item in params] for name in COLUMNS],
                                 dtype=torch.float32, device=self.device),

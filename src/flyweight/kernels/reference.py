@@ -63,34 +63,45 @@ def write_kv(cache: KVStorage, keys: Tensor, values: Tensor, slots: Tensor) -> N
     cache.values.flatten(0, 1).index_copy_(0, slots, values)
 
 
+LONG = 512  # cached tokens; from here on reading pages in place beats copying them for one call with the neighbours
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring sequences whose attention is one call: a run of decoding ones, or a single one with several tokens."""
+    """Neighbouring sequences whose attention is one call: one sequence, or a run of decoding ones."""
 
     begin: int  # the first and the end of their tokens
     end: int
     sequences: int
-    rows: Tensor  # int64 [sequences · width]: the slots of the cached tokens; short sequences repeat their first one
+    rows: slice | Tensor  # the slots of the cached tokens, [sequences · width]: a slice where they follow each other
     causal: bool  # the sequence begins here: no mask needed
     mask: Tensor | None  # 0 or −∞, [sequences, 1, 1, width] or [new, width]
-    keys: Tensor  # [sequences · width, kv_heads, head_dim], filled by each layer in turn: no allocation per layer
-    values: Tensor
+    scratch: Tensor | None  # [2, sequences · width, kv_heads, head_dim]: the pages copied, by each layer in turn
 
 
 def plan_attention(batch: Batch, cache: KVStorage, window: int | None = None) -> list[Piece]:
     """Cut a step into pieces; made once and used by every layer with the same window."""
-    pieces, i, starts = [], 0, batch.query_starts
-    while i < len(batch.kv_lengths):
+    pieces, i, starts, tables = [], 0, batch.query_starts, batch.block_tables.tolist()
+    spans = [_span(table, length, cache.block_size) for table, length in zip(tables, batch.kv_lengths, strict=True)]
+    together = [starts[k + 1] - starts[k] == 1 and (span is None or length < LONG)
+                for k, (span, length) in enumerate(zip(spans, batch.kv_lengths, strict=True))]
+    while i < len(spans):
         j = i + 1
-        if starts[j] - starts[i] == 1:
-            while j < len(batch.kv_lengths) and starts[j + 1] - starts[j] == 1:
-                j += 1
-        pieces.append(_plan_piece(batch, cache, i, j, window))
+        while together[i] and j < len(spans) and together[j]:
+            j += 1
+        pieces.append(_plan_piece(batch, cache, i, j, span=spans[i] if j == i + 1 else None, window=window))
         i = j
     return pieces
 
 
-def _plan_piece(batch: Batch, cache: KVStorage, first: int, last: int, window: int | None) -> Piece:
+def _span(table: list[int], length: int, block_size: int) -> slice | None:
+    """The slots of a sequence whose blocks follow each other: read in place, which copies nothing."""
+    blocks = -(-length // block_size)
+    start = table[0] * block_size
+    return slice(start, start + length) if table[:blocks] == list(range(table[0], table[0] + blocks)) else None
+
+
+def _plan_piece(batch: Batch, cache: KVStorage, first: int, last: int, *, span: slice | None, window: int | None) -> Piece:
     begin, end, lengths = batch.query_starts[first], batch.query_starts[last], batch.kv_lengths[first:last]
     sequences, width, device, size = last - first, max(lengths), cache.keys.device, cache.block_size
     new, column, ragged = (end - begin) // sequences, torch.arange(width, device=device), min(lengths) < width
@@ -98,15 +109,17 @@ def _plan_piece(batch: Batch, cache: KVStorage, first: int, last: int, window: i
     mask, at, seen = None, torch.arange(width - new, width, device=device)[:, None], column
     if ragged:
         at = torch.tensor(lengths, device=device)[:, None, None, None] - 1
-        # A masked slot must still hold a number: pages that were never written may hold NaN.
+        # A masked slot must still hold a number: pages that were never written may hold NaN. So the first one stands in.
         seen = column * (column <= at[:, 0, 0])  # [sequences, width]
     if ragged or (new > 1 and not causal) or (window and width > window):
         visible = _visible(column, at, window)
         mask = torch.zeros(visible.shape, dtype=cache.keys.dtype, device=device).masked_fill_(~visible, float("-inf"))
+    if span is not None:
+        return Piece(begin, end, sequences, span, causal, mask, None)
     table = batch.block_tables[first:last].long()
     rows = table.gather(1, (seen // size).expand(sequences, width)) * size + seen % size
-    scratch = cache.keys.new_empty(2, sequences * width, *cache.keys.shape[2:])
-    return Piece(begin, end, sequences, rows.flatten(), causal, mask, *scratch)
+    scratch = cache.keys.new_empty(2, rows.numel(), *cache.keys.shape[2:])
+    return Piece(begin, end, sequences, rows.flatten(), causal, mask, scratch)
 
 
 def _visible(column: Tensor, at: Tensor, window: int | None) -> Tensor:
@@ -122,10 +135,7 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: list[Piece], *, scale
 
 def _attend_piece(query: Tensor, cache: KVStorage, piece: Piece, scale: float) -> Tensor:
     kv_heads, size = cache.keys.shape[2:]
-    for pages, copy in ((cache.keys, piece.keys), (cache.values, piece.values)):
-        torch.index_select(pages.view(-1, kv_heads, size), 0, piece.rows, out=copy)
-    # [sequences, kv_heads, width, head_dim]
-    keys, values = (copy.view(piece.sequences, -1, kv_heads, size).transpose(1, 2) for copy in (piece.keys, piece.values))
+    keys, values = (_read_pages(pages.view(-1, kv_heads, size), piece, i) for i, pages in enumerate((cache.keys, cache.values)))
     if piece.end - piece.begin == piece.sequences:
         # One token each: the heads that share a kv head are the rows of one small attention, so nothing is repeated.
         grouped = query.reshape(piece.sequences, kv_heads, -1, size)
@@ -133,6 +143,15 @@ def _attend_piece(query: Tensor, cache: KVStorage, piece: Piece, scale: float) -
     out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, piece.mask, is_causal=piece.causal,
                                          scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def _read_pages(pages: Tensor, piece: Piece, which: int) -> Tensor:
+    """[sequences, kv_heads, width, head_dim]"""
+    if isinstance(piece.rows, slice):
+        return pages[piece.rows].transpose(0, 1)[None]
+    assert piece.scratch is not None
+    copy = torch.index_select(pages, 0, piece.rows, out=piece.scratch[which])
+    return copy.view(piece.sequences, -1, *pages.shape[1:]).transpose(1, 2)
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None = None) -> Tensor:

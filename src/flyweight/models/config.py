@@ -227,7 +227,10 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _read_rope(data: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
     """Both spellings: rope_theta beside rope_scaling (transformers 4), everything in rope_parameters (transformers 5)."""
-    scaling = dict(data.get("rope_scaling") or data.get("rope_parameters") or {})
+    scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointError(f"config.json: 'rope_scaling' must be an object, not {scaling!r}")
+    scaling = dict(scaling)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     theta = _number({"rope_theta": scaling.pop("rope_theta", None) or data.get("rope_theta")}, "rope_theta", 10000.0)
@@ -249,14 +252,16 @@ def _read_rope(data: Mapping[str, Any], head_dim: int, max_positions: int) -> Ro
 
 def _read_windows(data: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
     if family.window == "all":
-        window = data.get("sliding_window", 4096)
-        return (window and _count(data, "sliding_window", window),) * layers
+        full = not data.get("sliding_window", 4096)  # stated as null; transformers takes 4096 where the key is missing
+        return (None if full else _count(data, "sliding_window", 4096),) * layers
     if not data.get("use_sliding_window"):
         return (None,) * layers
     if family.window == "never":
         raise UnsupportedError(f"config.json: use_sliding_window is not supported for {data['model_type']}")
-    width, full = _count(data, "sliding_window", 4096), data.get("max_window_layers", 28)
-    kinds = data.get("layer_types") or ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    width, first = _count(data, "sliding_window", 4096), data.get("max_window_layers", 28)
+    if type(first) is not int:
+        raise CheckpointError(f"config.json: 'max_window_layers' must be a whole number, not {first!r}")
+    kinds = data.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"config.json: 'layer_types' must hold {layers} of full_attention or sliding_attention")
     return tuple(width if kind == "sliding_attention" else None for kind in kinds)
