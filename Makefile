@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?= smollm2-135m
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-interop lint clean
 
 # torch goes first and pinned, so that nothing pulls another build of it. A GPU machine gets cuda-core too.
 .venv/installed: pyproject.toml constraints.txt
@@ -17,9 +17,21 @@ MODEL ?= smollm2-135m
 test: .venv/installed
 	$(BIN)/python -m pytest
 
+# Formats checked with the packages that other people use; heavy, so in an environment of their own.
+.venv-interop/installed: constraints.txt tests/interop/requirements.txt tests/interop/requirements-no-deps.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/pip install --quiet --upgrade pip
+	.venv-interop/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-interop/bin/pip install --quiet "$$(grep ^torch== constraints.txt)" --requirement tests/interop/requirements.txt
+	BUILD_CUDA_EXT=0 .venv-interop/bin/pip install --quiet --no-deps --requirement tests/interop/requirements-no-deps.txt
+	@touch $@
+
+test-interop: .venv-interop/installed
+	PYTHONPATH=src .venv-interop/bin/python -m pytest -m interop tests/interop
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-interop build dist

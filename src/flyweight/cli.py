@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 import typer
@@ -93,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if debug := "--debug" in arguments:
         arguments.remove("--debug")
+    warnings.formatwarning = lambda message, *_, **__: f"flyweight: {message}\n"  # no line of code
     try:
         code = app(args=arguments or ["--help"], prog_name="flyweight", standalone_mode=False)
     except (FlyweightError, UsageError) as error:

@@ -19,7 +19,8 @@ KINDS = {
     "int4": lambda shape, seed: IntGroup.random(shape, seed, group_size=32, symmetric=True, dtype=torch.float16),
     "int4 asymmetric": lambda shape, seed: IntGroup.random(shape, seed, group_size=32, dtype=torch.float16),
     "int8 channel": lambda shape, seed: IntGroup.random(shape, seed, bits=8, group_size=-1, symmetric=True, dtype=torch.float16),
-    "act-order": lambda shape, seed: IntGroup.random(shape, seed, group_size=32, symmetric=True, act_order=True, dtype=torch.float16),
+    "act-order": lambda shape, seed: IntGroup.random(shape, seed, group_size=32, symmetric=True, act_order=True,
+                                                     dtype=torch.float16),
     "w8a8": lambda shape, seed: Int8Channel.random(shape, seed),
     "fp8": lambda shape, seed: dataclasses.replace(Float8.random(shape, seed), scales=torch.tensor([[0.01]])),
     "sparse": lambda shape, seed: Sparse24.random(shape, seed),
@@ -89,7 +90,8 @@ def test_plain_folders_hold_the_dequantized_weights(kind, form, dtype, tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "form", "target", "says"), [
-    ("act-order", "gptq", "compressed-tensors", "g_idx"), ("act-order", "gptq", "awq", "g_idx"), ("int8 channel", "gptq", "awq", "4 bits"),
+    ("act-order", "gptq", "compressed-tensors", "g_idx"), ("act-order", "gptq", "awq", "g_idx"),
+    ("int8 channel", "gptq", "awq", "4 bits"),
     ("w8a8", "compressed-tensors", "gptq", "quantized again"), ("vptq", "vptq", "compressed-tensors", "no place"),
     ("int4", "gptq", "fp8", "quantized again")])
 def test_a_conversion_that_would_lose_something_is_refused_and_leaves_nothing(kind, form, target, says, tmp_path):
@@ -125,7 +127,8 @@ def test_biased_and_plain_modules_are_announced(tmp_path):
 
 def test_the_command_prints_what_it_did(tmp_path):
     make(tmp_path / "a", "int4", "gptq")
-    result = CliRunner().invoke(app, ["convert", str(tmp_path / "a"), "-o", str(tmp_path / "b"), "--format", "compressed-tensors", "--json"])
+    arguments = ["convert", str(tmp_path / "a"), "-o", str(tmp_path / "b"), "--format", "compressed-tensors", "--json"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["modules"] == {"int": 2} and facts["format"] == "compressed-tensors" and facts["bytes_after"] > 0

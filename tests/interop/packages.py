@@ -27,12 +27,13 @@ def save_base(folder: Path, *, dtype: torch.dtype, hidden: int = 128, layers: in
 
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, head_dim=16,
-                         num_attention_heads=hidden // 16, num_key_value_heads=hidden // 32, vocab_size=VOCABULARY,
+                         num_attention_heads=hidden // 16, num_key_value_heads=max(2, hidden // 32), vocab_size=VOCABULARY,
                          max_position_embeddings=512, tie_word_embeddings=False)
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}" if i else "<unk>": i for i in range(VOCABULARY)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>", eos_token="<unk>").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>", eos_token="<unk>")
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -74,16 +75,16 @@ def gptqmodel(base: Path, folder: Path, **options) -> Path:
     return folder
 
 
-def group_scheme(bits: int, group_size: int, symmetric: bool) -> dict:
-    return {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group",
-                                               "group_size": group_size}}
+def integers(bits: int, group_size: int | None, symmetric: bool) -> dict:
+    return {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group_size,
+                                               "strategy": "group" if group_size else "channel"}}
 
 
 MAKERS = {  # name → (dtype of the model, maker, its options)
-    "llm-compressor-w4a16": (torch.bfloat16, llm_compressor, {"scheme": group_scheme(4, 32, True), "gptq": True}),
-    "llm-compressor-w4a16-asym": (torch.bfloat16, llm_compressor, {"scheme": group_scheme(4, 32, False), "gptq": True}),
-    "llm-compressor-w3a16": (torch.bfloat16, llm_compressor, {"scheme": group_scheme(3, 32, False)}),
-    "llm-compressor-w8a16": (torch.bfloat16, llm_compressor, {"scheme": "W8A16"}),
+    "llm-compressor-w4a16": (torch.bfloat16, llm_compressor, {"scheme": integers(4, 32, True), "gptq": True}),
+    "llm-compressor-w4a16-asym": (torch.bfloat16, llm_compressor, {"scheme": integers(4, 32, False), "gptq": True}),
+    "llm-compressor-w3a16": (torch.bfloat16, llm_compressor, {"scheme": integers(3, 32, False)}),
+    "llm-compressor-w8a16": (torch.bfloat16, llm_compressor, {"scheme": integers(8, None, True)}),
     "llm-compressor-w8a8": (torch.bfloat16, llm_compressor, {"scheme": "W8A8"}),
     "llm-compressor-fp8": (torch.bfloat16, llm_compressor, {"scheme": "FP8"}),
     "llm-compressor-fp8-dynamic": (torch.bfloat16, llm_compressor, {"scheme": "FP8_DYNAMIC"}),
@@ -96,7 +97,8 @@ MAKERS = {  # name → (dtype of the model, maker, its options)
     "auto-round-awq": (torch.float16, auto_round, {"format": "auto_awq", "sym": False}),
     "gptqmodel-gptq": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
     "gptqmodel-gptq-act-order": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "sym": True, "desc_act": True}),
-    "gptqmodel-gptq-v2": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "sym": False, "desc_act": False, "format": "gptq_v2"}),
+    "gptqmodel-gptq-v2": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "sym": False, "desc_act": False,
+                                                      "format": "gptq_v2"}),
     "gptqmodel-gptq-8": (torch.float16, gptqmodel, {"bits": 8, "group_size": 32, "sym": True, "desc_act": False}),
     "gptqmodel-awq": (torch.float16, gptqmodel, {"bits": 4, "group_size": 32, "method": "awq", "format": "gemm"}),
 }
@@ -135,7 +137,7 @@ def load_compressed(folder: Path, **options):
 
 
 def auto_round_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Its own torch layer multiplied with the identity."""
+    """Its own torch layer multiplied with the identity; without g_idx, which it mishandles where outputs exceed inputs."""
     import json
 
     from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
@@ -143,9 +145,9 @@ def auto_round_weights(folder: Path) -> dict[str, torch.Tensor]:
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     tensors, weights = load_file(folder / "model.safetensors"), {}
     for prefix in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
-        parts = {part: tensors[f"{prefix}.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx")}
-        inputs, outputs = len(parts["g_idx"]), parts["scales"].shape[1]
-        layer = QuantLinear(settings["bits"], settings["group_size"], inputs, outputs, bias=False, g_idx=True)
+        parts = {part: tensors[f"{prefix}.{part}"] for part in ("qweight", "qzeros", "scales")}
+        inputs, outputs = parts["qweight"].shape[0] * 32 // settings["bits"], parts["scales"].shape[1]
+        layer = QuantLinear(settings["bits"], settings["group_size"], inputs, outputs, bias=False)
         layer.load_state_dict(parts)
         weights[prefix] = layer(torch.eye(inputs, dtype=torch.float16)).T
     return weights
@@ -166,15 +168,21 @@ def gptqmodel_weights(folder: Path, method: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-def vptq_layer(settings: dict, parts: dict[str, torch.Tensor]):
-    """The `vptq` package's own layer filled with our tensors; the import of a sentence model that it never uses is blocked."""
+def import_vptq():
+    """The package, with the import of a sentence model that it never uses blocked."""
     for name in ("sentence_transformers", "sentence_transformers.SentenceTransformer"):
         stub = types.ModuleType(name)
         stub.__spec__ = ModuleSpec(name, None)
         stub.SentenceTransformer = type("SentenceTransformer", (), {})
         sys.modules.setdefault(name, stub)
-    from vptq.layers.vqlinear import VQuantLinear
+    import vptq
 
+    return vptq
+
+
+def vptq_layer(settings: dict, parts: dict[str, torch.Tensor]):
+    """The `vptq` package's own layer with these tensors."""
+    VQuantLinear = import_vptq().VQuantLinear
     layer = VQuantLinear(**settings, dtype=parts["centroids.weight"].dtype, enable_proxy_error=False)
     layer.load_state_dict(parts)
     return layer

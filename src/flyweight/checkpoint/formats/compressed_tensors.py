@@ -13,7 +13,7 @@ A 2:4 weight is written dense with its zeros and found again when it is read. Wh
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,7 @@ class CompressedTensors(Format):
     marks: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "compressed")
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
                                            "input_scale", "input_zero_point", "compressed", "bitmask", "shape")
-    groups: Groups = Groups()
+    groups: Groups = field(default_factory=Groups)
 
     @classmethod
     def parse(cls, settings: Settings) -> CompressedTensors:
