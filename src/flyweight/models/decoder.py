@@ -137,12 +137,12 @@ class Block:
         return self.down(ops.silu_mul(self.gate_up(x))), hidden
 
     def attention(self, x: Tensor, context: Context) -> Tensor:
-        ops, heads, kv_heads = self.ops, self.heads, self.kv_heads
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [..., heads + 2 · kv_heads, head_dim]
-        qk, values = qkv.split([heads + kv_heads, kv_heads], -2)
+        qkv = self.qkv(x)
+        qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)  # [..., heads + 2 · kv_heads, head_dim]
+        qk, values = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], -2)
         if self.qk_norm is not None:
-            qk = ops.rms_norm(qk, self.qk_norm, self.epsilon)
-        query, keys = ops.rotate(qk, context.cos, context.sin).split([heads, kv_heads], -2)
+            qk = self.ops.rms_norm(qk, self.qk_norm, self.epsilon)
+        query, keys = self.ops.rotate(qk, context.cos, context.sin).split_with_sizes([self.heads, self.kv_heads], -2)
         return self.o(context.attend(self, query, keys, values).flatten(-2))
 
     def watch(self, callback: Callable[[Group, Tensor], None] | None) -> None:
