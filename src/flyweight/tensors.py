@@ -265,8 +265,8 @@ class IntGroup(QuantTensor):
 
 def quantize_int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Dynamic per-token int8: codes (as float32, in −127..127) and scales [..., 1], both from float32 arithmetic."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12)
-    return (x.float() / scale).round().clamp(-127, 127), scale
+    most = x.float().abs().amax(-1, keepdim=True).clamp(min=127e-12)
+    return (x.float() * (127 / most)).round(), most / 127
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flyweight.kernels import reference
+from flyweight.kernels import gemv, reference, vptq
 from flyweight.kernels.cpu import CpuLinear
-from flyweight.tensors import Plain, QuantTensor
+from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.tensors import Plain, QuantTensor, VectorQuant
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,27 @@ class Prepared:
     why: str
     shape: tuple[int, ...]
     nbytes: int
+    adds_bias: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.run(x)
 
 
-def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False) -> Prepared:
-    """Choose and lay out. `exact` forbids kernels that compute anything but x @ dequantize(): evaluation wants it."""
+def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bias: Tensor | None = None,
+            gated: bool = False) -> Prepared:
+    """Choose and lay out. `exact` forbids kernels that compute anything but x @ dequantize(): evaluation wants it.
+
+    `gated` marks a merged gate/up, whose rows a CUDA kernel may pair up.
+    """
+    if tensor.device.type == "cuda" and not exact:
+        kind = gemv.format_of(tensor, dtype)
+        if kind is not None and (not gated or tensor.matrix_shape[0] % 32 == 0):
+            on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
+            return Prepared(on_cuda, f"gemv.{kind}", "up to 8 rows; more are written out in 16 bits for cuBLAS", tensor.shape,
+                            on_cuda.weight.nbytes, adds_bias=True)
+        if isinstance(tensor, VectorQuant) and tensor.experts is None:
+            vectors = vptq.prepare(tensor, dtype=dtype)
+            return Prepared(vectors, "vptq", vectors.why, tensor.shape, vectors.nbytes)
     plain = isinstance(tensor, Plain)
     weight = tensor.weight.to(dtype) if isinstance(tensor, Plain) else tensor.dequantize(dtype)
     linear: Callable[[Tensor], Tensor]

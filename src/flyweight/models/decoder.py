@@ -109,7 +109,7 @@ class Block:
         for group in GROUPS:
             sizes, in_features, bias = shapes[group.name]
             linears[group.name] = Linear.load(weights, prefix, group.linears, sizes=sizes, in_features=in_features, bias=bias,
-                                              device=device, dtype=dtype, exact=exact)
+                                              device=device, dtype=dtype, exact=exact, gated=group.name == "gate_up")
 
         def norm(name: str, width: int) -> Tensor:
             return load_tensor(weights, f"{prefix}{name}.weight", (width,), device=device, dtype=dtype)

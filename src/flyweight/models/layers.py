@@ -47,17 +47,20 @@ class Linear:
     """y = x Wᵀ + b for the projections `names`, whose outputs of `sizes` follow each other in y."""
 
     def __init__(self, tensors: Sequence[QuantTensor], bias: Tensor | None = None, *, names: Sequence[str] = (),
-                 dtype: torch.dtype, exact: bool = False):
+                 dtype: torch.dtype, exact: bool = False, gated: bool = False):
         self.names = tuple(names)
         self.sizes = tuple(tensor.shape[-2] for tensor in tensors)
-        self.segments = [dispatch.prepare(segment, dtype=dtype, exact=exact) for segment in merge(tensors)]
-        self.bias = bias
+        merged = merge(tensors)
+        alone = len(merged) == 1  # then the kernel may add the bias, and pair gate with up
+        self.segments = [dispatch.prepare(segment, dtype=dtype, exact=exact, bias=bias if alone else None, gated=gated and alone)
+                         for segment in merged]
+        self.bias = None if alone and self.segments[0].adds_bias else bias
         self.watch: Callable[[Tensor], None] | None = None  # called with every input, for calibration
         self.single = self.segments[0].run if len(self.segments) == 1 else None
 
     @classmethod
     def load(cls, weights: Weights, prefix: str, names: Sequence[str], *, sizes: Sequence[int], in_features: int, bias: bool,
-             device: torch.device | str, dtype: torch.dtype, exact: bool = False) -> Linear:
+             device: torch.device | str, dtype: torch.dtype, exact: bool = False, gated: bool = False) -> Linear:
         """`bias` says what the config promises; a bias in the file (GPTQ tools write zeros) is used either way."""
         tensors, biases = [], []
         for name, size in zip(names, sizes, strict=True):
@@ -69,7 +72,7 @@ class Linear:
             else:
                 biases.append(torch.zeros(size, device=device, dtype=dtype))
         joined = torch.cat(biases)
-        return cls(tensors, joined if bool(joined.any()) else None, names=names, dtype=dtype, exact=exact)
+        return cls(tensors, joined if bool(joined.any()) else None, names=names, dtype=dtype, exact=exact, gated=gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.watch is not None:

@@ -1,0 +1,137 @@
+// What every kernel shares: 16-bit floats without headers, asynchronous copies, barriers, dependent launch.
+// Hopper-only instructions are guarded; from sm_80 on the same source compiles to plain cp.async.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+
+#ifndef FP16
+#define FP16 0
+#endif
+
+#define DEVICE __device__ __forceinline__
+#define LOWEST __int_as_float(0xff800000)  // minus infinity
+
+// ---- 16-bit floats: a value is its bits in a u16, two of them in a u32 (low half first) ----
+template <bool HALF> DEVICE float float_of(u16 bits) {
+  if (!HALF) return __uint_as_float((u32)bits << 16);
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+  return f;
+}
+template <bool HALF> DEVICE u32 pack(float low, float high) {
+  u32 r;
+  if (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// The same in the type of activations.
+DEVICE float to_float(u16 bits) { return float_of<FP16>(bits); }
+DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
+DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
+DEVICE u32 pack2(float low, float high) { return pack<FP16>(low, high); }
+DEVICE u16 to_bits(float f) { return (u16)(pack2(f, 0.f) & 0xffff); }
+
+DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated
+  u32 r;
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(r) : "f"(f));
+  return r;
+}
+
+// ---- matrix units: D[16 × 8] += A[16 × 16] · B[16 × 8], fp32 accumulators ----
+template <bool HALF> DEVICE void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if (HALF)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// D[16 × 8] += A[16 × 32] · B[32 × 8] in integers; A signed or unsigned bytes, B signed
+template <bool UNSIGNED> DEVICE void mma32(int (&d)[4], uint4 a, u32 b0, u32 b1) {
+  if (UNSIGNED)
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// ---- barriers in shared memory, and copies that complete on them ----
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void barrier_init(u64* b, u32 count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+DEVICE void fence_barriers() {  // after the inits, before anyone else (the copy engine too) uses them
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+DEVICE void barrier_arrive(u64* b) {
+  asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(shared_address(b)) : "memory");
+}
+DEVICE void barrier_wait(u64* b, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred p;\n wait: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n @p bra done;\n bra wait;\n done: }"
+#else
+  asm volatile(
+      "{ .reg .pred p;\n wait: mbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n @p bra done;\n bra wait;\n done: }"
+#endif
+      ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+// On Hopper one thread announces the bytes and the copy engine fetches them; before it, a warp copies 16 bytes a lane.
+// So a `full` barrier expects COPY_ARRIVALS arrivals, and copy_begin / copy_bytes / copy_end are called by a whole warp.
+#if __CUDA_ARCH__ >= 900
+#define COPY_ARRIVALS 1
+#else
+#define COPY_ARRIVALS 32
+#endif
+DEVICE void copy_begin(u64* full, u32 bytes, int lane) {
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0)
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(shared_address(full)), "r"(bytes)
+                 : "memory");
+#endif
+}
+DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* full, int lane) {
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0)
+    asm volatile(
+        "{ .reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy; }"
+        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
+#else
+  for (u32 i = lane * 16; i < bytes; i += 512)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"((const char*)from + i));
+#endif
+}
+DEVICE void copy_end(u64* full) {
+#if __CUDA_ARCH__ < 900
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
+#endif
+}
+
+// ---- programmatic dependent launch: the next kernel starts while this one runs, and waits for its results ----
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+DEVICE float warp_max(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}

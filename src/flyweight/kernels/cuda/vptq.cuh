@@ -1,0 +1,81 @@
+// What the VPTQ kernels and the ones that prepare and undo their layout share: the format of an item.
+//
+// A step is 32 items of one row block, one a lane. Lane l gathers an entry; the x it belongs to is supplied by lane
+// column_lane(l), in whose word its position stands. Lane L owns the columns 64 i + 2 L and 64 i + 2 L + 1: they are one
+// word of x, in bank L. Step p takes the first or second of them, p = 2 i or 2 i + 1, for the natural order.
+//
+// defines: MAIN_BITS, RES_BITS, POS_BITS, ITEM_BYTES (3 or 4), HALVES (16-byte pieces of an entry), FP16
+#include "common.cuh"
+
+constexpr int CHUNK = 8;                        // steps
+constexpr int WORDS = CHUNK * ITEM_BYTES / 4;   // of one lane in one chunk
+constexpr int CHUNK_BYTES = 32 * CHUNK * ITEM_BYTES;
+constexpr u32 ENTRIES = 1u << MAIN_BITS;
+constexpr u32 WINDOW = 1u << POS_BITS;          // steps
+constexpr int OUTPUTS = 8 * HALVES;             // of a row block, with padding
+
+DEVICE uint4 stream_load(const void* p) {
+  uint4 q;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p));
+  return q;
+}
+DEVICE uint2 stream_load2(const void* p) {
+  uint2 q;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(q.x), "=r"(q.y) : "l"(p));
+  return q;
+}
+DEVICE u32 stream_load1(const void* p) {
+  u32 q;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(q) : "l"(p));
+  return q;
+}
+DEVICE void load_chunk(u32 (&w)[WORDS], const char* chunk, int lane) {
+  uint4 q = stream_load(chunk + 16 * lane);
+  w[0] = q.x, w[1] = q.y, w[2] = q.z, w[3] = q.w;
+  if constexpr (ITEM_BYTES == 3) {
+    uint2 r = stream_load2(chunk + 512 + 8 * lane);
+    w[4] = r.x, w[5] = r.y;
+  } else {
+    uint4 r = stream_load(chunk + 512 + 16 * lane);
+    w[4] = r.x, w[5] = r.y, w[WORDS - 2] = r.z, w[WORDS - 1] = r.w;
+  }
+}
+template <int S>
+DEVICE u32 item(const u32 (&w)[WORDS]) {  // bits above the fields may be anything
+  if constexpr (ITEM_BYTES == 4) {
+    return w[S];
+  } else {
+    constexpr int word = 3 * S / 4, byte = 3 * S % 4;
+    if constexpr (byte == 0) return w[word];
+    else if constexpr (byte == 1) return w[word] >> 8;
+    else return __byte_perm(w[word], w[word + 1], byte == 2 ? 0x5432 : 0x6543);
+  }
+}
+DEVICE void all_items(u32 (&v)[CHUNK], const u32 (&w)[WORDS]) {
+  v[0] = item<0>(w), v[1] = item<1>(w), v[2] = item<2>(w), v[3] = item<3>(w);
+  v[4] = item<4>(w), v[5] = item<5>(w), v[6] = item<6>(w), v[7] = item<7>(w);
+}
+DEVICE u32 main_index(u32 v) { return v & (ENTRIES - 1); }
+DEVICE u32 residual_index(u32 v) { return (v >> MAIN_BITS) & ((1u << RES_BITS) - 1); }
+DEVICE u32 position(u32 v) { return (v >> (MAIN_BITS + RES_BITS)) & (WINDOW - 1); }
+
+// Bits g2 g1 g0 t1 t0 of a lane that supplies x become g1 g2 t1 t0 g0 of the lane that gathers: how ldmatrix and
+// mma.m16n8k16 number rows and columns. This is the inverse.
+DEVICE int column_lane(int l) { return (l >> 3 & 1) << 4 | (l >> 4 & 1) << 3 | (l & 1) << 2 | (l >> 1 & 3); }
+DEVICE int column_of(int step, int lane) { return (step >> 1) * 64 + 2 * lane + (step & 1); }
+// The column of the entry this lane gathers in step `step` of its row block.
+DEVICE int gathered_column(u32 v, int step, int lane) {
+  const u32 owner = __shfl_sync(~0u, v, column_lane(lane));
+  return column_of((step & ~(WINDOW - 1)) + position(owner), column_lane(lane));
+}
+
+DEVICE u32 add2(u32 a, u32 b) {
+  u32 c;
+#if FP16
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(0x3f803f80), "r"(b));
+#endif
+  return c;
+}
+DEVICE uint4 add8(uint4 a, uint4 b) { return make_uint4(add2(a.x, b.x), add2(a.y, b.y), add2(a.z, b.z), add2(a.w, b.w)); }

@@ -1,0 +1,243 @@
+// The parts of the kernels in vptq.cu: the product of one step, and what is staged in shared memory before the first.
+#include "vptq.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr u32 RES_SLOTS = RES_BITS ? COPIES << RES_BITS : 0;
+constexpr u32 BOOK_BYTES = 16 * HALVES * ENTRIES;
+constexpr u32 RES_BYTES = 16 * HALVES * RES_SLOTS;
+constexpr int SUMS = ROWS * OUTPUTS;             // partial sums of one row block
+constexpr int X_BYTES = ROWS == 1 ? 2 : 4;       // of a column in one plane: one row, or a pair of rows
+constexpr int PLANES = ROWS == 1 ? 1 : ROWS / 2;
+
+typedef float Accumulators[ROWS][HALVES][4];
+
+DEVICE void gather(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
+}
+
+// ---- the product of one step ----
+struct Tables {
+  u32 book, residual, x;          // shared addresses; residual is this lane's copy
+  int plane;                      // bytes from one plane of x to the next
+  u32 select0, select1, odd;      // where this lane's x goes in the two registers of its B fragment; odd rows: + odd
+  DEVICE Tables(const void* book, const void* residual, const void* x, int plane, int lane)
+      : book(shared_address(book)), residual(shared_address(residual) + 16 * (lane % COPIES)), x(shared_address(x)), plane(plane) {
+    const u32 here = lane >> 2 & 1 ? 0x1044 : 0x4410;
+    select0 = lane >> 3 & 1 ? 0x4444 : here;
+    select1 = lane >> 3 & 1 ? here : 0x4444;
+    odd = lane >> 2 & 1 ? 0x2200 : 0x0022;
+  }
+  DEVICE u32 select(int which, int row) const {
+    const u32 even = which ? select1 : select0;
+    return row % 2 && even != 0x4444 ? even + odd : even;
+  }
+};
+// Where this lane's x of step p lies: in bank `lane`, for one row (two columns a word) and for pairs (two rows a word).
+DEVICE u32 x_offset(u32 p, int lane) { return ROWS == 1 ? (p >> 1) * 128 + lane * 4 + (p & 1) * 2 : p * 128 + lane * 4; }
+
+DEVICE void multiply(Accumulators& acc, const u32 (&a)[HALVES][4], u32 x_at, const Tables& t) {
+  u32 x[PLANES];
+#pragma unroll
+  for (int p = 0; p < PLANES; p++) {
+    if constexpr (ROWS == 1) {
+      u16 one;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(one) : "r"(t.x + x_at));
+      x[p] = one;
+    } else {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[p]) : "r"(t.x + p * t.plane + x_at));
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const u32 b0 = __byte_perm(x[r / 2], 0, t.select(0, r)), b1 = __byte_perm(x[r / 2], 0, t.select(1, r));
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) mma16<FP16>(acc[r][h], a[h][0], a[h][1], a[h][2], a[h][3], b0, b1);
+  }
+}
+DEVICE void take(Accumulators& acc, u32 v, u32 x_at, const Tables& t) {
+  u32 a[HALVES][4];
+#pragma unroll
+  for (int h = 0; h < HALVES; h++) {
+    gather(a[h], t.book + 16 * (h * ENTRIES + main_index(v)));
+    if constexpr (RES_BITS > 0) {
+      u32 b[4];
+      gather(b, t.residual + 16 * (h * RES_SLOTS + COPIES * residual_index(v)));
+#pragma unroll
+      for (int j = 0; j < 4; j++) a[h][j] = add2(a[h][j], b[j]);
+    }
+  }
+  multiply(acc, a, x_at, t);
+}
+template <int S>
+DEVICE void take_chunk(Accumulators& acc, const u32 (&w)[WORDS], u32 first, const Tables& t, int lane) {
+  if constexpr (S < CHUNK) {
+    const u32 v = item<S>(w);
+    take(acc, v, x_offset(((first + S) & ~(WINDOW - 1)) + position(v), lane), t);
+    take_chunk<S + 1>(acc, w, first, t, lane);
+  }
+}
+// Outlier columns: 32 of them are one A fragment, laid out by the host.
+DEVICE void take_dense(Accumulators& acc, const uint4* fragments, u32 x_at, const Tables& t, int lane) {
+  u32 a[HALVES][4];
+#pragma unroll
+  for (int h = 0; h < HALVES; h++) {
+    const uint4 q = stream_load(fragments + 32 * h + lane);
+    a[h][0] = q.x, a[h][1] = q.y, a[h][2] = q.z, a[h][3] = q.w;
+  }
+  multiply(acc, a, x_at, t);
+}
+// Writes the sums of one row block and clears the accumulators; lane 4 g holds output g.
+DEVICE void flush(Accumulators& acc, float* to, int row_stride, int lane) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+      float (&d)[4] = acc[r][h];
+      float sum = lane & 2 ? d[2] + d[3] : d[0] + d[1];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if ((lane & 3) == 0) to[r * row_stride + h * 8 + (lane >> 2)] = sum;
+      d[0] = d[1] = d[2] = d[3] = 0;
+    }
+}
+
+// ---- staging ----
+// Every thread calls this before it waits for inputs, and `book_ready` after the __syncthreads that follows.
+DEVICE void stage_book(char* to, const char* book, u64* barrier) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    barrier_init(barrier, 1);
+    fence_barriers();
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(shared_address(barrier)), "r"(BOOK_BYTES)
+                 : "memory");
+    constexpr u32 PIECE = BOOK_BYTES < 16384 ? BOOK_BYTES : 16384;
+    for (u32 at = 0; at < BOOK_BYTES; at += PIECE)
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                   ::"r"(shared_address(to) + at), "l"(book + at), "r"(PIECE), "r"(shared_address(barrier)) : "memory");
+  }
+#else
+  for (u32 i = threadIdx.x; i < BOOK_BYTES / 16; i += THREADS) ((uint4*)to)[i] = ((const uint4*)book)[i];
+#endif
+}
+// The residual book on its way to shared memory: held while other loads start, so that their latencies overlap.
+struct Residual {
+  static constexpr int COUNT = RES_BITS ? HALVES << RES_BITS : 0;
+  uint4 held[COUNT / THREADS + 1];
+  DEVICE void load(const uint4* residual) {
+#pragma unroll
+    for (int i = 0; i <= COUNT / THREADS; i++)
+      if ((int)threadIdx.x + i * THREADS < COUNT) held[i] = residual[threadIdx.x + i * THREADS];
+  }
+  DEVICE void store(char* to) const {  // neighbours begin with different copies: no two in one bank
+#pragma unroll
+    for (int i = 0; i <= COUNT / THREADS; i++)
+      for (int c = 0; c < COPIES; c++)
+        if ((int)threadIdx.x + i * THREADS < COUNT)
+          ((uint4*)to)[(threadIdx.x + i * THREADS) * COPIES + (c + threadIdx.x) % COPIES] = held[i];
+  }
+};
+DEVICE void book_ready(u64* barrier) {
+#if __CUDA_ARCH__ >= 900
+  barrier_wait(barrier, 0);
+#endif
+}
+
+struct Inputs {
+  const u16* x;        // [rows][in_features]
+  const u32* affine;   // [stored columns, whole eights]: scale in the low half, bias in the high half; zero for padding
+  const u16* source;   // [stored columns]: the input a column belongs to, or null where they are the same
+  int in_features, rows;
+};
+struct Eight { u32 affine[8]; uint4 source; };  // of eight neighbouring columns, what depends on no other kernel
+DEVICE Eight load_eight(const Inputs& in, int column) {
+  Eight e;
+  *(uint4*)&e.affine[0] = *(const uint4*)(in.affine + column), *(uint4*)&e.affine[4] = *(const uint4*)(in.affine + column + 4);
+  if (in.source) e.source = *(const uint4*)(in.source + column);
+  return e;
+}
+DEVICE u32 half_of(const uint4& q, int j) {  // j is a constant once unrolled
+  const u32 pair = j < 2 ? q.x : j < 4 ? q.y : j < 6 ? q.z : q.w;
+  return j % 2 ? pair >> 16 : pair & 0xffff;
+}
+DEVICE uint4 load_x(const Inputs& in, const Eight& e, int row, int column) {
+  const u16* x = in.x + (size_t)row * in.in_features;
+  if (row >= in.rows) return make_uint4(0, 0, 0, 0);
+  if (!in.source && column + 8 <= in.in_features && !((size_t)(x + column) & 15)) return *(const uint4*)(x + column);
+  u32 value[8];
+#pragma unroll
+  for (int j = 0; j < 8; j++) value[j] = e.affine[j] ? x[in.source ? half_of(e.source, j) : column + j] : 0;
+  return make_uint4(value[0] | value[1] << 16, value[2] | value[3] << 16, value[4] | value[5] << 16, value[6] | value[7] << 16);
+}
+DEVICE float scaled(const uint4& x, const Eight& e, int j, float& bias) {
+  const float value = to_float((u16)half_of(x, j));
+  bias += value * high_float(e.affine[j]);
+  return value * low_float(e.affine[j]);
+}
+// Stages stored columns [first, first + count), both whole eights, times their scale. LINED: pairs of rows lie as x_offset
+// wants them, else one column after the other. Waits for the kernel before once the first scales are on their way.
+template <bool LINED>
+DEVICE void stage_x(float (&bias)[ROWS], char* to, int plane, const Inputs& in, int first, int count) {
+  constexpr int BATCH = THREADS * RESIDENT > 512 || ROWS == 8 ? 1 : ROWS == 1 ? 4 : 2;  // eights of a thread on their way, as registers allow
+  const int units = count / 8;
+  for (int begin = threadIdx.x; begin < units; begin += BATCH * THREADS) {
+    Eight eights[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)
+      if (begin + b * THREADS < units) eights[b] = load_eight(in, first + 8 * (begin + b * THREADS));
+    wait_for_inputs();
+#pragma unroll
+    for (int r = 0; r < ROWS; r += 2) {
+      uint4 even[BATCH], odd[BATCH];
+#pragma unroll
+      for (int b = 0; b < BATCH; b++)
+        if (begin + b * THREADS < units) {
+          even[b] = load_x(in, eights[b], r, first + 8 * (begin + b * THREADS));
+          if constexpr (ROWS > 1) odd[b] = load_x(in, eights[b], r + 1, first + 8 * (begin + b * THREADS));
+        }
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) {
+        const int unit = begin + b * THREADS;
+        if (unit >= units) break;
+        u32 w[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          const float value = scaled(even[b], eights[b], j, bias[r]);
+          if constexpr (ROWS > 1) w[j] = pack2(value, scaled(odd[b], eights[b], j, bias[ROWS > 1 ? r + 1 : 0]));
+          else w[j / 2] = j % 2 ? w[j / 2] | pack2(0.f, value) : pack2(value, 0.f);
+        }
+        char* const at = to + r / 2 * plane + (ROWS == 1 ? 16 * unit : LINED ? unit / 8 * 256 + unit % 8 * 16 : 32 * unit);
+        constexpr int STEP = LINED && ROWS > 1 ? 2 : 1;
+        *(uint4*)at = make_uint4(w[0], w[STEP], w[2 * STEP], w[3 * STEP]);
+        if constexpr (ROWS > 1) *(uint4*)(at + (LINED ? 128 : 16)) = LINED ? make_uint4(w[1], w[3], w[5], w[7]) : make_uint4(w[4], w[5], w[6], w[7]);
+      }
+    }
+  }
+  wait_for_inputs();  // every thread must, also one without a column
+}
+// The sum over the CTA of every thread's bias terms: `collect` before a __syncthreads, `total` after it, read after another.
+struct Biases {
+  float sum[ROWS], of_warp[WARPS][ROWS];
+  DEVICE void collect(const float (&bias)[ROWS]) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const float sum = warp_sum(bias[r]);
+      if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32][r] = sum;
+    }
+  }
+  DEVICE void total() {
+    const int lane = threadIdx.x % 32;
+    for (int r = threadIdx.x / 32; r < ROWS; r += WARPS) {
+      const float total = warp_sum(lane < WARPS ? of_warp[lane][r] : 0.f);
+      if (lane == 0) sum[r] = total;
+    }
+  }
+};
+struct Outputs {
+  u16* y;  // [rows][out_features]
+  int out_features, length, rows;
+  DEVICE void store(int block, int inner, float value) const {  // inner counts rows, then outputs of the row block
+    const int row = inner / OUTPUTS, within = inner % OUTPUTS, output = block * length + within;
+    if (row < rows && within < length && output < out_features) y[(size_t)row * out_features + output] = to_bits(value);
+  }
+};

@@ -1,0 +1,67 @@
+"""The re-laid-out weights, multiplied the way the kernel multiplies them, but in plain torch on the CPU."""
+
+import pytest
+import torch
+
+from flyweight.kernels import gemv
+from flyweight.tensors import Int8Channel, IntGroup, Plain
+
+LANES = torch.arange(32)
+
+
+def unlayout(prepared: gemv.Gemv) -> torch.Tensor:
+    """Codes [tiles · 16, blocks · 64] read back lane by lane, as mma.m16n8k16 takes its registers."""
+    blocks = -(-prepared.in_features // 64)
+    tiles = -(-prepared.out_features // 16)
+    rows, columns = LANES // 4, LANES % 4
+    raw = prepared.weights.view(tiles, blocks, -1)
+    codes = torch.zeros(tiles, 16, blocks, 64)
+    for half in range(2):
+        for step in range(2):
+            for i in range(4):
+                for j in range(2):  # row g or g + 8
+                    if prepared.kind == "int4":
+                        byte = raw.view(tiles, blocks, 32, 4, 4)[..., 2 * step + j, i]
+                        value = byte >> 4 if half else byte & 15
+                    elif prepared.kind == "int8":
+                        value = raw.view(tiles, blocks, 2, 32, 4, 4)[:, :, half, :, 2 * step + j, i]
+                    elif prepared.kind == "w8a8":
+                        value = raw.view(tiles, blocks, 2, 32, 4, 4)[:, :, half, :, 2 * step + j, i].view(torch.int8)
+                    else:
+                        registers = raw.view(prepared.dtype).view(tiles, blocks, 4, 32, 4, 2)
+                        value = registers[:, :, 2 * half + step, :, 2 * (i // 2) + j, i % 2]
+                    codes[:, rows + 8 * j, :, 32 * half + 8 * columns + 4 * step + i] = value.permute(2, 0, 1).float()
+    return codes.view(tiles * 16, blocks * 64)
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (40, 192), (24, 72)])
+def test_layouts_hold_every_code_where_the_matrix_unit_reads_it(shape):
+    rows, columns = shape
+    for tensor, codes in [
+        (t := IntGroup.random(shape, group_size=32), t.values()), (t := IntGroup.random(shape, bits=8, group_size=-1), t.values()),
+        (t := Int8Channel.random(shape), t.codes), (t := Plain.random(shape), t.weight),
+    ]:
+        read = unlayout(gemv.prepare(tensor, dtype=torch.bfloat16))
+        assert torch.equal(read[:rows, :columns], codes.float())
+        assert not read[rows:].any() and not read[:, columns:].any()
+
+
+def test_interleaved_tiles_hold_gate_rows_then_up_rows():
+    tensor = IntGroup.random((64, 128), group_size=64)
+    prepared = gemv.prepare(tensor, dtype=torch.float16, interleave=True)
+    gate, up = tensor.values().float().chunk(2)
+    read = unlayout(prepared).view(4, 2, 8, 128)
+    assert torch.equal(read[:, 0].reshape(32, 128), gate) and torch.equal(read[:, 1].reshape(32, 128), up)
+    scales = (prepared.records & 0xFFFF).to(torch.int16).view(torch.bfloat16).transpose(1, 2).reshape(4, 2, 8, 2)
+    assert torch.equal(scales[:, 1].reshape(32, 2), tensor.scales[32:])
+    assert torch.equal((prepared.records >> 16).transpose(1, 2).reshape(4, 2, 8, 2)[:, 0].reshape(32, 2), tensor.zeros[:32].int())
+
+
+def test_plans_cover_the_weight_and_stay_within_shared_memory():
+    for kind in gemv.FORMATS:
+        for columns in (576, 1536, 3584, 4096, 7392, 12288, 18944):
+            for group in (32, 64, 128, columns):
+                plan = gemv.plan(kind, columns, group, 1, tiles=12, warps=16, limit=gemv.SHARED_LIMIT)
+                assert plan is not None and plan.stages >= 2 and plan.shared <= gemv.SHARED_LIMIT
+                if kind.startswith("int") and group < columns:
+                    assert plan.stage_blocks * 64 % group == 0 or group % (plan.stage_blocks * 64) == 0

@@ -1,0 +1,115 @@
+"""The VPTQ kernels against the float64 reference on fresh random weights, every output poisoned before."""
+
+import math
+
+import pytest
+import torch
+
+from flyweight.kernels import dispatch, vptq, vptq_layout
+from flyweight.kernels.vptq import Launch
+from flyweight.tensors import VectorQuant
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+CASES = {
+    "ragged": dict(shape=(1000, 576)),
+    "ragged, many rows": dict(shape=(11008, 1536)),
+    "ragged, wide": dict(shape=(192, 7392), residual=512),
+    "wider than shared memory": dict(shape=(1000, 29568), residual=512),
+    "inputs in no eights": dict(shape=(1000, 1534), main=4096),
+    "outliers and permutation": dict(shape=(1000, 1600), outliers=64, permute=True),
+    "many outliers, wide": dict(shape=(512, 18944), outliers=200, permute=True, main=4096),
+    "vectors of 4": dict(shape=(1000, 1536), length=4, main=4096),
+    "vectors of 16": dict(shape=(1008, 1536), length=16, main=4096, outliers=32, outlier_length=8),
+    "vectors of 12, plain columns": dict(shape=(600, 1024), length=12, main=256, residual=None, normalize=False),
+    "odd centroid counts": dict(shape=(512, 1024), main=3000, residual=200),
+    "large codebook": dict(shape=(4096, 4096), main=65536),
+    "large codebook, outliers, permutation": dict(shape=(1000, 2048), main=65536, residual=None, outliers=48, permute=True),
+    "groups": dict(shape=(1024, 1536), groups=3, main=1024),
+    "no kernel: long vectors": dict(shape=(960, 512), length=24, main=256),
+    "no kernel: large residual book": dict(shape=(512, 512), main=256, residual=1024),
+}
+
+
+def relative_error(weight, tensor, rows, *, dtype=torch.bfloat16, **options):
+    x = torch.randn(rows, tensor.in_features, device="cuda").to(dtype)
+    if isinstance(weight, vptq.Vptq):
+        out = torch.full((rows, tensor.out_features), math.nan, device="cuda", dtype=dtype)
+        weight(x, out, **options)
+    else:
+        out = weight(x)
+    expected = tensor.matmul_reference(x)
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_matches_the_reference(case, dtype):
+    options = dict(case)
+    tensor = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", dtype=dtype, **options)
+    weight = vptq.prepare(tensor, dtype=dtype)
+    for rows in (1, 3, 33) if dtype == torch.bfloat16 else (1,):
+        assert relative_error(weight, tensor, rows, dtype=dtype) < TOLERANCE[dtype], f"{rows} rows"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 13, 16, 17, 65])
+def test_rows(rows):
+    tensor = VectorQuant.random((4096, 4096), seed=rows, device="cuda")
+    assert relative_error(vptq.prepare(tensor, dtype=torch.bfloat16), tensor, rows) < 1e-2
+
+
+LAUNCHES = [Launch("staged"), Launch("staged", warps=32), Launch("staged", warps=8), Launch("staged", share=2),
+            Launch("staged", copies=2), Launch("staged", resident=2, copies=4), Launch("direct", warps=4),
+            Launch("direct", warps=8)]
+
+
+@pytest.mark.parametrize("main, residual, doubled", [(4096, 256, False), (4096, 256, True), (4096, 512, True), (256, None, False),
+                                                     (1024, 256, True)])
+def test_every_launch_gives_the_same_weight(main, residual, doubled):
+    tensor = VectorQuant.random((1544, 2048), seed=main, device="cuda", main=main, residual=residual)
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16, doubled=doubled)
+    for launch in LAUNCHES if residual == 256 else LAUNCHES[::3]:
+        if weight.choose(1, tensor.device, launch):
+            assert relative_error(weight, tensor, 1, launch=launch) < 1e-2, launch
+
+
+@pytest.mark.parametrize("window, doubled, at_most", [(4, False, 1.9), (8, False, 1.7), (16, False, 1.55), (4, True, 1.3),
+                                                      (8, True, 1.25)])
+def test_schedule_is_a_permutation_with_few_clashes(window, doubled, at_most):
+    bank = torch.randint(0, 8, (5000, 8, window), device="cuda")
+    other = (bank + torch.randint(1, 8, bank.shape, device="cuda")) % 8 if doubled else bank
+    order = vptq_layout.schedule((bank | other << 4).to(torch.uint8))
+    item = (order & 127).long()
+    assert torch.equal(item.sort(2).values, torch.arange(window, device="cuda").expand_as(item))
+    chosen = torch.where(order > 127, other.gather(2, item), bank.gather(2, item))
+    fullest = torch.nn.functional.one_hot(chosen, 8).sum(1).amax(-1)
+    assert fullest.double().mean() < at_most
+
+
+def test_the_weight_is_kept_once():
+    tensor = VectorQuant.random((4096, 4096), device="cuda")
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16)
+    assert weight.nbytes < 1.2 * tensor.nbytes
+    assert dispatch.prepare(tensor, dtype=torch.bfloat16).kernel == "vptq"
+
+
+@pytest.mark.parametrize("shape, main", [((1024, 1024), 8192), ((4096, 4096), 8192), ((4096, 4096), 4096), ((4096, 4096), 65536)])
+def test_replays_of_a_dependent_chain_agree_bit_for_bit(shape, main):
+    """y of one launch is the x of the next; with and without dependent launch, 200 poisoned replays."""
+    tensor = VectorQuant.random(shape, seed=1, device="cuda", main=main)
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16)
+    states = torch.zeros(5, 1, shape[0], device="cuda", dtype=torch.bfloat16)
+    states[0].normal_()
+    results = []
+    for pdl in (False, True):
+        weight(states[0], states[1], pdl=pdl)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            states[1:].fill_(math.nan)
+            for i in range(4):
+                weight(states[i], states[i + 1], pdl=pdl)
+        for _ in range(200):
+            graph.replay()
+            results.append(states[1:].clone())
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert not results[0].isnan().any()
