@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,9 +109,9 @@ class LiveView:
         self.console = Console(stderr=True, highlight=False)
         self.progress = Progress(TextColumn(f"{scheme}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("blocks"),
                                  TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"),
-                                 TimeRemainingColumn(elapsed_when_finished=True), console=self.console, transient=True)
+                                 TimeRemainingColumn(elapsed_when_finished=True), console=self.console, transient=True,
+                                 disable=not self.console.is_terminal)
         self.task = self.progress.add_task(f"reading {model} …", total=None)
-        self.began = time.perf_counter()
 
     def __enter__(self) -> LiveView:
         self.progress.start()

@@ -48,22 +48,21 @@ def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: I
                   ratios: Sequence[float] = RATIOS) -> tuple[float, Tensor]:
     """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate.
 
-    `allowed` maps scales to the nearest ones that the layer before can take. `compensated`: GPTQ follows, whose loss is
-    the sum of squared rounding errors weighted by the columns' conditional importance: that is searched then.
+    `allowed` maps scales to the nearest ones that the layer before can take. `compensated`: GPTQ follows and makes up for
+    what errors have in common, so each column's own, weighted by its mean square input, is what counts.
     """
     weights = [weight.float() for weight in weights]
     hessian, size = statistics.hessian, settings.group_columns(weights[0].shape[1])
     settings = dataclasses.replace(settings, ranges="minmax")  # a range search inside this search would cost minutes
-    conditional = statistics.conditional(act_order=True, damping=0.01) if compensated else None
-    loudness = statistics.mean_absolute if conditional is None else conditional.sqrt()
+    loudness = statistics.importance.sqrt() if compensated else statistics.mean_absolute
 
     def error(scales: Tensor) -> float:
         rounded = [round_weight(weight * scales, settings) / scales for weight in weights]
-        if judge is not None and conditional is None:
+        if judge is not None and not compensated:
             return judge(rounded)
         differences = torch.cat(rounded) - torch.cat(weights)
-        if conditional is not None:
-            return float((differences.square() * conditional).sum(dtype=torch.float64))
+        if compensated:
+            return float((differences.square() * statistics.importance).sum(dtype=torch.float64))
         return float(((differences @ hessian) * differences).sum(dtype=torch.float64))
 
     ones = torch.ones(statistics.columns, device=weights[0].device)

@@ -43,9 +43,9 @@ def gptq(weight: Tensor, statistics: Statistics, settings: Integers, options: GP
     weight = weight.float().clone()
     weight[:, statistics.importance <= 0] = 0
     order, upper = statistics.factor(act_order=options.act_order, damping=options.damping)
-    importance = statistics.conditional(act_order=options.act_order, damping=options.damping)
-    grid = make_grid(weight, settings, importance)
-    grids = ColumnGrids(grid, order, dynamic=not options.act_order and grid.group_size < weight.shape[1], importance=importance)
+    grid = make_grid(weight, settings, statistics.importance)
+    grids = ColumnGrids(grid, order, dynamic=not options.act_order and grid.group_size < weight.shape[1],
+                        importance=statistics.importance)
     columns = weight.T[order].contiguous()  # [in, out]: one column of the weight is one contiguous row here
     kept = None if mask is None else mask.T[order]
     codes = recursion(columns, upper, grids, kept)

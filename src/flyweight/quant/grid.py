@@ -19,7 +19,7 @@ from flyweight.tensors import IntGroup
 RANGES = {
     "minmax": "the whole range, as compressed-tensors does",
     "mse": "the range with the least |error|^2.4 of the weights",
-    "importance": "the range with the least squared error, each column weighted by what its error does to the output",
+    "importance": "the range with the least squared error, each column weighted by its mean square input",
 }
 
 

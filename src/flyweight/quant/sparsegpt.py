@@ -27,7 +27,7 @@ def prune24(weight: Tensor, statistics: Statistics, *, damping: float = 0.01, se
     columns = original.T.contiguous()  # [in, out]
     mask = torch.zeros_like(columns, dtype=torch.bool)
     codes = torch.empty_like(columns)
-    grid = make_grid(original, settings, statistics.conditional(act_order=False, damping=damping)) if settings else None
+    grid = make_grid(original, settings, statistics.importance) if settings else None
     scales, zeros = (tensor.T.contiguous() for tensor in grid.expand()) if grid else (columns, columns)
 
     def round_column(j: int, column: Tensor) -> Tensor:

@@ -115,14 +115,6 @@ class Statistics:
         hessian.diagonal().add_(self.ridge(damping))
         return hessian
 
-    def conditional(self, *, act_order: bool, damping: float) -> Tensor:
-        """[in]: what is left of each column's importance once the columns after it make up for its error: 1 / U_ii².
-
-        The loss of the recursion is the sum of the squared rounding errors times this, so this weighs its ranges.
-        """
-        order, upper = self.factor(act_order=act_order, damping=damping)
-        return torch.empty_like(self.importance).index_copy_(0, order, upper.diagonal().square().reciprocal())
-
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """Upper U with UᵀU = (H + λI)⁻¹, from one Cholesky of H read backwards: H = R·Rᵀ with R upper, U = R⁻¹."""

@@ -1,7 +1,6 @@
 """VPTQ: `length` neighbouring outputs of one input column become one entry of a codebook, plus one of a residual book.
 
-1. Columns are normalized where that pays for itself, books made by k-means weighted with the columns' importance (as far as
-   later columns cannot make up for their error).
+1. Columns are normalized where that pays for itself, books made by k-means weighted with the columns' importance.
 2. The recursion of GPTQ, one column at a time: its segments take their nearest entries, later columns make up.
    Main and residual entry are chosen together: the best pair over the few nearest main entries.
 3. Given the assignments, both books are fitted to the layer's output by conjugate gradients (a linear least-squares
@@ -139,7 +138,6 @@ class Solver:
         self.order, self.upper = statistics.factor(act_order=True, damping=shape.damping)
         hessian = statistics.damped(shape.damping)[self.order][:, self.order]
         self.importance = hessian.diagonal().clamp(min=1e-6 * float(hessian.diagonal().mean()) + 1e-30)
-        self.conditional = self.upper.diagonal().square().reciprocal()  # what columns still cost once others make up for them
         self.hessian = hessian
         self.outliers = round(shape.outliers * self.width)
         step = shape.length * (shape.outlier_length if self.outliers else 1) // math.gcd(
@@ -165,7 +163,7 @@ class Solver:
     def points(self, values: Tensor, begin: int, end: int, length: int) -> tuple[Tensor, Tensor]:
         """Segments [n, length] of columns begin…end of normalized `values`, and their weights [n]."""
         segments = values[begin:end].unflatten(1, (-1, length))
-        heft = self.conditional[begin:end] * self.scale[begin:end].square()
+        heft = self.importance[begin:end] * self.scale[begin:end].square()
         return segments.flatten(0, 1), heft[:, None].expand(-1, segments.shape[1]).flatten()
 
     def make_books(self) -> None:
