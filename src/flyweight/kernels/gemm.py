@@ -15,7 +15,9 @@ from torch import Tensor
 from flyweight.kernels import jit
 from flyweight.kernels.gemv import EPILOGUES, FORMATS, VECTORS, Gemv, processors
 
-SHARED = 225 * 1024
+SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
+REGISTERS_SMALL = 96
+WHOLE, LINE, CLUSTERS = range(3)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
 
@@ -35,27 +37,42 @@ class Shape:
     warpgroups: int  # 64 outputs each
     stage_blocks: int
     stages: int
+    split: int
+    cluster: int
+    tiles: int
     shared: int
+
+    @property
+    def loaders(self) -> int:
+        return 2 if self.split == CLUSTERS else 4
 
 
 @functools.cache
-def shape_for(kind: str, columns: int, group: int, rows: int, tokens: int | None = None, warpgroups: int | None = None,
-              stage_blocks: int | None = None) -> Shape | None:
+def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, tokens: int | None = None,
+              warpgroups: int = 2, stage_blocks: int | None = None, cluster: int | None = None) -> Shape | None:
     """None where no cut of the inputs into stages fits."""
     tokens = tokens or min(256 if kind != "plain" else 128, max(16, 1 << (rows - 1).bit_length()))
-    warpgroups = warpgroups or (4 if tokens <= 32 else 2)
-    total = math.ceil(columns / 64)
+    m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
+    tiles = m_tiles * math.ceil(rows / tokens)
+    small = tokens <= 64 and rows <= tokens
+    if small:  # as many as fit on the SMs at once
+        split, cluster = CLUSTERS, cluster or max(1, min(8, processors // m_tiles))
+    else:  # whole tiles, unless they would leave a fifth of the SMs idle
+        split, cluster = LINE if tiles / (math.ceil(tiles / processors) * processors) < 0.8 else WHOLE, 1
     grouped = kind in ("int4", "int8")
-    for count in (stage_blocks,) if stage_blocks else (2, 1):
+    limit = SHARED_SMALL if small else SHARED
+    for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if small else (2, 1):
         span = count * 64
-        if total % count or (grouped and group < columns and span % group and group % span):
+        if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
             continue
-        tiles = 4 * warpgroups
-        records = tiles * math.ceil(span / group) * 64 if grouped else 0
-        stage = tiles * count * VECTORS[kind] * 512 + records + tokens * span * (1 if kind == "w8a8" else 2)
-        stages = min(12, (SHARED - 512) // stage)
-        if stages >= 2:
-            return Shape(tokens, warpgroups, count, stages, stages * (stage + 16) + 256)
+        records = 4 * warpgroups * math.ceil(span / group) * 64 if grouped else 0
+        stage = 4 * warpgroups * count * VECTORS[kind] * 512 + records + tokens * span * (1 if kind == "w8a8" else 2)
+        owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
+        exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
+        stages = min(12, limit // (stage + 16))
+        if stages >= (3 if count == 4 else 2):
+            shared = max(exchange, stages * stage) + 16 * stages + 512
+            return Shape(tokens, warpgroups, count, stages, split, cluster, tiles, shared)
     return None
 
 
@@ -64,7 +81,7 @@ def why_not(weight: Gemv, rows: int, device: torch.device) -> str | None:
         return "needs Hopper's matrix units"
     if weight.out_features % 2 or (weight.interleaved and weight.out_features % 4):
         return "outputs are written in pairs"
-    if shape_for(weight.kind, weight.in_features, weight.group, rows) is None:
+    if shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors(device.index or 0)) is None:
         return f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"
     return None
 
@@ -73,34 +90,33 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
              residual: Tensor | None = None, pdl: bool = True, **choices: int) -> Tensor:
     """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
     rows, device = x.shape[0], x.device
-    shape = shape_for(weight.kind, weight.in_features, weight.group, rows, **choices)
+    count = processors(device.index or 0)
+    shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, **choices)
     assert shape is not None
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
     quantize = weight.kind == "w8a8"
-    n_tiles = math.ceil(rows / shape.tokens)
-    padded, blocks = n_tiles * shape.tokens, math.ceil(weight.in_features / 64)
+    padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
     packed = buffer("packed", padded * blocks * 64 * (1 if quantize else 2), device)
     row_scale = buffer("row scale", padded * 4, device)
     common = {"FP16": int(weight.dtype == torch.float16), "KDIM": weight.in_features, "SB": shape.stage_blocks}
-    per_cta = 1 if padded <= 1024 else 8
+    team = 1 << max(5, (math.ceil(blocks * 2 / 3) - 1).bit_length())  # a thread keeps up to three pieces of 32 inputs
+    per_cta = max(1, 256 // team) if padded > 512 else 1
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm is not None), "QUANTIZE": int(quantize), "ORDER": int(weight.kind in ("int4", "int8")),
         "PER_CTA": per_cta})
     pack.kernel("pack").launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
 
-    count = processors(device.index or 0)
-    m_tiles = math.ceil(math.ceil(weight.out_features / 16) / (4 * shape.warpgroups))
-    tiles = m_tiles * n_tiles
-    split = tiles / (math.ceil(tiles / count) * count) < 0.8  # whole tiles would leave a fifth of the SMs idle
-    units = tiles * (blocks // shape.stage_blocks)
     epilogue = "silu" if weight.interleaved else "store" if residual is None else "residual"
-    kernel = jit.load("gemm.cu", defines=common | {
+    kernel = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         "FORMAT": FORMATS[weight.kind], "SCALE_FP16": int(weight.scale_fp16), "NDIM": weight.out_features, "GROUP": weight.group,
         "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(weight.bias is not None), "TOKENS": shape.tokens, "WGS": shape.warpgroups,
-        "STAGES": shape.stages, "SPLIT": int(split)}).kernel("gemm")
+        "STAGES": shape.stages, "SPLIT": shape.split, "CLUSTER": shape.cluster, "LOADERS": shape.loaders}).kernel("gemm")
     partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
     flags = buffer("flags", count * 4, device)
-    args = (weight.weights, weight.records, weight.channel_scale, packed, row_scale, weight.bias, residual, out, partials, flags, rows)
-    kernel.launch(min(count, units if split else tiles), shape.warpgroups * 128 + 128, args, shared=shape.shared, pdl=pdl)
+    args = (weight.weights, weight.records, weight.channel_scale, packed, row_scale, weight.bias, residual, out, partials, flags,
+            rows)
+    grid = {CLUSTERS: shape.tiles * shape.cluster, WHOLE: min(count, shape.tiles), LINE: count}[shape.split]
+    kernel.launch(grid, (4 * shape.warpgroups + shape.loaders) * 32, args, shared=shape.shared, pdl=pdl,
+                  cluster=shape.cluster if shape.cluster > 1 else None)
     return out

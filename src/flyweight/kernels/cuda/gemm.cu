@@ -10,14 +10,18 @@
 // the order that the matrix units want (core matrices; inputs permuted the way a lane holds its codes), with the norm
 // applied and, for W8A8, quantized. So both operands arrive by plain bulk copies.
 //
-// Few tiles (SPLIT): the stages of all tiles lie in one line that is cut evenly over the CTAs. A CTA whose part begins
-// inside a tile leaves its sums in `partials`; the CTA that has the tile's beginning comes to it last, adds them in order
-// and writes the outputs: the same bits every time. Every CTA is resident (grid ≤ SMs), so waiting is safe.
-// Many tiles: CTAs take whole tiles in turn, neighbours sharing rows and columns so that L2 serves most reads.
+// How the tiles are shared out (SPLIT):
+//   CLUSTERS, few rows: the inputs of a tile are cut over the CTAs of a cluster, which add up in each other's shared
+//     memory, every owner some columns. Rings and registers are kept so small that two kernels fit on an SM.
+//   LINE, too few tiles for whole ones: the stages of all tiles lie in one line that is cut evenly over the CTAs. A CTA
+//     whose part begins inside a tile leaves its sums in `partials`; the CTA that has the tile's beginning comes to it
+//     last, adds them in order and writes the outputs. Every CTA is resident (grid ≤ SMs), so waiting is safe.
+//   WHOLE: CTAs take tiles in turn, neighbours sharing rows and columns so that L2 serves most reads.
+// Sums are added in a fixed order: the same bits every time.
 //
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS, CLUSTER
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -28,6 +32,9 @@
 #define STORE 0
 #define RESIDUAL 1
 #define SILU 2
+#define WHOLE 0
+#define LINE 1
+#define CLUSTERS 2
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr int VECTORS = FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;  // 16-byte words a lane reads of one block
@@ -42,7 +49,9 @@ constexpr int X_ROW = SB * 64 * (FORMAT == W8A8 ? 1 : 2), X_BYTES = TOKENS * X_R
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
 constexpr bool WIDE = TOKENS == 256;                           // accumulators take most registers: the producers give theirs
-constexpr int LOADERS = 4;                                      // warps that start copies: about 100 cycles each
+constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
+constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
+constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = FORMAT == W8A8 ? 2 : 4;                  // matrix products a block of 64 inputs takes
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 static_assert(BLOCKS % SB == 0, "stages are whole");
@@ -63,7 +72,10 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 }
 
 struct __align__(128) Shared {
-  u8 ring[STAGES][STAGE_BYTES];
+  union {
+    u8 ring[STAGES][STAGE_BYTES];
+    uint4 exchange[CLUSTER][CLUSTER > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
+  };
   u64 full[STAGES], empty[STAGES];
 };
 
@@ -130,6 +142,16 @@ DEVICE void load_block(u32 (&a)[STEPS][4], const u8* tile, const u32* records, i
 #endif
 }
 
+// The compiler must not touch sums before the products are done; it would then do the products one by one.
+DEVICE void keep_behind(float (&acc)[TOKENS / 2]) {
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+DEVICE void keep_behind(int (&acc)[TOKENS / 2]) {
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) asm volatile("" : "+r"(acc[i])::"memory");
+}
+
 // What part of which tile a CTA has.
 struct Segment {
   int m, n, begin, end;  // tile; stages
@@ -142,7 +164,12 @@ DEVICE Segment place(int tile, int n_tiles) {
 }
 // The i-th segment of this CTA; `units` counts on through them. False after the last.
 DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
-#if SPLIT
+#if SPLIT == CLUSTERS
+  if (unit < 0) return false;
+  const int rank = unit % CLUSTER;
+  s = {unit / CLUSTER, 0, rank * STAGE_COUNT / CLUSTER, (rank + 1) * STAGE_COUNT / CLUSTER};
+  unit = -1;
+#elif SPLIT == LINE
   const int end = unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT);
   if (unit >= end) return false;
   s = place(unit / STAGE_COUNT, n_tiles);
@@ -156,7 +183,7 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
 #endif
   return true;
 }
-DEVICE int first_unit(int n_tiles) { return SPLIT ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
+DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
 
 // A loader warp's part of a stage: a quarter of the tiles, and of x. One lane does it.
 DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* records, const Segment& s, int stage, int loader) {
@@ -207,9 +234,11 @@ DEVICE u32 transpose8(u32 v) {
 }
 // D lies with outputs in rows g, g + 8 and tokens 8j + 2t, + 1; transposed in 8 × 8 pieces, a lane writes two outputs of
 // token 8j + g at once.
-DEVICE void write_tile(const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale, const float* row_scale,
-                       const u16* bias, const u16* residual, u16* Y, int rows, int wg, int warp, int lane) {
-  const int g = lane / 4, t = lane % 4, tile = s.m * MT + wg * 4 + warp % 4;
+// `acc` has the column groups from `first` on.
+template <int COUNT>
+DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, int first, const float* channel_scale,
+                       const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
   if (tile >= TILES) return;
   float scale[2] = {1.f, 1.f}, offset[2] = {0.f, 0.f};
 #pragma unroll
@@ -219,8 +248,8 @@ DEVICE void write_tile(const accumulator (&acc)[TOKENS / 2], const Segment& s, c
     if (BIAS) offset[half] = to_float(bias[channel]);
   }
 #pragma unroll
-  for (int j = 0; j < TOKENS / 8; j++) {
-    const int column = s.n * TOKENS + 8 * j;
+  for (int j = 0; j < COUNT; j++) {
+    const int column = s.n * TOKENS + 8 * (first + j);
     if (column >= rows) break;
     float v[2][2];
 #pragma unroll
@@ -280,7 +309,36 @@ DEVICE void take_partials(accumulator (&acc)[TOKENS / 2], const uint4* partials,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + LOADERS * 32, 1)
+// The CTAs of a cluster give each other what they have of the owners' columns.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void give_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++) {
+    const uint4 v = *(const uint4*)&acc[4 * j];
+    u32 to;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&sh.exchange[rank][j % OWNED][threadIdx.x])), "r"(j / OWNED));
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  }
+}
+DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
+#pragma unroll
+  for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
+#pragma unroll
+  for (int from = 0; from < CLUSTER; from++)
+#pragma unroll
+    for (int j = 0; j < OWNED; j++) {
+      const uint4 p = sh.exchange[from][j][threadIdx.x];
+      const accumulator* v = (const accumulator*)&p;
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[4 * j + i] += v[i];
+    }
+}
+
+extern "C" __global__ void
+#if SPLIT != CLUSTERS  // whose registers the host limits
+__launch_bounds__(THREADS + LOADERS * 32, 1)
+#endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
      const u16* residual, u16* Y, uint4* partials, int* flags, int rows) {
 #if __CUDA_ARCH__ >= 900
@@ -300,6 +358,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (lane == 0) produce(sh, weights, records, x, n_tiles, warp - WGS * 4);
     else wait_for_inputs();
+    __syncwarp();
+    if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
   if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -334,13 +394,26 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     wgmma_wait<0>();
+    keep_behind(acc);
     if (lane == 0) barrier_arrive(&sh.empty[before]);
-    if (SPLIT && s.begin > 0) {
+#if CLUSTER > 1
+    const int rank = blockIdx.x % CLUSTER;
+    cluster_arrive(), cluster_wait();  // all rings are done with
+    give_sums(sh, acc, rank);
+    cluster_arrive(), cluster_wait();
+    if (rank < OWNERS) {
+      accumulator sum[OWNED * 4];
+      take_sums(sh, sum);
+      write_tile<OWNED>(sum, s, rank * OWNED, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+    }
+#else
+    if (SPLIT == LINE && s.begin > 0) {
       leave_partial(acc, partials, flags);
     } else {
-      if (SPLIT && s.end < STAGE_COUNT) take_partials(acc, partials, flags, s, (unit - 1) / STAGE_COUNT, n_tiles);
-      write_tile(acc, s, channel_scale, row_scale, bias, residual, Y, rows, warp / 4, warp, lane);
+      if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(acc, partials, flags, s, (unit - 1) / STAGE_COUNT, n_tiles);
+      write_tile<COLUMNS>(acc, s, 0, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
     }
+#endif
   }
 #endif
 }
