@@ -3,8 +3,7 @@
 //   q, k = rope(norm(qkv)),  cache[position] = k, v,  out = softmax(q · Kᵀ · scale) · V
 //
 // Work split: an item is a run of tokens of one kv head of one sequence; the G query heads that share the kv head stay
-// together, so the cache is read once. Runs come from the length on the device (a captured grid is fixed): as many as
-// there are splits, but none shorter than SHORTEST. They merge in global memory, where the last to arrive adds them up.
+// together, so the cache is read once. Runs merge in global memory, where the last to arrive adds them up.
 // The grid is padded to one CTA for every SM, and takes so much shared memory that no SM holds two: the linear that
 // follows fills an SM wherever it finds room, so the room must be the same everywhere.
 //
@@ -16,9 +15,8 @@
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST
-#include "common.cuh"
+#include "attention.cuh"
 
-constexpr int G = HEADS / KV_HEADS;
 constexpr int LANES = HEAD_DIM / 8;     // lanes that share a token
 constexpr int SIDE = 32 / LANES;        // tokens side by side in a warp
 constexpr int TOKENS = SIDE > 4 ? SIDE : 4;
@@ -31,12 +29,6 @@ struct __align__(16) Shared {           // its size is known to the host as well
   float key[HEAD_DIM], value[HEAD_DIM]; // the newest token
   float partial[WARPS][G][STATE];
 };
-
-DEVICE float exp2_fast(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
 
 // One head through norm and rope, by one warp; `to` in shared memory.
 DEVICE void prepare_head(const u16* from, const u16* norm, const float2* turns, float epsilon, float factor, bool normed, bool rotated,
@@ -121,19 +113,6 @@ DEVICE void absorb(Running& run, const float (&query)[G][8], const uint4 (&keys)
 }
 DEVICE uint4 pack8(const float* f) { return make_uint4(pack2(f[0], f[1]), pack2(f[2], f[3]), pack2(f[4], f[5]), pack2(f[6], f[7])); }
 
-// The weighted sum of `count` partial states for one (head, dimension), where `at(i)` gives the i-th state of the head.
-template <typename At> DEVICE float3 merge_states(int count, int dimension, At at) {
-  float most = LOWEST, sum = 0, value = 0;
-  for (int i = 0; i < count; i++) most = fmaxf(most, at(i, HEAD_DIM));
-  if (most == LOWEST) return make_float3(0, most, 0);
-  for (int i = 0; i < count; i++) {
-    const float weight = exp2_fast(at(i, HEAD_DIM) - most);
-    sum += weight * at(i, HEAD_DIM + 1);
-    value += weight * at(i, dimension);
-  }
-  return make_float3(value, most, sum);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, G > 4 ? 1 : 2)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
           u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width, int sequences, int splits) {
@@ -144,14 +123,12 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % LANES, side = lane / LANES;
   launch_dependents();
   const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
-  const int oldest = WINDOW ? max(0, length - WINDOW) : 0;
-  const int run_length = max(SHORTEST, ((length - oldest + splits - 1) / splits + 7) / 8 * 8);
-  const int used = max((length - oldest + run_length - 1) / run_length, 1);
+  const Run run_tokens = run_of(length, split, splits);
+  const int begin = run_tokens.begin, end = run_tokens.end, used = run_tokens.used;
   if (split >= used || length == 0) {
     wait_for_inputs();
     return;
   }
-  const int begin = oldest + split * run_length, end = min(begin + run_length, length);
   const int* table = tables + (size_t)sequence * table_width;
   const float2* turns = rope + (size_t)newest * (ROTARY / 2);
 
