@@ -11,6 +11,7 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 LINEAR = dict(FP16=0, SCALE_FP16=0, KDIM=4096, NDIM=6144, GROUP=128)
 GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STAGE_BLOCKS=16, SLOTS=3, SHARED_BYTES=220_000)
 HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
+FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 CASES = [
     *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
     ("gemv.cu", GEMV | dict(FORMAT=1, FP16=1, SCALE_FP16=1, ROWS=8, EPILOGUE=2, BIAS=1, SLOTS=2)),
@@ -18,6 +19,11 @@ CASES = [
     *(("untile.cu", LINEAR | dict(FORMAT=kind, INTERLEAVED=kind % 2)) for kind in range(4)),
     ("attention.cu", HEADS),
     ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),
+    *(("qkv_attention.cu", FUSED | dict(FORMAT=kind)) for kind in range(4)),
+    ("qkv_attention.cu", FUSED | dict(FORMAT=1, ROWS=8, SLOTS=2, BIAS=1, QK_NORM=0, STAGES=6)),
+    ("qkv_attention.cu", FUSED | dict(FORMAT=0, FP16=1, KDIM=576, NDIM=960, WARPS=8, STAGE_BLOCKS=9, HEADS=9, KV_HEADS=3,
+                                      HEAD_DIM=64, ROTARY=32, HEAD_CTAS=20, WINDOW=128)),
+    ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]
 
 

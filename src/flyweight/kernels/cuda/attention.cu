@@ -113,6 +113,19 @@ DEVICE void absorb(Running& run, const float (&query)[G][8], const uint4 (&keys)
 }
 DEVICE uint4 pack8(const float* f) { return make_uint4(pack2(f[0], f[1]), pack2(f[2], f[3]), pack2(f[4], f[5]), pack2(f[6], f[7])); }
 
+// The weighted sum of `count` partial states for one (head, dimension), where `at(i)` gives the i-th state of the head.
+template <typename At> DEVICE float3 merge_states(int count, int dimension, At at) {
+  float most = LOWEST, sum = 0, value = 0;
+  for (int i = 0; i < count; i++) most = fmaxf(most, at(i, HEAD_DIM));
+  if (most == LOWEST) return make_float3(0, most, 0);
+  for (int i = 0; i < count; i++) {
+    const float weight = exp2_fast(at(i, HEAD_DIM) - most);
+    sum += weight * at(i, HEAD_DIM + 1);
+    value += weight * at(i, dimension);
+  }
+  return make_float3(value, most, sum);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, G > 4 ? 1 : 2)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
           u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width, int sequences, int splits) {

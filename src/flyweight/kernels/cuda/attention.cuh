@@ -1,4 +1,4 @@
-// What both decode attention kernels share: how a sequence is cut into runs of tokens, and how partial softmaxes merge.
+// What both decode attention kernels share: how a sequence is cut into runs of tokens.
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SHORTEST
 #include "common.cuh"
 
@@ -20,18 +20,4 @@ DEVICE Run run_of(int length, int split, int splits) {
   const int each = max(SHORTEST, ((length - oldest + splits - 1) / splits + 15) / 16 * 16);
   const int begin = oldest + split * each;
   return {begin, min(begin + each, length), max((length - oldest + each - 1) / each, 1)};
-}
-
-// The weighted sum of `count` partial states for one (head, dimension): value, maximum and sum. at(i, c) is column c of the
-// i-th state of the head: the accumulator, then at HEAD_DIM the maximum (of logits in base 2) and the sum.
-template <typename At> DEVICE float3 merge_states(int count, int dimension, At at) {
-  float most = LOWEST, sum = 0, value = 0;
-  for (int i = 0; i < count; i++) most = fmaxf(most, at(i, HEAD_DIM));
-  if (most == LOWEST) return make_float3(0, most, 0);
-  for (int i = 0; i < count; i++) {
-    const float weight = exp2_fast(at(i, HEAD_DIM) - most);
-    sum += weight * at(i, HEAD_DIM + 1);
-    value += weight * at(i, dimension);
-  }
-  return make_float3(value, most, sum);
 }

@@ -155,15 +155,11 @@ DEVICE void load_relaxed(const void* p, u32 (&w)[4]) {
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory");
 }
 // HALVES: each word is two 16-bit values, either of which may be missing.
-template <bool HALVES, int WORDS> DEVICE void receive(const void* from, u32 (&words)[WORDS]) {
-  bool missing;
-  do {
-    load_relaxed(from, words);
-    missing = false;
+template <bool HALVES, int WORDS> DEVICE bool missing(const u32 (&words)[WORDS]) {
+  bool any = false;
 #pragma unroll
-    for (int i = 0; i < WORDS; i++)
-      missing |= HALVES ? (words[i] & 0xffff) == 0xffff || words[i] >= 0xffff0000u : words[i] == ~0u;
-  } while (missing);
+  for (int i = 0; i < WORDS; i++) any |= HALVES ? (words[i] & 0xffff) == 0xffff || words[i] >= 0xffff0000u : words[i] == ~0u;
+  return any;
 }
 
 // ---- programmatic dependent launch: the next kernel starts while this one runs, and waits for its results ----

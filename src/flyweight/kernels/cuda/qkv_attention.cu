@@ -15,7 +15,7 @@
 // 1 / used of the outputs from all others.
 //
 // Hand-over between CTAs, twice: of q, k, v to the CTAs of their head, and of the partial results. A word is its own flag
-// (receive in common.cuh), which spares the fence, the counter, and one trip to memory. All CTAs are resident at once
+// (see common.cuh), which spares the fence, the counter, and one trip to memory. All CTAs are resident at once
 // (at most one for each SM; later kernels start when all are here), so waiting for each other is safe. Mailboxes must be
 // empty (all ones) when the kernel starts, so each launch empties those of the launch after it: by then what used
 // them last has ended.
@@ -79,6 +79,7 @@ DEVICE void prefetch(const Attention& a, int sequence, int split, int head, int 
   if (length == 0 || split >= run.used) return;
   if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
+#pragma unroll 1
   for (int i = lane; i < min(run.end - run.begin, LANES * DEPTH * 16) * LINES; i += 32) {
     const size_t at = token_at(a, sequence, run.begin + i / LINES, head) + i % LINES * 64;
     prefetch_l2(a.keys + at);
@@ -97,7 +98,8 @@ DEVICE void prepare_head(const u16* from, const u16* norm, const float2* turns, 
     turn[i] = turns && lane < 2 * HALF ? turns[lane % HALF * PER + i] : make_float2(1, 0);
   }
   u32 words[PER / 2];
-  receive<true>(from + lane * PER, words);
+  do load_relaxed(from + lane * PER, words);
+  while (missing<true>(words));
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < PER; i++) {
@@ -206,11 +208,10 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
   for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
     meet();
-    const u32 at = memory + slot * KV_TILE;
-    if (tile < older)
-      absorb(run, sh.query[0], at, at + KV_TILE / 2 + part, min(16, end - begin - tile * 16), a.scale, lane);
-    else
-      absorb(run, sh.query[0], shared_address(sh.key), shared_address(sh.value) + part, 1, a.scale, lane);
+    const bool old = tile < older;
+    const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.key);
+    const u32 values = old ? keys + KV_TILE / 2 : shared_address(sh.value);
+    absorb(run, sh.query[0], keys, values + part, old ? min(16, end - begin - tile * 16) : 1, a.scale, lane);
     meet();
     fetch(tile + DEPTH * LANES, slot);
     if (++slot == DEPTH) slot = 0;
@@ -230,6 +231,21 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
   return min(LANES, tiles);
 }
 
+// One (head, dimension) of the states of the first `count` lanes: value, maximum, sum.
+DEVICE float3 merge_lanes(const Shared& sh, int count, int h, int d) {
+  const float* state = (const float*)sh.linear.ring[0] + h * STATE;
+  constexpr int STEP = DEPTH * KV_TILE / 4;
+  float limit[LANES], most = LOWEST, sum = 0, value = 0;
+#pragma unroll
+  for (int i = 0; i < LANES; i++) limit[i] = i < count ? state[i * STEP + HEAD_DIM] : LOWEST, most = fmaxf(most, limit[i]);
+#pragma unroll
+  for (int i = 0; i < LANES; i++) {
+    const float weight = exp2_fast(limit[i] - most);
+    if (i < count) sum += weight * state[i * STEP + HEAD_DIM + 1], value += weight * state[i * STEP + d];
+  }
+  return make_float3(value, most, sum);
+}
+
 // This CTA's share of the outputs of its head, from the states of all runs; `states` is the first one's. Runs sit side by
 // side in the lanes of a warp, four outputs in each.
 DEVICE void gather(const float* states, u16* out, int split, int used, int warp, int lane) {
@@ -241,8 +257,10 @@ DEVICE void gather(const float* states, u16* out, int split, int used, int warp,
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
     if (quad < last && run < used) {
       const float* state = states + ((size_t)run * G + h) * STATE;
-      receive<false>(state + quad * 4 % HEAD_DIM, words);
-      receive<false>(state + HEAD_DIM, limits);
+      do {
+        load_relaxed(state + quad * 4 % HEAD_DIM, words);
+        load_relaxed(state + HEAD_DIM, limits);
+      } while (missing<false>(words) || missing<false>(limits));
     }
     __syncwarp();
     float most = __uint_as_float(limits[0]), v[4];
@@ -256,12 +274,19 @@ DEVICE void gather(const float* states, u16* out, int split, int used, int warp,
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], o);
     }
-    if (quad < last && run == 0) ((uint2*)out)[quad] = make_uint2(pack2(v[0] / sum, v[1] / sum), pack2(v[2] / sum, v[3] / sum));
+    const float inverse = __fdividef(1.f, sum);
+    if (quad < last && run == 0)
+      ((uint2*)out)[quad] = make_uint2(pack2(v[0] * inverse, v[1] * inverse), pack2(v[2] * inverse, v[3] * inverse));
   }
 }
 
-DEVICE void empty(void* from, int words, int thread, int threads) {
-  for (int i = thread; i < words / 4; i += threads) ((uint4*)from)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+// The mailboxes of the next launch, by the last warps: the first ones are busy with the heads.
+DEVICE void empty(u16* qkv, float* states) {
+  const uint4 ones = make_uint4(~0u, ~0u, ~0u, ~0u);
+  const int thread = THREADS - 1 - threadIdx.x;
+  for (int i = thread; i < G * STATE / 4; i += THREADS) ((uint4*)(states + (size_t)blockIdx.x * G * STATE))[i] = ones;
+  constexpr int CTAS = KV_HEADS * HEAD_CTAS;
+  for (int i = thread * CTAS + blockIdx.x; i < ROWS * NDIM / 8; i += THREADS * CTAS) ((uint4*)qkv)[i] = ones;
 }
 
 // Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, G, STATE]; the next launch's are emptied.
@@ -283,28 +308,24 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto early = [&] { prefetch(a, cta / SPLITS, split, head, lane); };
+  const int own = cta / SPLITS < ROWS ? lengths[cta / SPLITS] : 0;  // in a register before it is needed
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early)) return;
 
-  bool emptied = false;
-  auto empty_next = [&] {
-    empty(next_qkv, ROWS * NDIM / 2, blockIdx.x * THREADS + threadIdx.x, KV_HEADS * HEAD_CTAS * THREADS);
-    empty(next_states + (size_t)blockIdx.x * G * STATE, G * STATE, threadIdx.x, THREADS);
-    emptied = true;
-  };
+  empty(next_qkv, next_states);
   for (int sequence = cta / SPLITS; sequence < ROWS; sequence += HEAD_CTAS / SPLITS) {
-    const int length = lengths[sequence], newest = length - 1;
+    const int length = sequence == cta / SPLITS ? own : lengths[sequence], newest = length - 1;
     const Run run = run_of(length, split, SPLITS);
     if (length == 0 || split >= run.used) continue;
     const bool owner = run.end == length;
     const int count = attend(sh, a, sequence, head, run.begin, min(run.end, newest), owner, [&] {
-      if (!emptied) empty_next();
       const float2* turns = rope + (size_t)newest * (ROTARY / 2);
       const u16* row = qkv + (size_t)sequence * NDIM;
       for (int h = warp; h < G + 2 * owner; h += WARPS) {
-        const size_t at = h < G ? 0 : token_at(a, sequence, newest, head);
-        if (h < G) prepare_head(row + (head * G + h) * HEAD_DIM, query_norm, turns, epsilon, sh.query[h], nullptr, lane);
-        else if (h == G) prepare_head(row + (HEADS + head) * HEAD_DIM, key_norm, turns, epsilon, sh.key, keys + at, lane);
-        else prepare_head(row + (HEADS + KV_HEADS + head) * HEAD_DIM, nullptr, nullptr, epsilon, sh.value, values + at, lane);
+        const bool query = h < G, key = h == G;
+        const int column = (query ? head * G + h : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
+        u16* cache = query ? nullptr : (key ? keys : values) + token_at(a, sequence, newest, head);
+        prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr, epsilon,
+                     query ? sh.query[h] : key ? sh.key : sh.value, cache, lane);
       }
     });
     named_barrier(1, THREADS);
@@ -312,9 +333,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     float* mine = states + (size_t)blockIdx.x * G * STATE;
     for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-      const float3 state = merge_states(count, d, [&](int lane_index, int column) {
-        return ((const float*)(sh.linear.ring[0] + lane_index * DEPTH * KV_TILE))[h * STATE + column];
-      });
+      const float3 state = merge_lanes(sh, count, h, d);
       if (run.used == 1) {
         target[i] = to_bits(state.x / state.z);
       } else {
@@ -325,5 +344,4 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     if (run.used > 1) gather(mine - (size_t)split * G * STATE, target, split, run.used, warp, lane);
     if (sequence + HEAD_CTAS / SPLITS < ROWS) named_barrier(1, THREADS);  // before others fetch over the states
   }
-  if (!emptied) empty_next();
 }
