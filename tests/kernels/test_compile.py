@@ -23,6 +23,7 @@ CASES = [
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, ROWS=8, SLOTS=2, BIAS=1, QK_NORM=0, STAGES=6)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=0, FP16=1, KDIM=576, NDIM=960, WARPS=8, STAGE_BLOCKS=9, HEADS=9, KV_HEADS=3,
                                       HEAD_DIM=64, ROTARY=32, HEAD_CTAS=20, WINDOW=128)),
+    ("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]
 

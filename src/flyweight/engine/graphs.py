@@ -20,6 +20,7 @@ from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.gemv import ROWS, processors
 from flyweight.kernels.qkv_attention import mailbox_cycle, qkv_attention
 from flyweight.kernels.qkv_attention import why_not as why_apart
+from flyweight.kernels.token import Choice, embed
 from flyweight.models.decoder import Block, Decoder
 from flyweight.models.layers import Linear
 
@@ -32,6 +33,8 @@ def why_not(decoder: Decoder, page: int) -> str | None:
         for name, linear in block.linears.items():
             if len(linear.segments) != 1 or not isinstance(linear.segments[0].run, CudaLinear):
                 return f"{name} of layer {block.index} runs as {linear.segments[0].kernel}"
+    if decoder.config.vocab_size % 8 or decoder.config.hidden_size % 8:
+        return f"a vocabulary of {decoder.config.vocab_size} or a hidden size of {decoder.config.hidden_size} is no multiple of 8"
     return head_shape(decoder, decoder.blocks[0], page).supported()
 
 
@@ -61,6 +64,7 @@ class Step:
         self.norms = [None if block.qk_norm is None else (block.qk_norm[0].contiguous(), block.qk_norm[-1].contiguous())
                       for block in decoder.blocks]
         self.tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self.choice = Choice(sequences, device)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)  # the new token counted; 0: padding
         self.tables = torch.zeros(sequences, -(-context // page), dtype=torch.int32, device=device)
 
@@ -84,7 +88,7 @@ class Step:
     def launch(self) -> None:
         """embedding → blocks → head, into `logits`."""
         decoder, hidden = self.decoder, self.hidden
-        torch.index_select(decoder.embedding.weight, 0, self.tokens, out=hidden)
+        embed(decoder.embedding.weight, self.tokens, hidden)
         for i, block in enumerate(decoder.blocks):
             self._attention(block, i)
             kernel_of(block.o).fused(self.attended, hidden, residual=hidden)
@@ -106,8 +110,7 @@ class Step:
 
     def advance(self) -> None:
         """Take the likeliest token of each sequence as its next input."""
-        torch.argmax(self.logits, dim=-1, out=self.tokens)
-        self.lengths += 1
+        self.choice(self.logits, self.tokens, self.lengths)
 
 
 class DecodeGraphs:
