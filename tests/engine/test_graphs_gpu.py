@@ -20,10 +20,11 @@ def whole_batch(tokens, table):
                  block_tables=table[None], query_starts=[0, len(tokens)], kv_lengths=[len(tokens)], output_rows=positions)
 
 
+@pytest.mark.parametrize("apart", [None, "asked for"])
 @pytest.mark.parametrize("scheme", BOUND)
 @pytest.mark.parametrize(("preset", "dtype"), [("smollm2-135m", torch.float16), ("qwen3-0.6b", torch.bfloat16),
                                                ("qwen2-0.5b", torch.bfloat16)])
-def test_fused_decode_follows_the_float32_model(preset, dtype, scheme):
+def test_fused_decode_follows_the_float32_model(preset, dtype, scheme, apart):
     device = torch.device("cuda", 0)
     tokens = torch.randint(10, 1000, (90,), device=device, generator=torch.Generator(device).manual_seed(1))
     reference = Decoder.load(PresetWeights(preset, scheme, device=device), device=device, dtype=torch.float32, exact=True)
@@ -33,7 +34,8 @@ def test_fused_decode_follows_the_float32_model(preset, dtype, scheme):
     config = decoder.config
     caches = [KVStorage(*(torch.zeros(64, PAGE, config.kv_heads, config.head_dim, dtype=dtype, device=device) for _ in range(2)))
               for _ in range(config.layers)]
-    graphs = DecodeGraphs(decoder, caches, context=128, sizes=(1, 2))
+    graphs = DecodeGraphs(decoder, caches, context=128, sizes=(1, 2), apart=apart)
+    assert all(step.apart == apart for step in graphs.steps.values())
     table = torch.randperm(64, device=device)[:8].int()
     got = [decoder.forward(whole_batch(tokens[:66], table), caches)]
     for i in range(66, 90):  # alone, then beside a sequence that is only padding
