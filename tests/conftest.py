@@ -5,6 +5,11 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Then Triton kernels run interpreted, on CPU tensors. Triton asks once, when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flyweight.errors import FlyweightError
 
