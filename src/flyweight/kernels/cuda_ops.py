@@ -4,15 +4,8 @@
 perplexity) keep the plain rope and torch's attention.
 """
 
-from flyweight.kernels.reference import (
-    causal_attention,
-    paged_attention,
-    plan_attention,
-    rope_rows,
-    rotate,
-    split_heads,
-    write_kv,
-)
+from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
+from flyweight.kernels.triton_attention import paged_attention, plan_attention
 from flyweight.kernels.triton_ops import (
     add_rms_norm,
     argmax,
