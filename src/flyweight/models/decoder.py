@@ -53,7 +53,8 @@ class Context(Protocol):
     cos: Tensor
     sin: Tensor
 
-    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
+    def attend(self, block: Block, qkv: Tensor) -> Tensor:
+        """[..., tokens, heads + 2 · kv_heads, head_dim] → [..., tokens, heads, head_dim]"""
 
 
 class Paged:
@@ -64,12 +65,13 @@ class Paged:
         self.cos, self.sin = ops.rope_rows(*tables, batch.positions)
         self.plans: dict[int | None, object] = {}  # by window
 
-    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, block: Block, qkv: Tensor) -> Tensor:
         cache = self.caches[block.index]
         if block.window not in self.plans:
             self.plans[block.window] = self.ops.plan_attention(self.batch, cache, block.window)
-        self.ops.write_kv(cache, keys, values, self.batch.slots)
-        return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale)
+        query, *new = self.ops.rope_norm_write(qkv, cache, self.batch.slots, cos=self.cos, sin=self.sin, heads=block.heads,
+                                               norm=block.qk_norm, epsilon=block.epsilon)
+        return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale, new=new)
 
 
 class Whole:
@@ -79,7 +81,9 @@ class Whole:
         self.ops = ops
         self.cos, self.sin = ops.rope_rows(*tables, torch.arange(tokens, device=tables[0].device))
 
-    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, block: Block, qkv: Tensor) -> Tensor:
+        query, keys, values = self.ops.split_heads(qkv, cos=self.cos, sin=self.sin, heads=block.heads, norm=block.qk_norm,
+                                                   epsilon=block.epsilon)
         return self.ops.causal_attention(query, keys, values, scale=block.scale, window=block.window)
 
 
@@ -155,12 +159,7 @@ class Block:
 
     def attend(self, qkv: Tensor, context: Context) -> Tensor:
         """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads · head_dim]"""
-        qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)  # [..., heads + 2 · kv_heads, head_dim]
-        qk, values = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], -2)
-        if self.qk_norm is not None:
-            qk = self.ops.rms_norm(qk, self.qk_norm, self.epsilon)
-        query, keys = self.ops.rotate(qk, context.cos, context.sin).split_with_sizes([self.heads, self.kv_heads], -2)
-        return context.attend(self, query, keys, values).flatten(-2)
+        return context.attend(self, qkv.view(*qkv.shape[:-1], -1, self.head_dim)).flatten(-2)
 
     def watch(self, callback: Callable[[Group, Tensor], None] | None) -> None:
         """Call back with the input of every group of linears, or stop doing so (None)."""
