@@ -49,16 +49,18 @@ class Shape:
 
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, tokens: int | None = None,
-              warpgroups: int = 2, stage_blocks: int | None = None, cluster: int | None = None) -> Shape | None:
+              warpgroups: int = 2, stage_blocks: int | None = None, cluster: int | None = None,
+              split: int | None = None) -> Shape | None:
     """None where no cut of the inputs into stages fits."""
     tokens = tokens or min(256 if kind != "plain" else 128, max(16, 1 << (rows - 1).bit_length()))
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
     tiles = m_tiles * math.ceil(rows / tokens)
-    small = tokens <= 64 and rows <= tokens
-    if small:  # as many as fit on the SMs at once
-        split, cluster = CLUSTERS, cluster or max(1, min(8, processors // m_tiles))
-    else:  # whole tiles, unless they would leave a fifth of the SMs idle
-        split, cluster = LINE if tiles / (math.ceil(tiles / processors) * processors) < 0.8 else WHOLE, 1
+    if split is None:
+        split = CLUSTERS if rows <= min(tokens, 64) else WHOLE
+        if split == WHOLE and tiles / (math.ceil(tiles / processors) * processors) < 0.8:
+            split = LINE  # whole tiles would leave a fifth of the SMs idle
+    small = split == CLUSTERS
+    cluster = (cluster or max(1, min(8, processors // m_tiles))) if small else 1  # as many as fit on the SMs at once
     grouped = kind in ("int4", "int8")
     limit = SHARED_SMALL if small else SHARED
     for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if small else (2, 1):
