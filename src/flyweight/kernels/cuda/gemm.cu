@@ -227,11 +227,6 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
   }
 }
 
-DEVICE u32 transpose8(u32 v) {
-  u32 r;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-  return r;
-}
 // D lies with outputs in rows g, g + 8 and tokens 8j + 2t, + 1; transposed in 8 × 8 pieces, a lane writes two outputs of
 // token 8j + g at once.
 // `acc` has the column groups from `first` on.
