@@ -17,6 +17,7 @@ from torch import Tensor
 from flyweight.kernels import gemm, gemv, jit, reference
 from flyweight.tensors import QuantTensor, quantize_int8_rows
 
+GEMV_ROWS = {"plain": 8, "int8": 8, "int4": 8, "w8a8": 4}  # 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
 WRITTEN_OUT = {"plain": 1024, "int8": 1024, "int4": 4096, "w8a8": 1 << 40}  # rows from which on cuBLAS is worth the writing
 _scratch: dict[torch.device, Tensor] = {}
 
@@ -40,7 +41,7 @@ class CudaLinear:
               residual: Tensor | None = None) -> Tensor:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after."""
         rows = x.shape[0]
-        if rows in gemv.ROWS and self.weight.fits(rows):
+        if rows in gemv.ROWS and rows <= GEMV_ROWS[self.weight.kind] and self.weight.fits(rows):
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
         if rows < WRITTEN_OUT[self.weight.kind] and gemm.why_not(self.weight, rows, x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)

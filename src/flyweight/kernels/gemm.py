@@ -49,21 +49,25 @@ class Shape:
 
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, tokens: int | None = None,
-              warpgroups: int = 2, stage_blocks: int | None = None, cluster: int | None = None,
+              warpgroups: int | None = None, stage_blocks: int | None = None, cluster: int | None = None,
               split: int | None = None) -> Shape | None:
-    """None where no cut of the inputs into stages fits."""
+    """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     tokens = tokens or min(256 if kind != "plain" else 128, max(16, 1 << (rows - 1).bit_length()))
+    if split is None:
+        split = CLUSTERS if rows <= min(tokens, 64 if kind == "w8a8" else 32) else LINE
+    small, large = split == CLUSTERS, outputs * columns > 1 << 25
+    if warpgroups is None:
+        warpgroups = 2 if not small else 1 if not large or kind != "int4" and outputs <= 16384 else 3 if kind == "int4" else 2
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
     tiles = m_tiles * math.ceil(rows / tokens)
-    if split is None:
-        split = CLUSTERS if rows <= min(tokens, 64) else WHOLE
-        if split == WHOLE and tiles / (math.ceil(tiles / processors) * processors) < 0.8:
-            split = LINE  # whole tiles would leave a fifth of the SMs idle
-    small = split == CLUSTERS
-    cluster = (cluster or max(1, min(8, processors // m_tiles))) if small else 1  # as many as fit on the SMs at once
+    if split == LINE and tiles / (math.ceil(tiles / processors) * processors) >= 0.8:
+        split = WHOLE  # at most a fifth of the SMs is idle
+    if cluster is None or not small:
+        room = 2 * processors if m_tiles <= processors // 2 and kind == "int4" and large else max(processors, 2 * m_tiles)
+        cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     grouped = kind in ("int4", "int8")
     limit = SHARED_SMALL if small else SHARED
-    for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if small else (2, 1):
+    for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if kind in ("int4", "int8") and tokens <= 64 else (2, 1):
         span = count * 64
         if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
             continue
@@ -88,6 +92,19 @@ def why_not(weight: Gemv, rows: int, device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
+def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
+            epilogue: str, bias: bool, per_cta: int) -> tuple[jit.Kernel, jit.Kernel]:
+    common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
+    pack = jit.load("pack.cu", defines=common | {
+        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "PER_CTA": per_cta})
+    gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
+        "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
+        "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
+        "CLUSTER": shape.cluster, "LOADERS": shape.loaders})
+    return pack.kernel("pack"), gemm.kernel("gemm")
+
+
 def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
              residual: Tensor | None = None, pdl: bool = True, **choices: int) -> Tensor:
     """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
@@ -97,28 +114,21 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     assert shape is not None
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
-    quantize = weight.kind == "w8a8"
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    packed = buffer("packed", padded * blocks * 64 * (1 if quantize else 2), device)
-    row_scale = buffer("row scale", padded * 4, device)
-    common = {"FP16": int(weight.dtype == torch.float16), "KDIM": weight.in_features, "SB": shape.stage_blocks}
     team = 1 << max(5, (math.ceil(blocks * 2 / 3) - 1).bit_length())  # a thread keeps up to three pieces of 32 inputs
     per_cta = max(1, 256 // team) if padded > 512 else 1
-    pack = jit.load("pack.cu", defines=common | {
-        "NORM": int(norm is not None), "QUANTIZE": int(quantize), "ORDER": int(weight.kind in ("int4", "int8")),
-        "PER_CTA": per_cta})
-    pack.kernel("pack").launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+    pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
+                         weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, per_cta=per_cta,
+                         epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
+    packed = buffer("packed", padded * blocks * 64 * (1 if weight.kind == "w8a8" else 2), device)
+    row_scale = buffer("row scale", padded * 4, device)
+    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
 
-    epilogue = "silu" if weight.interleaved else "store" if residual is None else "residual"
-    kernel = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
-        "FORMAT": FORMATS[weight.kind], "SCALE_FP16": int(weight.scale_fp16), "NDIM": weight.out_features, "GROUP": weight.group,
-        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(weight.bias is not None), "TOKENS": shape.tokens, "WGS": shape.warpgroups,
-        "STAGES": shape.stages, "SPLIT": shape.split, "CLUSTER": shape.cluster, "LOADERS": shape.loaders}).kernel("gemm")
     partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
     flags = buffer("flags", count * 4, device)
+    grid = {CLUSTERS: shape.tiles * shape.cluster, WHOLE: min(count, shape.tiles), LINE: count}[shape.split]
     args = (weight.weights, weight.records, weight.channel_scale, packed, row_scale, weight.bias, residual, out, partials, flags,
             rows)
-    grid = {CLUSTERS: shape.tiles * shape.cluster, WHOLE: min(count, shape.tiles), LINE: count}[shape.split]
-    kernel.launch(grid, (4 * shape.warpgroups + shape.loaders) * 32, args, shared=shape.shared, pdl=pdl,
-                  cluster=shape.cluster if shape.cluster > 1 else None)
+    gemm.launch(grid, (4 * shape.warpgroups + shape.loaders) * 32, args, shared=shape.shared, pdl=pdl,
+                cluster=shape.cluster if shape.cluster > 1 else None)
     return out

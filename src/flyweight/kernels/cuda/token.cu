@@ -11,7 +11,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) embed(const u16* embedding, const u64* tokens, u16* hidden) {
   wait_for_inputs();
-  launch_dependents();  // not before: the next kernel reads lengths before it waits, and a step before this one writes them
+  // No early start of what follows: it reads lengths before it waits, and it must find all SMs alike. Beside the few CTAs
+  // here two of its own would land on one SM, and every kernel after it would inherit that.
   const uint4* from = (const uint4*)(embedding + tokens[blockIdx.x] * WIDTH);
   for (int i = threadIdx.x; i < WIDTH / 8; i += THREADS) ((uint4*)(hidden + (size_t)blockIdx.x * WIDTH))[i] = from[i];
 }
