@@ -284,10 +284,11 @@ def test_a_failing_step_ends_its_requests_and_leaves_a_usable_engine(captured):
     assert run(engine, engine.submit(PROMPTS[1], params())) == reference
 
 
-def test_a_storm_of_requests_in_a_small_pool_all_end_right():
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_storm_of_requests_in_a_small_pool_all_end_right(captured):
     """Random lengths, styles, cancels; every answer that was not cancelled is the one the request gets alone."""
     chance = random.Random(0)
-    engine = toy_engine(blocks=16, max_model_len=60, max_num_seqs=6)
+    engine = toy_engine(blocks=16, max_model_len=60, max_num_seqs=6, captured=captured)
     requests = []
     for number in range(60):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
+from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
-from flyweight.engine.runner import CacheShape, Runner
+from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import Mode, mix
 
 VOCABULARY = 97
@@ -37,9 +38,7 @@ class ToyModel:
             slots = torch.cat([torch.arange(caches[0].block_size) + block * caches[0].block_size
                                for block in batch.block_tables[sequence].tolist()])[:length]
             assert values[slots].tolist() == list(range(length)), "the cache holds other positions than it should"
-            state = torch.tensor(17)
-            for token in keys[slots].long():
-                state = mix(state * 31 + token + 1 & 0xFFFFFFFF)
+            state = mix(mix(keys[slots].long() + 131 * torch.arange(length) + 1).sum() & 0xFFFFFFFF)  # order counts
             rows.append(mix(torch.arange(VOCABULARY) + state & 0xFFFFFFFF).float() / 2**30)
         return torch.stack(rows) if rows else torch.empty(0, VOCABULARY)
 

@@ -21,8 +21,9 @@ from dataclasses import replace
 import torch
 
 from flyweight.engine.kv_cache import BlockPool
+from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
-from flyweight.engine.runner import CacheShape, Flight, Model, Result, Runner
+from flyweight.engine.runner import Flight, Model, Result, Runner
 from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
 from flyweight.engine.tokenizer import Detokenizer

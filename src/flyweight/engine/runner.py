@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,35 +18,19 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
+from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import Mode, top_logprobs
 from flyweight.engine.scheduler import Work
 from flyweight.engine.transfer import Download, upload
-from flyweight.errors import ResourceError
 from flyweight.models.decoder import Decoder
-
-DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
 
 
 class Model(Protocol):
     """The part of `models.decoder.Decoder` that the engine uses."""
 
     def forward(self, batch: Batch, caches: list[KVStorage]) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What one token costs in the KV cache."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -256,32 +239,3 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8)).view(dtype).view(shape)
-
-
-def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, context: int, sequences: int,
-                 memory_fraction: float | None) -> int:
-    """As many as `sequences` full contexts need, or as the memory budget allows; at least one full context.
-
-    The budget is a share of what is available on a CPU, and of the whole device, less what is in use, on a GPU.
-    """
-    fraction = DEFAULT_FRACTION[device.type] if memory_fraction is None else memory_fraction
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - fraction) * total)
-    else:
-        budget = int(available_memory() * fraction)
-    block_bytes = shape.token_bytes * block_size
-    longest = -(-context // block_size)
-    if longest * block_bytes > budget:
-        raise ResourceError(f"a context of {context} tokens needs {longest * block_bytes / 1e9:.2f} GB of KV cache, but "
-                            f"memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB; lower max_model_len")
-    return min(longest * sequences, budget // block_bytes)
-
-
-def available_memory() -> int:
-    """Bytes that this process may take without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
