@@ -37,9 +37,7 @@ def test_logits_are_those_of_the_cpu(model, scheme):
     positions = torch.arange(known, device=CUDA)
     slots = table.long()[positions // PAGE] * PAGE + positions % PAGE
     batch = Batch(tokens=tokens[:known].to(CUDA), positions=positions, slots=slots,
-                  block_tables=table[None], query_starts=[0, known], kv_lengths=[known], output_rows=positions,
-                  starts=torch.tensor([0, known], dtype=torch.int32, device=CUDA),
-                  lengths=torch.tensor([known], dtype=torch.int32, device=CUDA))
+                  block_tables=table[None], query_starts=[0, known], kv_lengths=[known], output_rows=positions)
     got = [decoder.forward(batch, caches)]
     rows = Rows(2, pages=pages, vocabulary=config.vocab_size, device=CUDA)
     graphs = DecodeGraphs(decoder, caches, rows)

@@ -41,15 +41,15 @@ def pack(works: Sequence[Work], rows: Rows, *, block_size: int) -> Packed:
 
     longs = [*(numpy.concatenate(column) for column in zip(*pieces, strict=True)), outputs, [spans[i][1] - 1 for i in sampling],
              rows_of(sampling), [starts[i + 1] - 1 for i in unread], rows_of(unread)]
-    ints = [tables(works), starts, kv_lengths, [kv_lengths[i] + 1 for i in sampling]]
-    (tokens, positions, slots, output_rows, last, at, unread_at, unread_rows, block_tables, query_starts, lengths,
-     next_lengths) = upload(rows.device, *(numpy.asarray(item, dtype=numpy.int64) for item in longs),
-                            *(numpy.asarray(item, dtype=numpy.int32) for item in ints))
+    ints = [tables(works), [kv_lengths[i] + 1 for i in sampling]]
+    tokens, positions, slots, output_rows, last, at, unread_at, unread_rows, block_tables, lengths = upload(
+        rows.device, *(numpy.asarray(item, dtype=numpy.int64) for item in longs),
+        *(numpy.asarray(item, dtype=numpy.int32) for item in ints))
     if unread:
         tokens.index_copy_(0, unread_at, rows.tokens.index_select(0, unread_rows))
     batch = Batch(tokens=tokens, positions=positions, slots=slots, block_tables=block_tables, query_starts=starts,
-                  kv_lengths=kv_lengths, output_rows=output_rows, starts=query_starts, lengths=lengths)
-    return Packed(batch, spans, last, at, next_lengths)
+                  kv_lengths=kv_lengths, output_rows=output_rows)
+    return Packed(batch, spans, last, at, lengths)
 
 
 def describe(work: Work, block_size: int) -> tuple[Any, Any, Any]:
