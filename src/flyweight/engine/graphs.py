@@ -175,6 +175,7 @@ class DecodeGraphs:
             for mode in modes:
                 self.capture(size, mode)
 
+    @torch.inference_mode()
     def capture(self, size: int, mode: Mode | None) -> None:
         """The step is run once before, which compiles what is not compiled yet. The rows may be in use: it writes the
         keys and values that the step itself will write, and takes no token."""

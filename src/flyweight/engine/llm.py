@@ -81,6 +81,11 @@ class LLM:
         """Where the memory goes, as planned at the start."""
         return self._memory
 
+    def warm_up(self) -> None:
+        """Capture greedy decode steps of every size now, so that no request waits for it; nothing to do on a CPU."""
+        if (steps := self.engine.runner.steps) is not None:
+            steps.warm_up()
+
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  progress: bool = False, **template: Any) -> list[Output]:
         """Answer all prompts, in their order; `params` for all or one for each, `template` for chat templates."""

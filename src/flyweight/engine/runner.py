@@ -54,6 +54,9 @@ class DecodeSteps(Protocol):
     def advance(self, count: int, mode: Mode) -> Tensor:
         """The same, and the rows take their next tokens."""
 
+    def warm_up(self) -> None:
+        """Prepare steps of every size ahead of the first request."""
+
 
 @dataclass(frozen=True)
 class Flight:
