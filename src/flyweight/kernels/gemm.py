@@ -57,7 +57,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         split = CLUSTERS if rows <= min(tokens, 64 if kind == "w8a8" else 32) else LINE
     small, large = split == CLUSTERS, outputs * columns > 1 << 25
     if warpgroups is None:
-        warpgroups = 2 if not small else 1 if not large or kind != "int4" and outputs <= 16384 else 3 if kind == "int4" else 2
+        warpgroups = 2 if not small else 1 if not large or (kind != "int4" and outputs <= 16384) else 3 if kind == "int4" else 2
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
     tiles = m_tiles * math.ceil(rows / tokens)
     if split == LINE and tiles / (math.ceil(tiles / processors) * processors) >= 0.8:
