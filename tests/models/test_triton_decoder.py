@@ -13,6 +13,14 @@ ops = pytest.importorskip("flyweight.kernels.cuda_ops", reason="triton is not in
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """The choice is made once a process: not so here."""
+    dispatch._cuda_ops.cache_clear()
+    yield
+    dispatch._cuda_ops.cache_clear()
+
+
 @interpreted
 @pytest.mark.usefixtures("interpreted_loops")
 @pytest.mark.parametrize("name", ["llama odd heads", "mistral window", "qwen3 yarn"])
@@ -25,19 +33,19 @@ def test_packed_chunks_match_transformers(name, monkeypatch):
             assert_same_logits(found, model(torch.tensor([tokens])).logits[0])
 
 
-def test_cuda_devices_get_these_ops_and_others_the_plain_ones():
+def test_cuda_devices_get_these_ops_and_others_the_plain_ones(monkeypatch):
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda: None)
     assert dispatch.decoder_ops("cuda:0") is ops and dispatch.decoder_ops("cpu") is reference
 
 
-def test_without_triton_the_plain_ops_say_so_once(monkeypatch):
-    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
-    dispatch._cuda_ops.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="triton is not installed"):
-            assert dispatch.decoder_ops("cuda") is reference
-        assert dispatch.decoder_ops("cuda") is reference
-    finally:
-        dispatch._cuda_ops.cache_clear()
+@pytest.mark.parametrize("place, missing, reason", [
+    ("importlib.util.find_spec", None, "triton is not installed"), ("shutil.which", None, "needs a C compiler"),
+    ("sysconfig.get_path", "/nowhere", "needs /nowhere/Python.h")])
+def test_what_triton_lacks_is_said_once_and_the_plain_ops_run(place, missing, reason, monkeypatch):
+    monkeypatch.setattr(f"flyweight.kernels.dispatch.{place}", lambda name: missing)
+    with pytest.warns(UserWarning, match=reason) as warned:
+        assert dispatch.decoder_ops("cuda") is dispatch.decoder_ops("cuda:1") is reference
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("name", [name for name in ops.__all__ if hasattr(reference, name)])

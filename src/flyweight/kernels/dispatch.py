@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -73,8 +77,18 @@ def decoder_ops(device: torch.device | str) -> ModuleType:
 
 @functools.cache
 def _cuda_ops() -> ModuleType:
-    if importlib.util.find_spec("triton") is None:
-        warnings.warn("norm, rope and prefill attention run as plain torch ops: triton is not installed (pip install triton)",
-                      stacklevel=3)
+    reason = why_not_triton()
+    if reason is not None:
+        warnings.warn(f"norm, rope and prefill attention run as plain torch ops: {reason}", stacklevel=3)
         return reference
     return importlib.import_module("flyweight.kernels.cuda_ops")
+
+
+def why_not_triton() -> str | None:
+    """None, or what Triton lacks here: it compiles the launcher of each kernel with the host's compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        return "triton needs a C compiler (install gcc, or set CC)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else f"triton needs {header} (install python3-dev)"

@@ -1,0 +1,64 @@
+"""Compile the Triton kernels for the architecture in argv[1], as at Qwen3-8B's sizes. No GPU is needed; run by a test."""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flyweight.kernels import triton_attention, triton_ops
+
+FLOAT, CODES, SCALES, TABLE = "*bf16", "*i8", "*fp32", "*i32"
+NORM = dict(x=FLOAT, residual=FLOAT, weight=FLOAT, out=FLOAT, total=FLOAT)
+ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, positions="*i64", slots="*i64", norm=FLOAT, keys=FLOAT, values=FLOAT, HEADS=32,
+            KV_HEADS=8, HEAD_DIM=128, HALF=64, BLOCK=64, REST_BLOCK=1, HEAD_BLOCK=16)
+ATTEND = dict(query=FLOAT, keys=FLOAT, values=FLOAT, out=FLOAT, tables=TABLE, tiles=TABLE, GROUP=4, HEAD_DIM=128, BLOCK=128,
+              PAGE=16, WINDOW=0)
+PARTS = dict(parts=SCALES, sums=SCALES)
+
+
+def row(size: int, **changes) -> dict:
+    return triton_ops._shape_of(size) | changes
+
+
+def tile(size: int) -> dict:
+    shape = triton_attention.LARGE[size]
+    return dict(ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps, num_stages=shape.stages)
+
+
+CASES = [
+    (triton_ops._norm, NORM | row(4096)),
+    (triton_ops._norm, NORM | row(20480, out=CODES, scales=SCALES)),
+    (triton_ops._silu_mul, dict(gate_up=FLOAT, out=CODES, scales=SCALES, INTERLEAVED=True) | row(12288)),
+    (triton_ops._quantize, dict(x=FLOAT, out=CODES, scales=SCALES) | row(4096)),
+    (triton_ops._rope_norm_write, ROPE),
+    (triton_ops._argmax_part, dict(logits=FLOAT, most=SCALES, places=TABLE, SIZE=151936, BLOCK=4096)),
+    (triton_ops._argmax_merge, dict(most=SCALES, places=TABLE, out="*i64", PARTS=38, BLOCK=64)),
+    (triton_attention._attend, ATTEND | tile(128)),
+    (triton_attention._attend, ATTEND | tile(256) | dict(HEAD_DIM=256, BLOCK=256)),
+    (triton_attention._attend, ATTEND | tile(128) | PARTS | dict(ROWS=16, GROUP=7, HEAD_DIM=96, WINDOW=4096)),
+    (triton_attention._add_parts, PARTS | dict(merges=TABLE, out=FLOAT, GROUP=4, HEAD_DIM=128, BLOCK=128, ROWS=16)),
+]
+NUMBERS = dict(epsilon="fp32", scale="fp32")  # other numbers are int32; pointers that are not named are None
+
+
+def compile_case(kernel, given: dict, arch: int) -> bytes:
+    options = {name: given[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in given}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = given.get(parameter.name)
+        if parameter.name in ("residual", "scales", "parts", "sums", "norm", "positions", "total") and value is None:
+            constants[(i,)], signature[parameter.name] = None, "constexpr"
+        elif isinstance(value, str):
+            signature[parameter.name], attributes[(i,)] = value, [["tt.divisibility", 16]]
+        elif parameter.is_constexpr:
+            constants[(i,)], signature[parameter.name] = value, "constexpr"
+        else:
+            signature[parameter.name] = NUMBERS.get(parameter.name, "i32")
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", arch, 32),
+                          options=options).asm["cubin"]
+
+
+for kernel, given in CASES:
+    assert compile_case(kernel, given, int(sys.argv[1]))[:4] == b"\x7fELF"
+print(len(CASES), "compiled")
