@@ -71,6 +71,7 @@ def test_turns_follow_one_another_with_all_that_was_said():
 def test_failures_are_counted_by_kind_and_never_good():
     records = drive(Script(first=0.1, gap=0.0, refuse=[2]), talks(4), concurrency=1)
     found = figures(records, Objective(ttft=1000))
+    assert found["flags"] == ["the first failure (http 503): HTTP 503: busy"]
     assert found["failed"] == {"http 503": 1} and found["completed"] == 3 and found["attained"] == 0.75
     assert figures(drive(Script(first=99.0), talks(2), concurrency=2, timeout=5.0), Objective())["failed"] == {"timeout": 2}
 

@@ -68,6 +68,16 @@ def test_the_engine_in_process_under_a_closed_loop(bench):
     assert len(samples) == 5 and all(one["output"] == 4 for one in samples)
 
 
+def test_requests_beyond_the_context_are_left_out_and_counted(bench, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    lines = [json.dumps({"timestamp": 0, "input_length": length, "output_length": 4}) for length in (8, 900)]
+    trace.write_text("\n".join(lines))
+    _, rows, _ = bench("preset:tiny:fp32", "--trace", trace, "--warm-up", 0, "--option", "blocks=64", "--device", "cpu")
+    assert rows[0]["completed"] == 1 and "1 requests are longer than the model's context" in rows[0]["flags"][0]
+    code, _, error = bench("preset:tiny:fp32", "--input", 500, "--device", "cpu")
+    assert code == 2 and "every request is longer than the model's context of 128" in error
+
+
 def test_transformers_answers_one_at_a_time(bench):
     code, rows, _ = bench("preset:tiny:fp32", "--backend", "transformers", "--concurrency", 2, "--requests", 3, *SHAPE,
                           "--device", "cpu")

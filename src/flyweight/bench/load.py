@@ -41,7 +41,8 @@ class Record:
     source: str | None = None
     cached: int | None = None
     end: float | None = None
-    error: str | None = None
+    error: str | None = None  # its kind
+    detail: str = ""
 
     @property
     def e2e(self) -> float:
@@ -131,8 +132,9 @@ async def ask(target: Target, prompt: Any, output: int, *, index: int, turn: int
     loop = asyncio.get_running_loop()
     sent, length = loop.time(), len(prompt) if prompt and isinstance(prompt[0], int) else None
 
-    def failed(kind: str) -> tuple[Record, None]:
-        return Record(index, turn, Answer(due, (), sent=sent), length, output, end=loop.time(), error=kind), None
+    def failed(kind: str, detail: object = "") -> tuple[Record, None]:
+        return Record(index, turn, Answer(due, (), sent=sent), length, output, end=loop.time(), error=kind,
+                      detail=str(detail)[:200]), None
 
     try:
         async with asyncio.timeout(timeout):
@@ -140,11 +142,11 @@ async def ask(target: Target, prompt: Any, output: int, *, index: int, turn: int
     except TimeoutError:
         return failed("timeout")
     except HttpError as error:
-        return failed(error.kind)
-    except (OSError, asyncio.IncompleteReadError, ValueError):
-        return failed("connection")
+        return failed(error.kind, error)
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        return failed("connection", error)
     except FlyweightError as error:
-        return failed(str(error)[:80])
+        return failed("refused", error)
     source, chunks = reply.chunks()
     if not chunks:
         return failed("no tokens")

@@ -18,6 +18,7 @@ from flyweight.bench.datasets import Conversation
 from flyweight.bench.load import EngineTarget, Record, SerialTarget, run_load, run_processes
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
 from flyweight.bench.serving import Objective, figures, find_max_rate, sample
+from flyweight.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class ServeBench:
     def run(self, rates: Sequence[float | None]) -> list[Row]:
         due = [rate for rate in rates if not self.found(rate)]
         if due:
-            self.start(self.load.conversations(self.case.facts.vocabulary, due[0]))
+            self.start(self.conversations(due[0])[0])
             try:
                 for rate in due:
                     self.measure(rate)
@@ -86,7 +87,7 @@ class ServeBench:
         return [row for rate in rates for row in self.found(rate)]
 
     def search(self, start: float, wanted: float) -> list[Row]:
-        self.start(self.load.conversations(self.case.facts.vocabulary, start))
+        self.start(self.conversations(start)[0])
         tried: list[Row] = []
         try:
             def attained(rate: float) -> float:
@@ -103,6 +104,15 @@ class ServeBench:
     def found(self, rate: float | None) -> list[Row]:
         return self.file.finished("serve", **self.case.key(), **self.load.about(rate), slo=self.objective.as_field())
 
+    def conversations(self, rate: float | None) -> tuple[list[Conversation], list[str]]:
+        """Those that the model has room for, and how many were left out."""
+        most, found = self.case.facts.context, self.load.conversations(self.case.facts.vocabulary, rate)
+        fitting = [talk for talk in found if most is None or isinstance(talk.turns[0].prompt, str) or talk.longest <= most]
+        if not fitting:
+            raise OptionError(f"every request is longer than the model's context of {most} tokens; see --input and --output")
+        left = len(found) - len(fitting)
+        return fitting, [f"{left} requests are longer than the model's context and were left out"] if left else []
+
     def start(self, talks: Sequence[Conversation]) -> None:
         batch, longest = self.load.concurrency or min(256, len(talks)), max(talk.longest for talk in talks)
         context = self.case.facts.context
@@ -113,6 +123,7 @@ class ServeBench:
         about = self.case.fields() | self.load.about(rate)
         if records:
             found = figures(records, self.objective)
+            found["flags"] += self.conversations(rate)[1]
             row = make_row("serve", self.environment["id"], **rounded(about | found))
             if not found["completed"]:
                 row |= {"status": "failed", "reason": f"no request was answered: {found['failed']}"}
@@ -135,7 +146,7 @@ class ServeBench:
     def drive(self, rate: float | None) -> list[Record]:
         """Warm, then the load: over HTTP from client processes, or in this one."""
         backend, vocabulary = self.case.backend, self.case.facts.vocabulary
-        talks = self.load.conversations(vocabulary, rate)
+        talks, _ = self.conversations(rate)
         warm = replace(self.load, seed=self.load.seed + 1, trace=None, requests=self.warm_up or 1).conversations(vocabulary, None)
         warm, width = warm[: self.warm_up], self.load.concurrency or 2
         if isinstance(backend, OpenAI):
@@ -155,7 +166,7 @@ def line(row: Row) -> str:
     load = next((f"{name} {row[name]:g}" for name in ("rate", "concurrency") if row.get(name)), row["arrivals"])
     title = f"{row['scheme']} ({row['backend']}), {load}"
     if row["status"] != "ok":
-        return f"{title}: {row['status']}: {row['reason']}"
+        return f"{title}: {row['status']}: {'; '.join([row['reason'], *row.get('flags', [])])}"
     tpot = f"{row['tpot_ms']['p50']:.2f} ms" if row["tpot_ms"] else "–"
     return (f"{title}: {row['completed']} of {row['requests']}, TTFT p50 {row['ttft_ms']['p50']:.1f} ms, TPOT p50 {tpot}, "
             f"{row['output_tok_s']:.1f} tok/s, {row['attained']:.0%} good")

@@ -68,6 +68,9 @@ def figures(records: Sequence[Record], objective: Objective) -> Row:
     good, cached = sum(map(objective.met, records)), [record.cached for record in done if record.cached is not None]
     outputs, inputs = sum(answer.tokens for answer in answers), sum(record.input or 0 for record in done)
     other = sum(record.answer.tokens != record.output for record in done)
+    details = {record.error: record.detail for record in reversed(records) if record.error and record.detail}
+    flags = [f"{other} answers have another length than asked"] if other else []
+    flags += [f"the first failure ({kind}): {detail}" for kind, detail in details.items()]
 
     def per_second(count: float) -> float | None:
         return count / duration if duration else None
@@ -84,7 +87,7 @@ def figures(records: Sequence[Record], objective: Objective) -> Row:
         "tpot_ms": block([answer.tpot for answer in answers if answer.tpot is not None], 1e3),
         "gap_ms": block([gap for answer in answers for gap in answer.gaps], 1e3), "e2e_s": block([one.e2e for one in done]),
         "output_tok_s": per_second(outputs), "total_tok_s": per_second(inputs + outputs), "request_s": per_second(len(done)),
-        "goodput_s": per_second(good), "flags": [f"{other} answers have another length than asked"] if other else [],
+        "goodput_s": per_second(good), "flags": flags,
     }
 
 

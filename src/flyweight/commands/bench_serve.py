@@ -19,6 +19,7 @@ from flyweight.commands.bench_sweep import (
     Seed,
     TensorParallel,
     Url,
+    close,
     engine_options,
 )
 from flyweight.commands.generate import Device, Dtype
@@ -88,4 +89,4 @@ def serve(
         rows += bench.search(rate or 1.0, attain) if find_max_rate else bench.run([rate])
     for row in rows if as_json else ():
         typer.echo(json.dumps(row, ensure_ascii=False))
-    typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
+    close(rows, out)

@@ -168,7 +168,14 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
             typer.echo(json.dumps(row, ensure_ascii=False))
     else:
         typer.echo(table(rows, plan))
-        typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
+    close(rows, out)
+
+
+def close(rows: Sequence[Row], out: Path) -> None:
+    """The last words; exit code 1 where nothing could be measured."""
+    typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
+    if not rows:
+        raise typer.Exit(1)
 
 
 def table(rows: Sequence[Row], plan: Plan) -> str:
