@@ -33,6 +33,12 @@ def exact_sums(index: Tensor, values: Tensor, bins: int) -> Tensor:
 
 def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     """Index [n] of the nearest centroid of each point, and the squared distance [n]."""
+    if fused(points, book):
+        from flyweight.kernels.triton_nearest import Split, nearest_by_part
+
+        least, found = nearest_by_part(points, Split.of(book), parts=parts_for(points, book))
+        distance, part = least.min(1, keepdim=True)
+        return found.gather(1, part)[:, 0].long(), distance[:, 0].clamp(min=0)
     squares = book.square().sum(1)
     index = torch.empty(points.shape[0], dtype=torch.int64, device=points.device)
     distance = torch.empty(points.shape[0], device=points.device)
@@ -43,6 +49,15 @@ def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
         index[begin : begin + step] = at
         distance[begin : begin + step] = (least + part.square().sum(1)).clamp(min=0)
     return index, distance
+
+
+def fused(points: Tensor, book: Tensor) -> bool:
+    return points.is_cuda and book.shape[1] <= 16
+
+
+def parts_for(points: Tensor, book: Tensor) -> int:
+    """Into how many parts a book is cut so that a GPU has work for all its cores: about 512 tiles of 64 points."""
+    return max(1, min(512 * 64 // max(len(points), 1), len(book) // 512))
 
 
 def draw(mass: Tensor, count: int, generator: torch.Generator) -> Tensor:

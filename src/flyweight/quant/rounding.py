@@ -22,6 +22,8 @@ from flyweight.quant.grid import stored
 from flyweight.quant.work import WorkBlock
 from flyweight.tensors import IntGroup
 
+TOKENS_TOGETHER = 1 << 14  # in one forward and backward pass on a GPU
+
 
 @dataclass(frozen=True)
 class Learning:
@@ -88,13 +90,14 @@ def learn_rounding(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[
     generator = torch.Generator().manual_seed(settings.seed + work.index)
     rate = settings.rate or 1 / settings.steps
     sequences = [(i, row) for i in range(len(inputs)) for row in range(inputs[i].shape[0])]
+    together = max(1, TOKENS_TOGETHER // inputs[0].shape[1]) if work.device.type == "cuda" else 1
     for step in range(settings.steps):
         picked = torch.randperm(len(sequences), generator=generator)[: settings.batch].tolist()
-        for place in picked:  # one by one: memory is bounded by one sequence
-            i, row = sequences[place]
+        for begin in range(0, len(picked), together):  # memory is bounded by so many tokens
+            some = [sequences[place] for place in picked[begin : begin + together]]
+            x, target = (torch.stack([cache[i][row] for i, row in some]) for cache in (inputs, targets))
             with torch.enable_grad():
-                output = block.forward(inputs[i][row : row + 1], context)
-                F.mse_loss(output.float(), targets[i][row : row + 1].float(), reduction="sum").backward()
+                F.mse_loss(block.forward(x, context).float(), target.float(), reduction="sum").backward()
         now = rate * (1 - step / settings.steps)
         for item in nudged.values():
             item.move(now, now * settings.scale_rate)
