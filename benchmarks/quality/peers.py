@@ -57,7 +57,7 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
 }
 
 
-def llm_compressor(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int) -> Path:
+def llm_compressor(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int) -> Path:
     stand_in_for_datasets()
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -81,13 +81,14 @@ def loader(tokens: Tensor) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]
 
 
-def auto_round(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int = 200) -> Path:
+def auto_round(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int) -> Path:
     stand_in_for_datasets()
     from auto_round import AutoRound
 
     options = AUTO_ROUND[scheme]
     rounder = AutoRound(str(model), group_size=GROUP, iters=steps, seed=seed, device_map=device, seqlen=tokens.shape[1],
-                        dataset=[row[None] for row in tokens], nsamples=len(tokens), batch_size=BATCH, **options)
+                        dataset=[row[None] for row in tokens], nsamples=len(tokens), batch_size=BATCH, enable_torch_compile=False,
+                        **options)
     rounder.quantize_and_save(str(output), format="auto_gptq")
     return next(output.rglob("config.json")).parent  # it may add a folder of its own
 

@@ -89,7 +89,8 @@ class Worker:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         folder = self.ours(job, output) if job.tool == "flyweight" else peers.MAKERS[job.tool](
-            job.scheme, Path(self.setting.model), samples.tokens, output, device=self.setting.device, seed=job.seed)
+            job.scheme, Path(self.setting.model), samples.tokens, output, device=self.setting.device, seed=job.seed,
+            steps=self.setting.learn_steps or 200)
         seconds = time.perf_counter() - started
         calibration = {"calibration": samples.facts(), "calibration_tokens": samples.tokens.numel()}
         made = {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),

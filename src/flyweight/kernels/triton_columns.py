@@ -65,5 +65,6 @@ def walk(tile: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor, *, steps: 
     mask = tile if kept is None else kept.to(torch.int8).contiguous()
     _walk[(triton.cdiv(outputs, OUTPUTS),)](
         tile, matrix, scales, zeros, mask, tile if values is None else values, codes, errors, columns, outputs, float(steps),
-        DESCENT=values is not None, MASKED=kept is not None, COLUMNS=triton.next_power_of_2(columns), OUTPUTS=OUTPUTS, num_warps=4)
+        DESCENT=values is not None, MASKED=kept is not None, COLUMNS=triton.next_power_of_2(columns), OUTPUTS=OUTPUTS,
+        num_warps=4)
     return codes, errors

@@ -74,7 +74,7 @@ class Split:
 
 
 def nearest_by_part(points: Tensor, book: Split, *, parts: int) -> tuple[Tensor, Tensor]:
-    """(squared distance, int32 index), each [vectors, parts]: the nearest entry of each part of the book, about `parts` of them."""
+    """(squared distance, int32 index), each [vectors, parts]: the nearest entry of each part, about `parts` of them."""
     entries, vectors = book.high.shape[0], points.shape[0]
     part_entries = triton.cdiv(triton.cdiv(entries, parts), ENTRIES) * ENTRIES
     parts = triton.cdiv(entries, part_entries)
