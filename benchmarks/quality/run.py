@@ -62,16 +62,18 @@ class Worker:
     def __init__(self, setting: Setting) -> None:
         import measure
 
-        self.setting = setting
+        self.setting, self.samples = setting, {}
         self.ruler = measure.Ruler(Path(setting.model), Path(setting.text), device=setting.device, windows=setting.windows)
 
     def calibration(self, seed: int) -> Any:
         from flyweight.commands.evaluate import encode
         from flyweight.quant.calibration import draw_samples, read_text
 
-        ids, bos = encode(self.ruler.checkpoint.tokenizer(), read_text(self.setting.calibration))
-        return draw_samples(ids, count=self.setting.samples, length=self.setting.length, seed=seed, bos=bos,
-                            source=Path(self.setting.calibration).name)
+        if seed not in self.samples:
+            ids, bos = encode(self.ruler.checkpoint.tokenizer(), read_text(self.setting.calibration))
+            self.samples[seed] = draw_samples(ids, count=self.setting.samples, length=self.setting.length, seed=seed, bos=bos,
+                                              source=Path(self.setting.calibration).name)
+        return self.samples[seed]
 
     def run(self, job: Job) -> list[dict[str, Any]]:
         """The `quantize` and the `quality` row, without what every row has."""
@@ -107,9 +109,9 @@ class Worker:
         chosen = recipe.find(job.scheme)
         if chosen.learn_steps and self.setting.learn_steps:
             chosen = dataclasses.replace(chosen, learn_steps=self.setting.learn_steps)
-        return quantize(self.setting.model, output=output, recipe=chosen, calibration=self.setting.calibration, seed=job.seed,
-                        samples=self.setting.samples, length=self.setting.length, device=self.setting.device,
-                        batch=16 if self.setting.device.startswith("cuda") else 4, overwrite=True).output
+        batch = 16 if self.setting.device.startswith("cuda") else 4
+        return quantize(self.setting.model, output=output, recipe=chosen, calibration=self.calibration(job.seed), seed=job.seed,
+                        device=self.setting.device, batch=batch, overwrite=True).output
 
 
 def host_gb() -> float:
