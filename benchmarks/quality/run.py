@@ -51,6 +51,7 @@ class Setting:
     windows: int | None
     learn_steps: int
     keep: bool
+    recipes: tuple[tuple[str, str], ...] = ()  # name → file, for schemes that are none of ours
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------
@@ -106,7 +107,8 @@ class Worker:
         from flyweight.quant import recipe
         from flyweight.quant.quantize import quantize
 
-        chosen = recipe.find(job.scheme)
+        files = dict(self.setting.recipes)
+        chosen = recipe.load(Path(files[job.scheme])) if job.scheme in files else recipe.find(job.scheme)
         if chosen.learn_steps and self.setting.learn_steps:
             chosen = dataclasses.replace(chosen, learn_steps=self.setting.learn_steps)
         batch = 16 if self.setting.device.startswith("cuda") else 4
@@ -214,7 +216,7 @@ def peer_versions() -> dict[str, str]:
     return found
 
 
-def make_jobs(schemes: list[str], tools: list[str], seeds: list[int]) -> list[Job]:
+def make_jobs(schemes: list[str], tools: list[str], seeds: list[int], recipes: list[str]) -> list[Job]:
     """Seed by seed, so that a run that is cut short has every scheme once; the slow ones of a seed first."""
     from flyweight.quant import recipe
 
@@ -223,7 +225,7 @@ def make_jobs(schemes: list[str], tools: list[str], seeds: list[int]) -> list[Jo
     jobs = [Job("original", "fp32", 0)]
     slow = ("int4-best", "vptq", "auto")
     for seed in seeds:
-        ours = [Job("flyweight", s, seed) for s in wanted if s in named or s.startswith("vptq:")]
+        ours = [Job("flyweight", s, seed) for s in [*wanted, *recipes] if s in named or s in recipes or s.startswith("vptq:")]
         theirs = [Job(tool, s, seed) for tool in tools for s in peers.SCHEMES[tool] if schemes == ["all"] or s in wanted]
         needed = [job for job in [*theirs, *ours] if seed == seeds[0] or calibrated(job)]
         jobs += sorted(needed, key=lambda job: not job.scheme.startswith(slow))
@@ -234,7 +236,9 @@ def calibrated(job: Job) -> bool:
     """Without calibration one seed says it all."""
     from flyweight.quant import recipe
 
-    return not job.scheme.startswith("rtn") if job.tool != "flyweight" else recipe.find(job.scheme).calibrated
+    if job.tool == "flyweight" and job.scheme in recipe.named():
+        return recipe.find(job.scheme).calibrated
+    return not job.scheme.startswith("rtn")
 
 
 def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: float) -> None:
@@ -276,6 +280,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calibration", help="what is calibrated on, another text file")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="+", default=["all"])
+    parser.add_argument("--recipes", nargs="*", type=Path, default=[], help="recipe files, measured under their names")
     parser.add_argument("--peers", nargs="*", default=[], choices=list(peers.SCHEMES))
     parser.add_argument("--only-peers", action="store_true")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -307,9 +312,11 @@ def main() -> None:
         make_offgrid(options.model, model)
     setting = Setting(str(model), options.text, options.calibration, str(work_folder),
                       options.device or ("cuda" if torch.cuda.is_available() else "cpu"), options.samples, options.length,
-                      options.windows, options.learn_steps, options.keep)
+                      options.windows, options.learn_steps, options.keep,
+                      tuple((path.stem, str(path.absolute())) for path in options.recipes))
     finished = {row["job"] for row in table.read(options.out) if row.get("status") == "ok" and row["bench"] == "quality"}
-    jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds) if job.name not in finished]
+    names = [path.stem for path in options.recipes]
+    jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds, names) if job.name not in finished]
     if options.only_peers:
         jobs = [job for job in jobs if job.tool != "flyweight"]
     print(f"{len(jobs)} jobs to do, {len(finished)} done before", flush=True)

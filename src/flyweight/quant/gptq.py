@@ -63,7 +63,7 @@ class ColumnGrids:
 
     def __init__(self, grid: Grid, order: Tensor, *, dynamic: bool, importance: Tensor) -> None:
         self.grid, self.order, self.dynamic, self.importance = grid, order, dynamic, importance
-        self.group_of = (order // grid.group_size).tolist()
+        self.group_of = order // grid.group_size
         self.steps = 2**grid.settings.bits - 1
 
     def at(self, begin: int, end: int, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class ColumnGrids:
             made = make_grid(columns[begin : begin + size].T, dataclasses.replace(self.grid.settings, group_size=size),
                              self.importance[begin : begin + size])
             self.grid.scales[:, group], self.grid.zeros[:, group] = made.scales[:, 0], made.zeros[:, 0]
-        groups = torch.tensor(self.group_of[begin:end], device=columns.device)
+        groups = self.group_of[begin:end]
         return self.grid.scales.T[groups].contiguous(), self.grid.zeros.T[groups].contiguous()
 
     @property

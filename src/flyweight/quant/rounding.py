@@ -19,7 +19,7 @@ from torch import Tensor
 from flyweight.kernels import reference
 from flyweight.models.decoder import GROUPS, Block, Context
 from flyweight.quant.grid import stored
-from flyweight.quant.work import WorkBlock
+from flyweight.quant.work import WorkBlock, root_mean_square
 from flyweight.tensors import IntGroup
 
 TOKENS_TOGETHER = 1 << 14  # in one forward and backward pass on a GPU
@@ -32,6 +32,7 @@ class Learning:
     rate: float = 0.0  # 0: one over the number of steps
     scale_rate: float = 0.2  # of the rate of the nudges
     seed: int = 0
+    relative: bool = False  # each token's error over the size of its hidden state
 
 
 def straight_round(x: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def learn_rounding(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[
                    settings: Learning) -> tuple[float, float]:
     """Improve the integer weights of `work` in place; returns the relative output error before and after."""
     nudged = {name: Nudged(tensor, work.weights[name]) for name, tensor in work.quantized.items() if isinstance(tensor, IntGroup)}
-    before = output_error(work, inputs, targets, context)
+    before = output_error(work, inputs, targets, context, relative=settings.relative)
     if not nudged or settings.steps < 1:
         return before, before
     original = dict(work.quantized)
@@ -97,12 +98,13 @@ def learn_rounding(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[
             some = [sequences[place] for place in picked[begin : begin + together]]
             x, target = (torch.stack([cache[i][row] for i, row in some]) for cache in (inputs, targets))
             with torch.enable_grad():
-                F.mse_loss(block.forward(x, context).float(), target.float(), reduction="sum").backward()
+                difference = block.forward(x, context).float() - target.float()
+                (difference / root_mean_square(target) if settings.relative else difference).square().sum().backward()
         now = rate * (1 - step / settings.steps)
         for item in nudged.values():
             item.move(now, now * settings.scale_rate)
     work.quantized.update({name: item.result() for name, item in nudged.items()})
-    after = output_error(work, inputs, targets, context)
+    after = output_error(work, inputs, targets, context, relative=settings.relative)
     if not after < before:
         work.quantized = original
         after = before
@@ -129,11 +131,13 @@ def joined(parts: Sequence[Nudged | Tensor], dtype: torch.dtype) -> Callable[[Te
 
 
 @torch.no_grad()
-def output_error(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[Tensor], context: Context) -> float:
+def output_error(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[Tensor], context: Context, *,
+                 relative: bool = False) -> float:
     """Relative squared error of the block's own contribution to the hidden state."""
     block, above, below = work.build(), 0.0, 0.0
     for i in range(len(inputs)):
-        x, target = inputs[i], targets[i].float()
-        above += float((block.forward(x, context).float() - target).square().sum(dtype=torch.float64))
-        below += float((target - x.float()).square().sum(dtype=torch.float64))
+        x, target = inputs[i].float(), targets[i].float()
+        sizes = root_mean_square(target) if relative else 1.0
+        above += float(((block.forward(inputs[i], context).float() - target) / sizes).square().sum(dtype=torch.float64))
+        below += float(((target - x) / sizes).square().sum(dtype=torch.float64))
     return above / max(below, 1e-30)
