@@ -43,7 +43,6 @@ LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
 AUTO_ROUND: dict[str, dict[str, Any]] = {
     "autoround-int4": {"bits": 4, "sym": True},
     "autoround-int4-asym": {"bits": 4, "sym": False},
-    "autoround-int3": {"bits": 3, "sym": True},
 }
 SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
 # Ours → the peers' that it is held against, at the same group size and symmetry and no more stored bits.
@@ -53,7 +52,7 @@ RIVALS: dict[str, list[tuple[str, str]]] = {
     "int4-best": [("auto-round", "autoround-int4-asym"), ("auto-round", "autoround-int4"), ("llm-compressor", "awq-int4"),
                   ("llm-compressor", "gptq-int4"), ("llm-compressor", "rtn-int4")],
     "vptq-3bit": [("flyweight", "gptq-int3"), ("flyweight", "awq-int3"), ("llm-compressor", "gptq-int3"),
-                  ("llm-compressor", "awq-int3"), ("auto-round", "autoround-int3")],
+                  ("llm-compressor", "awq-int3")],
 }
 
 
@@ -70,7 +69,7 @@ def llm_compressor(scheme: str, model: Path, tokens: Tensor, output: Path, *, de
     rounder = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[rounding](config_groups=groups, ignore=["lm_head"])
     first = {"": [], "awq": [AWQModifier()], "smooth": [SmoothQuantModifier(smoothing_strength=0.8)]}[before]
     needed = None if not first and rounding == "rtn" else loader(tokens)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # it moves layer by layer to a GPU itself
     oneshot(model=loaded, tokenizer=AutoTokenizer.from_pretrained(model), dataset=needed, recipe=[*first, rounder],
             max_seq_length=tokens.shape[1], num_calibration_samples=len(tokens), output_dir=str(output))
     return output
@@ -85,8 +84,8 @@ def auto_round(scheme: str, model: Path, tokens: Tensor, output: Path, *, device
     stand_in_for_datasets()
     from auto_round import AutoRound
 
-    options = AUTO_ROUND[scheme]
-    rounder = AutoRound(str(model), group_size=GROUP, iters=steps, seed=seed, device_map=device, seqlen=tokens.shape[1],
+    options, place = AUTO_ROUND[scheme], 0 if device.startswith("cuda") else device
+    rounder = AutoRound(str(model), group_size=GROUP, iters=steps, seed=seed, device_map=place, seqlen=tokens.shape[1],
                         dataset=[row[None] for row in tokens], nsamples=len(tokens), batch_size=BATCH, enable_torch_compile=False,
                         **options)
     rounder.quantize_and_save(str(output), format="auto_gptq")

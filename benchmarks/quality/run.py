@@ -279,7 +279,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", help="what is evaluated, a text file")
     parser.add_argument("--calibration", help="what is calibrated on, another text file")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--schemes", nargs="+", default=["all"])
+    parser.add_argument("--schemes", nargs="*", default=["all"])
     parser.add_argument("--recipes", nargs="*", type=Path, default=[], help="recipe files, measured under their names")
     parser.add_argument("--peers", nargs="*", default=[], choices=list(peers.SCHEMES))
     parser.add_argument("--only-peers", action="store_true")

@@ -8,6 +8,7 @@ at once with probability weight · distance², so that a book of 65536 is seeded
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ def exact_sums(index: Tensor, values: Tensor, bins: int) -> Tensor:
     return (sums.double() * factor).float()
 
 
-def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
-    """Index [n] of the nearest centroid of each point, and the squared distance [n]."""
+def nearest(points: Tensor, book: Tensor, split: Any = None) -> tuple[Tensor, Tensor]:
+    """Index [n] of the nearest centroid of each point, and the squared distance [n]; `split`: `split_book(book)`, if at hand."""
     if fused(points, book):
-        from flyweight.kernels.triton_nearest import Split, nearest_by_part
+        from flyweight.kernels.triton_nearest import nearest_by_part
 
-        least, found = nearest_by_part(points, Split.of(book), parts=parts_for(points, book))
+        least, found = nearest_by_part(points, split or split_book(book), parts=parts_for(points, book))
+        if least.shape[1] == 1:
+            return found[:, 0].long(), least[:, 0].clamp(min=0)
         distance, part = least.min(1, keepdim=True)
         return found.gather(1, part)[:, 0].long(), distance[:, 0].clamp(min=0)
     squares = book.square().sum(1)
@@ -53,6 +56,13 @@ def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
 
 def fused(points: Tensor, book: Tensor) -> bool:
     return points.is_cuda and book.shape[1] <= 16
+
+
+def split_book(book: Tensor) -> Any:
+    """What the fused kernel reads of a book; worth keeping where it is searched column by column."""
+    from flyweight.kernels.triton_nearest import Split
+
+    return Split.of(book)
 
 
 def parts_for(points: Tensor, book: Tensor) -> int:
