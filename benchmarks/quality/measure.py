@@ -95,9 +95,8 @@ class Ruler:
 
 
 def exact_float32() -> None:
-    """Whatever a peer has set: no TF32, and no memory of its settings."""
+    """Whatever a peer has set: float32, and no TF32."""
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.set_default_dtype(torch.float32)
 
 

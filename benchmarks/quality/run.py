@@ -124,6 +124,7 @@ def host_gb() -> float:
 
 def work(setting: Setting, pipe: Any) -> None:
     """The loop of a worker process: a job comes in, rows or the reason of a failure go out."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; quantizing is deterministic with it
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))
