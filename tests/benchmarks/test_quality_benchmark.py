@@ -1,0 +1,93 @@
+"""The quality benchmark's own parts: the off-grid model, the pieces it is carried in, and the comparison."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "quality"), str(ROOT / "tests" / "quant")]
+
+import pieces  # noqa: E402
+import run  # noqa: E402
+import table  # noqa: E402
+from offgrid import make_offgrid  # noqa: E402
+from tiny_model import make_tiny_model  # noqa: E402
+
+from flyweight.checkpoint.reader import Checkpoint  # noqa: E402
+from flyweight.models.decoder import Decoder  # noqa: E402
+
+
+def test_off_grid_weights_differ_and_their_function_does_not(tmp_path):
+    source = make_tiny_model(tmp_path / "model")
+    target = make_offgrid(str(source), tmp_path / "offgrid")
+    tokens = torch.arange(3, 43)[None]
+    before, after = (Decoder.load(Checkpoint(folder), device="cpu", dtype=torch.float32).forward_whole(tokens)
+                     for folder in (source, target))
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        key = f"model.layers.1.{name}.weight"
+        ratio = Checkpoint(target).tensor(key) / Checkpoint(source).tensor(key)
+        assert float(ratio.std()) > 0.05
+
+
+def test_pieces_come_back_as_they_were(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "weights.bin").write_bytes(bytes(range(256)) * 9000)
+    (folder / "inner" / "note.txt").write_text("text")
+    facts = pieces.cut(tmp_path / "pieces", [folder, folder / "weights.bin"], size=1_000_000)
+    assert [fact["bytes"] for fact in facts[:-1]] == [1_000_000] * (len(facts) - 1)
+    pieces.join(tmp_path / "pieces", tmp_path / "back")
+    assert (tmp_path / "back" / "model" / "inner" / "note.txt").read_text() == "text"
+    for path in ("weights.bin", "model/weights.bin"):
+        assert (tmp_path / "back" / path).read_bytes() == (folder / "weights.bin").read_bytes()
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+def test_a_piece_that_is_missing_or_damaged_is_named(harm, tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 5000)
+    pieces.cut(tmp_path / "pieces", [tmp_path / "file"], size=4000)
+    piece = tmp_path / "pieces" / "piece-001"
+    piece.unlink() if harm == "missing" else piece.write_bytes(b"y" * piece.stat().st_size)
+    with pytest.raises(SystemExit, match=f"piece-001 is {harm}"):
+        pieces.join(tmp_path / "pieces", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def row(losses, bits=4.25, seed=0):
+    return {"window_losses": losses, "bits_per_weight": bits, "seed": seed}
+
+
+def test_a_difference_counts_only_beyond_two_standard_errors():
+    theirs = [row([2.0, 3.0, 2.5, 3.5])]
+    assert table.verdict([row([1.9, 2.9, 2.41, 3.4])], theirs).startswith("better")
+    assert table.verdict([row([2.1, 3.1, 2.6, 3.61])], theirs).startswith("worse")
+    assert table.verdict([row([1.8, 3.2, 2.3, 3.6])], theirs).startswith("equal")
+    assert "with more bits" in table.verdict([row([1.9, 2.9, 2.41, 3.4], bits=4.5)], theirs)
+
+
+def test_seeds_that_disagree_widen_the_error():
+    steady = table.difference([row([1.9, 2.9, 2.4])], [row([2.0, 3.0, 2.5])])
+    seeds = [row([1.7, 2.7, 2.2]), row([2.1, 3.1, 2.6], seed=1)]
+    gap, error = table.difference(seeds, [row([2.0, 3.0, 2.5])])
+    assert gap == pytest.approx(steady[0])
+    assert error > steady[1] + 0.1
+
+
+def test_jobs_need_one_seed_where_nothing_is_calibrated_and_finish_a_seed_first():
+    jobs = run.make_jobs(["rtn-int4", "gptq-int4", "int4-best", "autoround-int4"], ["llm-compressor", "auto-round"], [0, 1], [])
+    names = [job.name for job in jobs]
+    assert names[0] == "original/fp32/0"
+    assert "flyweight/rtn-int4/0" in names and "flyweight/rtn-int4/1" not in names
+    assert "llm-compressor/rtn-int4/1" not in names and "llm-compressor/gptq-int4/1" in names
+    assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
+
+
+def test_the_last_good_row_of_a_seed_counts(tmp_path):
+    rows = [dict(row([1.0]), bench="quality", status=status, tool="flyweight", scheme="s", seed=0, perplexity=value)
+            for status, value in (("ok", 1.0), ("ok", 2.0), ("failed", 3.0))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [r["perplexity"] for r in table.collect(tmp_path / "rows.jsonl")["flyweight", "s"]] == [2.0]
