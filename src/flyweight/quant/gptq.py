@@ -124,6 +124,7 @@ def graphed(function: Callable) -> Callable:
             buffers = [tensor.clone() for tensor in inputs]
             graph = torch.cuda.CUDAGraph()
             mask = None if kept is None else buffers[5]
+            function(*buffers[:4], steps, buffers[4], mask)  # loads the kernels, which must not happen while capturing
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 output = function(*buffers[:4], steps, buffers[4], mask)
