@@ -77,7 +77,7 @@ def _absorb(query, most, total, result, keys, values, table, start, end, place, 
     return highest, total * fade + tl.sum(weight, axis=1), result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "tiles"])
 def _attend(query, keys, values, out, tables, tiles, parts, sums, scale, query_stride, slot_stride, table_stride,
             GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
             ROWS: tl.constexpr, COLUMNS: tl.constexpr):

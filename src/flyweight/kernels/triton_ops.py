@@ -195,7 +195,7 @@ def _write_part(value, qkv, keys, values, head, at, kv_at, live, HEADS: tl.const
     tl.store(values + kv_at, value.to(values.dtype.element_ty), mask=live & (head >= HEADS + KV_HEADS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # they may be cut out of one buffer
 def _rope_norm_write(qkv, cos, sin, positions, slots, norm, keys, values, stride, table_stride, slot_stride, epsilon,
                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
                      BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
