@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyweight.kernels import gemm, gemv, jit, reference
+from flyweight.kernels import gemm, gemv, jit
 from flyweight.tensors import QuantTensor, quantize_int8_rows
 
 GEMV_ROWS = {"plain": 8, "int8": 8, "int4": 8, "w8a8": 4}  # 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
@@ -45,9 +45,12 @@ class CudaLinear:
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
         if rows < WRITTEN_OUT[self.weight.kind] and gemm.why_not(self.weight, rows, x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
-        y = self.many(x if norm is None else reference.rms_norm(x, norm, epsilon))
+        from flyweight.kernels.dispatch import decoder_ops  # which imports this file
+
+        ops = decoder_ops(x.device)
+        y = self.many(x if norm is None else ops.rms_norm(x, norm, epsilon))
         if self.weight.interleaved:
-            y = reference.silu_mul(y)
+            y = ops.silu_mul(y)
         if residual is not None:
             y += residual
         return y if out is None else out.copy_(y)

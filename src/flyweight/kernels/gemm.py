@@ -94,10 +94,10 @@ def why_not(weight: Gemv, rows: int, device: torch.device) -> str | None:
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, per_cta: int) -> tuple[jit.Kernel, jit.Kernel]:
+            epilogue: str, bias: bool, row_group: bool) -> tuple[jit.Kernel, jit.Kernel]:
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     pack = jit.load("pack.cu", defines=common | {
-        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "PER_CTA": per_cta})
+        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "ROW_GROUP": int(row_group)})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
@@ -115,14 +115,13 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    team = 1 << max(5, (math.ceil(blocks * 2 / 3) - 1).bit_length())  # a thread keeps up to three pieces of 32 inputs
-    per_cta = max(1, 256 // team) if padded > 512 else 1
+    row_group = padded > 512
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
-                         weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, per_cta=per_cta,
+                         weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, row_group=row_group,
                          epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
     packed = buffer("packed", padded * blocks * 64 * (1 if weight.kind == "w8a8" else 2), device)
     row_scale = buffer("row scale", padded * 4, device)
-    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+    pack.launch(padded // (8 if row_group else 1), 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
 
     partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
     flags = buffer("flags", count * 4, device)

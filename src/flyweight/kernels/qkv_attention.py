@@ -16,7 +16,7 @@ from torch import Tensor
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels import jit
 from flyweight.kernels.attention import HeadShape
-from flyweight.kernels.gemv import WARPS, Gemv, Plan, processors
+from flyweight.kernels.gemv import ROWS, WARPS, Gemv, Plan, processors
 
 SHORTEST = 64  # tokens worth a CTA of their own
 
@@ -62,6 +62,8 @@ def why_not(weight: Gemv, shape: HeadShape, rows: int) -> str | None:
     reason = shape.supported()
     if reason is not None:
         return reason
+    if rows not in ROWS:
+        return f"{rows} rows are not {', '.join(map(str, ROWS))}"
     if weight.out_features != width(shape):
         return f"the linear has {weight.out_features} outputs, its heads {width(shape)}"
     if shape.kv_heads > processors(device.index or 0):

@@ -4,16 +4,18 @@
 // t = 0 … 3, input 8t + 4s + 2p and the next (ORDER 0), inputs 8t + 4s + p and + 2 (ORDER 1: how a lane takes its codes
 // apart), or bytes 8t + 4s … + 3 (QUANTIZE). Rows up to a whole tile of tokens are zeros.
 //
-// Work split: 256 threads take PER_CTA rows; a thread keeps its pieces of 32 inputs in registers between the sum over the
-// row and the writing. Neighbouring rows fill the two halves of a sector.
+// Work split: 256 threads take 8 rows (ROW_GROUP: neighbouring lanes have neighbouring rows, so that they fill whole lines) or,
+// where rows are few, one. A thread keeps its pieces of 32 inputs in registers between the sum over the row and the
+// writing where they are few, and reads them again where not.
 // Limit: bytes read and written / bandwidth; for few rows latency.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, PER_CTA
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, ROW_GROUP
 #include "common.cuh"
 
 constexpr int PIECES = (KDIM + 63) / 64 * 2;        // of 32 inputs
-constexpr int TEAM = 256 / PER_CTA, WARPS = TEAM / 32;
+constexpr int PER_CTA = ROW_GROUP ? 8 : 1, TEAM = 256 / PER_CTA;
 constexpr int OWN = (PIECES + TEAM - 1) / TEAM;     // pieces of a thread
+constexpr bool KEPT = OWN <= 2;
 constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;  // of a stage
 
 DEVICE void load_piece(u32 (&v)[16], const u16* row, int piece) {
@@ -35,50 +37,51 @@ DEVICE void multiply_norm(u32 (&v)[16], const u16* norm, int piece, float factor
 
 extern "C" __global__ void __launch_bounds__(256)
 pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, int groups, float epsilon) {
-  __shared__ float2 stats[8];
-  const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, row = blockIdx.x * PER_CTA + team;
+  __shared__ float2 stats[8][PER_CTA];  // [warp][row]
+  const int place = threadIdx.x % PER_CTA, thread = threadIdx.x / PER_CTA, row = blockIdx.x * PER_CTA + place;
   launch_dependents();
   wait_for_inputs();
-  u32 v[OWN][16];
+  const u16* from = X + (size_t)row * KDIM;
+  u32 kept[KEPT ? OWN : 1][16];
+  auto fetch = [&](u32(&v)[16], int piece) {
 #pragma unroll
-  for (int p = 0; p < OWN; p++) {
-    const int piece = thread + p * TEAM;
+    for (int i = 0; i < 16; i++) v[i] = 0;
+    if (row < rows && piece < PIECES) load_piece(v, from, piece);
+  };
 #pragma unroll
-    for (int i = 0; i < 16; i++) v[p][i] = 0;
-    if (row < rows && piece < PIECES) load_piece(v[p], X + (size_t)row * KDIM, piece);
-  }
+  for (int p = 0; p < (KEPT ? OWN : 0); p++) fetch(kept[p], thread + p * TEAM);
   float factor = 1, most = 0, squares = 0;
   if (NORM || QUANTIZE) {
-#pragma unroll
-    for (int p = 0; p < OWN; p++) {
-      const int piece = min(thread + p * TEAM, PIECES - 1);
+    auto look = [&](u32(&v)[16], int piece) {
       float f[32];
-      multiply_norm(v[p], norm, piece, 1.f, f);
+      multiply_norm(v, norm, min(piece, PIECES - 1), 1.f, f);
 #pragma unroll
-      for (int i = 0; i < 32; i++) most = fmaxf(most, fabsf(f[i])), squares += value(v[p], i) * value(v[p], i);
-    }
-    squares = warp_sum(squares), most = warp_max(most);
-    if (WARPS > 1) {
-      if (threadIdx.x % 32 == 0) stats[threadIdx.x / 32] = make_float2(squares, most);
-      __syncthreads();
-      squares = 0;
+      for (int i = 0; i < 32; i++) most = fmaxf(most, fabsf(f[i])), squares += value(v, i) * value(v, i);
+    };
 #pragma unroll
-      for (int i = 0; i < WARPS; i++) squares += stats[team * WARPS + i].x, most = fmaxf(most, stats[team * WARPS + i].y);
+    for (int p = 0; p < (KEPT ? OWN : 0); p++) look(kept[p], thread + p * TEAM);
+    for (int p = 0; p < (KEPT ? 0 : OWN); p++) fetch(kept[0], thread + p * TEAM), look(kept[0], thread + p * TEAM);
+#pragma unroll
+    for (int o = 16; o >= PER_CTA; o >>= 1) {
+      squares += __shfl_xor_sync(~0u, squares, o);
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
     }
+    if (threadIdx.x % 32 < PER_CTA) stats[threadIdx.x / 32][place] = make_float2(squares, most);
+    __syncthreads();
+    squares = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) squares += stats[i][place].x, most = fmaxf(most, stats[i][place].y);
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
     if (QUANTIZE) {
       if (thread == 0 && row < rows) row_scale[row] = fmaxf(most, 127e-12f) / 127.f * factor;
       factor = 127.f / fmaxf(most, 127e-12f);
     }
   }
-#pragma unroll
-  for (int p = 0; p < OWN; p++) {
-    const int piece = thread + p * TEAM;
-    if (piece >= PIECES) break;
+  auto write = [&](u32(&v)[16], int piece) {
     constexpr int own = QUANTIZE ? 2 : 4;  // columns
     uint4* to = packed + (((size_t)(piece / (2 * SB)) * groups + row / 8) * COLUMNS + piece % (2 * SB) * own) * 8 + row % 8;
     float f[32];
-    if (NORM || QUANTIZE) multiply_norm(v[p], norm, piece, QUANTIZE ? 1.f : factor, f);
+    if (NORM || QUANTIZE) multiply_norm(v, norm, piece, QUANTIZE ? 1.f : factor, f);
     if constexpr (QUANTIZE) {
 #pragma unroll
       for (int s = 0; s < 2; s++) {
@@ -89,16 +92,19 @@ pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, i
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < (NORM ? 16 : 0); i++) v[p][i] = pack2(f[2 * i], f[2 * i + 1]);
+      for (int i = 0; i < (NORM ? 16 : 0); i++) v[i] = pack2(f[2 * i], f[2 * i + 1]);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 word[4];
 #pragma unroll
         for (int t = 0; t < 4; t++)
-          word[t] = ORDER == 0 ? v[p][4 * t + i]
-                               : __byte_perm(v[p][4 * t + i / 2 * 2], v[p][4 * t + i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
+          word[t] = ORDER == 0 ? v[4 * t + i] : __byte_perm(v[4 * t + i / 2 * 2], v[4 * t + i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
         to[8 * i] = make_uint4(word[0], word[1], word[2], word[3]);
       }
     }
-  }
+  };
+#pragma unroll
+  for (int p = 0; p < (KEPT ? OWN : 0); p++)
+    if (thread + p * TEAM < PIECES) write(kept[p], thread + p * TEAM);
+  for (int piece = thread; piece < (KEPT ? 0 : PIECES); piece += TEAM) fetch(kept[0], piece), write(kept[0], piece);
 }
