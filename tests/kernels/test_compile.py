@@ -22,8 +22,9 @@ CASES = [
     ("gemm.cu", GEMM | dict(FORMAT=2, KDIM=7392, GROUP=32, TOKENS=16, WGS=4, SPLIT=0, EPILOGUE=1)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPLIT=2, CLUSTER=6, LOADERS=1)) for kind in range(4)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=256, SPLIT=0, EPILOGUE=2, BIAS=1)) for kind in (1, 3)),
-    *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=group, ORDER=1, ROW_GROUP=group)) for group in (0, 1)),
-    ("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROW_GROUP=1)),
+    *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=quantize, ORDER=1, PER_CTA=4 << quantize, BESIDE=quantize))
+      for quantize in (0, 1)),
+    ("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, PER_CTA=1, BESIDE=0)),
     ("attention.cu", HEADS),
     ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),
     *(("qkv_attention.cu", FUSED | dict(FORMAT=kind)) for kind in range(4)),

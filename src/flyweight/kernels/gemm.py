@@ -83,21 +83,27 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
 
 
 def why_not(weight: Gemv, rows: int, device: torch.device) -> str | None:
+    return _why_not(weight.kind, weight.out_features, weight.in_features, weight.group, weight.interleaved, rows, device)
+
+
+@functools.cache
+def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: bool, rows: int, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "needs Hopper's matrix units"
-    if weight.out_features % 2 or (weight.interleaved and weight.out_features % 4):
+    if outputs % (4 if interleaved else 2):
         return "outputs are written in pairs"
-    if shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors(device.index or 0)) is None:
-        return f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"
+    if shape_for(kind, outputs, columns, group, rows, processors(device.index or 0)) is None:
+        return f"{columns} inputs in groups of {group} do not fit into whole stages"
     return None
 
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, row_group: bool) -> tuple[jit.Kernel, jit.Kernel]:
+            epilogue: str, bias: bool, per_cta: int) -> tuple[jit.Kernel, jit.Kernel]:
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     pack = jit.load("pack.cu", defines=common | {
-        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "ROW_GROUP": int(row_group)})
+        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "PER_CTA": per_cta,
+        "BESIDE": int(per_cta == 8 and kind != "w8a8")})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
@@ -115,13 +121,15 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    row_group = padded > 512
+    quantize = weight.kind == "w8a8"
+    team = 1 << max(5, (math.ceil(blocks * 2 / 3) - 1).bit_length())  # threads of a row that keep three pieces of 32 inputs each
+    per_cta = 1 if padded <= 512 else max(1, 256 // team) if quantize else 8
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
-                         weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, row_group=row_group,
+                         weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, per_cta=per_cta,
                          epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
-    packed = buffer("packed", padded * blocks * 64 * (1 if weight.kind == "w8a8" else 2), device)
+    packed = buffer("packed", padded * blocks * 64 * (1 if quantize else 2), device)
     row_scale = buffer("row scale", padded * 4, device)
-    pack.launch(padded // (8 if row_group else 1), 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
 
     partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
     flags = buffer("flags", count * 4, device)

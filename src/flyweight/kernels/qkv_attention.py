@@ -19,6 +19,7 @@ from flyweight.kernels.attention import HeadShape
 from flyweight.kernels.gemv import ROWS, WARPS, Gemv, Plan, processors
 
 SHORTEST = 64  # tokens worth a CTA of their own
+QKV_WARPS = WARPS | {"int4": 16}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def head_ctas(shape: HeadShape, device: torch.device) -> int:
 def linear_plan(weight: Gemv, shape: HeadShape, rows: int, device: torch.device) -> Plan | None:
     tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
     own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
-    return weight.plan(rows, tiles=tiles, more=own)
+    return weight.plan(rows, tiles=tiles, more=own, warps=QKV_WARPS[weight.kind])
 
 
 def why_not(weight: Gemv, shape: HeadShape, rows: int) -> str | None:
@@ -90,7 +91,7 @@ def qkv_attention(weight: Gemv, x: Tensor, out: Tensor, cache: KVStorage, *, sha
     lengths int32 [rows] count the new token; tables int32 [rows, pages]. A row of length 0 is padding, and its out is left
     as it was.
     """
-    rows, ctas, warps = x.shape[0], head_ctas(shape, x.device), WARPS[weight.kind]
+    rows, ctas, warps = x.shape[0], head_ctas(shape, x.device), QKV_WARPS[weight.kind]
     chosen = linear_plan(weight, shape, rows, x.device)
     assert chosen is not None, why_not(weight, shape, rows)
     defines = weight.defines(rows, chosen, warps=warps, norm=True) | shape_defines(shape, ctas) | {"SHORTEST": SHORTEST}

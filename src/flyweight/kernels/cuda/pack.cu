@@ -4,18 +4,18 @@
 // t = 0 … 3, input 8t + 4s + 2p and the next (ORDER 0), inputs 8t + 4s + p and + 2 (ORDER 1: how a lane takes its codes
 // apart), or bytes 8t + 4s … + 3 (QUANTIZE). Rows up to a whole tile of tokens are zeros.
 //
-// Work split: 256 threads take 8 rows (ROW_GROUP: neighbouring lanes have neighbouring rows, so that they fill whole lines) or,
-// where rows are few, one. A thread keeps its pieces of 32 inputs in registers between the sum over the row and the
-// writing where they are few, and reads them again where not.
+// Work split: 256 threads take PER_CTA rows. BESIDE: neighbouring lanes have neighbouring rows and fill whole lines when they
+// write (16-bit output); otherwise they have neighbouring inputs of one row. A thread keeps its pieces of 32 inputs in
+// registers between the sum over the row and the writing where they are few, and reads them again where not.
 // Limit: bytes read and written / bandwidth; for few rows latency.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, ROW_GROUP
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, PER_CTA, BESIDE
 #include "common.cuh"
 
 constexpr int PIECES = (KDIM + 63) / 64 * 2;        // of 32 inputs
-constexpr int PER_CTA = ROW_GROUP ? 8 : 1, TEAM = 256 / PER_CTA;
+constexpr int TEAM = 256 / PER_CTA;
 constexpr int OWN = (PIECES + TEAM - 1) / TEAM;     // pieces of a thread
-constexpr bool KEPT = OWN <= 2;
+constexpr bool KEPT = OWN <= (BESIDE ? 2 : 3);
 constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;  // of a stage
 
 DEVICE void load_piece(u32 (&v)[16], const u16* row, int piece) {
@@ -37,8 +37,11 @@ DEVICE void multiply_norm(u32 (&v)[16], const u16* norm, int piece, float factor
 
 extern "C" __global__ void __launch_bounds__(256)
 pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, int groups, float epsilon) {
-  __shared__ float2 stats[8][PER_CTA];  // [warp][row]
-  const int place = threadIdx.x % PER_CTA, thread = threadIdx.x / PER_CTA, row = blockIdx.x * PER_CTA + place;
+  constexpr int ROWS = BESIDE ? PER_CTA : 1;                    // of a warp
+  constexpr int WARPS = BESIDE ? 8 : TEAM / 32;                 // of a row
+  __shared__ float2 stats[8][ROWS];
+  const int place = BESIDE ? threadIdx.x % PER_CTA : threadIdx.x / TEAM, row = blockIdx.x * PER_CTA + place;
+  const int thread = BESIDE ? threadIdx.x / PER_CTA : threadIdx.x % TEAM;
   launch_dependents();
   wait_for_inputs();
   const u16* from = X + (size_t)row * KDIM;
@@ -62,15 +65,18 @@ pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, i
     for (int p = 0; p < (KEPT ? OWN : 0); p++) look(kept[p], thread + p * TEAM);
     for (int p = 0; p < (KEPT ? 0 : OWN); p++) fetch(kept[0], thread + p * TEAM), look(kept[0], thread + p * TEAM);
 #pragma unroll
-    for (int o = 16; o >= PER_CTA; o >>= 1) {
+    for (int o = 16; o >= ROWS; o >>= 1) {
       squares += __shfl_xor_sync(~0u, squares, o);
       most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
     }
-    if (threadIdx.x % 32 < PER_CTA) stats[threadIdx.x / 32][place] = make_float2(squares, most);
+    if (threadIdx.x % 32 < ROWS) stats[threadIdx.x / 32][threadIdx.x % 32] = make_float2(squares, most);
     __syncthreads();
     squares = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) squares += stats[i][place].x, most = fmaxf(most, stats[i][place].y);
+    for (int i = 0; i < WARPS; i++) {
+      const float2 other = stats[BESIDE ? i : place * WARPS + i][BESIDE ? place : 0];
+      squares += other.x, most = fmaxf(most, other.y);
+    }
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
     if (QUANTIZE) {
       if (thread == 0 && row < rows) row_scale[row] = fmaxf(most, 127e-12f) / 127.f * factor;
