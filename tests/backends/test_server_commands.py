@@ -8,7 +8,7 @@ import pytest
 
 from flyweight.backends import servers, sglang, vllm
 from flyweight.backends.base import EngineOptions, Limits
-from flyweight.errors import ResourceError, UnsupportedError
+from flyweight.errors import ResultError, UnsupportedError
 
 LIMITS = Limits(8, 1024, 8192)
 
@@ -17,7 +17,7 @@ def test_vllm_is_started_with_the_arguments_of_the_benchmark(tmp_path):
     options = EngineOptions(quantization="awq_marlin", tensor_parallel=4, extra={"gpu_memory_utilization": 0.85})
     command = vllm.serve_command(str(tmp_path), options, limits=LIMITS, port=99)
     text = " ".join(command)
-    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path)]
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path)]
     for part in ("--tensor-parallel-size 4", "--quantization awq_marlin", "--gpu-memory-utilization 0.85", "--port 99",
                  "--no-enable-prefix-caching", "--max-model-len 1024", "--max-num-seqs 8"):
         assert part in text
@@ -45,7 +45,7 @@ def test_a_server_that_dies_says_its_last_words(monkeypatch):
         def command(self, folder, limits, port):
             return [sys.executable, "-c", "import sys; sys.exit('no such GPU')"]
 
-    with pytest.raises(ResourceError, match="broken ended before it answered: no such GPU"):
+    with pytest.raises(ResultError, match="broken ended before it answered: no such GPU"):
         Broken("x", EngineOptions()).start(LIMITS)
 
 

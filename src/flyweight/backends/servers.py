@@ -17,7 +17,7 @@ from flyweight.backends.base import EngineOptions, Limits, need
 from flyweight.backends.http import Client, HttpError
 from flyweight.backends.openai import OpenAI
 from flyweight.bench.timing import clock
-from flyweight.errors import ResourceError
+from flyweight.errors import ResultError
 
 PATIENCE = 900  # seconds: the first start of a large model may compile for minutes
 
@@ -57,14 +57,14 @@ class Server(OpenAI):
         begin = clock()
         while clock() - begin < PATIENCE:
             if self.process is None or self.process.poll() is not None:
-                raise ResourceError(f"{self.name} ended before it answered: {last_line(Path(self.log.name))} (all of it: "
+                raise ResultError(f"{self.name} ended before it answered: {last_line(Path(self.log.name))} (all of it: "
                                     f"{self.log.name})")
             with contextlib.suppress(OSError, HttpError, ConnectionError, asyncio.IncompleteReadError):
                 client = Client(self.url)
                 await client.text(self.ready)
                 return client.close()
             await asyncio.sleep(0.25)
-        raise ResourceError(f"{self.name} did not answer within {PATIENCE} s; see {self.log.name}")
+        raise ResultError(f"{self.name} did not answer within {PATIENCE} s; see {self.log.name}")
 
     def stop(self) -> None:
         if self.process is None:

@@ -146,11 +146,11 @@ class VllmServer(Server):
 
 
 def serve_command(model: str, options: EngineOptions, *, limits: Limits | None = None, port: int = 8000) -> list[str]:
-    """`vllm serve` on the same folder with the right arguments; without limits it chooses its own."""
+    """vLLM's server on the same folder with the right arguments; without limits it chooses its own."""
     folder, more = model_folder(model)
     chosen = arguments(options, limits) if limits else {"tensor_parallel_size": options.tensor_parallel, **options.extra} | {
         name: value for name, value in (("dtype", options.dtype), ("quantization", options.quantization)) if value}
     given = {name.replace("_", "-"): value for name, value in (more | chosen).items()}
     if given.pop("enable-prefix-caching", None) is False:
         given["no-enable-prefix-caching"] = True
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *flags(given | {"port": port})]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *flags(given | {"port": port})]

@@ -18,8 +18,8 @@ from flyweight.kernels import jit
 from flyweight.kernels.attention import HeadShape
 from flyweight.kernels.gemv import ROWS, WARPS, Gemv, Plan, processors
 
-SHORTEST = 64  # tokens worth a CTA of their own
-QKV_WARPS = WARPS | {"int4": 16}
+SHORTEST = 32  # tokens worth a CTA of their own
+QKV_WARPS = WARPS
 
 
 @dataclass(frozen=True)
