@@ -34,7 +34,6 @@ LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rtn-int8": ("", "rtn", integers(8, group=None)),
     "gptq-int3": ("", "gptq", integers(3)),
     "gptq-int4": ("", "gptq", integers(4)),
-    "gptq-int8": ("", "gptq", integers(8)),
     "awq-int3": ("awq", "rtn", integers(3, symmetric=False)),
     "awq-int4": ("awq", "rtn", integers(4, symmetric=False)),
     "w8a8-smooth": ("smooth", "rtn", integers(8, group=None, activations=True)),

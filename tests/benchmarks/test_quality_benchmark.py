@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "quality"), 
 import pieces  # noqa: E402
 import run  # noqa: E402
 import table  # noqa: E402
+import vllm_agreement  # noqa: E402
 from offgrid import make_offgrid  # noqa: E402
 from tiny_model import make_tiny_model  # noqa: E402
 
@@ -91,3 +92,17 @@ def test_the_last_good_row_of_a_seed_counts(tmp_path):
             for status, value in (("ok", 1.0), ("ok", 2.0), ("failed", 3.0))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert [r["perplexity"] for r in table.collect(tmp_path / "rows.jsonl")["flyweight", "s"]] == [2.0]
+
+
+def test_vllm_agrees_where_only_near_ties_fall_the_other_way():
+    expected = torch.log_softmax(torch.tensor([[2.0, 1.95, 0.0], [3.0, 0.0, 0.0]]), -1)
+    ids = [0, 1, 0]
+
+    def place(best, own, logprob):
+        return {best: (1, -0.1), own: (1 if own == best else 2, logprob)}
+
+    near = [place(1, 1, float(expected[0, 1])), place(0, 0, float(expected[1, 0]))]
+    facts = vllm_agreement.compare(expected, near, ids, 0.1)
+    assert facts["agrees"] and facts["first_difference"] == {"position": 1, "top2_gap": pytest.approx(0.05, abs=1e-4)}
+    far = [place(0, 1, float(expected[0, 1])), place(2, 0, float(expected[1, 0]))]
+    assert not vllm_agreement.compare(expected, far, ids, 0.1)["agrees"]
