@@ -121,7 +121,8 @@ class Checkpoint:
 
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
         """Names that nothing has read, less those that fit one of the `ignore` patterns (`*` and `?`)."""
-        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *ignore)
+        spare = self.format.spare if self.format else ()
+        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *spare, *ignore)
         return [name for name in self.entries if name not in self._used and not any(fnmatchcase(name, p) for p in patterns)]
 
     def check_used(self, ignore: Iterable[str] = ()) -> None:

@@ -80,21 +80,25 @@ def _without_padding(checkpoint: Source, prefix: str, tensor: QuantTensor) -> Qu
 
 def _rows(config: dict[str, Any], name: str, prefix: str) -> int | None:
     """The outputs of a module as config.json implies them, None where it does not say."""
+    return implied_shape(config, f"{prefix.rpartition('.')[0]}.{name}")[0]
+
+
+def implied_shape(config: dict[str, Any], prefix: str) -> tuple[int | None, int | None]:
+    """(outputs, inputs) of a module as config.json implies them, None where it does not say."""
     def number(*keys: str) -> int | None:
         return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key] > 0), None)
 
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    def heads_of(count: int | None) -> int | None:
+        return count * head if count and head else None
+
+    hidden, heads, name = number("hidden_size"), number("num_attention_heads"), prefix.rpartition(".")[2]
     head = number("head_dim") or (hidden // heads if hidden and heads else None)
-    groups = number("num_key_value_heads") or heads
-    if name == "q_proj":
-        return heads * head if heads and head else None
-    if name in ("k_proj", "v_proj"):
-        return groups * head if groups and head else None
-    if name in ("o_proj", "down_proj"):
-        return hidden
-    if name in ("gate_proj", "up_proj") and "expert" not in prefix:
-        return number("intermediate_size")
-    return None
+    middle = number("shared_expert_intermediate_size" if ".shared_expert." in prefix else
+                    "moe_intermediate_size" if ".experts." in prefix else "intermediate_size")
+    groups = heads_of(number("num_key_value_heads") or heads)
+    return {"q_proj": (heads_of(heads), hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden),
+            "o_proj": (hidden, heads_of(heads)), "gate_proj": (middle, hidden), "up_proj": (middle, hidden),
+            "down_proj": (hidden, middle)}.get(name, (None, None))
 
 
 def take_rows(tensor: QuantTensor, start: int, stop: int, *, where: str) -> QuantTensor:
