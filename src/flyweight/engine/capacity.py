@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flyweight.bench.rows import copy_bandwidth, device_name
+from flyweight.bench.environment import copy_bandwidth, device_name
 from flyweight.checkpoint.summary import Summary
 from flyweight.engine.runner import DEFAULT_FRACTION, CacheShape, available_memory
 from flyweight.models.config import ModelConfig

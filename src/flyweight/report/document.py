@@ -12,6 +12,7 @@ from flyweight.report.records import Record, add_speedups, make_record, tell_apa
 from flyweight.report.rows import Results, Row, group
 from flyweight.report.units import bytes_text, plain, time_text
 
+TORCH_NAMES = {"float16": "fp16", "float32": "fp32"}  # the dtype of torch's own linear beside a kernel, unless bf16
 MEDALS = ("🥇", "🥈", "🥉")
 
 
@@ -48,12 +49,16 @@ def split(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, 
 def kernel(view: View) -> list[Block]:
     blocks: list[Block] = []
     for record in (records := view.records("kernel")):
+        record["torch_name"] = TORCH_NAMES.get(str(record.get("torch_dtype")), "bf16")
         record["ms"], record["torch_ms"] = record["us"] / 1e3, record["torch_us"] / 1e3 if record.get("torch_us") else None
         record["speedup"] = record["torch_us"] / record["us"] if record.get("torch_us") else None
         if record.get("ratio") is None and record.get("torch_us"):
             record["ratio"] = record["us"] / record["torch_us"]
     for (name, codebook, device), part in split(
             records, lambda one: (one["format"], one.get("main_centroids") is not None, one["device_name"])).items():
+        if view.seed and len({(one.get("main_centroids"), one.get("residual_centroids")) for one in part}) == 1:
+            for one in part:  # as in the document with one codebook
+                one["main_centroids"] = one["residual_centroids"] = None
         title = f"{name} kernel{' by codebook' if codebook else ''} on {device or 'an unnamed device'}"
         blocks.append(make_table(title, layouts.KERNEL[view.layout], part))
     return [Heading("Kernels"), *blocks, *figures.heat_maps(records)] if blocks else []
