@@ -4,6 +4,10 @@
     2. every request in mid-prompt: its next chunk  } not yet in this step gives its blocks back and starts over
     3. waiting requests, first come first served, as long as tokens, seats and blocks last
 
+A step may be scheduled while the one before is still running: a token that is sampled but not read counts as there
+(`Request.pending`). One that turns out to be the last leaves a step too much behind, whose token nobody takes: its
+block was reserved like any other, and later owners of the block write after it.
+
 All share one budget of tokens. Decoding comes first, so a flood of long prompts slows the running answers only by
 the budget's worth of prefill and never stops them. A victim is computed again later, prompt and answer so far
 (most of it usually from the prefix cache); that costs time but, unlike swapping, no memory and no copies.
@@ -65,7 +69,7 @@ class Scheduler:
         scheduled: set[int] = set()
         short = False  # of blocks: then nobody new may come in
         for request in sorted(self.running, key=lambda request: request.missing > 1):  # stable: by arrival within each
-            if budget == 0 or request.state is not State.RUNNING:
+            if budget == 0 or request.state is not State.RUNNING or request.complete:
                 continue
             count = min(request.missing, budget)
             while not self._extend(request, count):
@@ -79,7 +83,7 @@ class Scheduler:
                 works.append(self._work(request, count))
                 budget -= count
         while self.waiting and budget and not short and len(self.running) < self.max_num_seqs:
-            if not (work := self._admit(self.waiting[0], budget)):
+            if self.waiting[0].pending or not (work := self._admit(self.waiting[0], budget)):
                 break
             self.waiting.popleft()
             works.append(work)
@@ -95,7 +99,7 @@ class Scheduler:
         if self.pool.blocks_for(len(request.tokens)) - len(found) > free:
             return None  # room for the whole prompt, though chunks come one by one: else it would soon be a victim
         self.pool.hold(found)
-        request.blocks, request.computed = found, len(found) * self.pool.block_size
+        request.blocks, request.registered, request.computed = found, len(found), len(found) * self.pool.block_size
         if request.cached is None:
             request.cached = request.computed
         count = min(request.missing, budget)
@@ -117,11 +121,18 @@ class Scheduler:
     def _work(self, request: Request, count: int) -> Work:
         work = Work(request, request.computed, count, samples=count == request.missing)
         request.computed += count
-        self._hash(request, request.computed)
-        if request.salt is not None:
-            for i in range(work.start // self.pool.block_size, request.computed // self.pool.block_size):
-                self.pool.register(request.blocks[i], request.digests[i])
+        self._register(request)
         return work
+
+    def _register(self, request: Request) -> None:
+        """Make its full blocks findable, as far as their tokens are known."""
+        if request.salt is None:
+            return
+        known = min(request.computed, len(request.tokens))
+        self._hash(request, known)
+        for i in range(request.registered, known // self.pool.block_size):
+            self.pool.register(request.blocks[i], request.digests[i])
+            request.registered = i + 1
 
     def _hash(self, request: Request, tokens: int) -> None:
         """Digests of all full blocks among the first `tokens` tokens."""
@@ -140,8 +151,9 @@ class Scheduler:
         self.waiting.insert(later, request)
 
     def _release(self, request: Request) -> None:
+        self._register(request)
         self.pool.release(request.blocks)
-        request.blocks, request.computed = [], 0
+        request.blocks, request.registered, request.computed = [], 0, 0
 
     def check_integrity(self) -> None:
         self.pool.check_integrity([request.blocks for request in self.running])
