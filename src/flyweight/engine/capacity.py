@@ -15,7 +15,7 @@ import torch
 
 from flyweight.bench.environment import copy_bandwidth, device_name
 from flyweight.checkpoint.summary import Summary
-from flyweight.engine.runner import DEFAULT_FRACTION, CacheShape, available_memory
+from flyweight.engine.memory import DEFAULT_FRACTION, CacheShape, available_memory
 from flyweight.models.config import ModelConfig
 
 

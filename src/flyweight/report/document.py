@@ -23,6 +23,7 @@ class View:
     results: Results
     layout: str = "full"
     baseline: str | None = None
+    most: int | None = None  # operators of a profile; None: all
 
     @property
     def seed(self) -> bool:
@@ -193,14 +194,16 @@ def transpose(table: Table, *, strong: bool) -> Table:
 
 def profile(view: View) -> list[Block]:
     blocks: list[Block] = []
-    for (device, phase), rows in split(({**row, "device_name": view.results.device(row)} for row in view.results.of("profile")),
-                                       lambda one: (one["device_name"], one.get("phase"))).items():
+    found = [{**row, "device_name": view.results.device(row)} for row in view.results.of("profile")]
+    operators = [row for row in found if row.get("level") != "layer"]
+    for (device, phase), rows in split(operators, lambda one: (one["device_name"], one.get("phase"))).items():
         records = [operator_record(part) for part in split(rows, lambda one: one["operator"]).values()]
+        by = "device" if any(one["device_self_us"] for one in records) else "host"
         if not view.seed:
-            records.sort(key=lambda one: -one["device_self_us"])
-        title = f"Operators{f' of {phase}' if phase else ''} on {device}, by device time"
-        blocks.append(make_table(title, layouts.PROFILE[view.layout], records))
-    return [Heading("Profiling"), *blocks] if blocks else []
+            records.sort(key=lambda one: -one.get(f"{by}_self_us", 0.0))
+        title = f"Operators{f' of {phase}' if phase else ''} on {device}, by {by} time"
+        blocks.append(make_table(title, layouts.PROFILE[view.layout], records[: view.most]))
+    return [Heading("Profiling"), *blocks, *figures.layer_times(found)] if blocks else []
 
 
 def operator_record(rows: Sequence[Row]) -> Record:

@@ -108,10 +108,12 @@ PROFILE = {
         Column("CUDA Mem", "device_memory"), Column("Self CUDA Mem", "device_self_memory"), Column("# of Calls", "calls"),
     ),
     "full": (
-        Column("Operator or kernel", "operator"), Column("Phase", "phase", optional=True), Column("Device self", "device_self"),
-        Column("Device share", "device_share"), Column("Device total", "device_total"), Column("Device mean", "device_mean"),
+        Column("Operator or kernel", "operator"), Column("Phase", "phase", optional=True),
+        Column("Device self", "device_self", optional=True), Column("Device share", "device_share", optional=True),
+        Column("Device total", "device_total", optional=True), Column("Device mean", "device_mean", optional=True),
         Column("Host self", "host_self"), Column("Host share", "host_share"), Column("Host total", "host_total"),
-        Column("Device memory", "device_memory"), Column("Calls", "calls"),
+        Column("Device memory", "device_memory", optional=True), Column("Host memory", "host_memory", optional=True),
+        Column("Calls", "calls"),
     ),
 }
 QUALITY = (
