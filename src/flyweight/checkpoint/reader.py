@@ -94,7 +94,7 @@ class Checkpoint:
             tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
-        if not is_finite(tensor):
+        if name not in self._used and not is_finite(tensor):
             raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity: the file is damaged, or the model never "
                                   "fitted its dtype; get or convert it again")
         self._used.add(name)

@@ -33,6 +33,8 @@ def why_not(decoder: Decoder, page: int) -> str | None:
         return "no CUDA device"
     if decoder.dtype not in (torch.float16, torch.bfloat16):
         return f"the attention kernel computes in 16 bits, not in {decoder.dtype}"
+    if any(block.experts is not None for block in decoder.blocks):
+        return "the tokens of each expert are counted on the host"
     return head_shape(decoder, decoder.blocks[0], page).supported()
 
 

@@ -28,6 +28,8 @@ def read_linear(form: Format | None, checkpoint: Source, prefix: str) -> QuantTe
     if found is None:
         found = _from_parts(form, checkpoint, prefix)
     if found is None:
+        found = _from_experts(checkpoint, prefix)
+    if found is None:
         raise fault(checkpoint, f"no weight for {prefix!r}: neither '{prefix}.weight' nor a quantized form of it")
     return _without_padding(checkpoint, prefix, found)
 
@@ -68,6 +70,24 @@ def _from_parts(form: Format | None, checkpoint: Source, prefix: str) -> QuantTe
         raise fault(checkpoint, f"{', '.join(parts)} of {parent!r} are quantized differently and cannot be one {name}")
     notice(checkpoint, f"holds {', '.join(parts)}; they are put together as {name}")
     return joined[0]
+
+
+def _from_experts(checkpoint: Source, prefix: str) -> QuantTensor | None:
+    """One expert out of `experts.gate_up_proj` [experts, 2 · width, hidden] and `experts.down_proj` [experts, hidden, width]."""
+    parent, number, name = prefix.rsplit(".", 2) if prefix.count(".") > 1 else ("", "", "")
+    stacked = f"{parent}.{'down_proj' if name == 'down_proj' else 'gate_up_proj'}"
+    rows, columns = implied_shape(checkpoint.config, prefix)
+    if not number.isdigit() or not checkpoint.has(stacked) or rows is None or columns is None:
+        return None
+    experts = checkpoint.config.get("num_experts") or checkpoint.config.get("num_local_experts")
+    wanted = (experts, rows if name == "down_proj" else 2 * rows, columns)
+    if checkpoint.shape(stacked) != wanted:
+        raise fault(checkpoint, f"{stacked!r} has shape {list(checkpoint.shape(stacked))}, config.json implies {list(wanted)}")
+    weight = checkpoint.tensor(stacked)[int(number)]
+    if weight.dtype not in FLOATS:
+        raise fault(checkpoint, f"tensor {stacked!r} is {type_name(weight.dtype)}: experts in one tensor are read plain only")
+    start = rows if name == "up_proj" else 0
+    return Plain(weight[start : start + rows])
 
 
 def _without_padding(checkpoint: Source, prefix: str, tensor: QuantTensor) -> QuantTensor:
