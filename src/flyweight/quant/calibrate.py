@@ -171,7 +171,7 @@ class Loop:
         layers = self.layers(work, group)
         started, statistics = time.perf_counter(), None
         if self.context is not None and (self.recipe.sparse or any(layer.needs_statistics for layer in layers)):
-            statistics = work.statistics(self.hidden, self.context, [group])[group.name]
+            statistics = work.statistics(self.hidden, self.context, [group], relative=self.recipe.relative)[group.name]
         weights = [work.weights[name] for name in group.linears]
         solved = solve_group(weights, layers, statistics, dtype=self.stored, sparse=self.recipe.sparse, seed=self.seed)
         hessian = None if statistics is None else statistics.hessian
@@ -188,7 +188,8 @@ class Loop:
         block = self.load(work.index).build()
         for x in self.original:
             targets.append(block.forward(x, self.context))
-        settings = Learning(self.recipe.learn_steps, self.recipe.learn_batch, self.recipe.learn_rate, seed=self.seed)
+        settings = Learning(self.recipe.learn_steps, self.recipe.learn_batch, self.recipe.learn_rate, seed=self.seed,
+                            relative=self.recipe.relative)
         before, after = learn_rounding(work, self.hidden, targets, self.context, settings)  # type: ignore[arg-type]
         targets.close()
         return {"before": before, "after": after}

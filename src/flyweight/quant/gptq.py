@@ -63,7 +63,7 @@ class ColumnGrids:
 
     def __init__(self, grid: Grid, order: Tensor, *, dynamic: bool, importance: Tensor) -> None:
         self.grid, self.order, self.dynamic, self.importance = grid, order, dynamic, importance
-        self.group_of = (order // grid.group_size).tolist()
+        self.group_of = order // grid.group_size
         self.steps = 2**grid.settings.bits - 1
 
     def at(self, begin: int, end: int, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class ColumnGrids:
             made = make_grid(columns[begin : begin + size].T, dataclasses.replace(self.grid.settings, group_size=size),
                              self.importance[begin : begin + size])
             self.grid.scales[:, group], self.grid.zeros[:, group] = made.scales[:, 0], made.zeros[:, 0]
-        groups = torch.tensor(self.group_of[begin:end], device=columns.device)
+        groups = self.group_of[begin:end]
         return self.grid.scales.T[groups].contiguous(), self.grid.zeros.T[groups].contiguous()
 
     @property
@@ -84,58 +84,35 @@ class ColumnGrids:
 def recursion(columns: Tensor, upper: Tensor, grids: ColumnGrids, kept: Tensor | None = None) -> Tensor:
     """Round `columns` [in, out] (overwritten) in place of order; codes [in, out]."""
     codes = torch.empty_like(columns)
-    step = graphed(round_block)
     for begin in range(0, columns.shape[0], grids.block):
         end = min(begin + grids.block, columns.shape[0])
         scales, zeros = grids.at(begin, end, columns)
-        part = None if kept is None else kept[begin:end].contiguous()
-        errors = step(columns[begin:end].clone(), upper[begin:end, begin:end].contiguous(), scales, zeros, grids.steps,
-                      codes[begin:end], part)
+        codes[begin:end], errors = walk(columns[begin:end], upper[begin:end, begin:end], scales, zeros, steps=grids.steps,
+                                        kept=None if kept is None else kept[begin:end])
         columns[end:] -= upper[begin:end, end:].T @ errors
     return codes
 
 
-def round_block(block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor, steps: int, codes: Tensor,
-                kept: Tensor | None) -> Tensor:
-    """One block [columns, out]: fills `codes`, returns the errors that the rest of the matrix has to make up for."""
-    errors = torch.empty_like(block)
-    diagonal = upper.diagonal()[:, None]
-    for i in range(block.shape[0]):
-        code = torch.clamp(torch.round(block[i] / scales[i]) + zeros[i], 0, steps)
+def walk(tile: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor, *, steps: int, kept: Tensor | None = None,
+         values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One block [columns, out]: its codes, and the errors that the rest of the matrix has to make up for.
+
+    With `values` it is a block of coordinate descent: the tile is the pull on these values, the errors are their moves.
+    """
+    if tile.is_cuda:
+        from flyweight.kernels import triton_columns
+
+        return triton_columns.walk(tile.contiguous(), matrix.contiguous(), scales, zeros, steps=steps, kept=kept, values=values)
+    tile, codes, errors = tile.clone(), torch.empty_like(tile), torch.empty_like(tile)
+    for i, pivot in enumerate(matrix.diagonal()):
+        x = tile[i] if values is None else values[i] + tile[i] / pivot
+        codes[i] = torch.clamp(torch.round(x / scales[i]) + zeros[i], 0, steps)
         if kept is not None:
-            code = torch.where(kept[i], code, zeros[i])
-        codes[i] = code
-        errors[i] = (block[i] - (code - zeros[i]) * scales[i]) / diagonal[i]
-        block[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
-    return errors
-
-
-def graphed(function: Callable) -> Callable:
-    """The same function replayed as a CUDA graph per shape: a block is a thousand tiny launches. Plain on the CPU."""
-    graphs: dict[tuple, tuple] = {}
-
-    def run(block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor, steps: int, codes: Tensor,
-            kept: Tensor | None) -> Tensor:
-        if not block.is_cuda:
-            return function(block, upper, scales, zeros, steps, codes, kept)
-        inputs = [block, upper, scales, zeros, codes, *([] if kept is None else [kept])]
-        key = (block.shape, kept is None)
-        if key not in graphs:
-            buffers = [tensor.clone() for tensor in inputs]
-            graph = torch.cuda.CUDAGraph()
-            mask = None if kept is None else buffers[5]
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                output = function(*buffers[:4], steps, buffers[4], mask)
-            graphs[key] = (graph, buffers, output)
-        graph, buffers, output = graphs[key]
-        for buffer, tensor in zip(buffers, inputs, strict=True):
-            buffer.copy_(tensor)
-        graph.replay()
-        codes.copy_(buffers[4])
-        return output
-
-    return run
+            codes[i] = torch.where(kept[i], codes[i], zeros[i])
+        rounded = (codes[i] - zeros[i]) * scales[i]
+        errors[i] = (x - rounded) / pivot if values is None else rounded - values[i]
+        tile[i + 1 :].addr_(matrix[i, i + 1 :], errors[i], alpha=-1)
+    return codes, errors
 
 
 def columnwise(columns: Tensor, upper: Tensor, round_column: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -170,17 +147,15 @@ def sweep(target: Tensor, values: Tensor, hessian: Tensor, round_column: Callabl
 
 
 def descend(weight: Tensor, codes: Tensor, grid: Grid, hessian: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Better codes [out, in] on the same grid."""
+    """Better codes [out, in] on the same grid: `sweep`, block by block."""
     scales, zeros = (tensor.T.contiguous() for tensor in grid.expand())
-    kept = None if mask is None else mask.T.contiguous()
-    steps, found = 2**grid.settings.bits - 1, codes.T.contiguous()
-
-    def round_column(j: int, column: Tensor) -> Tensor:
-        code = torch.clamp(torch.round(column / scales[j]) + zeros[j], 0, steps)
-        found[j] = code if kept is None else torch.where(kept[j], code, zeros[j])
-        return (found[j] - zeros[j]) * scales[j]
-
-    sweep(weight.T, grid.values(codes).T, hessian, round_column)
+    values, found = grid.values(codes).T.contiguous(), torch.empty_like(scales)
+    pull = hessian @ (weight.T - values)
+    for begin in range(0, weight.shape[1], BLOCK):
+        block = slice(begin, begin + BLOCK)
+        found[block], moves = walk(pull[block], hessian[block, block], scales[block], zeros[block], values=values[block],
+                                   steps=2**grid.settings.bits - 1, kept=None if mask is None else mask.T[block].contiguous())
+        pull -= hessian[:, block] @ moves
     return found.T
 
 

@@ -8,6 +8,7 @@ at once with probability weight · distance², so that a book of 65536 is seeded
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,16 @@ def exact_sums(index: Tensor, values: Tensor, bins: int) -> Tensor:
     return (sums.double() * factor).float()
 
 
-def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
-    """Index [n] of the nearest centroid of each point, and the squared distance [n]."""
+def nearest(points: Tensor, book: Tensor, split: Any = None) -> tuple[Tensor, Tensor]:
+    """Index [n] of the nearest centroid of each point, and the squared distance [n]; `split`: `split_book(book)`, if at hand."""
+    if fused(points, book):
+        from flyweight.kernels.triton_nearest import nearest_by_part
+
+        least, found = nearest_by_part(points, split or split_book(book), parts=parts_for(points, book))
+        if least.shape[1] == 1:
+            return found[:, 0].long(), least[:, 0].clamp(min=0)
+        distance, part = least.min(1, keepdim=True)
+        return found.gather(1, part)[:, 0].long(), distance[:, 0].clamp(min=0)
     squares = book.square().sum(1)
     index = torch.empty(points.shape[0], dtype=torch.int64, device=points.device)
     distance = torch.empty(points.shape[0], device=points.device)
@@ -43,6 +52,22 @@ def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
         index[begin : begin + step] = at
         distance[begin : begin + step] = (least + part.square().sum(1)).clamp(min=0)
     return index, distance
+
+
+def fused(points: Tensor, book: Tensor) -> bool:
+    return points.is_cuda and book.shape[1] <= 16
+
+
+def split_book(book: Tensor) -> Any:
+    """What the fused kernel reads of a book; worth keeping where it is searched column by column."""
+    from flyweight.kernels.triton_nearest import Split
+
+    return Split.of(book)
+
+
+def parts_for(points: Tensor, book: Tensor) -> int:
+    """Into how many parts a book is cut so that a GPU has work for all its cores: about 512 tiles of 64 points."""
+    return max(1, min(512 * 64 // max(len(points), 1), len(book) // 512))
 
 
 def draw(mass: Tensor, count: int, generator: torch.Generator) -> Tensor:

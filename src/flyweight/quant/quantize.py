@@ -70,12 +70,13 @@ class Summary:
 
 
 def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = "", *, recipe: Recipe | str | Path | None = None,
-             calibration: str = BUILT_IN, samples: int | None = None, length: int | None = None, seed: int = 0,
+             calibration: str | Samples = BUILT_IN, samples: int | None = None, length: int | None = None, seed: int = 0,
              resume: bool = False, overwrite: bool = False, format: str | None = None, device: str | None = None,
              dtype: str | None = None, batch: int | None = None, cache_gb: float = 4.0, blocks: int | None = None,
              listen: Listener = lambda event: None) -> Summary:
     """Quantize `model` by a named scheme (or a recipe of one's own) into the folder `output`.
 
+    `calibration` is a text (see `read_text`) to draw `samples` windows of `length` tokens from, or the windows themselves.
     `blocks` stops after so many decoder blocks, to time a model; nothing is written then but the finished blocks.
     """
     started = time.perf_counter()
@@ -133,9 +134,11 @@ class Job:
         widths = sorted({self.config.hidden_size, self.config.intermediate_size, self.config.heads * self.config.head_dim})
         self.recipe = recipe.with_group_size(lambda size: size if size == -1 else fit_group_size(size, widths))
 
-    def samples(self, source: str, count: int, length: int) -> Samples | None:
+    def samples(self, source: str | Samples, count: int, length: int) -> Samples | None:
         if not self.recipe.calibrated:
             return None
+        if isinstance(source, Samples):
+            return source
         length = min(length, self.config.context_length)
         if isinstance(self.source, PresetWeights):  # random weights: any tokens will do
             generator = torch.Generator().manual_seed(self.seed)

@@ -105,6 +105,7 @@ class Recipe:
     learn_steps: int = 0  # learned rounding
     learn_batch: int = 8
     learn_rate: float = 0.0  # 0: one over the number of steps
+    relative: bool = False  # an error counts by its share of the hidden state that it is added to, token by token
     embeddings: str = "keep"  # or a dtype to store embeddings and norms in
 
     def __post_init__(self) -> None:

@@ -19,8 +19,10 @@ from torch import Tensor
 from flyweight.kernels import reference
 from flyweight.models.decoder import GROUPS, Block, Context
 from flyweight.quant.grid import stored
-from flyweight.quant.work import WorkBlock
+from flyweight.quant.work import WorkBlock, root_mean_square
 from flyweight.tensors import IntGroup
+
+TOKENS_TOGETHER = 1 << 14  # in one forward and backward pass on a GPU
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Learning:
     rate: float = 0.0  # 0: one over the number of steps
     scale_rate: float = 0.2  # of the rate of the nudges
     seed: int = 0
+    relative: bool = False  # each token's error over the size of its hidden state
 
 
 def straight_round(x: Tensor) -> Tensor:
@@ -80,7 +83,7 @@ def learn_rounding(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[
                    settings: Learning) -> tuple[float, float]:
     """Improve the integer weights of `work` in place; returns the relative output error before and after."""
     nudged = {name: Nudged(tensor, work.weights[name]) for name, tensor in work.quantized.items() if isinstance(tensor, IntGroup)}
-    before = output_error(work, inputs, targets, context)
+    before = output_error(work, inputs, targets, context, relative=settings.relative)
     if not nudged or settings.steps < 1:
         return before, before
     original = dict(work.quantized)
@@ -88,18 +91,20 @@ def learn_rounding(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[
     generator = torch.Generator().manual_seed(settings.seed + work.index)
     rate = settings.rate or 1 / settings.steps
     sequences = [(i, row) for i in range(len(inputs)) for row in range(inputs[i].shape[0])]
+    together = max(1, TOKENS_TOGETHER // inputs[0].shape[1]) if work.device.type == "cuda" else 1
     for step in range(settings.steps):
         picked = torch.randperm(len(sequences), generator=generator)[: settings.batch].tolist()
-        for place in picked:  # one by one: memory is bounded by one sequence
-            i, row = sequences[place]
+        for begin in range(0, len(picked), together):  # memory is bounded by so many tokens
+            some = [sequences[place] for place in picked[begin : begin + together]]
+            x, target = (torch.stack([cache[i][row] for i, row in some]) for cache in (inputs, targets))
             with torch.enable_grad():
-                output = block.forward(inputs[i][row : row + 1], context)
-                F.mse_loss(output.float(), targets[i][row : row + 1].float(), reduction="sum").backward()
+                difference = block.forward(x, context).float() - target.float()
+                (difference / root_mean_square(target) if settings.relative else difference).square().sum().backward()
         now = rate * (1 - step / settings.steps)
         for item in nudged.values():
             item.move(now, now * settings.scale_rate)
     work.quantized.update({name: item.result() for name, item in nudged.items()})
-    after = output_error(work, inputs, targets, context)
+    after = output_error(work, inputs, targets, context, relative=settings.relative)
     if not after < before:
         work.quantized = original
         after = before
@@ -126,11 +131,13 @@ def joined(parts: Sequence[Nudged | Tensor], dtype: torch.dtype) -> Callable[[Te
 
 
 @torch.no_grad()
-def output_error(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[Tensor], context: Context) -> float:
+def output_error(work: WorkBlock, inputs: Sequence[Tensor], targets: Sequence[Tensor], context: Context, *,
+                 relative: bool = False) -> float:
     """Relative squared error of the block's own contribution to the hidden state."""
     block, above, below = work.build(), 0.0, 0.0
     for i in range(len(inputs)):
-        x, target = inputs[i], targets[i].float()
-        above += float((block.forward(x, context).float() - target).square().sum(dtype=torch.float64))
-        below += float((target - x.float()).square().sum(dtype=torch.float64))
+        x, target = inputs[i].float(), targets[i].float()
+        sizes = root_mean_square(target) if relative else 1.0
+        above += float(((block.forward(inputs[i], context).float() - target) / sizes).square().sum(dtype=torch.float64))
+        below += float(((target - x) / sizes).square().sum(dtype=torch.float64))
     return above / max(below, 1e-30)

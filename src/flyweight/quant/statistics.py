@@ -118,14 +118,20 @@ class Statistics:
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """Upper U with UᵀU = (H + λI)⁻¹, from one Cholesky of H read backwards: H = R·Rᵀ with R upper, U = R⁻¹."""
-    identity = torch.eye(hessian.shape[0], device=hessian.device)
-    for _ in range(8):
-        lower, failed = torch.linalg.cholesky_ex((hessian + damping * identity).flip(0, 1))
-        if int(failed) == 0:
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-            if bool(torch.isfinite(upper).all()):
-                return upper
-        damping = max(damping, 1e-6 * float(hessian.diagonal().mean())) * 10
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # errors of TF32 would pile up over thousands of columns
+    try:
+        for _ in range(8):
+            damped = hessian.flip(0, 1)
+            damped.diagonal().add_(damping)
+            lower, failed = torch.linalg.cholesky_ex(damped)
+            if int(failed) == 0:
+                upper = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(lower), device=lower.device), upper=True)
+                if bool(torch.isfinite(upper).all()):
+                    return upper
+            damping = max(damping, 1e-6 * float(hessian.diagonal().mean())) * 10
+    finally:
+        torch.set_float32_matmul_precision(precision)
     raise NonFiniteError("the Hessian stays singular however much it is damped; use more calibration samples")
 
 

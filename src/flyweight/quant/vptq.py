@@ -12,15 +12,17 @@ a big layer. Column order costs nothing where there are neither outlier columns 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError
 from flyweight.quant.gptq import columnwise, sweep
-from flyweight.quant.kmeans import exact_sums, kmeans, nearest
+from flyweight.quant.kmeans import exact_sums, fused, kmeans, nearest, parts_for, split_book
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import VectorQuant
 
@@ -96,18 +98,32 @@ class Books:
     residual: Tensor | None
     beam: int
 
+    @functools.cached_property
+    def splits(self) -> list[Any]:
+        """Of both books, for the fused search."""
+        books = [book for book in (self.main, self.residual) if book is not None]
+        return [split_book(book) if fused(book, book) else None for book in books]
+
     def match(self, points: Tensor) -> tuple[Tensor, Tensor | None]:
         """points [n, length] → indices [n] into main and residual."""
         if self.residual is None:
-            return nearest(points, self.main)[0], None
-        squares = self.main.square().sum(1)
-        beam = min(self.beam, self.main.shape[0])
-        scores = torch.addmm(squares, points, self.main.T, alpha=-2)
-        first = scores.topk(beam, dim=1, largest=False).indices if beam > 1 else scores.argmin(1, keepdim=True)
+            return nearest(points, self.main, self.splits[0])[0], None
+        first = self.candidates(points)  # [n, beam]
         left = points[:, None] - self.main[first]  # [n, beam, length]
-        second, distance = nearest(left.flatten(0, 1), self.residual)
-        pick = distance.view(-1, beam).argmin(1, keepdim=True)
-        return first.gather(1, pick)[:, 0], second.view(-1, beam).gather(1, pick)[:, 0]
+        second, distance = nearest(left.flatten(0, 1), self.residual, self.splits[1])
+        pick = distance.view(first.shape).argmin(1, keepdim=True)
+        return first.gather(1, pick)[:, 0], second.view(first.shape).gather(1, pick)[:, 0]
+
+    def candidates(self, points: Tensor) -> Tensor:
+        """The main entries that are tried: the nearest ones; of a big book on a GPU, the nearest of its best parts."""
+        beam = min(self.beam, self.main.shape[0])
+        if fused(points, self.main) and self.main.shape[0] >= 1024 * beam:
+            from flyweight.kernels.triton_nearest import nearest_by_part
+
+            least, index = nearest_by_part(points, self.splits[0], parts=max(parts_for(points, self.main), 8 * beam))
+            return index.gather(1, least.topk(beam, dim=1, largest=False).indices).long()
+        scores = torch.addmm(self.main.square().sum(1), points, self.main.T, alpha=-2)
+        return scores.topk(beam, dim=1, largest=False).indices if beam > 1 else scores.argmin(1, keepdim=True)
 
     def decode(self, main: Tensor, residual: Tensor | None) -> Tensor:
         vectors = self.main[main]

@@ -33,6 +33,11 @@ def input_quantizer(siblings: Sequence[QuantTensor | None]) -> Callable[[Tensor]
     return lambda x: x
 
 
+def root_mean_square(hidden: Tensor) -> Tensor:
+    """Size of each token's hidden state [..., hidden] → float32 [..., 1]."""
+    return hidden.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+
+
 class Enough(Exception):
     """Raised inside a block once the input that was asked for has been seen."""
 
@@ -103,8 +108,12 @@ class WorkBlock:
         block.linears[group.name].single = lambda x: F.linear(quantize_input(x), weight)
 
     def statistics(self, batches: Iterable[Tensor], context: Context, groups: Iterable[Group], *,
-                   see: Callable[[Group, Tensor], None] | None = None) -> dict[str, Statistics]:
-        """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last group asked for."""
+                   see: Callable[[Group, Tensor], None] | None = None, relative: bool = False) -> dict[str, Statistics]:
+        """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last group asked for.
+
+        `relative` divides what adds to the hidden state by that state's size: a few tokens have one a hundred times as large
+        as the others, which the next norm takes out again.
+        """
         wanted = {group.name for group in groups}
         last = [group.name for group in GROUPS if group.name in wanted][-1]
         found = {group.name: Statistics(self.weights[group.linears[0]].shape[1], self.device) for group in GROUPS
@@ -112,15 +121,17 @@ class WorkBlock:
 
         def watch(group: Group, x: Tensor) -> None:
             if group.name in wanted:
-                found[group.name].add(x)
+                found[group.name].add(x if sizes is None or group.source.endswith("norm") else (x / sizes).to(x.dtype))
                 if see is not None:
                     see(group, x)
             if group.name == last:
                 raise Enough
 
         block = self.build()
+        sizes: Tensor | None = None
         block.watch(watch)
         for batch in batches:
+            sizes = root_mean_square(batch) if relative else None
             try:
                 block.forward(batch, context)
             except Enough:

@@ -1,0 +1,115 @@
+"""The published packages, on the same model and the same calibration tokens: (job, model, tokens) → a model folder.
+
+Group size 64 (the default model's widths are no multiple of 128) and symmetry are those of our scheme of the same name;
+everything else is what the package does by default or in its documentation's example of the method.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUP = 64
+BATCH = 8  # sequences of one length together: the packages' default of one is several times slower and gives the same
+
+
+def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, activations: bool = False) -> dict[str, Any]:
+    """A scheme of compressed-tensors; without a group one scale per channel."""
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel",
+               "group_size": group}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if activations else None
+    return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+
+
+# scheme → (what comes before rounding, what rounds, the integers)
+LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "rtn-int4": ("", "rtn", integers(4)),
+    "rtn-int8": ("", "rtn", integers(8, group=None)),
+    "gptq-int3": ("", "gptq", integers(3)),
+    "gptq-int4": ("", "gptq", integers(4)),
+    "gptq-int8": ("", "gptq", integers(8)),
+    "awq-int3": ("awq", "rtn", integers(3, symmetric=False)),
+    "awq-int4": ("awq", "rtn", integers(4, symmetric=False)),
+    "w8a8-smooth": ("smooth", "rtn", integers(8, group=None, activations=True)),
+    "w8a8-smooth-gptq": ("smooth", "gptq", integers(8, group=None, activations=True)),
+}
+AUTO_ROUND: dict[str, dict[str, Any]] = {
+    "autoround-int4": {"bits": 4, "sym": True},
+    "autoround-int4-asym": {"bits": 4, "sym": False},
+}
+SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
+# Ours → the peers' that it is held against, at the same group size and symmetry and no more stored bits.
+RIVALS: dict[str, list[tuple[str, str]]] = {
+    **{scheme: [("llm-compressor", scheme)] for scheme in LLM_COMPRESSOR},
+    "int4-best-symmetric": [("auto-round", "autoround-int4"), ("llm-compressor", "gptq-int4"), ("llm-compressor", "rtn-int4")],
+    "int4-best": [("auto-round", "autoround-int4-asym"), ("auto-round", "autoround-int4"), ("llm-compressor", "awq-int4"),
+                  ("llm-compressor", "gptq-int4"), ("llm-compressor", "rtn-int4")],
+    "vptq-3bit": [("flyweight", "gptq-int3"), ("flyweight", "awq-int3"), ("llm-compressor", "gptq-int3"),
+                  ("llm-compressor", "awq-int3")],
+}
+
+
+def llm_compressor(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int) -> Path:
+    stand_in_for_datasets()
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    before, rounding, groups = LLM_COMPRESSOR[scheme]
+    rounder = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[rounding](config_groups=groups, ignore=["lm_head"])
+    first = {"": [], "awq": [AWQModifier()], "smooth": [SmoothQuantModifier(smoothing_strength=0.8)]}[before]
+    needed = None if not first and rounding == "rtn" else loader(tokens)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # it moves layer by layer to a GPU itself
+    oneshot(model=loaded, tokenizer=AutoTokenizer.from_pretrained(model), dataset=needed, recipe=[*first, rounder],
+            max_seq_length=tokens.shape[1], num_calibration_samples=len(tokens), output_dir=str(output))
+    return output
+
+
+def loader(tokens: Tensor) -> torch.utils.data.DataLoader:
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens]
+    return torch.utils.data.DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def auto_round(scheme: str, model: Path, tokens: Tensor, output: Path, *, device: str, seed: int, steps: int) -> Path:
+    stand_in_for_datasets()
+    from auto_round import AutoRound
+
+    options, place = AUTO_ROUND[scheme], 0 if device.startswith("cuda") else device
+    rounder = AutoRound(str(model), group_size=GROUP, iters=steps, seed=seed, device_map=place, seqlen=tokens.shape[1],
+                        dataset=[row[None] for row in tokens], nsamples=len(tokens), batch_size=BATCH, enable_torch_compile=False,
+                        **options)
+    rounder.quantize_and_save(str(output), format="auto_gptq")
+    return next(output.rglob("config.json")).parent  # it may add a folder of its own
+
+
+MAKERS = {"llm-compressor": llm_compressor, "auto-round": auto_round}
+PACKAGES = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}
+
+
+def stand_in_for_datasets() -> None:
+    """Both packages import `datasets` (and with it 45 MB of pyarrow) for texts that they are not asked to read here."""
+    if find_spec("datasets") is not None:
+        return
+
+    def module(name: str, **names: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        made.__spec__, made.__path__, made.__version__ = ModuleSpec(name, None, is_package=True), [], "4.8.4"  # type: ignore
+        made.__dict__.update(names)
+        sys.modules[name] = made
+        return made
+
+    kinds = {name: type(name, (), {}) for name in
+             ("Dataset", "DatasetDict", "IterableDataset", "Features", "Sequence", "Value", "LazyRow")}
+    module("datasets", **kinds, load_dataset=None, concatenate_datasets=None)
+    module("datasets.formatting")
+    module("datasets.formatting.formatting", LazyRow=kinds["LazyRow"])

@@ -1,0 +1,330 @@
+"""Quality of every scheme, ours and the published packages', on one model and one text; rows as docs/results.md says.
+
+    python benchmarks/quality/run.py --model smollm2-135m --text valid.txt --calibration train.txt --out rows.jsonl
+    python benchmarks/quality/run.py --out rows.jsonl --table
+
+The model's off-grid equivalent is quantized once per scheme and seed, and each result is measured on the whole text by
+the same evaluator. Jobs run in `--jobs` worker processes on one device: a small model leaves a GPU idle most of the time.
+A job that fails becomes a `failed` row with its reason; one that is finished in OUT is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peers
+import table
+
+
+@dataclass(frozen=True)
+class Job:
+    tool: str
+    scheme: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.tool}/{self.scheme}/{self.seed}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for every job; `model` is the off-grid folder."""
+
+    model: str
+    text: str
+    calibration: str
+    work: str
+    device: str
+    samples: int
+    length: int
+    windows: int | None
+    learn_steps: int
+    keep: bool
+    recipes: tuple[tuple[str, str], ...] = ()  # name → file, for schemes that are none of ours
+
+
+# -- in a worker ------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One process: the original is loaded once, then job after job is quantized and measured."""
+
+    def __init__(self, setting: Setting) -> None:
+        import measure
+
+        self.setting, self.samples = setting, {}
+        self.ruler = measure.Ruler(Path(setting.model), Path(setting.text), device=setting.device, windows=setting.windows)
+
+    def calibration(self, seed: int) -> Any:
+        from flyweight.commands.evaluate import encode
+        from flyweight.quant.calibration import draw_samples, read_text
+
+        if seed not in self.samples:
+            ids, bos = encode(self.ruler.checkpoint.tokenizer(), read_text(self.setting.calibration))
+            self.samples[seed] = draw_samples(ids, count=self.setting.samples, length=self.setting.length, seed=seed, bos=bos,
+                                              source=Path(self.setting.calibration).name)
+        return self.samples[seed]
+
+    def run(self, job: Job) -> list[dict[str, Any]]:
+        """The `quantize` and the `quality` row, without what every row has."""
+        import shutil
+
+        import torch
+
+        if job.tool == "original":
+            import measure
+
+            return [{"bench": "quality"} | measure.facts_of(self.ruler.checkpoint) | self.ruler.facts()]
+        samples, output = self.calibration(job.seed), Path(self.setting.work) / job.name.replace("/", "-").replace(":", "-")
+        shutil.rmtree(output, ignore_errors=True)
+        started, on_gpu = time.perf_counter(), self.setting.device.startswith("cuda")
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        folder = self.ours(job, output) if job.tool == "flyweight" else peers.MAKERS[job.tool](
+            job.scheme, Path(self.setting.model), samples.tokens, output, device=self.setting.device, seed=job.seed,
+            steps=self.setting.learn_steps or 200)
+        seconds = time.perf_counter() - started
+        calibration = {"calibration": samples.facts(), "calibration_tokens": samples.tokens.numel()}
+        made = {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),
+                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **calibration}
+        found = {"bench": "quality", **calibration, **self.ruler.measure(folder)}
+        if not self.setting.keep:
+            shutil.rmtree(output, ignore_errors=True)
+        return [made | {key: found[key] for key in ("checkpoint", "size_gb", "bits_per_weight")}, found]
+
+    def ours(self, job: Job, output: Path) -> Path:
+        from flyweight.quant import recipe
+        from flyweight.quant.quantize import quantize
+
+        files = dict(self.setting.recipes)
+        chosen = recipe.load(Path(files[job.scheme])) if job.scheme in files else recipe.find(job.scheme)
+        if chosen.learn_steps and self.setting.learn_steps:
+            chosen = dataclasses.replace(chosen, learn_steps=self.setting.learn_steps)
+        batch = 16 if self.setting.device.startswith("cuda") else 4
+        return quantize(self.setting.model, output=output, recipe=chosen, calibration=self.calibration(job.seed), seed=job.seed,
+                        device=self.setting.device, batch=batch, overwrite=True).output
+
+
+def host_gb() -> float:
+    import resource
+
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
+
+
+def work(setting: Setting, pipe: Any) -> None:
+    """The loop of a worker process: a job comes in, rows or the reason of a failure go out."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))
+    worker: Worker | None = None
+    while (job := pipe.recv()) is not None:
+        try:
+            worker = worker or Worker(setting)
+            pipe.send((worker.run(job), ""))
+        except Exception as error:  # whatever a peer raises is a result too
+            pipe.send(([], f"{type(error).__name__}: {error}"[:500]))
+        if setting.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+# -- in the parent ----------------------------------------------------------------------------------------------
+
+
+class Seat:
+    """A worker process that is replaced when it dies, or when another tool comes: packages change global settings."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.tool, self.process, self.pipe = setting, "", None, None
+
+    def run(self, job: Job, deadline: float) -> tuple[list[dict[str, Any]], str]:
+        if self.process is None or self.tool != job.tool:
+            self.leave()
+            context = multiprocessing.get_context("spawn")
+            self.pipe, theirs = context.Pipe()
+            self.process, self.tool = context.Process(target=work, args=(self.setting, theirs), daemon=True), job.tool
+            self.process.start()
+            theirs.close()
+        try:
+            self.pipe.send(job)
+            if not self.pipe.poll(max(1.0, deadline - time.monotonic())):
+                self.leave(kill=True)
+                return [], "stopped: out of time"
+            return self.pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.process.join(5)
+            code, self.process = self.process.exitcode, None
+            return [], f"the worker died with exit code {code}"
+
+    def leave(self, *, kill: bool = False) -> None:
+        if self.process is None:
+            return
+        if kill:
+            self.process.kill()
+        else:
+            self.pipe.send(None)
+        self.process.join(30)
+        self.process = None
+
+
+class Rows:
+    """OUT: an environment row per run, then two rows per job, written when the job ends."""
+
+    def __init__(self, path: Path, setting: Setting, model: str) -> None:
+        from flyweight.bench.rows import environment_row
+
+        self.path, self.model, self.lock = path, model, threading.Lock()
+        environment = environment_row(setting.device)
+        environment["peers"] = peer_versions()
+        self.environment = environment["id"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.write([environment])
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        with self.lock, self.path.open("a") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def add(self, job: Job, found: list[dict[str, Any]], reason: str) -> None:
+        from flyweight.bench.rows import make_row
+
+        shared = {"job": job.name, "tool": job.tool, "model": self.model, "scheme": job.scheme, "seed": job.seed,
+                  "weights": "trained"}
+        if reason:
+            return self.write([make_row("quality", self.environment, status="failed", reason=reason, **shared)])
+        self.write([make_row(row.pop("bench"), self.environment, **shared, **row) for row in found])
+
+
+def peer_versions() -> dict[str, str]:
+    import importlib.metadata as metadata
+
+    found = {}
+    for tool, package in peers.PACKAGES.items():
+        try:
+            found[tool] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def make_jobs(schemes: list[str], tools: list[str], seeds: list[int], recipes: list[str]) -> list[Job]:
+    """Seed by seed, so that a run that is cut short has every scheme once; the slow ones of a seed first."""
+    from flyweight.quant import recipe
+
+    named = recipe.named()
+    wanted = list(named) if schemes == ["all"] else schemes
+    jobs = [Job("original", "fp32", 0)]
+    slow = ("int4-best", "vptq", "auto")
+    for seed in seeds:
+        ours = [Job("flyweight", s, seed) for s in [*wanted, *recipes] if s in named or s in recipes or s.startswith("vptq:")]
+        theirs = [Job(tool, s, seed) for tool in tools for s in peers.SCHEMES[tool] if schemes == ["all"] or s in wanted]
+        needed = [job for job in [*theirs, *ours] if seed == seeds[0] or calibrated(job)]
+        jobs += sorted(needed, key=lambda job: not job.scheme.startswith(slow))
+    return jobs
+
+
+def calibrated(job: Job) -> bool:
+    """Without calibration one seed says it all."""
+    from flyweight.quant import recipe
+
+    if job.tool == "flyweight" and job.scheme in recipe.named():
+        return recipe.find(job.scheme).calibrated
+    return not job.scheme.startswith("rtn")
+
+
+def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: float) -> None:
+    waiting, lock, done = list(jobs), threading.Lock(), 0
+
+    def take(tool: str) -> Job:
+        """The next job of the tool that the seat has loaded, or else simply the next."""
+        with lock:
+            if not waiting or time.monotonic() > deadline:
+                raise queue.Empty
+            return waiting.pop(next((i for i, job in enumerate(waiting) if job.tool == tool), 0))
+
+    def sit() -> None:
+        nonlocal done
+        seat = Seat(setting)
+        while True:
+            try:
+                job = take(seat.tool)
+            except queue.Empty:
+                return seat.leave()
+            started = time.monotonic()
+            found, reason = seat.run(job, deadline)
+            rows.add(job, found, reason)
+            done += 1
+            result = reason or f"perplexity {found[-1]['perplexity']:.4f}"
+            print(f"[{done}/{len(jobs)}] {job.name}: {result} ({time.monotonic() - started:.1f} s)", flush=True)
+
+    threads = [threading.Thread(target=sit) for _ in range(min(seats, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="a name, folder or GGUF file; its off-grid copy is measured")
+    parser.add_argument("--text", help="what is evaluated, a text file")
+    parser.add_argument("--calibration", help="what is calibrated on, another text file")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--schemes", nargs="*", default=["all"])
+    parser.add_argument("--recipes", nargs="*", type=Path, default=[], help="recipe files, measured under their names")
+    parser.add_argument("--peers", nargs="*", default=[], choices=list(peers.SCHEMES))
+    parser.add_argument("--only-peers", action="store_true")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes")
+    parser.add_argument("--minutes", type=float, default=10000, help="stop after so many; run again to go on")
+    parser.add_argument("--windows", type=int, help="only the first so many windows of the text")
+    parser.add_argument("--learn-steps", type=int, default=0, help="another number of learning steps, for quick trials")
+    parser.add_argument("--work", type=Path, help="where models are made; default: beside OUT")
+    parser.add_argument("--keep", action="store_true", help="keep the models")
+    parser.add_argument("--device", default="")
+    parser.add_argument("--table", action="store_true", help="print the comparison of the rows in OUT, run nothing")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.table:
+        return table.show(options.out)
+    deadline = time.monotonic() + 60 * options.minutes
+    import torch
+    from offgrid import make_offgrid
+
+    work_folder = (options.work or options.out.with_suffix(".work")).absolute()
+    model = work_folder / "offgrid"
+    if not model.exists():
+        work_folder.mkdir(parents=True, exist_ok=True)
+        make_offgrid(options.model, model)
+    setting = Setting(str(model), options.text, options.calibration, str(work_folder),
+                      options.device or ("cuda" if torch.cuda.is_available() else "cpu"), options.samples, options.length,
+                      options.windows, options.learn_steps, options.keep,
+                      tuple((path.stem, str(path.absolute())) for path in options.recipes))
+    finished = {row["job"] for row in table.read(options.out) if row.get("status") == "ok" and row["bench"] == "quality"}
+    names = [path.stem for path in options.recipes]
+    jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds, names) if job.name not in finished]
+    if options.only_peers:
+        jobs = [job for job in jobs if job.tool != "flyweight"]
+    print(f"{len(jobs)} jobs to do, {len(finished)} done before", flush=True)
+    if jobs:
+        run(jobs, setting, Rows(options.out, setting, f"{Path(options.model).stem}-offgrid"), seats=options.jobs,
+            deadline=deadline)
+    table.show(options.out)
+
+
+if __name__ == "__main__":
+    main()
