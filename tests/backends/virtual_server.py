@@ -26,14 +26,14 @@ class JumpingSelector(selectors.DefaultSelector):
 
 def run_virtual(coroutine):
     """`asyncio.run` on made-up time."""
-    selector = JumpingSelector()
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now
-    try:
-        return loop.run_until_complete(asyncio.wait_for(coroutine, 1e6))
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+    def make_loop():
+        selector = JumpingSelector()
+        loop = asyncio.SelectorEventLoop(selector)
+        loop.time = lambda: selector.now
+        return loop
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(coroutine)
 
 
 class Script:

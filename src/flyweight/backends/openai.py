@@ -11,6 +11,7 @@ A role-only chunk is never a token. A server that refuses the options above gets
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -108,6 +109,13 @@ class Endpoint:
             return "/v1/completions", body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         return "/v1/chat/completions", body | {"messages": list(prompt)}
 
+    async def find_model(self) -> None:
+        """Servers name a model as they like; where there is only one, that one is meant."""
+        with contextlib.suppress(HttpError, ValueError, KeyError, OSError):
+            names = [one["id"] for one in json.loads(await self.client.text("/v1/models"))["data"]]
+            if self.model not in names and len(names) == 1:
+                self.model = names[0]
+
     async def probe(self, prompt: Prompt) -> None:
         """One short request; a server that refuses exact lengths and token ids is asked without them from now on."""
         try:
@@ -153,12 +161,15 @@ class OpenAI:
         self.exact = True
 
     def start(self, limits: Limits) -> None:
-        async def probe() -> bool:
+        async def probe() -> Endpoint:
             endpoint = Endpoint(self.url, self.model)
+            await endpoint.find_model()
             await endpoint.probe([11, 12, 13])
-            return endpoint.exact
+            endpoint.client.close()
+            return endpoint
 
-        self.exact = asyncio.run(probe())
+        found = asyncio.run(probe())
+        self.model, self.exact = found.model, found.exact
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
         return asyncio.run(self._generate(prompts, output))

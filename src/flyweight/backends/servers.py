@@ -26,6 +26,7 @@ class Server(OpenAI):
     """A subclass says `command`; the model it serves is named after the folder."""
 
     package: ClassVar[str | None] = None
+    ready: ClassVar[str] = "/health"  # answers 200 once the model is loaded
 
     def __init__(self, model: str, options: EngineOptions):
         if self.package:
@@ -52,7 +53,7 @@ class Server(OpenAI):
             raise
 
     async def _wait(self) -> None:
-        """Until it names its models."""
+        """Until it says that it is well."""
         begin = clock()
         while clock() - begin < PATIENCE:
             if self.process is None or self.process.poll() is not None:
@@ -60,7 +61,7 @@ class Server(OpenAI):
                                     f"{self.log.name})")
             with contextlib.suppress(OSError, HttpError, ConnectionError, asyncio.IncompleteReadError):
                 client = Client(self.url)
-                self.model = json.loads(await client.text("/v1/models"))["data"][0]["id"]
+                await client.text(self.ready)
                 return client.close()
             await asyncio.sleep(0.25)
         raise ResourceError(f"{self.name} did not answer within {PATIENCE} s; see {self.log.name}")
@@ -81,9 +82,11 @@ class NativeServer(Server):
     """This package's own server, as a process of its own."""
 
     name = "native-server"
+    ready = "/ready"
 
     def command(self, folder: str, limits: Limits, port: int) -> list[str]:
         settings = {"port": port, "device": self.options.device, "dtype": self.options.dtype, "max-model-len": limits.context,
+                    "max-num-seqs": limits.batch, "no-prefix-cache": True,
                     **{key.replace("_", "-"): value for key, value in self.options.extra.items()}}
         return [sys.executable, "-m", "flyweight", "serve", folder, *flags(settings)]
 

@@ -18,37 +18,31 @@ from flyweight.bench.facts import comparable
 from flyweight.bench.rows import Row
 from flyweight.bench.timing import random_prompts, seed_from
 
-PROMPTS, INPUT, OUTPUT = 4, 32, 16
-SHAPE = (PROMPTS, INPUT + OUTPUT)  # batch, context: what the check needs room for
+SIZES = {"cuda": (8, 32, 16), "cpu": (2, 16, 8)}  # prompts, their tokens, tokens of their answers: seconds on either device
 Tokens = list[tuple[int, ...]]
 
 
-def fixed_prompts(vocabulary: int) -> list[list[int]]:
-    return random_prompts(PROMPTS, INPUT, vocabulary=vocabulary, seed=seed_from("agreement"))
-
-
-def answer(backend: Backend, prompts: Sequence[Sequence[int]]) -> Tokens:
-    return [one.token_ids for one in backend.generate(prompts, OUTPUT).answers]
-
-
 def agreement(backend: Backend, prompts: Sequence[Sequence[int]], expected: Tokens) -> Row:
-    free = answer(backend, prompts)
-    same = [next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), OUTPUT)
+    output = len(expected[0])
+    free = [one.token_ids for one in backend.generate(prompts, output).answers]
+    same = [next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), output)
             for a, b in zip(free, expected, strict=True)]
-    equal = 0
-    for length in range(OUTPUT):
+    equal, count = 0, len(prompts) * output
+    for length in range(output):
         begun = [[*prompt, *tokens[:length]] for prompt, tokens in zip(prompts, expected, strict=True)]
         chosen = backend.generate(begun, 1).answers
-        equal += sum(one.token_ids[0] == tokens[length] for one, tokens in zip(chosen, expected, strict=True))
-    return {"agreement": equal / (PROMPTS * OUTPUT), "agreement_free": sum(same) / (PROMPTS * OUTPUT)}
+        equal += sum(one.token_ids[:1] == tokens[length : length + 1] for one, tokens in zip(chosen, expected, strict=True))
+    return {"agreement": equal / count, "agreement_free": sum(same) / count, "agreement_tokens": count}
 
 
 class SelfCheck:
     """The baseline's answers, made when its case is loaded, and the comparison of the others with them."""
 
-    def __init__(self, baseline: Case):
+    def __init__(self, baseline: Case, device: str):
         self.baseline = baseline
-        self.prompts = fixed_prompts(baseline.facts.vocabulary)
+        count, length, self.output = SIZES[device]
+        self.shape = (count, length + self.output)  # batch, context: what the check needs room for
+        self.prompts = random_prompts(count, length, vocabulary=baseline.facts.vocabulary, seed=seed_from("agreement"))
         self.expected: Tokens | None = None
 
     def check(self, case: Case, listen: Listen) -> None:
@@ -59,20 +53,23 @@ class SelfCheck:
         found, fault = attempt(lambda: self._compare(case))
         case.checked = found or {"agreement": None, "agreement_with": f"failed: {fault['reason'] if fault else ''}"}
 
+    def answer(self, backend: Backend) -> Tokens:
+        return [one.token_ids for one in backend.generate(self.prompts, self.output).answers]
+
     def _compare(self, case: Case) -> Row:
         from flyweight.backends.native import Native
 
         base = self.baseline
         if case is base:
-            self.expected = answer(case.backend, self.prompts)
+            self.expected = self.answer(case.backend)
         if self.expected is not None and case is not base and comparable(case.facts, base.facts):
             return agreement(case.backend, self.prompts, self.expected) | {"agreement_with": base.title}
         if isinstance(case.backend, Native) and str(case.facts.checkpoint).startswith("random:"):
             options = case.backend.options
             exact = Native(case.backend.model, replace(options, extra=options.extra | {"exact": True}))
             try:
-                exact.start(Limits.of([SHAPE]))
-                expected = answer(exact, self.prompts)
+                exact.start(Limits.of([self.shape]))
+                expected = self.answer(exact)
             finally:
                 exact.stop()
             return agreement(case.backend, self.prompts, expected) | {"agreement_with": "the same weights, dequantized"}

@@ -82,8 +82,9 @@ def nvidia(query: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the source this package runs from; None where it is installed without its repository."""
-    return _first_line(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
+    """Of the source this package runs from; a copy without its repository is told by FLYWEIGHT_COMMIT, or unknown."""
+    found = _first_line(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
+    return found or os.environ.get("FLYWEIGHT_COMMIT")
 
 
 def _first_line(command: list[str]) -> str | None:

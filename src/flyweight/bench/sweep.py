@@ -14,7 +14,7 @@ from functools import partial
 
 from flyweight.backends.base import Limits
 from flyweight.bench.cases import Case, Listen, attempt
-from flyweight.bench.check import SHAPE, SelfCheck
+from flyweight.bench.check import SelfCheck
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
 from flyweight.bench.timing import STABLE, Run, batch_figures, outliers, random_prompts, seed_from, turns, warm_up
 from flyweight.bench.workloads import Workload
@@ -48,6 +48,7 @@ class Plan:
     repeats: int = 3
     seed: int = 0
     check: bool = True
+    device: str = "cpu"  # its kind: a check on a GPU can be longer
     together: bool = True  # all variants loaded at once, taking turns
     sequences: int | None = None  # most at once; the rest of a batch waits. None: the whole batch
 
@@ -63,7 +64,7 @@ class Sweep:
 
     def run(self, cases: Sequence[Case]) -> list[Row]:
         """All rows of the plan, those found in the file included."""
-        check = SelfCheck(cases[0]) if self.plan.check else None
+        check = SelfCheck(cases[0], self.plan.device) if self.plan.check else None
         for group in [cases] if self.plan.together else [[case] for case in cases]:
             busy = [case for case in cases if case in group and any(map(partial(self.missing, case), self.plan.workloads))]
             if check and busy and cases[0] in group and cases[0] not in busy:
@@ -76,7 +77,7 @@ class Sweep:
         try:
             for works in [[work] for work in self.plan.workloads] if cells else [list(self.plan.workloads)]:
                 for case in cases:
-                    self.start(case, works)
+                    self.start(case, works, check)
                     if check:
                         check.check(case, self.listen)
                 for work in works:
@@ -85,10 +86,10 @@ class Sweep:
             for case in cases:
                 case.stop()
 
-    def start(self, case: Case, works: Sequence[Workload]) -> None:
+    def start(self, case: Case, works: Sequence[Workload], check: SelfCheck | None) -> None:
         """With room for all of this work that the model is made for."""
         shapes = [(work.batch, work.context) for work in works if too_long(case, work) is None and self.missing(case, work)]
-        shapes += [SHAPE] if self.plan.check and not case.checked else []
+        shapes += [check.shape] if check and not case.checked else []
         if shapes:
             limits = Limits.of(shapes)
             case.start(limits if self.plan.sequences is None else Limits(self.plan.sequences, limits.context, None), self.listen)

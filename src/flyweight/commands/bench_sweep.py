@@ -147,6 +147,8 @@ def engine_options(device: str | None, dtype: str | None, quantization: str | No
 
 def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: Path, *, options: EngineOptions,
         model_name: str | None, as_json: bool) -> None:
+    from dataclasses import replace
+
     from flyweight.backends.native import pick_device
     from flyweight.bench.cases import make_cases
     from flyweight.bench.rows import ResultFile, environment_row
@@ -154,12 +156,13 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
 
     file = ResultFile(out)
     cases = make_cases(models, backends or ["native"], options, name=model_name)
-    environment = environment_row(pick_device(options.device))
+    device = pick_device(options.device)
+    environment = environment_row(device)
 
     def listen(text: str) -> None:
         typer.echo(text, err=True)
 
-    sweep = Sweep(plan, file, environment, listen)
+    sweep = Sweep(replace(plan, device=device.type), file, environment, listen)
     if any(sweep.missing(case, work) for case in cases for work in plan.workloads):
         file.append([environment])
     rows = sweep.run(cases)
@@ -168,7 +171,14 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
             typer.echo(json.dumps(row, ensure_ascii=False))
     else:
         typer.echo(table(rows, plan))
-        typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
+    close(rows, out)
+
+
+def close(rows: Sequence[Row], out: Path) -> None:
+    """The last words; exit code 1 where nothing could be measured."""
+    typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
+    if not rows:
+        raise typer.Exit(1)
 
 
 def table(rows: Sequence[Row], plan: Plan) -> str:
