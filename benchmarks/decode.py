@@ -43,7 +43,7 @@ def measure(model: str, dtype: torch.dtype, before: int, output: int, repeats: i
     graphs.warm_up([1])
     captured = time.perf_counter() - begin
     state.tables[0] = torch.randperm(pages, device=device).int()
-    state.tokens[0], state.active[0] = 7, 1
+    state.tokens[0] = 7
     rows = []
     for repeat in range(repeats + 1):
         state.lengths.fill_(before + 1)

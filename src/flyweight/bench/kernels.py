@@ -27,8 +27,7 @@ from flyweight.bench.rows import Row
 from flyweight.bench.timing import percentile, summarize
 from flyweight.checkpoint.formats.fused import take_rows
 from flyweight.errors import FlyweightError
-from flyweight.kernels import dispatch, gemv
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels import dispatch
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 SLICE = 4096  # outputs multiplied in float64 at a time
@@ -128,7 +127,7 @@ def find_candidates(case: Case, tensor: QuantTensor, peers: Sequence[str]) -> tu
     """Ours first; peers that cannot take this weight with their reason."""
     prepare = functools.partial(dispatch.prepare, tensor, dtype=case.dtype)
     own = prepare()
-    first = Candidate(own.kernel, launcher(own.run, case.rows), own.nbytes, lambda: copied(own.run, prepare, case.rows), own.why)
+    first = Candidate(own.kernel, own.run, own.nbytes, lambda: copied(own.run, prepare), own.why)
     found, refused = [first], {}
     for peer in (PEERS[name] for name in peers):
         if case.format not in peer.formats:
@@ -147,17 +146,10 @@ def build(peer: Peer, tensor: QuantTensor, case: Case) -> Run:
     return peer.build(tensor, rows=case.rows, dtype=case.dtype)
 
 
-def launcher(run: Run, rows: int) -> Run:
-    """As a captured decode step launches it: with programmatic dependent launch where the kernel has that."""
-    if isinstance(run, CudaLinear) and rows in gemv.ROWS and run.weight.fits(rows):
-        return run.fused
-    return run
-
-
-def copied(run: Run, prepare: Callable[[], dispatch.Prepared], rows: int) -> Run:
+def copied(run: Run, prepare: Callable[[], dispatch.Prepared]) -> Run:
     """The same weight in memory of its own; laying it out again takes longer, but a closure cannot be copied."""
     fresh = isinstance(run, FunctionType) or next(iter(tensors_of(run)), torch.empty(0)).device.type == "cpu"
-    return launcher(prepare().run if fresh else copy.deepcopy(run), rows)
+    return prepare().run if fresh else copy.deepcopy(run)
 
 
 def tensors_of(thing: Any, depth: int = 4) -> list[Tensor]:

@@ -21,8 +21,6 @@ class Batch:
     query_starts: list[int]  # [sequences + 1]
     kv_lengths: list[int]  # [sequences]: tokens in the cache once this step's are written
     output_rows: Tensor  # int64 [outputs]: the tokens whose logits are wanted
-    starts: Tensor | None = None  # int32 [sequences + 1]: query_starts on the device
-    lengths: Tensor | None = None  # int32 [sequences]: kv_lengths on the device
 
 
 @dataclass(frozen=True)

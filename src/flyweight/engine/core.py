@@ -38,9 +38,10 @@ class Engine:
     def __init__(self, model: Model, shape: CacheShape, *, vocabulary: int, device: torch.device, max_model_len: int,
                  blocks: int, block_size: int = 16, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
                  prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0,
-                 overlap: bool | None = None):
+                 overlap: bool | None = None, prompt_tokens_beside: int | None = None):
         self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                                   prompt_tokens_beside=prompt_tokens_beside)
         self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device,
                              context=min(max_model_len, blocks * block_size), sequences=max_num_seqs)
         # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.

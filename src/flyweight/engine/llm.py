@@ -23,9 +23,9 @@ from flyweight.models.config import DTYPES
 
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
-DEFAULTS = {  # by device: sequences in one step, tokens in one step
-    "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512},
-    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640},
+DEFAULTS = {  # by device: sequences in one step, tokens in one step, of those of prompts beside answers that wait for them
+    "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prompt_tokens_beside": 512},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640, "prompt_tokens_beside": 4096},
 }
 
 
@@ -70,6 +70,7 @@ class LLM:
         self.engine = Engine(
             self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
             block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed, max_num_batched_tokens=tokens,
+            prompt_tokens_beside=defaults["prompt_tokens_beside"],
             decode=self.tokenizer.decode if self.tokenizer else None,
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
         )
@@ -79,6 +80,11 @@ class LLM:
     def memory(self) -> Memory:
         """Where the memory goes, as planned at the start."""
         return self._memory
+
+    def warm_up(self) -> None:
+        """Capture greedy decode steps of every size now, so that no request waits for it; nothing to do on a CPU."""
+        if (steps := self.engine.runner.steps) is not None:
+            steps.warm_up()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  progress: bool = False, **template: Any) -> list[Output]:

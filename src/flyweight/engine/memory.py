@@ -75,9 +75,7 @@ def dummy_batch(tokens: int, *, context: int, block_size: int, device: torch.dev
     blocks = torch.arange(-(-lengths[0] // block_size), dtype=torch.int32, device=device)
     return Batch(
         tokens=torch.zeros_like(positions), positions=positions, slots=positions, block_tables=blocks.repeat(len(lengths), 1),
-        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1,
-        starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        lengths=torch.tensor(lengths, dtype=torch.int32, device=device))
+        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1)
 
 
 def measure_workspace(decoder: Decoder, shape: CacheShape, *, tokens: int, context: int, block_size: int) -> int:

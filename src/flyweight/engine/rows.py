@@ -26,7 +26,6 @@ class Rows:
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # the last sampled, not yet in the cache
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)  # that token counted; 0: nobody is here
-        self.active = torch.zeros(rows, dtype=torch.int32, device=device)  # 1 where somebody is
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(rows, vocabulary, device)
         self.mode = GREEDY  # joined over all rows
@@ -54,7 +53,6 @@ class Rows:
             self._move(pairs)
         del self.requests[count:], self.written[count:], self.stamps[count:]
         self.row_of = {request.number: row for row, request in enumerate(self.requests)}
-        self.active[count:before].zero_()
         self.lengths[count:before].zero_()
         self._join_modes()
 
@@ -72,7 +70,6 @@ class Rows:
         self.row_of |= {request.number: row for row, request in zip(rows, requests, strict=True)}
         self.written += [0] * len(requests)
         self.stamps += [request.preemptions for request in requests]
-        self.active[first : rows.stop].fill_(1)
         self.sampling.enter(rows, requests)
         self._join_modes()
 
@@ -98,7 +95,7 @@ class Rows:
     def advance(self, tokens: Tensor, mode: Mode, count: int) -> None:
         """The first `count` rows take one token each; those that nobody uses stay at length 0."""
         self.tokens[:count].copy_(tokens)
-        self.lengths[:count].add_(self.active[:count])
+        self.lengths[:count].add_(self.lengths[:count] > 0)
         self.sampling.count(mode, tokens, slice(0, count))
 
     def put(self, tokens: Tensor, mode: Mode, rows: Tensor, lengths: Tensor) -> None:

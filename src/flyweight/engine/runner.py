@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
+from flyweight.engine.packed import following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import Mode, top_logprobs
@@ -52,6 +53,9 @@ class DecodeSteps(Protocol):
 
     def advance(self, count: int, mode: Mode) -> Tensor:
         """The same, and the rows take their next tokens."""
+
+    def warm_up(self) -> None:
+        """Prepare steps of every size ahead of the first request."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Runner:
         rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
         if fresh := [works[i].request for i in sampling if works[i].request.number not in rows.row_of]:
             rows.enter(fresh)
-        packed = self.pack(works)
+        packed = pack(works, rows, block_size=self.block_size)
         logits = self.model.forward(packed.batch, self.caches)  # [outputs, vocabulary]
         places, tokens, last = {i: k for k, i in enumerate(sampling)}, rows.tokens[:0], logits[:0]
         if sampling:
@@ -173,62 +177,6 @@ class Runner:
                 wanted += top_logprobs(every[span[0] : span[0] + len(follow)], after, count)
                 prompts.append((i, follow))
         return Flight(works, places, Download(tokens, *wanted), most is not None, prompts)
-
-    def pack(self, works: Sequence[Work]) -> Packed:
-        """All integers of a step, in one copy. Tokens that are not known here yet are taken from their rows."""
-        size, starts = self.block_size, [0]
-        pieces: list[tuple[Any, Any, Any]] = []  # tokens, positions, slots
-        outputs: list[int] = []
-        spans, fed = [], []
-        for work in works:
-            request, stop = work.request, work.start + work.count
-            known, at = request.tokens[work.start : stop], numpy.arange(work.start, stop)
-            if len(known) < work.count:
-                fed.append((starts[-1] + work.count - 1, self.rows.row_of[request.number]))
-                known.append(0)
-            first = work.start // size
-            blocks = numpy.array(request.blocks[first : -(-stop // size)])
-            pieces.append((known, at, blocks[at // size - first] * size + at % size))
-            starts.append(starts[-1] + work.count)
-            wanted = work.count if request.params.prompt_logprobs is not None else int(work.samples)
-            spans.append((len(outputs), len(outputs) + wanted))
-            outputs += range(starts[-1] - wanted, starts[-1])
-        sampling = [i for i, work in enumerate(works) if work.samples]
-        kv_lengths = [work.start + work.count for work in works]
-        longs = [*(numpy.concatenate(column) for column in zip(*pieces, strict=True)), outputs,
-                 [spans[i][1] - 1 for i in sampling], [self.rows.row_of[works[i].request.number] for i in sampling],
-                 [place for place, _ in fed], [row for _, row in fed]]
-        ints = [tables(works), starts, kv_lengths, [kv_lengths[i] + 1 for i in sampling]]
-        (tokens, positions, slots, output_rows, last, rows, fed_at, fed_from, block_tables, query_starts, lengths,
-         next_lengths) = upload(self.device, *(numpy.asarray(item, dtype=numpy.int64) for item in longs),
-                                *(numpy.asarray(item, dtype=numpy.int32) for item in ints))
-        if fed:
-            tokens.index_copy_(0, fed_at, self.rows.tokens.index_select(0, fed_from))
-        batch = Batch(tokens=tokens, positions=positions, slots=slots, block_tables=block_tables, query_starts=starts,
-                      kv_lengths=kv_lengths, output_rows=output_rows, starts=query_starts, lengths=lengths)
-        return Packed(batch, spans, last, rows, next_lengths)
-
-
-@dataclass(frozen=True)
-class Packed:
-    batch: Batch
-    spans: list[tuple[int, int]]  # which rows of the logits belong to each work
-    last: Tensor  # int64: the logits of the works that sample
-    rows: Tensor  # int64: their rows
-    lengths: Tensor  # int32: what they will have, the sampled token counted
-
-
-def tables(works: Sequence[Work]) -> numpy.ndarray:
-    """The works' blocks, padded with 0: int32 [works, most blocks]."""
-    padded = numpy.zeros((len(works), max(len(work.request.blocks) for work in works)), dtype=numpy.int32)
-    for row, work in zip(padded, works, strict=True):
-        row[: len(work.request.blocks)] = work.request.blocks
-    return padded
-
-
-def following(work: Work) -> list[int]:
-    """The prompt tokens that come right after each of this chunk's."""
-    return work.request.prompt[work.start + 1 : work.start + work.count + 1]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
