@@ -31,6 +31,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
     "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
+    "profile": ("flyweight.commands.profile:profile", "Show which operators and kernels the time goes to."),
     "report": ("flyweight.commands.report:report", "Tables and figures from result files."),
     "diff": ("flyweight.commands.diff:diff", "Compare two result files; exit code 1 if something got slower."),
 }

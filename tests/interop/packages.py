@@ -186,3 +186,30 @@ def vptq_layer(settings: dict, parts: dict[str, torch.Tensor]):
     layer = VQuantLinear(**settings, dtype=parts["centroids.weight"].dtype, enable_proxy_error=False)
     layer.load_state_dict(parts)
     return layer
+
+
+def gptqmodel_vptq_layer(rows: int, columns: int, **options):
+    """GPTQModel's own layer, filled at random; 5 % of the columns and what the groups leave over are outliers."""
+    from gptqmodel.nn_modules.qlinear.vptq_torch import VPTQLinear
+
+    layer = VPTQLinear(bits=2, in_features=columns, out_features=rows, dtype=torch.float32, **options)
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in layer.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.normal_(generator=generator)
+        elif name == "perm":
+            tensor.copy_(torch.randperm(columns, generator=generator))
+        else:
+            high = options["num_centroids"][0] if name == "outlier_indices" else 1 << 31
+            tensor.random_(0, high, generator=generator)
+    layer._validate_loaded_state()
+    return layer
+
+
+def gptqmodel_vptq_config(layer) -> dict:
+    from gptqmodel.quantization.config import VPTQConfig
+
+    fields = ("npercent", "vector_lens", "enable_norm", "enable_perm", "group_num")
+    config = VPTQConfig(num_centroids=layer.num_centroids_pair, num_res_centroids=layer.num_res_centroids_pair,
+                        **{name: getattr(layer, name) for name in fields})
+    return config.to_dict()

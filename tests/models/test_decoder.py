@@ -3,11 +3,10 @@ import torch
 from model_helpers import MODELS, DictWeights, assert_same_logits, load, run_paged, tokens_of, transformers_model
 
 from flyweight.engine.batch import Batch, KVStorage
-from flyweight.errors import CheckpointError, UnsupportedError
+from flyweight.errors import CheckpointError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import GROUPS, LINEARS, Block, Decoder
-from flyweight.models.presets import PRESETS, PresetWeights
 from flyweight.tensors import Plain
 
 
@@ -222,12 +221,6 @@ def test_a_bias_that_the_config_does_not_promise_is_used():
     assert torch.equal(logits(), plain)
     weights.tensors["model.layers.0.self_attn.o_proj.bias"] = torch.ones(48)
     assert not torch.allclose(logits(), plain)
-
-
-def test_mixture_of_experts_waits():
-    config = PRESETS["qwen2-57b-a14b"] | dict(num_hidden_layers=1, vocab_size=8)
-    with pytest.raises(UnsupportedError, match="later"):
-        Decoder.load(PresetWeights(config), device="cpu", dtype=torch.float32)
 
 
 def test_half_precision_stays_near_single():

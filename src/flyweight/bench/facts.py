@@ -76,29 +76,35 @@ def served_facts(variant: Variant, *, model: str | None = None) -> ModelFacts:
 
 
 def preset_facts(name: str) -> ModelFacts:
-    """One block's weights are made and counted: the others are as large."""
+    """One weight of each shape is made and counted: the others are as large."""
     import torch
 
     from flyweight.models.config import ModelConfig
-    from flyweight.models.decoder import LINEARS
+    from flyweight.models.decoder import groups_of
     from flyweight.models.presets import PresetWeights
 
     _, preset, *rest = name.split(":")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = PresetWeights(preset, rest[0] if rest else "bf16", device=device)
     config = ModelConfig.from_dict(weights.config)
-    if config.moe is not None:
-        return _shape_facts(config, model=preset, scheme=weights.scheme)
-    tensors = [weights.linear(f"model.layers.0.{linear}") for linear in LINEARS]
-    linear_bytes = config.layers * sum(tensor.nbytes for tensor in tensors)
-    linear_weights = config.layers * sum(math.prod(tensor.shape) for tensor in tensors)
+    sizes: dict[tuple[int, ...], int] = {}
+    linear_bytes = linear_weights = 0
+    read_bytes = 0.0  # of linears in a step of one sequence: of experts those that a token is sent to
+    for index, group in [(i, group) for i in range(config.layers) for group in groups_of(config, i)]:
+        share = config.moe.experts_per_token / config.moe.experts if config.moe and group.routed else 1.0
+        for linear in group.linears:
+            shape = weights.shapes[f"model.layers.{index}.{linear}.weight"]
+            if shape not in sizes:
+                sizes[shape] = weights.linear(f"model.layers.{index}.{linear}").nbytes
+            linear_bytes, linear_weights = linear_bytes + sizes[shape], linear_weights + math.prod(shape)
+            read_bytes += share * sizes[shape]
     others = sum(math.prod(shape) for shape in weights.shapes.values()) - linear_weights
     table = config.vocab_size * config.hidden_size
     looked_up = 0 if config.tied_embeddings else table
     itemsize = config.dtype.itemsize
     return replace(
         _shape_facts(config, model=preset, scheme=weights.scheme), size_gb=round((linear_bytes + others * itemsize) / 1e9, 4),
-        bits_per_weight=round(8 * linear_bytes / linear_weights, 4), step_bytes=linear_bytes + (others - looked_up) * itemsize)
+        bits_per_weight=round(8 * linear_bytes / linear_weights, 4), step_bytes=int(read_bytes) + (others - looked_up) * itemsize)
 
 
 def _shape_facts(config: Any, *, model: str, scheme: str) -> ModelFacts:
@@ -110,6 +116,7 @@ def checkpoint_facts(name: str) -> ModelFacts:
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint, read_json
     from flyweight.checkpoint.summary import summarize
+    from flyweight.engine.capacity import read_per_token
     from flyweight.models.config import ModelConfig
 
     checkpoint = Checkpoint(resolve(name))
@@ -117,13 +124,12 @@ def checkpoint_facts(name: str) -> ModelFacts:
     note = read_json(checkpoint.folder / NOTE) if (checkpoint.folder / NOTE).exists() else {}
     linears = [group for group in summary.groups if group.layers]
     bits = 8 * sum(group.nbytes for group in linears) / sum(group.parameters for group in linears)
-    table = 0 if summary.tied_embeddings else sum(group.nbytes for group in summary.groups if group.module == "embedding")
     plain, source = SHORT.get(summary.dtype, summary.dtype), str(note.get("model") or name)
     return ModelFacts(
         model=base_name(source), checkpoint=checkpoint.hash(), weights="random" if source.startswith("preset:") else "trained",
         scheme=note.get("recipe", {}).get("name") or summary.quantization or plain, size_gb=round(checkpoint.nbytes / 1e9, 4),
         bits_per_weight=round(bits, 4), vocabulary=config.vocab_size, context=config.context_length, layers=config.layers,
-        kv_width=2 * config.kv_heads * config.head_dim, step_bytes=checkpoint.nbytes - table)
+        kv_width=2 * config.kv_heads * config.head_dim, step_bytes=read_per_token(summary, config))
 
 
 def base_name(model: str) -> str:

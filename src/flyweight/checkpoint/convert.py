@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def _parts(checkpoint: Checkpoint, format: str, *, dtype: str | None, device: st
     seen: set[str] = set()
     for name in checkpoint.names():
         prefix = own.get(name)
+        if prefix is None and any(fnmatchcase(name, pattern) for pattern in form.spare):
+            continue
         if prefix is None:
             yield name, {name: checkpoint.tensor(name)}, None
         elif prefix not in seen:

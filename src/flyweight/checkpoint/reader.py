@@ -94,7 +94,7 @@ class Checkpoint:
             tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
-        if not is_finite(tensor):
+        if name not in self._used and not is_finite(tensor):
             raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity: the file is damaged, or the model never "
                                   "fitted its dtype; get or convert it again")
         self._used.add(name)
@@ -121,7 +121,8 @@ class Checkpoint:
 
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
         """Names that nothing has read, less those that fit one of the `ignore` patterns (`*` and `?`)."""
-        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *ignore)
+        spare = self.format.spare if self.format else ()
+        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *spare, *ignore)
         return [name for name in self.entries if name not in self._used and not any(fnmatchcase(name, p) for p in patterns)]
 
     def check_used(self, ignore: Iterable[str] = ()) -> None:

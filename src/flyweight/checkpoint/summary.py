@@ -15,6 +15,7 @@ from typing import Any
 
 from flyweight.checkpoint.reader import Checkpoint, Entry
 from flyweight.kernels.dispatch import Prepared
+from flyweight.models.moe import ROUTER, SHARED_GATE
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 LINEAR = re.compile(r"(?P<prefix>(?:.*\.layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]*?_proj|lm_head))\.(?P<part>.+)")
@@ -89,7 +90,7 @@ def summarize(checkpoint: Checkpoint, prepare: Callable[[QuantTensor], Prepared]
             parts[match["prefix"]][match["part"]] = entry
             matches[match["prefix"]] = match
         else:
-            others["embedding" if "embed_tokens" in name else "norms, biases"].append(entry)
+            others[_kind_of(name)].append(entry)
     for prefix, match in matches.items():
         module = re.sub(r"\.\d+\.", ".*.", match["module"])
         linears[module, tuple(sorted((part, e.dtype, e.shape) for part, e in parts[prefix].items()))].append(match)
@@ -98,6 +99,15 @@ def summarize(checkpoint: Checkpoint, prepare: Callable[[QuantTensor], Prepared]
     order = ("embedding", "norms", "self_attn", "mlp", "lm_head")
     groups.sort(key=lambda group: next((i for i, start in enumerate(order) if group.module.startswith(start)), len(order)))
     return _summary(checkpoint, tuple(groups))
+
+
+def _kind_of(name: str) -> str:
+    """Of a tensor that is not a linear's own."""
+    if "embed_tokens" in name:
+        return "embedding"
+    if ".experts." in name and not name.endswith("bias"):
+        return f"mlp.experts.* ({name.rpartition('.')[2]}, in one tensor)"
+    return "routers" if name.endswith((ROUTER, SHARED_GATE)) else "norms, biases"
 
 
 def _summary(checkpoint: Checkpoint, groups: tuple[Group, ...]) -> Summary:

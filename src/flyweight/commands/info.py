@@ -11,12 +11,17 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from flyweight.errors import FlyweightError
+
 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a model is: shape, size, scheme and true bits per weight of every kind of layer, and the kernel it gets here.
+
+    And what this machine can do with it: the memory left for the KV cache, and the speed that one sequence cannot exceed
+    (bytes of weights read for each token over the measured copy bandwidth).
 
     Examples:
 
@@ -29,18 +34,25 @@ def info(
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
     from flyweight.checkpoint.summary import summarize
+    from flyweight.engine.capacity import capacity
     from flyweight.kernels.dispatch import prepare
+    from flyweight.models.config import ModelConfig
 
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    name, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = torch.device(name)
     checkpoint = Checkpoint(resolve(model))
     summary = summarize(checkpoint, lambda tensor: prepare(tensor.to(device), dtype=dtype), itemsize=dtype.itemsize)
+    try:
+        machine = capacity(summary, ModelConfig.from_dict(checkpoint.config), device=device, dtype=dtype)
+    except FlyweightError:  # an architecture that is not run here still has files to describe
+        machine = None
     if as_json:
-        typer.echo(json.dumps(summary.to_dict()))
+        typer.echo(json.dumps(summary.to_dict() | {"machine": machine and machine.to_dict()}))
     else:
-        _show(summary)
+        _show(summary, machine)
 
 
-def _show(summary: Any) -> None:
+def _show(summary: Any, machine: Any) -> None:
     bits = ", ".join(f"{scheme} {bits:.2f}" for scheme, bits in summary.bits_by_scheme().items())
     tied = "tied" if summary.tied_embeddings else "not tied"
     facts = {
@@ -53,7 +65,7 @@ def _show(summary: Any) -> None:
         "context": f"{summary.context_length:,} tokens" if summary.context_length else "?",
         "on disk": f"{decimal(summary.disk)} in {summary.folder}",
         "in memory": f"{decimal(summary.memory)} of weights, as laid out for the kernels below",
-    }
+    } | (_machine_facts(machine) if machine else {})
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for name, value in facts.items():
         console.print(f"{name:<16} {value}")
@@ -61,6 +73,16 @@ def _show(summary: Any) -> None:
     Console(highlight=False, markup=False, width=max(110, console.width)).print(_table(summary))
     for kernel, why in dict.fromkeys((group.kernel, group.why) for group in summary.groups if group.kernel):
         console.print(f"\n{kernel}: {why}")
+
+
+def _machine_facts(machine: Any) -> dict[str, str]:
+    kind = "no GPU here, all on the CPU" if machine.on_cpu else "GPU"
+    return {
+        "machine": f"{machine.device}, {decimal(machine.memory_bytes)} of {'RAM' if machine.on_cpu else 'GPU memory'} ({kind})",
+        "KV cache": f"{decimal(machine.kv_bytes)} left: {machine.kv_tokens:,} tokens of {decimal(machine.kv_bytes_per_token)}",
+        "speed limit": f"{machine.limit_tok_s:,.1f} tokens/s at batch 1: {decimal(machine.read_bytes_per_token)} read for "
+                       f"each token, {machine.copy_gb_s:,.1f} GB/s measured by a copy",
+    }
 
 
 def _table(summary: Any) -> Table:

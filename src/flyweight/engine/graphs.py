@@ -37,6 +37,8 @@ def why_not(decoder: Decoder, page: int) -> str | None:
         return f"the attention kernel computes in 16 bits, not in {decoder.dtype}"
     if decoder.config.vocab_size % 8 or decoder.config.hidden_size % 8:
         return f"a vocabulary of {decoder.config.vocab_size} or a hidden size of {decoder.config.hidden_size} is no multiple of 8"
+    if any(block.experts is not None for block in decoder.blocks):
+        return "the tokens of each expert are counted on the host"
     return head_shape(decoder, decoder.blocks[0], page).supported()
 
 

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the families differ by the flags of ModelConfig alone.
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts: families differ by the flags of ModelConfig.
 
 Blocks know nothing of caches. They ask a context for attention: `Paged` (serving: packed tokens, paged KV) or `Whole`
 (calibration and perplexity: full sequences, no cache). Each block loads alone, so that a quantizer can keep just one
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
-from flyweight.errors import CheckpointError, UnsupportedError
+from flyweight.errors import CheckpointError
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.dispatch import decoder_ops
+from flyweight.models import moe
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Embedding, Linear, RMSNorm, Weights, load_tensor
 from flyweight.models.rope import rope_tables
@@ -37,6 +38,11 @@ class Group:
     source: str
     linears: tuple[str, ...]
 
+    @property
+    def routed(self) -> bool:
+        """Of an expert that sees only the tokens sent to it."""
+        return self.name.startswith("experts.")
+
 
 GROUPS = (
     Group("qkv", "input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -45,6 +51,13 @@ GROUPS = (
     Group("down", "mlp.up_proj", ("mlp.down_proj",)),
 )
 LINEARS = tuple(name for group in GROUPS for name in group.linears)
+
+
+def groups_of(config: ModelConfig, index: int) -> tuple[Group, ...]:
+    """Of one layer, in the order in which they run; with experts, theirs stand in place of the MLP's."""
+    if config.moe is None or index in config.moe.dense_layers:
+        return GROUPS
+    return *GROUPS[:2], *(Group(*parts) for parts in moe.groups(config.moe))
 
 
 class Context(Protocol):
@@ -90,15 +103,21 @@ class Whole:
 class Block:
     """One decoder layer; `linears` by group name."""
 
+    gate_up: Linear  # these two only where there are no experts
+    down: Linear
+
     def __init__(self, config: ModelConfig, index: int, *, linears: dict[str, Linear], norms: dict[str, RMSNorm],
-                 qk_norm: Tensor | None, ops: ModuleType):
-        self.index, self.linears, self.ops = index, linears, ops
-        self.qkv, self.o, self.gate_up, self.down = (linears[group.name] for group in GROUPS)
+                 qk_norm: Tensor | None, ops: ModuleType, experts: moe.Experts | None = None):
+        self.index, self.linears, self.ops, self.experts = index, linears, ops, experts
+        self.groups = groups_of(config, index)
+        self.qkv, self.o = linears["qkv"], linears["o"]
+        if experts is None:
+            self.gate_up, self.down = linears["gate_up"], linears["down"]
         self.input_norm, self.post_norm = norms["input_layernorm"], norms["post_attention_layernorm"]
         self.qk_norm = qk_norm  # [heads + kv_heads, head_dim]
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.epsilon, self.scale, self.window = config.epsilon, config.head_dim**-0.5, config.windows[index]
-        self.fusable = all(isinstance(linear.single, CudaLinear) for linear in linears.values())
+        self.fusable = experts is None and all(isinstance(linear.single, CudaLinear) for linear in linears.values())
 
     @classmethod
     def load(cls, weights: Weights, config: ModelConfig, index: int, *, device: torch.device | str, dtype: torch.dtype,
@@ -111,8 +130,11 @@ class Block:
             "gate_up": ([config.intermediate_size] * 2, hidden, config.mlp_bias),
             "down": ([hidden], config.intermediate_size, config.mlp_bias),
         }
+        groups = groups_of(config, index)
+        if groups is not GROUPS:
+            shapes |= moe.shapes(config)
         linears = {}
-        for group in GROUPS:
+        for group in groups:
             sizes, in_features, bias = shapes[group.name]
             linears[group.name] = Linear.load(weights, prefix, group.linears, sizes=sizes, in_features=in_features, bias=bias,
                                               device=device, dtype=dtype, exact=exact, gated=group.name == "gate_up")
@@ -125,7 +147,10 @@ class Block:
         if config.qk_norm:  # one table for all heads, so that queries and keys are normed in one call
             qk_norm = torch.cat([norm("self_attn.q_norm", size).expand(config.heads, size),
                                  norm("self_attn.k_norm", size).expand(config.kv_heads, size)])
-        return cls(config, index, linears=linears, norms=norms, qk_norm=qk_norm, ops=decoder_ops(device))
+        ops, experts = decoder_ops(device), None
+        if groups is not GROUPS:
+            experts = moe.Experts.load(weights, config, prefix, linears, ops=ops, device=device, dtype=dtype)
+        return cls(config, index, linears=linears, norms=norms, qk_norm=qk_norm, ops=ops, experts=experts)
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """[..., tokens, hidden] → the same, residual included."""
@@ -142,7 +167,10 @@ class Block:
         else:
             x, hidden = ops.add_rms_norm(delta, hidden, self.input_norm.weight, epsilon=self.epsilon)
         x, hidden = ops.add_rms_norm(self.attention(x, context), hidden, self.post_norm.weight, epsilon=self.epsilon)
-        return self.down(ops.silu_mul(self.gate_up(x))), hidden
+        return self.mlp(x), hidden
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.silu_mul(self.gate_up(x))) if self.experts is None else self.experts(x)
 
     def fused(self, hidden: Tensor, context: Context) -> Tensor:
         """As `forward`, norms, residuals and silu·mul being part of the linears."""
@@ -163,7 +191,7 @@ class Block:
 
     def watch(self, callback: Callable[[Group, Tensor], None] | None) -> None:
         """Call back with the input of every group of linears, or stop doing so (None)."""
-        for group in GROUPS:
+        for group in self.groups:
             self.linears[group.name].watch = None if callback is None else _bind(callback, group)
 
 
@@ -184,8 +212,6 @@ class Decoder:
              layers: Iterable[int] | None = None) -> Decoder:
         """`layers` loads those blocks alone (none: embedding, final norm and head), and leaves out the check for extras."""
         config, device = ModelConfig.from_dict(weights.config), torch.device(device)
-        if config.moe is not None:
-            raise UnsupportedError(f"{config.model_type} (mixture of experts) can be read but not run yet; it comes later")
         vocab, hidden = config.vocab_size, config.hidden_size
         table = load_tensor(weights, "model.embed_tokens.weight", (vocab, hidden), device=device, dtype=dtype)
         blocks = [Block.load(weights, config, index, exact=exact, device=device, dtype=dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError, unknown
+from flyweight.models import moe
 from flyweight.models.config import ModelConfig
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
@@ -44,6 +45,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         3584, 18944, 28, 28, 4, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], vocab_size=151936,
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=2560, shared_expert_intermediate_size=20480,
         norm_topk_prob=False, decoder_sparse_step=1),
+    "qwen3-30b-a3b": QWEN3 | _sizes(
+        2048, 6144, 48, 32, 4, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1),
     "qwen1.5-32b": QWEN2 | _sizes(5120, 27392, 64, 40, 8),
     "qwen3-0.6b": QWEN3 | _sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
     "qwen3-4b": QWEN3 | _sizes(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
@@ -137,23 +141,44 @@ class PresetWeights:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an unquantized dense checkpoint."""
+    """Every tensor of an unquantized checkpoint, experts one by one."""
     hidden, query, key = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
     # projection: (outputs, inputs, whether it has a bias)
     linears = {
         "self_attn.q_proj": (query, hidden, config.qkv_bias), "self_attn.k_proj": (key, hidden, config.qkv_bias),
         "self_attn.v_proj": (key, hidden, config.qkv_bias), "self_attn.o_proj": (hidden, query, config.o_bias),
+    }
+    dense = {
         "mlp.gate_proj": (config.intermediate_size, hidden, config.mlp_bias),
         "mlp.up_proj": (config.intermediate_size, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, config.intermediate_size, config.mlp_bias),
     }
-    block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    for name, (rows, columns, bias) in linears.items():
-        block |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+    norms: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     if config.qk_norm:
-        block |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        norms |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index in range(config.layers):
+        sparse = config.moe is not None and index not in config.moe.dense_layers
+        block = norms | _with_biases(linears) | (_expert_shapes(config) if sparse else _with_biases(dense))
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}
     shapes["model.norm.weight"] = (hidden,)
     return shapes if config.tied_embeddings else shapes | {"lm_head.weight": (config.vocab_size, hidden)}
+
+
+def _with_biases(linears: dict[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in linears.items():
+        found |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+    return found
+
+
+def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    assert config.moe is not None
+    hidden = config.hidden_size
+    found: dict[str, tuple[int, ...]] = {moe.ROUTER: (config.moe.experts, hidden)}
+    if config.moe.shared_intermediate_size:
+        found[moe.SHARED_GATE] = (1, hidden)
+    for name, width in moe.members(config.moe):
+        sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+        found |= {f"mlp.{name}.{linear}.weight": shape for linear, shape in sizes.items()}
+    return found

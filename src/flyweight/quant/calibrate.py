@@ -14,6 +14,7 @@ activations; the arithmetic is the same, so the bytes are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import warnings
@@ -37,6 +38,7 @@ from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
 from flyweight.quant.work import WorkBlock
 
+FEWEST_TOKENS = 32  # an expert that fewer calibration tokens reached is rounded to nearest
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP, and α its matmuls
 
 
@@ -157,8 +159,9 @@ class Loop:
         if self.recipe.smooth is not None or self.recipe.scale_search:
             report["scales"] = self.transform(work)
         float_weights = {name: weight.clone() for name, weight in work.weights.items()} if self.recipe.learn_steps else {}
-        for group in GROUPS:
-            self.solve(work, group, report["layers"])
+        # Experts of a layer are calibrated in one pass: all gate/up, then all down.
+        for _, stage in itertools.groupby(work.groups, key=lambda group: group.name.rpartition(".")[2]):
+            self.solve(work, list(stage), report["layers"])
         if self.recipe.learn_steps and self.original is not None:
             work.weights |= float_weights
             report["learned"] = self.learn(work)
@@ -167,11 +170,21 @@ class Loop:
     def layers(self, work: WorkBlock, group: Group) -> list[Layer]:
         return [self.recipe.layer_for(f"model.layers.{work.index}.{name}") for name in group.linears]
 
-    def solve(self, work: WorkBlock, group: Group, report: dict[str, Any]) -> None:
-        layers = self.layers(work, group)
-        started, statistics = time.perf_counter(), None
-        if self.context is not None and (self.recipe.sparse or any(layer.needs_statistics for layer in layers)):
-            statistics = work.statistics(self.hidden, self.context, [group], relative=self.recipe.relative)[group.name]
+    def solve(self, work: WorkBlock, stage: list[Group], report: dict[str, Any]) -> None:
+        found: dict[str, Statistics] = {}
+        needing = [group for group in stage if self.recipe.sparse
+                   or any(layer.needs_statistics for layer in self.layers(work, group))]
+        if self.context is not None and needing:
+            found = work.statistics(self.hidden, self.context, needing, relative=self.recipe.relative)
+        for group in stage:
+            self.solve_group(work, group, found.pop(group.name, None), report)
+
+    def solve_group(self, work: WorkBlock, group: Group, statistics: Statistics | None, report: dict[str, Any]) -> None:
+        layers, started, facts = self.layers(work, group), time.perf_counter(), {}
+        if statistics is not None and group.routed:
+            facts = {"tokens": statistics.tokens}
+            if statistics.tokens < FEWEST_TOKENS:
+                statistics = Statistics.uniform(statistics.columns, self.device)
         weights = [work.weights[name] for name in group.linears]
         solved = solve_group(weights, layers, statistics, dtype=self.stored, sparse=self.recipe.sparse, seed=self.seed)
         hessian = None if statistics is None else statistics.hessian
@@ -179,7 +192,7 @@ class Loop:
             work.quantized[name] = tensor
             moments = torch.eye(weight.shape[1], device=weight.device) if hessian is None else hessian
             error = layer_error(weight, tensor.dequantize(), moments)
-            report[name] = {"error": error, "bits_per_weight": tensor.bits_per_weight}
+            report[name] = {"error": error, "bits_per_weight": tensor.bits_per_weight} | facts
             self.listen(Event("layer", work.index, self.config.layers, name, error, time.perf_counter() - started))
 
     def learn(self, work: WorkBlock) -> dict[str, float]:
@@ -200,9 +213,11 @@ class Loop:
         """Smoothing, then scale search, group by group; statistics follow by arithmetic instead of another pass."""
         assert self.context is not None
         samples = Samples(JUDGED_TOKENS)
-        statistics = work.statistics(self.hidden, self.context, GROUPS, see=samples.keep)
+        # Experts and router share one norm, and a factor taken out of it would have to go into all of them: left alone.
+        groups = GROUPS if work.groups is GROUPS else GROUPS[:2]
+        statistics = work.statistics(self.hidden, self.context, groups, see=samples.keep)
         report: dict[str, Any] = {}
-        for group in GROUPS:
+        for group in groups:
             if any(layer.solver == "keep" for layer in self.layers(work, group)):
                 continue
             entry: dict[str, Any] = {}

@@ -23,14 +23,15 @@ from flyweight.checkpoint import formats
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint, read_json
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
-from flyweight.errors import OptionError, UnsupportedError
+from flyweight.errors import OptionError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.models.config import ModelConfig
+from flyweight.models.moe import ROUTER, SHARED_GATE, members
 from flyweight.models.presets import PresetWeights
 from flyweight.models.rope import rope_tables
 from flyweight.quant import recipe as recipes
 from flyweight.quant.cache import Budget
-from flyweight.quant.calibrate import Listener, Loop, memory_errors, reproducible
+from flyweight.quant.calibrate import FEWEST_TOKENS, Listener, Loop, memory_errors, reproducible
 from flyweight.quant.calibration import BUILT_IN, Samples, draw_samples, read_text
 from flyweight.quant.grid import fit_group_size
 from flyweight.quant.recipe import Recipe
@@ -124,14 +125,15 @@ class Job:
         else:
             self.source = Checkpoint(resolve(model))
         self.config = ModelConfig.from_dict(self.source.config)
-        if self.config.moe is not None:
-            raise UnsupportedError(f"{self.config.model_type}: models with experts cannot be quantized yet")
         if dtype not in (None, "float32", "float16", "bfloat16"):
             raise OptionError(f"--dtype is float32, float16 or bfloat16, not {dtype!r}")
         self.stored = self.source.tensor("model.norm.weight").dtype
         # Without a GPU only float32 is fast.
         self.dtype = getattr(torch, dtype) if dtype else torch.float32 if device.type == "cpu" else self.stored
-        widths = sorted({self.config.hidden_size, self.config.intermediate_size, self.config.heads * self.config.head_dim})
+        moe = self.config.moe
+        middle = [self.config.intermediate_size] if moe is None or moe.dense_layers else []
+        widths = sorted({self.config.hidden_size, self.config.heads * self.config.head_dim, *middle,
+                         *([width for _, width in members(moe)] if moe else [])})
         self.recipe = recipe.with_group_size(lambda size: size if size == -1 else fit_group_size(size, widths))
 
     def samples(self, source: str | Samples, count: int, length: int) -> Samples | None:
@@ -216,7 +218,7 @@ class Job:
         config = dict(self.source.config)
         layers = self.layer_tensors(finished)
         quantized = {name: tensor for name, tensor in layers.items() if tensor.kind != "plain"}
-        ignore = [name for name in [*layers, "lm_head"] if name not in quantized]
+        ignore = [name for name in [*layers, *self.routers(), "lm_head"] if name not in quantized]
         config["quantization_config"] = form.config(quantized, ignore=dict.fromkeys(ignore))
         if "lm_head" in quantized:
             config["tie_word_embeddings"] = False
@@ -260,13 +262,22 @@ class Job:
             found |= {prefix + name: tensor for name, tensor in part.linears.items()}
         return found
 
+    def routers(self) -> list[str]:
+        """Linears to other engines, and never quantized."""
+        if self.config.moe is None:
+            return []
+        gates = [ROUTER, *([SHARED_GATE] if self.config.moe.shared_intermediate_size else [])]
+        return [f"model.layers.{index}.{gate.removesuffix('.weight')}" for index in range(self.config.layers)
+                if index not in self.config.moe.dense_layers for gate in gates]
+
     def summarize(self, finished: list[FinishedBlock], form: str, *, seconds: float, tokens: int, peak: float,
                   complete: bool) -> Summary:
         quantized = [t for t in self.layer_tensors(finished).values() if t.kind != "plain"]
         before = getattr(self.source, "nbytes", 0)
         after = Checkpoint(self.output).nbytes if complete else 0
-        return Summary(self.output, self.recipe.name, form, bits_per_weight(quantized), before, after, reports(finished), seconds,
-                       tokens, peak, complete)
+        layers = reports(finished)
+        return Summary(self.output, self.recipe.name, form, bits_per_weight(quantized), before, after, layers, seconds,
+                       tokens, peak, complete, notes=expert_notes(layers))
 
 
 def reports(finished: list[FinishedBlock]) -> dict[str, dict[str, float]]:
@@ -275,6 +286,14 @@ def reports(finished: list[FinishedBlock]) -> dict[str, dict[str, float]]:
         for name, figures in part.report.get("layers", {}).items():
             found[name if name == "lm_head" else f"model.layers.{index}.{name}"] = figures
     return found
+
+
+def expert_notes(layers: dict[str, dict[str, float]]) -> tuple[str, ...]:
+    """How many experts' linears had too few tokens to be calibrated on."""
+    seen = [figures["tokens"] for figures in layers.values() if "tokens" in figures]
+    few = sum(tokens < FEWEST_TOKENS for tokens in seen)
+    text = f"{few} of {len(seen)} expert linears saw fewer than {FEWEST_TOKENS} calibration tokens and were rounded to nearest"
+    return (text,) if few else ()
 
 
 def bits_per_weight(tensors: Iterable[QuantTensor]) -> float:

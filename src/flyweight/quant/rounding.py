@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.kernels import reference
-from flyweight.models.decoder import GROUPS, Block, Context
+from flyweight.models.decoder import Block, Context
 from flyweight.quant.grid import stored
 from flyweight.quant.work import WorkBlock, root_mean_square
 from flyweight.tensors import IntGroup
@@ -115,7 +115,9 @@ def trainable(work: WorkBlock, nudged: dict[str, Nudged]) -> Block:
     """The block with weights that are computed from nudges at every call, and ops that gradients pass through."""
     block = work.build()
     block.ops = reference
-    for group in GROUPS:
+    if block.experts is not None:
+        block.experts.ops = reference
+    for group in work.groups:
         parts = [nudged.get(name) or work.quantized[name].dequantize(work.dtype) for name in group.linears]
         if any(isinstance(part, Nudged) for part in parts):
             block.linears[group.name].single = joined(parts, work.dtype)

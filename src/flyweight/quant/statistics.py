@@ -75,6 +75,14 @@ class Statistics:
             raise NonFiniteError(f"{where}: the input holds NaN or infinity; the model overflows here in this dtype "
                                  "(try --dtype float32) or its weights are damaged")
 
+    @classmethod
+    def uniform(cls, columns: int, device: torch.device | str) -> Statistics:
+        """Of inputs that are alike and independent: with these every solver rounds to nearest."""
+        tokens = 1000 * columns  # so many that nothing is damped for want of samples
+        ones = torch.ones(columns, device=device)
+        sums = {"hessian": tokens * torch.eye(columns, device=device), "absolute": tokens * ones, "largest": ones}
+        return cls(columns, device, tokens, sums)
+
     def scaled(self, scales: Tensor) -> Statistics:
         """The statistics of x / scales: what a layer sees once `scales` are folded into its columns."""
         divisors = {"hessian": scales[:, None] * scales[None], "absolute": scales, "largest": scales}

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flyweight.errors import FlyweightError
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import GROUPS, Block, Context, Group
+from flyweight.models.decoder import Block, Context, Group, groups_of
+from flyweight.models.moe import ROUTER, SHARED_GATE
 from flyweight.quant.statistics import Statistics
 from flyweight.quant.store import FinishedBlock
 from flyweight.tensors import Float8, Int8Channel, Plain, QuantTensor, Sparse24, quantize_int8_rows
@@ -46,8 +47,9 @@ class WorkBlock:
     def __init__(self, config: ModelConfig, index: int, *, weights: dict[str, Tensor], others: dict[str, Tensor],
                  device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.index, self.device, self.dtype = config, index, device, dtype
+        self.groups = groups_of(config, index)
         self.weights = weights  # float32 [out, in] by name inside the block
-        self.others = others  # norms and biases, as they are stored
+        self.others = others  # norms, biases and routers, as they are stored
         self.quantized: dict[str, QuantTensor] = {}
         self.unpacked: dict[str, tuple[QuantTensor, Tensor]] = {}  # what `dense` has made, and of what
 
@@ -55,10 +57,10 @@ class WorkBlock:
     def load(cls, source: Any, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> WorkBlock:
         prefix = f"model.layers.{index}."
         # Clones: float32 weights of a checkpoint are views of its file, and folding works in place.
-        names = [name for group in GROUPS for name in group.linears]
+        names = [name for group in groups_of(config, index) for name in group.linears]
         weights = {name: source.linear(prefix + name).to(device).dequantize().clone() for name in names}
         others = {name.removeprefix(prefix): source.tensor(name).to(device) for name in source.names()
-                  if name.startswith(prefix) and name.endswith(("norm.weight", ".bias"))}
+                  if name.startswith(prefix) and name.endswith(("norm.weight", ".bias", ROUTER, SHARED_GATE))}
         return cls(config, index, weights=weights, others=others, device=device, dtype=dtype)
 
     @classmethod
@@ -97,7 +99,7 @@ class WorkBlock:
 
     def build(self) -> Block:
         block = Block.load(self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True)
-        for group in GROUPS:
+        for group in self.groups:
             self.swap(block, group, [self.dense(name) for name in group.linears])
         return block
 
@@ -114,17 +116,17 @@ class WorkBlock:
         `relative` divides what adds to the hidden state by that state's size: a few tokens have one a hundred times as large
         as the others, which the next norm takes out again.
         """
-        wanted = {group.name for group in groups}
-        last = [group.name for group in GROUPS if group.name in wanted][-1]
-        found = {group.name: Statistics(self.weights[group.linears[0]].shape[1], self.device) for group in GROUPS
-                 if group.name in wanted}
+        wanted = {group.name: group for group in groups}
+        last = [group for group in self.groups if group.name in wanted][-1]
+        found = {name: Statistics(self.weights[group.linears[0]].shape[1], self.device) for name, group in wanted.items()}
 
         def watch(group: Group, x: Tensor) -> None:
             if group.name in wanted:
-                found[group.name].add(x if sizes is None or group.source.endswith("norm") else (x / sizes).to(x.dtype))
+                plain = group.source.endswith("norm") or x.ndim < 3  # an expert sees only some of the tokens
+                found[group.name].add(x if sizes is None or plain else (x / sizes).to(x.dtype))
                 if see is not None:
                     see(group, x)
-            if group.name == last:
+            if group is last and not group.routed:  # the last expert need not be asked last, or at all
                 raise Enough
 
         block = self.build()
@@ -137,7 +139,8 @@ class WorkBlock:
             except Enough:
                 continue
         for name, statistics in found.items():
-            statistics.check(f"model.layers.{self.index} ({name})")
+            if statistics.tokens or not wanted[name].routed:
+                statistics.check(f"model.layers.{self.index} ({name})")
         return found
 
     # -- equivalent changes -----------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class WorkBlock:
         return scales
 
     def finished(self, report: dict[str, Any]) -> FinishedBlock:
-        missing = [name for group in GROUPS for name in group.linears if name not in self.quantized]
+        missing = [name for group in self.groups for name in group.linears if name not in self.quantized]
         if missing:
             raise FlyweightError(f"layer {self.index}: {', '.join(missing)} were never quantized")
         return FinishedBlock(dict(self.quantized), dict(self.others), report)

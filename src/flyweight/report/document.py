@@ -12,6 +12,7 @@ from flyweight.report.records import Record, add_speedups, make_record, tell_apa
 from flyweight.report.rows import Results, Row, group
 from flyweight.report.units import bytes_text, plain, time_text
 
+TORCH_NAMES = {"float16": "fp16", "float32": "fp32"}  # the dtype of torch's own linear beside a kernel, unless bf16
 MEDALS = ("🥇", "🥈", "🥉")
 
 
@@ -22,6 +23,7 @@ class View:
     results: Results
     layout: str = "full"
     baseline: str | None = None
+    most: int | None = None  # operators of a profile; None: all
 
     @property
     def seed(self) -> bool:
@@ -48,12 +50,16 @@ def split(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, 
 def kernel(view: View) -> list[Block]:
     blocks: list[Block] = []
     for record in (records := view.records("kernel")):
+        record["torch_name"] = TORCH_NAMES.get(str(record.get("torch_dtype")), "bf16")
         record["ms"], record["torch_ms"] = record["us"] / 1e3, record["torch_us"] / 1e3 if record.get("torch_us") else None
         record["speedup"] = record["torch_us"] / record["us"] if record.get("torch_us") else None
         if record.get("ratio") is None and record.get("torch_us"):
             record["ratio"] = record["us"] / record["torch_us"]
     for (name, codebook, device), part in split(
             records, lambda one: (one["format"], one.get("main_centroids") is not None, one["device_name"])).items():
+        if view.seed and len({(one.get("main_centroids"), one.get("residual_centroids")) for one in part}) == 1:
+            for one in part:  # as in the document with one codebook
+                one["main_centroids"] = one["residual_centroids"] = None
         title = f"{name} kernel{' by codebook' if codebook else ''} on {device or 'an unnamed device'}"
         blocks.append(make_table(title, layouts.KERNEL[view.layout], part))
     return [Heading("Kernels"), *blocks, *figures.heat_maps(records)] if blocks else []
@@ -188,14 +194,16 @@ def transpose(table: Table, *, strong: bool) -> Table:
 
 def profile(view: View) -> list[Block]:
     blocks: list[Block] = []
-    for (device, phase), rows in split(({**row, "device_name": view.results.device(row)} for row in view.results.of("profile")),
-                                       lambda one: (one["device_name"], one.get("phase"))).items():
+    found = [{**row, "device_name": view.results.device(row)} for row in view.results.of("profile")]
+    operators = [row for row in found if row.get("level") != "layer"]
+    for (device, phase), rows in split(operators, lambda one: (one["device_name"], one.get("phase"))).items():
         records = [operator_record(part) for part in split(rows, lambda one: one["operator"]).values()]
+        by = "device" if any(one["device_self_us"] for one in records) else "host"
         if not view.seed:
-            records.sort(key=lambda one: -one["device_self_us"])
-        title = f"Operators{f' of {phase}' if phase else ''} on {device}, by device time"
-        blocks.append(make_table(title, layouts.PROFILE[view.layout], records))
-    return [Heading("Profiling"), *blocks] if blocks else []
+            records.sort(key=lambda one: -one.get(f"{by}_self_us", 0.0))
+        title = f"Operators{f' of {phase}' if phase else ''} on {device}, by {by} time"
+        blocks.append(make_table(title, layouts.PROFILE[view.layout], records[: view.most]))
+    return [Heading("Profiling"), *blocks, *figures.layer_times(found)] if blocks else []
 
 
 def operator_record(rows: Sequence[Row]) -> Record:

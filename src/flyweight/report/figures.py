@@ -191,3 +191,22 @@ def is_beaten(mark: Sequence[float], marks: Sequence[Sequence[float]]) -> bool:
 
 def size_of(quality: Row, speed: Row) -> float:
     return float(quality.get("size_gb") or speed.get("size_gb") or 0.0)
+
+
+def layer_times(rows: Sequence[Row]) -> list[Figure]:
+    """Milliseconds of each layer in one call, phase by phase: on the device where it has one, else on the host."""
+    layers = [row for row in rows if row.get("level") == "layer"]
+    figures: list[Figure] = []
+    for model in dict.fromkeys((row.get("model"), row.get("scheme"), row["device_name"]) for row in layers):
+        mine = [row for row in layers if (row.get("model"), row.get("scheme"), row["device_name"]) == model]
+        kind = "device" if any(row["kind"] == "device" for row in mine) else "host"
+        mine = sorted((row for row in mine if row["kind"] == kind), key=lambda row: int(row["operator"].split()[-1]))
+        series = collect(mine, lambda row: str(row.get("phase")), layer_point)
+        title = f"Time of each layer, {model[0]} {model[1]} on {model[2]}"
+        figures.append(Figure("bars", title, "layer", f"milliseconds on the {kind}, one step", series))
+    return figures
+
+
+def layer_point(row: Row) -> Point:
+    milliseconds = row["total_us"] / max(row["calls"], 1) / 1e3
+    return Point(row["operator"].split()[-1], milliseconds, tip=f"{row['operator']}: {row['calls']} calls")

@@ -20,13 +20,14 @@ KERNEL = {
     ),
     "full": (
         Column("kernel", "kernel", optional=True), Column("chain", "chain", optional=True), Column("rows", "rows"),
+        Column("context", "context", optional=True), Column("bits/weight", "bits_per_weight", ".2f", optional=True),
         Column("in", "in_features", optional=True), Column("out", "out_features", optional=True),
         Column("group", "group_size", optional=True), Column("vector", "vector_length", optional=True),
         Column("main centroids", "main_centroids", optional=True),
         Column("residual centroids", "residual_centroids", optional=True),
         Column("{format} (µs)", "us", ".2f"), Column("p10", "us_p10", ".2f", optional=True),
         Column("p90", "us_p90", ".2f", optional=True), Column("hot L2 (µs)", "us_hot", ".2f", optional=True),
-        Column("torch bf16 (µs)", "torch_us", ".2f", optional=True),
+        Column("torch {torch_name} (µs)", "torch_us", ".2f", optional=True),
         Column("ratio {format} ÷ torch (< 1 is faster)", "ratio", ".2f", optional=True),
         Column("speed-up over torch (×)", "speedup", ".2f", optional=True), Column("GB/s", "gb_s", ".0f", optional=True),
         Column("of bandwidth", "share_of_bandwidth", ".0%", optional=True),
@@ -107,10 +108,12 @@ PROFILE = {
         Column("CUDA Mem", "device_memory"), Column("Self CUDA Mem", "device_self_memory"), Column("# of Calls", "calls"),
     ),
     "full": (
-        Column("Operator or kernel", "operator"), Column("Phase", "phase", optional=True), Column("Device self", "device_self"),
-        Column("Device share", "device_share"), Column("Device total", "device_total"), Column("Device mean", "device_mean"),
+        Column("Operator or kernel", "operator"), Column("Phase", "phase", optional=True),
+        Column("Device self", "device_self", optional=True), Column("Device share", "device_share", optional=True),
+        Column("Device total", "device_total", optional=True), Column("Device mean", "device_mean", optional=True),
         Column("Host self", "host_self"), Column("Host share", "host_share"), Column("Host total", "host_total"),
-        Column("Device memory", "device_memory"), Column("Calls", "calls"),
+        Column("Device memory", "device_memory", optional=True), Column("Host memory", "host_memory", optional=True),
+        Column("Calls", "calls"),
     ),
 }
 QUALITY = (
@@ -127,7 +130,8 @@ QUANTIZE = (
     Column("Calibration tokens", "calibration_tokens", optional=True), Column("Seconds", "seconds", ".1f"),
     Column("Peak GPU (GB)", "peak_gpu_gb", ".2f", optional=True), Column("Peak host (GB)", "peak_host_gb", ".2f", optional=True),
 )
-FAILURES = (Column("Bench", "bench"), Column("Model", "model", optional=True), Column("Scheme", "scheme", optional=True),
+FAILURES = (Column("Bench", "bench"), Column("Kernel", "kernel", optional=True),
+            Column("Model", "model", optional=True), Column("Scheme", "scheme", optional=True),
             Column("Backend", "backend", optional=True), Column("Status", "status"), Column("Reason", "reason"))
 
 METRICS = {  # metric → (what it is called, its unit, whether more is better)

@@ -35,8 +35,8 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "quantize": ("scheme", "seconds"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
-    "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "group_size", "zero_points", "dtype",
-               "vector_length", "main_centroids", "residual_centroids"),
+    "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "context", "group_size", "zero_points",
+               "dtype", "vector_length", "main_centroids", "residual_centroids"),
     "latency": (*MODEL, "kv_dtype", "backend", "workload", "batch", "input", "output"),
     "speed": (*MODEL, "kv_dtype", "backend", "input", "output", "gpus", "setting"),
     "serve": (*MODEL, "kv_dtype", "backend", "rate", "concurrency", "arrivals", "dataset", "requests"),

@@ -1,6 +1,7 @@
 """Damaged and contradictory folders are errors that name the tensor or key; known faults are mended with a notice."""
 
 import dataclasses
+import fnmatch
 import json
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_bad_gptq_config_names_its_key(change, says):
     ({"format": "pack-quantised"}, "did you mean 'pack-quantized'"), ({"format": "marlin-24"}, "marlin-24"),
     ({"config_groups": []}, "config_groups"),
     ({"config_groups": {"a": {"targets": ["re:("], "weights": {}}}}, "regular expression"),
-    ({"ignore": [PREFIX]}, "no group of config.json targets it"), ({"kv_cache_scheme": {"num_bits": 8}}, "KV cache"),
+    ({"ignore": [PREFIX]}, "no group of config.json targets it"), ({"kv_cache_scheme": 8}, "kv_cache_scheme"),
     ({"transform_config": {"config_groups": {}}}, "rotations"),
     ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparse-24-bitmask")])
 def test_a_bad_compressed_tensors_config_names_its_key(change, says):
@@ -91,6 +92,49 @@ def test_a_bad_compressed_tensors_config_names_its_key(change, says):
     checkpoint.config["quantization_config"] |= change
     with pytest.raises(FlyweightError, match=says):
         read(checkpoint)
+
+
+def test_a_quantized_cache_is_not_needed_and_its_scales_are_left_out():
+    checkpoint = written("compressed-tensors", INT4)
+    checkpoint.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "symmetric": True}
+    with pytest.warns(CheckpointNotice, match="keeps 16 bits"):
+        form = formats.find(checkpoint.config, checkpoint)
+    same(INT4, formats.read_linear(form, checkpoint, PREFIX))
+    assert any(fnmatch.fnmatchcase("model.layers.3.self_attn.k_scale", pattern) for pattern in form.spare)
+    assert not any(fnmatch.fnmatchcase(name, pattern) for name in checkpoint.names() for pattern in form.spare)
+    assert formats.named("compressed-tensors").spare == ()
+
+
+FLAT = {"quant_method": "vptq", "format": "vptq", "bits": 2, "vector_lens": [4, 8], "num_centroids": [256, 16], "npercent": 5.0,
+        "num_res_centroids": [-1, 4], "group_num": 2, "group_size": -1, "enable_norm": True, "norm_dim": 0, "enable_perm": True}
+
+
+def flat_vptq(**change):
+    """The folder as GPTQModel writes it: one set of numbers, shapes from the model, wide integers. 5 % of 64 inputs are 4."""
+    checkpoint = written("vptq", VECTORS)
+    for name in (f"{PREFIX}.perm", f"{PREFIX}.outlier_indices"):
+        checkpoint.tensors[name] = checkpoint.tensors[name].int()
+    checkpoint.config = {"hidden_size": 16, "intermediate_size": 64, "quantization_config": FLAT | change}
+    return checkpoint
+
+
+VECTORS = VectorQuant.random((16, 64), main=16, residual=4, outliers=4, groups=2, permute=True)
+
+
+def test_the_flat_vptq_config_of_gptqmodel_is_spread_over_the_modules():
+    same(VECTORS, read(flat_vptq()))
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"norm_dim": 1}, "norm_dim"), ({"npercent": "5"}, "npercent"), ({"group_num": -1, "group_size": 7}, "padded"),
+    ({"vector_lens": [8]}, "vector_lens"), ({"group_num": 0}, "group_num")])
+def test_a_flat_vptq_config_that_cannot_be_followed_is_refused(change, says):
+    with pytest.raises(FlyweightError, match=says):
+        read(flat_vptq(**change))
+    unknown = flat_vptq()
+    unknown.config.pop("hidden_size")
+    with pytest.raises(CheckpointError, match="does not tell the shape"):
+        read(unknown)
 
 
 def test_indices_and_groups_that_point_outside_are_refused():

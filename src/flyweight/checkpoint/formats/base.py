@@ -66,6 +66,11 @@ class Format:
         """The format as `quantization_config` describes it."""
         raise NotImplementedError
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        """Patterns of tensors that nothing here needs: they need not be read, and are not written again."""
+        return ()
+
     def names(self, prefix: str) -> list[str]:
         """Every tensor that a quantized module may use."""
         return [f"{prefix}.{suffix}" for suffix in self.suffixes]

@@ -38,6 +38,11 @@ class CompressedTensors(Format):
     def parse(cls, settings: Settings) -> CompressedTensors:
         return cls(Groups.parse(settings))
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        parts = ("self_attn.?_scale", "self_attn.?_zero_point", "?_proj.output_scale", "?_proj.output_zero_point")
+        return tuple(f"*.{part}" for part in parts) if self.groups.quantized_cache else ()
+
     # -- reading ----------------------------------------------------------------------------------------------
 
     def read(self, checkpoint: Source, prefix: str) -> QuantTensor | None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flyweight.checkpoint.formats.base import Layers, Settings, dense_of, group_labels, short
+from flyweight.checkpoint.formats.base import CheckpointNotice, Layers, Settings, dense_of, group_labels, short
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import Float8, Int8Channel, IntGroup, QuantTensor
 
@@ -43,17 +44,22 @@ class Scheme:
 class Groups:
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...] = ()  # targets and their scheme
     ignore: tuple[str, ...] = ()
+    quantized_cache: bool = False  # scales for K and V lie in the files
 
     @classmethod
     def parse(cls, settings: Settings) -> Groups:
         layout = settings.choice("format", LAYOUTS, "dense")
+        cache = bool(settings.get("kv_cache_scheme", dict, {}))
+        if cache:
+            warnings.warn(f"{settings.where}: `kv_cache_scheme` asks for a quantized KV cache; here it keeps 16 bits, "
+                          "which is more precise and takes more memory", CheckpointNotice, stacklevel=2)
         _refuse_what_changes_the_numbers(settings)
         old = _version(settings.get("version", str, VERSION)) < (0, 17)
         schemes = []
         for name in settings.get("config_groups", dict):
             group = settings.part("config_groups").part(name)
             schemes.append((_targets(group, "targets"), _scheme(group, group.choice("format", LAYOUTS, layout), old=old)))
-        return cls(tuple(schemes), _targets(settings, "ignore"))
+        return cls(tuple(schemes), _targets(settings, "ignore"), cache)
 
     def of(self, prefix: str) -> Scheme | None:
         if any(_named(prefix, target) for target in self.ignore):
@@ -90,9 +96,8 @@ def _targets(settings: Settings, key: str) -> tuple[str, ...]:
 
 
 def _refuse_what_changes_the_numbers(settings: Settings) -> None:
-    for key, what in (("kv_cache_scheme", "a quantized KV cache"), ("transform_config", "rotations at run time")):
-        if settings.values.get(key):
-            raise UnsupportedError(f"{settings.where}: `{key}` asks for {what}, which Flyweight does not do")
+    if settings.values.get("transform_config"):
+        raise UnsupportedError(f"{settings.where}: `transform_config` asks for rotations at run time, which are not done here")
     sparsity = settings.get("sparsity_config", dict, {})
     Settings(sparsity, f"{settings.where}: sparsity_config").choice("format", ("dense", "sparse-24-bitmask"), "dense")
 

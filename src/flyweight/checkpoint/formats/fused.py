@@ -28,6 +28,8 @@ def read_linear(form: Format | None, checkpoint: Source, prefix: str) -> QuantTe
     if found is None:
         found = _from_parts(form, checkpoint, prefix)
     if found is None:
+        found = _from_experts(checkpoint, prefix)
+    if found is None:
         raise fault(checkpoint, f"no weight for {prefix!r}: neither '{prefix}.weight' nor a quantized form of it")
     return _without_padding(checkpoint, prefix, found)
 
@@ -70,6 +72,24 @@ def _from_parts(form: Format | None, checkpoint: Source, prefix: str) -> QuantTe
     return joined[0]
 
 
+def _from_experts(checkpoint: Source, prefix: str) -> QuantTensor | None:
+    """One expert out of `experts.gate_up_proj` [experts, 2 · width, hidden] and `experts.down_proj` [experts, hidden, width]."""
+    parent, number, name = prefix.rsplit(".", 2) if prefix.count(".") > 1 else ("", "", "")
+    stacked = f"{parent}.{'down_proj' if name == 'down_proj' else 'gate_up_proj'}"
+    rows, columns = implied_shape(checkpoint.config, prefix)
+    if not number.isdigit() or not checkpoint.has(stacked) or rows is None or columns is None:
+        return None
+    experts = checkpoint.config.get("num_experts") or checkpoint.config.get("num_local_experts")
+    wanted = (experts, rows if name == "down_proj" else 2 * rows, columns)
+    if checkpoint.shape(stacked) != wanted:
+        raise fault(checkpoint, f"{stacked!r} has shape {list(checkpoint.shape(stacked))}, config.json implies {list(wanted)}")
+    weight = checkpoint.tensor(stacked)[int(number)]
+    if weight.dtype not in FLOATS:
+        raise fault(checkpoint, f"tensor {stacked!r} is {type_name(weight.dtype)}: experts in one tensor are read plain only")
+    start = rows if name == "up_proj" else 0
+    return Plain(weight[start : start + rows])
+
+
 def _without_padding(checkpoint: Source, prefix: str, tensor: QuantTensor) -> QuantTensor:
     rows = _rows(checkpoint.config, prefix.rpartition(".")[2], prefix)
     if rows is None or rows >= tensor.matrix_shape[0]:
@@ -80,21 +100,25 @@ def _without_padding(checkpoint: Source, prefix: str, tensor: QuantTensor) -> Qu
 
 def _rows(config: dict[str, Any], name: str, prefix: str) -> int | None:
     """The outputs of a module as config.json implies them, None where it does not say."""
+    return implied_shape(config, f"{prefix.rpartition('.')[0]}.{name}")[0]
+
+
+def implied_shape(config: dict[str, Any], prefix: str) -> tuple[int | None, int | None]:
+    """(outputs, inputs) of a module as config.json implies them, None where it does not say."""
     def number(*keys: str) -> int | None:
         return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key] > 0), None)
 
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    def heads_of(count: int | None) -> int | None:
+        return count * head if count and head else None
+
+    hidden, heads, name = number("hidden_size"), number("num_attention_heads"), prefix.rpartition(".")[2]
     head = number("head_dim") or (hidden // heads if hidden and heads else None)
-    groups = number("num_key_value_heads") or heads
-    if name == "q_proj":
-        return heads * head if heads and head else None
-    if name in ("k_proj", "v_proj"):
-        return groups * head if groups and head else None
-    if name in ("o_proj", "down_proj"):
-        return hidden
-    if name in ("gate_proj", "up_proj") and "expert" not in prefix:
-        return number("intermediate_size")
-    return None
+    middle = number("shared_expert_intermediate_size" if ".shared_expert." in prefix else
+                    "moe_intermediate_size" if ".experts." in prefix else "intermediate_size")
+    groups = heads_of(number("num_key_value_heads") or heads)
+    return {"q_proj": (heads_of(heads), hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden),
+            "o_proj": (hidden, heads_of(heads)), "gate_proj": (middle, hidden), "up_proj": (middle, hidden),
+            "down_proj": (hidden, middle)}.get(name, (None, None))
 
 
 def take_rows(tensor: QuantTensor, start: int, stop: int, *, where: str) -> QuantTensor:

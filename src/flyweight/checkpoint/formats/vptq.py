@@ -5,11 +5,13 @@
     outlier_indices int16 (uint16 bits) [1, ceil(N/v₀), outliers] · outlier_centroids.weight [1, k₀·v₀]
     perm int16 (uint16 bits) [K] · weight_scale, weight_bias [K]
 
-`config_for_layers` has the numbers of each module. GPTQModel writes the same streams with int32 permutations.
+`config_for_layers` has the numbers of each module. GPTQModel writes the same streams with int32 permutations and one flat
+set of numbers for all modules, from which each module's are worked out as that package does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flyweight.checkpoint.formats.base import FLOATS, INT32, Format, Layers, Settings, Source, present, short, take
+from flyweight.checkpoint.formats.fused import implied_shape
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.packing import packed_words
 from flyweight.tensors import QuantTensor, VectorQuant
@@ -32,15 +35,18 @@ class Vptq(Format):
     suffixes: ClassVar[tuple[str, ...]] = ("indices", "centroids.weight", "res_centroids.weight", "outlier_indices",
                                            "outlier_centroids.weight", "perm", "weight_scale", "weight_bias")
     layers: Settings = field(default_factory=lambda: Settings({}, "config_for_layers"))
+    flat: bool = False  # `layers` are the numbers of every module
 
     @classmethod
     def parse(cls, settings: Settings) -> Vptq:
+        if "config_for_layers" not in settings.values and "vector_lens" in settings.values:
+            return cls(settings, flat=True)
         return cls(settings.part("config_for_layers"))
 
     def read(self, checkpoint: Source, prefix: str) -> QuantTensor | None:
         if not present(checkpoint, prefix, self):
             return None
-        layer = _Layer.parse(self.layers.part(prefix))
+        layer = _Layer.parse(_spread(self.layers, checkpoint, prefix) if self.flat else self.layers.part(prefix))
         codebook = _codebook(checkpoint, f"{prefix}.centroids.weight", (layer.groups, layer.main, layer.length))
         residual = None
         if layer.residual:
@@ -131,6 +137,31 @@ class _Layer:
             raise CheckpointError(f"{settings.where}: `group_size` is {settings.values['group_size']}; {layer.groups} groups of "
                                   f"{layer.columns - outliers} columns imply {layer.group_columns}")
         return layer
+
+
+def _spread(settings: Settings, checkpoint: Source, prefix: str) -> Settings:
+    """One module's numbers from GPTQModel's flat ones, which leave shapes to the model and outliers to a percentage."""
+    rows, columns = implied_shape(checkpoint.config, prefix)
+    if rows is None or columns is None:
+        raise CheckpointError(f"{settings.where}: config.json does not tell the shape of {prefix!r}")
+    if settings.get("enable_norm", bool, False) and settings.get("norm_dim", int, 0) != 0:
+        raise UnsupportedError(f"{settings.where}: `norm_dim` 1 scales outputs; only scales of inputs (0) are handled")
+    percent = settings.values.get("npercent") or 0
+    if type(percent) not in (int, float) or not 0 <= percent < 100:
+        raise CheckpointError(f"{settings.where}: `npercent` is {short(percent)}, a share from 0 to 100 is wanted")
+    (outlier_length, _), (outlier_main, _) = (_pair(settings, key) for key in ("vector_lens", "num_centroids"))
+    outliers = math.ceil(percent / 100 * columns) if outlier_length > 0 and outlier_main > 1 else 0
+    size, groups = settings.group_size("group_size", -1), settings.group_size("group_num", -1)
+    if groups > 0 and outliers:
+        outliers += (columns - outliers) % groups  # columns left over by the division join the outliers
+    groups = groups if groups > 0 else max(1, -(-(columns - outliers) // size)) if size > 0 else 1
+    if (columns - outliers) % groups or (size > 0 and groups * size != columns - outliers):
+        raise UnsupportedError(f"{settings.where}: the last group of {prefix!r} is padded ({columns - outliers} columns in "
+                               f"{groups} groups), which is not handled")
+    numbers = {key: settings.values.get(key) for key in ("vector_lens", "num_centroids", "num_res_centroids", "enable_norm",
+                                                         "enable_perm")}
+    return Settings(numbers | {"out_features": rows, "in_features": columns, "group_num": groups, "outlier_size": outliers,
+                               "is_indice_packed": True}, settings.where)
 
 
 def _pair(settings: Settings, key: str) -> tuple[int, int]:

@@ -1,0 +1,74 @@
+"""What a model may hope for on this machine before it is loaded: room for its KV cache, and how fast one sequence can go.
+
+Decoding one token reads every weight once (of a mixture of experts, those of the chosen experts), so no kernel can be
+faster than those bytes over the memory bandwidth. The bandwidth is measured by a copy: data sheets promise more than
+any program gets.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from flyweight.bench.environment import copy_bandwidth, device_name
+from flyweight.checkpoint.summary import Summary
+from flyweight.engine.memory import DEFAULT_FRACTION, CacheShape, available_memory
+from flyweight.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Capacity:
+    device: str
+    memory_bytes: int  # of the whole device, or of the machine
+    kv_fraction: float  # the engine's default share for weights and cache on a GPU, for the cache alone on a CPU
+    kv_bytes: int  # left for the KV cache once the weights are there
+    kv_bytes_per_token: int
+    read_bytes_per_token: int  # of weights
+    copy_gb_s: float
+    on_cpu: bool
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv_bytes // self.kv_bytes_per_token
+
+    @property
+    def limit_tok_s(self) -> float:
+        """Of one sequence with a short context."""
+        return 1e9 * self.copy_gb_s / self.read_bytes_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"kv_tokens": self.kv_tokens, "limit_tok_s": round(self.limit_tok_s, 2)}
+
+
+def capacity(summary: Summary, config: ModelConfig, *, device: torch.device, dtype: torch.dtype,
+             bandwidth: float | None = None) -> Capacity:
+    """`bandwidth` in GB/s is measured where it is not given."""
+    shape = CacheShape(config.layers, config.kv_heads, config.head_dim, dtype)
+    fraction = DEFAULT_FRACTION[device.type]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = free - (1 - fraction) * total - summary.memory
+    else:
+        total = physical_memory()
+        budget = fraction * (available_memory() - summary.memory)
+    return Capacity(device_name(device), total, fraction, max(0, int(budget)), shape.token_bytes,
+                    read_per_token(summary, config), bandwidth or round(copy_bandwidth(device), 1),
+                    on_cpu=device.type == "cpu")
+
+
+def read_per_token(summary: Summary, config: ModelConfig) -> int:
+    """Bytes of weights that one decoding step of one sequence reads. An embedding counts where it is the head too."""
+    total = 0.0
+    for group in summary.groups:
+        if group.module == "embedding" and not summary.tied_embeddings:
+            continue
+        share = config.moe.experts_per_token / config.moe.experts if config.moe and ".experts." in group.module else 1
+        total += group.memory * share
+    return int(total)
+
+
+def physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,172 @@
+"""`flyweight bench kernel` on a CPU: the rows, the grids, the peers and the layouts. Times are never asserted."""
+
+import json
+
+import pytest
+import torch
+
+from flyweight import cli
+from flyweight.bench import attention, chain, kernels, peers, replay, shapes
+from flyweight.bench.kernels import FORMATS, Case, cases_of, measure_case
+from flyweight.errors import OptionError
+from flyweight.models import presets
+from flyweight.report.read import read
+from flyweight.tensors import Int8Channel, IntGroup
+
+CPU = torch.device("cpu")
+TINY = dict(presets.PRESETS["qwen3-0.6b"], hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Two copies and few samples: the code path of a measurement, not its precision."""
+    monkeypatch.setattr(replay, "CPU_CACHE", 1)
+    monkeypatch.setitem(presets.PRESETS, "tiny", TINY)
+
+
+def case(format="w4a16", **options):
+    return Case(**dict(format=format, rows=1, in_features=64, out_features=48, dtype=torch.float32, group_size=32,
+                       books=(16, 4)) | options)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_format_gives_a_row_with_its_error_and_both_times(format, rows):
+    row = next(measure_case(case(format, rows=rows), device=CPU, peers=[], samples=3, bandwidth=10.0))
+    assert row["relative_error"] < 1e-5 and row["status"] == "ok" and row["kernel"]
+    assert row["ratio"] == pytest.approx(row["us"] / row["torch_us"]) and len(row["us_samples"]) == 3
+    assert row["share_of_bandwidth"] == pytest.approx(row["gb_s"] / 10) and row["us_hot"] > 0
+    assert row["bits_per_weight"] <= 32 and (row["group_size"] == 32) == format.startswith(("w4a16", "w8a16"))
+
+
+def test_p10_and_p90_need_ten_samples():
+    figures = kernels.figures([float(i) for i in range(11)], hot=None, torch_times=[10.0], nbytes=5000, bandwidth=2.0)
+    assert (figures["us"], figures["us_p10"], figures["us_p90"], figures["ratio"], figures["gb_s"]) == (5, 1, 9, 0.5, 1)
+    assert kernels.figures([1.0], hot=[2.0], torch_times=None, nbytes=1, bandwidth=1)["us_p10"] is None
+
+
+def test_cold_launches_walk_over_copies_of_their_own():
+    tensor = IntGroup.random((48, 64), group_size=32)
+    one = kernels.find_candidates(case(), tensor, [])[0][0]
+    again = one.again()
+    mine, other = ([t.data_ptr() for t in kernels.tensors_of(run)] for run in (one.run, again))
+    assert not set(mine) & set(other)
+    x = torch.randn(1, 64)
+    assert torch.equal(one.run(x), again(x))
+
+
+@pytest.mark.parametrize(("format", "peer"), [("w4a16", "torch._weight_int4pack_mm"), ("w8a8", "torch._int_mm")])
+def test_a_peer_computes_the_same_product(format, peer):
+    rows = list(measure_case(case(format, in_features=128, out_features=64, rows=4), device=CPU, peers=[peer], samples=1,
+                             bandwidth=1.0))
+    assert [row["kernel"] for row in rows][1] == peer and rows[1]["relative_error"] < 1e-2
+    assert rows[1]["torch_us"] == rows[0]["torch_us"]
+
+
+def test_a_peer_that_cannot_run_says_why():
+    rows = list(measure_case(case(), device=CPU, peers=list(peers.PEERS), samples=1, bandwidth=1.0))
+    reasons = {row["kernel"]: row.get("reason") for row in rows if row["status"] == "skipped"}
+    assert "pip install gemlite" in reasons["gemlite"] and "pip install vllm" in reasons["vllm.marlin"]
+    with pytest.raises(OptionError, match=r"did you mean 'torch\._int_mm'"):
+        peers.names("torch._intmm")
+
+
+def test_symmetric_weights_keep_their_meaning_in_tinygemm():
+    tensor = IntGroup.random((64, 128), group_size=32, symmetric=True, dtype=torch.float32)
+    x = torch.randn(3, 128)
+    found = peers.torch_int4(tensor, rows=3, dtype=torch.float32)(x)
+    assert kernels.relative_error(found, tensor.matmul_reference(x)) < 1e-2
+
+
+def test_the_grids_are_those_of_the_documents():
+    first, second = shapes.find(["seed-000"]), shapes.find(["seed-001"])
+    assert len(first) == 30 and {shape.books for shape in first} == {(8192, 256)}
+    assert [(shape.in_features, shape.out_features) for shape in first[:2]] == [(1024, 1024), (1024, 4096)]
+    assert len(second) == 120 and second[0].books == (4096, 256) and second[-1].books == (8192, 512)
+    assert [(shape.in_features, shape.out_features) for shape in second[:2]] == [(1024, 1024), (2048, 1024)]
+    assert shapes.linears("qwen3-8b") == {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+    assert [(s.in_features, s.out_features) for s in shapes.find(["3x5", "7×9"])] == [(3, 5), (7, 9)]
+    with pytest.raises(OptionError, match="qwen3-8b"):
+        shapes.find(["qwen3-8c"])
+    assert [c.books for c in cases_of(first[:1], [1, 2], format="vptq", dtype=torch.float32, books=(16, 4))] == [(8192, 256)] * 2
+
+
+def flyweight(*arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["bench", "kernel", *map(str, arguments)])
+    return exit.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(("grid", "books"), [("seed-000", False), ("seed-001", True)])
+def test_the_seed_layout_has_exactly_the_columns_of_the_documents(grid, books, capsys, monkeypatch):
+    monkeypatch.setattr(shapes, "COLUMNS", (32, 64))
+    monkeypatch.setattr(shapes, "OUTPUTS", (16,))
+    code, out, _ = flyweight("--shapes", grid, "--layout", "seed", "--samples", 1, "--device", "cpu", capsys=capsys)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    codebooks = ["main_centroids", "residual_centroids"] if books else []
+    assert code == 0 and lines[0] == ["batch_size", "in_features", "out_features", *codebooks, "vptq (ms)", "torch (ms)", "ratio"]
+    assert len(lines) == 2 + (8 if books else 2) and lines[2][:3] == ["1", "32", "16"]
+
+
+def test_rows_go_to_a_file_once_and_the_report_reads_them(tmp_path, capsys):
+    arguments = ("--format", "w8a8,vptq", "--shapes", "64x48", "--rows", "1,2", "--codebooks", "16+4,16", "--peers", "none",
+                 "--samples", 1, "--device", "cpu", "-o", tmp_path / "rows.jsonl")
+    assert flyweight(*arguments, capsys=capsys)[0] == 0
+    before = (tmp_path / "rows.jsonl").read_text()
+    code, out, _ = flyweight(*arguments, "--json", capsys=capsys)
+    assert code == 0 and (tmp_path / "rows.jsonl").read_text() == before
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["bench"] for row in rows] == ["environment"] + ["kernel"] * 6
+    results = read([tmp_path / "rows.jsonl"])
+    assert {(row["format"], row.get("residual_centroids")) for row in results.rows} == {("w8a8", None), ("vptq", 4), ("vptq", 0)}
+
+
+@pytest.mark.parametrize("format", ["bf16", "w4a16", "w8a8"])
+def test_a_chain_is_one_row_close_to_float64(format):
+    row = next(chain.measure_chain("tiny", case(format), device=CPU, samples=2, bandwidth=1.0))
+    assert row["chain"] == "tiny" and row["relative_error"] < 2e-2 and row["torch_us"] > 0 and row["in_features"] is None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_attention_is_close_to_float64_at_any_context(batch):
+    for context in (16, 37):
+        row = next(attention.measure_attention("tiny", batch=batch, context=context, dtype=torch.float32, device=CPU, samples=1,
+                                               bandwidth=1.0))
+        assert row["relative_error"] < 1e-5 and (row["rows"], row["context"]) == (batch, context)
+
+
+def test_chain_and_attention_from_the_command_line(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    common = ("--samples", 1, "--device", "cpu", "-o", out)
+    assert flyweight("--chain", "tiny", "--format", "bf16,w8a8", *common, capsys=capsys)[0] == 0
+    code, text, _ = flyweight("--format", "attention", "--shapes", "tiny", "--rows", "1,2", "--contexts", "16,32", *common,
+                              capsys=capsys)
+    assert code == 0 and "context" in text
+    rows = read([out]).rows
+    assert [row.get("chain") for row in rows] == ["tiny"] * 2 + [None] * 4
+    assert [(row["rows"], row["context"]) for row in rows[2:]] == [(1, 16), (1, 32), (2, 16), (2, 32)]
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--format", "w4a8"), "did you mean"), (("--rows", "0"), "--rows 0"), (("--codebooks", "a+b"), "MAIN+RESIDUAL"),
+    (("--layout", "seeds"), "did you mean 'seed'"), (("--dtype", "f16"), "did you mean"), (("--chain", "qwen9"), "preset")])
+def test_a_wrong_option_is_one_line(arguments, says, capsys):
+    code, _, err = flyweight(*arguments, "--device", "cpu", "--samples", 1, capsys=capsys)
+    assert code == 2 and says in err
+
+
+def test_a_kernel_that_fails_is_a_row_with_its_reason(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(kernels.dispatch, "prepare", refuse)
+    code, out, _ = flyweight("--shapes", "64x48", "--device", "cpu", "--json", capsys=capsys)
+    row = json.loads(out.splitlines()[1])
+    assert code == 0 and row["status"] == "failed" and "no such instruction" in row["reason"]
+
+
+def test_int8_rows_are_quantized_inside_the_peer():
+    tensor = Int8Channel.random((48, 64), dtype=torch.float32)
+    x = torch.randn(2, 64)
+    assert kernels.relative_error(peers.torch_int8(tensor, rows=2, dtype=torch.float32)(x), tensor.matmul_reference(x)) < 1e-5
