@@ -40,6 +40,8 @@ def test_help_lists_every_verb_and_imports_nothing_slow():
 def test_no_arguments_show_the_help(flyweight):
     code, out, _ = flyweight()
     assert code == 0 and "pull" in out
+    code, out, _ = flyweight("bench")
+    assert code == 0 and "flyweight bench VERB" in out and "latency" in out
 
 
 @pytest.mark.parametrize("verb", ["pull", "info"])
@@ -54,6 +56,7 @@ def test_version(flyweight):
 
 
 @pytest.mark.parametrize(("line", "message"), [
+    ("bench latncy", "unknown command 'latncy'; did you mean 'latency'?"),
     ("inof x", "unknown command 'inof'; did you mean 'info'?"),
     ("info x --jsn", "unknown option '--jsn'; did you mean '--json'?"),
     ("--vresion", "unknown option '--vresion'; did you mean '--version'?"),

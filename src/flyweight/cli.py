@@ -1,8 +1,9 @@
 """The command line: a table of verbs, each importing its own module only when it is used.
 
 A verb is a function with typer annotations in `flyweight.commands.<module>`, named as the verb (`-` as `_`); its
-docstring is the help text, examples included. What the user got wrong, in a command line or a model, becomes one line
-on stderr and exit code 2; `--debug`, anywhere, shows the traceback instead.
+docstring is the help text, examples included. A verb that is a dictionary is a group with a table of its own. What the
+user got wrong, in a command line or a model, becomes one line on stderr and exit code 2; `--debug`, anywhere, shows the
+traceback instead.
 """
 
 from __future__ import annotations
@@ -29,41 +30,56 @@ VERBS = {  # verb → (module:function, one line of help)
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
+    "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
     "report": ("flyweight.commands.report:report", "Tables and figures from result files."),
     "diff": ("flyweight.commands.diff:diff", "Compare two result files; exit code 1 if something got slower."),
 }
 
 
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
 class Verbs(TyperGroup):
+    """`flyweight VERB` and, with another table, `flyweight bench WHAT`."""
+
+    table = VERBS
+    about = "Make large language models small, fast and measured."
+
+    def parse_args(self, ctx, args):
+        return super().parse_args(ctx, args or ["--help"])
+
     def list_commands(self, ctx):
-        return list(VERBS)
+        return list(self.table)
 
     def get_command(self, ctx, name):
-        if name not in VERBS:
+        if name not in self.table:
             return None
-        module, function = VERBS[name][0].split(":")
-        single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]},
-                             rich_markup_mode="markdown", pretty_exceptions_enable=False)
-        single.command(name)(getattr(importlib.import_module(module), function))
+        module, function = self.table[name][0].split(":")
+        target = getattr(importlib.import_module(module), function)
+        if isinstance(target, dict):
+            group = type("Group", (Verbs,), {"table": target, "about": self.table[name][1]})
+            return group(name=name, context_settings=SETTINGS)
+        single = typer.Typer(add_completion=False, context_settings=SETTINGS, rich_markup_mode="markdown",
+                             pretty_exceptions_enable=False)
+        single.command(name)(target)
         command = typer.main.get_command(single)
         command.name = name
         return command
 
     def resolve_command(self, ctx, args):
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            ctx.fail(unknown("command", args[0], VERBS))
+        if args and args[0] not in self.table and not args[0].startswith("-"):
+            ctx.fail(unknown("command", args[0], self.table))
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx, formatter):
-        width = max(map(len, VERBS))
-        typer.echo("Usage: flyweight VERB [OPTIONS]\n\nMake large language models small, fast and measured.\n")
-        for verb, (_, text) in VERBS.items():
+        width = max(map(len, self.table))
+        typer.echo(f"Usage: {ctx.command_path} VERB [OPTIONS]\n\n{self.about}\n")
+        for verb, (_, text) in self.table.items():
             typer.echo(f"  {verb:<{width}}  {text}")
-        typer.echo("\nOptions: --debug shows tracebacks, --version, --help. `flyweight VERB --help` has examples.")
+        typer.echo(f"\nOptions: --debug shows tracebacks, --version, --help. `{ctx.command_path} VERB --help` has examples.")
 
 
-app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False,
-                  context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False, context_settings=SETTINGS)
 
 
 def show_version(value: bool) -> None:
@@ -98,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments.remove("--debug")
     warnings.formatwarning = lambda message, *_, **__: f"flyweight: {message}\n"  # no line of code
     try:
-        code = app(args=arguments or ["--help"], prog_name="flyweight", standalone_mode=False)
+        code = app(args=arguments, prog_name="flyweight", standalone_mode=False)
     except (FlyweightError, UsageError) as error:
         if debug:
             traceback.print_exc()

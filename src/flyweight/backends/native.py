@@ -1,0 +1,82 @@
+"""This package's own engine, in process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from flyweight.backends.base import PAGE, WARM_OUTPUT, EngineOptions, Limits
+from flyweight.backends.memory import Meter
+from flyweight.bench.timing import Answer, Run, clock
+from flyweight.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from flyweight.engine.llm import LLM
+
+
+class Native:
+    name: str = "native"
+    sized: ClassVar[bool] = True
+    warm_output: ClassVar[int | None] = WARM_OUTPUT
+
+    def __init__(self, model: str, options: EngineOptions):
+        if options.tensor_parallel > 1:
+            raise UnsupportedError("the native engine runs on one GPU; for more: --backend vllm --tensor-parallel "
+                                   f"{options.tensor_parallel}")
+        if options.quantization:
+            raise UnsupportedError("the native engine takes the quantization from the model; --quantization is for vllm, sglang")
+        self.model, self.options = model, options
+        self.kv_dtype: str | None = None
+        self.llm: LLM | None = None
+        self.limits: Limits | None = None
+
+    def start(self, limits: Limits) -> None:
+        if self.llm is not None and self.limits == limits:
+            return
+        self.stop()
+        from flyweight.engine.llm import LLM
+
+        device = pick_device(self.options.device)
+        self.meter = Meter(device)
+        self.meter.begin()
+        settings = dict(device=device, dtype=self.options.dtype, max_model_len=limits.context, max_num_seqs=limits.batch,
+                        blocks=limits.tokens and limits.tokens // PAGE, block_size=PAGE, prefix_cache=False)
+        self.llm = LLM(self.model, **(settings | self.options.extra))
+        self.meter.end()
+        self.limits, self.kv_dtype = limits, str(self.llm.dtype).removeprefix("torch.")
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
+        from flyweight.engine.request import SamplingParams
+
+        assert self.llm is not None, "start comes first"
+        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True)
+        self.meter.begin()
+        begin = clock()
+        outputs = self.llm.generate(list(prompts), params)
+        end = clock()
+        self.meter.end()
+        done = [result.completions[0] for result in outputs]
+        return Run(begin, end, tuple(Answer(begin, tuple(one.timing.chunks), tuple(one.token_ids)) for one in done))
+
+    def memory(self) -> dict[str, float | None]:
+        assert self.llm is not None, "start comes first"
+        decoder, caches = self.llm.decoder, self.llm.engine.runner.caches
+        linears = [linear for block in decoder.blocks for linear in block.linears.values()]
+        shared = decoder.embedding.weight.data_ptr() if decoder.config.tied_embeddings else None
+        weights = sum(linear.nbytes for linear in linears) + decoder.embedding.weight.nbytes
+        weights += 0 if shared is not None else decoder.head.nbytes
+        return self.meter.fields() | {"weights_gb": weights / 1e9,
+                                      "kv_gb": sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) / 1e9}
+
+    def stop(self) -> None:
+        if self.llm is not None:
+            self.llm = None
+            gc.collect()
+            self.meter.forget()
+
+
+def pick_device(name: str | None):  # type: ignore[no-untyped-def]  # torch is imported late
+    import torch
+
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,0 +1,126 @@
+"""Hugging Face transformers: `generate`, eager or with a static cache and torch.compile, any quantization it can load.
+
+Token times come from a stopping criterion that never stops: it is called after every step. A preset is the same random
+weights that the native engine makes of that name, so that the two can be compared token by token.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from flyweight.backends.base import WARM_OUTPUT, EngineOptions, Limits, need
+from flyweight.backends.memory import Meter
+from flyweight.backends.native import pick_device
+from flyweight.bench.timing import Answer, Run, clock
+from flyweight.errors import MissingPackageError, OptionError, UnsupportedError
+
+
+class Transformers:
+    name: str = "transformers"
+    sized: ClassVar[bool] = True  # its cache grows with the text
+    warm_output: ClassVar[int | None] = WARM_OUTPUT
+    compiled: ClassVar[bool] = False
+
+    def __init__(self, model: str, options: EngineOptions):
+        need("transformers")
+        if options.quantization:
+            raise OptionError("transformers takes the quantization from the model; --quantization is for vllm, sglang")
+        self.model, self.options = model, options
+        self.kv_dtype: str | None = None
+        self.inner: Any = None
+
+    def start(self, limits: Limits) -> None:
+        self.limits = limits
+        if self.inner is not None:
+            return
+        import torch
+
+        from flyweight.engine.llm import choose_dtype
+
+        self.device = pick_device(self.options.device)
+        self.meter = Meter(self.device)
+        self.meter.begin()
+        self.inner = self._load(lambda config: choose_dtype(self.options.dtype, config, self.device)).eval()
+        self.inner.generation_config.eos_token_id = None
+        self.kv_dtype = str(self.inner.dtype).removeprefix("torch.")
+        self.wait = (lambda: torch.cuda.synchronize(self.device)) if self.device.type == "cuda" else (lambda: None)
+        self.meter.end()
+
+    def _load(self, dtype: Any) -> Any:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if self.model.startswith("preset:"):
+            from flyweight.models.presets import FLOATS, PresetWeights
+
+            _, preset, *scheme = self.model.split(":")
+            if scheme and scheme[0] not in FLOATS:
+                raise UnsupportedError(f"transformers has no loader for random {scheme[0]} weights; give a quantized folder")
+            weights = PresetWeights(preset, scheme[0] if scheme else "bf16", device=self.device)
+            settings = {name: value for name, value in weights.config.items() if name != "model_type"}
+            with torch.device(self.device):
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(weights.config["model_type"], **settings),
+                                                         dtype=dtype(weights.config))
+            fill(model, weights)
+            return model
+        from flyweight.checkpoint.hub import resolve
+        from flyweight.checkpoint.reader import read_json
+
+        folder = resolve(self.model)
+        try:
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype(read_json(folder / "config.json")),
+                                                        device_map=self.device, **self.options.extra)
+        except ImportError as error:
+            raise MissingPackageError(f"transformers cannot load {self.model} without another package "
+                                      f"({str(error).strip().splitlines()[0]})") from error
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
+        """Prompts of one length: there is nothing to pad."""
+        import torch
+
+        steps: list[float] = []
+
+        def watch(tokens: Any, scores: Any, **_: object) -> Any:
+            self.wait()
+            steps.append(clock())
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
+        cache = {"cache_implementation": "static"} if self.compiled else {}
+        self.meter.begin()
+        begin = clock()
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
+        with torch.inference_mode():
+            found = self.inner.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=output,
+                                        min_new_tokens=output, pad_token_id=0, stopping_criteria=[watch], **cache)
+        answers = found[:, ids.shape[1] :].tolist()
+        end = clock()
+        self.meter.end()
+        chunks = tuple((when, 1) for when in steps)
+        return Run(begin, end, tuple(Answer(begin, chunks, tuple(tokens)) for tokens in answers))
+
+    def memory(self) -> dict[str, float | None]:
+        parts = {tensor.data_ptr(): tensor.nbytes for tensor in [*self.inner.parameters(), *self.inner.buffers()]}
+        return self.meter.fields() | {"weights_gb": sum(parts.values()) / 1e9}
+
+    def stop(self) -> None:
+        if self.inner is not None:
+            self.inner = None
+            gc.collect()
+            self.meter.forget()
+
+
+class TransformersCompiled(Transformers):
+    name = "transformers-compiled"
+    warm_output = None  # the length of the static cache is compiled in
+    compiled = True
+
+
+def fill(model: Any, weights: Any) -> None:
+    """Every parameter from the source of that name, tied ones once."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights.tensor(name))

@@ -1,0 +1,156 @@
+"""vLLM: in process (its `LLM`, stepped here so that every token has a time) or as its own server.
+
+A preset becomes a folder with nothing but a config.json, which vLLM fills with its dummy loader. Its integer tensors stay
+as they were allocated, and `gptq` finds no quantized tensors and runs unquantized: that scheme is not offered.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flyweight.backends.base import WARM_OUTPUT, EngineOptions, Limits, need
+from flyweight.backends.servers import Server, flags
+from flyweight.bench.timing import Answer, Chunk, Run, clock
+from flyweight.errors import UnsupportedError
+
+
+def weights(bits: int, kind: str = "int", *, strategy: str = "group") -> dict[str, Any]:
+    spec = dict(num_bits=bits, type=kind, symmetric=True, strategy=strategy, dynamic=False)
+    return dict(spec, group_size=128) if strategy == "group" else spec
+
+
+def compressed(form: str, weight: dict[str, Any], activation: str | None = None) -> dict[str, Any]:
+    inputs = activation and dict(num_bits=8, type=activation, symmetric=True, strategy="token", dynamic=True)
+    group = dict(targets=["Linear"], weights=weight, input_activations=inputs, output_activations=None)
+    return dict(quant_method="compressed-tensors", format=form, quantization_status="compressed", ignore=["lm_head"],
+                config_groups={"group_0": group})
+
+
+SCHEMES: dict[str, dict[str, Any] | None] = {  # scheme of a preset → quantization_config
+    "bf16": None, "fp16": None,
+    "int4": dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"),
+    "int4-sym": compressed("pack-quantized", weights(4)),
+    "w8a16": compressed("pack-quantized", weights(8)),
+    "w8a8": compressed("int-quantized", weights(8, strategy="channel"), "int"),
+    "fp8": compressed("float-quantized", weights(8, "float", strategy="channel"), "float"),
+}
+
+
+def model_folder(model: str) -> tuple[str, dict[str, Any]]:
+    """(what vLLM is given, more arguments for it)"""
+    if not model.startswith("preset:"):
+        from flyweight.checkpoint.hub import resolve
+
+        return str(resolve(model)), {}
+    from flyweight.models.presets import preset_config
+
+    _, preset, *scheme = model.split(":")
+    name = scheme[0] if scheme else "bf16"
+    if name not in SCHEMES:
+        raise UnsupportedError(f"vLLM has no dummy weights of scheme {name!r}; known: {', '.join(SCHEMES)}")
+    config = preset_config(preset)
+    if (quantization := SCHEMES[name]) is not None:
+        config["quantization_config"] = quantization
+    if name in ("int4", "fp16"):
+        config["dtype"] = "float16"
+    config["torch_dtype"] = config["dtype"]
+    folder = tempfile.mkdtemp(prefix="flyweight-vllm-")
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return folder, {"load_format": "dummy", "skip_tokenizer_init": True}
+
+
+def arguments(options: EngineOptions, limits: Limits) -> dict[str, Any]:
+    given = dict(dtype=options.dtype, quantization=options.quantization)
+    return dict(max_model_len=limits.context, max_num_seqs=limits.batch, tensor_parallel_size=options.tensor_parallel,
+                enable_prefix_caching=False, max_num_batched_tokens=max(16640, limits.batch),
+                **{name: value for name, value in given.items() if value is not None}) | options.extra
+
+
+class Vllm:
+    name: str = "vllm"
+    sized: ClassVar[bool] = False
+    warm_output: ClassVar[int | None] = WARM_OUTPUT
+
+    def __init__(self, model: str, options: EngineOptions):
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if options.tensor_parallel == 1 else "1")
+        need("vllm")
+        self.model, self.options = model, options
+        self.kv_dtype: str | None = None
+        self.inner: Any = None
+
+    def start(self, limits: Limits) -> None:
+        if self.inner is not None:
+            return
+        import vllm
+
+        folder, more = model_folder(self.model)
+        self.inner = vllm.LLM(model=folder, disable_log_stats=True, **more, **arguments(self.options, limits))
+        self.kv_dtype = str(self.inner.llm_engine.model_config.dtype).removeprefix("torch.")
+        self.tokens = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
+        """What `LLM.generate` does, with a look at the clock after every step."""
+        from vllm import SamplingParams
+
+        engine = self.inner.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False)
+        names = [f"{self.tokens}-{i}" for i in range(len(prompts))]
+        self.tokens += 1
+        chunks: dict[str, list[Chunk]] = {name: [] for name in names}
+        ids: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
+        begin = clock()
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        while engine.has_unfinished_requests():
+            outputs, now = engine.step(), clock()
+            for one in outputs:
+                found, name = tuple(one.outputs[0].token_ids), external(one.request_id, ids)
+                if len(found) > len(ids[name]):
+                    chunks[name].append((now, len(found) - len(ids[name])))
+                    ids[name] = found
+        end = clock()
+        return Run(begin, end, tuple(Answer(begin, tuple(chunks[name]), ids[name]) for name in names))
+
+    def memory(self) -> dict[str, float | None]:
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        return {"device_gb": (total - free) / 1e9}
+
+    def stop(self) -> None:
+        self.inner = None
+        gc.collect()
+
+
+def external(request: str, known: dict[str, Any]) -> str:
+    """Newer versions put a suffix of their own behind the id they were given."""
+    return request if request in known else request.rsplit("-", 1)[0]
+
+
+class VllmServer(Server):
+    name = "vllm-server"
+    package = "vllm"
+
+    def command(self, folder: str, limits: Limits, port: int) -> list[str]:
+        return serve_command(folder, self.options, limits=limits, port=port)
+
+
+def serve_command(model: str, options: EngineOptions, *, limits: Limits | None = None, port: int = 8000) -> list[str]:
+    """`vllm serve` on the same folder with the right arguments; without limits it chooses its own."""
+    folder, more = model_folder(model)
+    chosen = arguments(options, limits) if limits else {"tensor_parallel_size": options.tensor_parallel, **options.extra} | {
+        name: value for name, value in (("dtype", options.dtype), ("quantization", options.quantization)) if value}
+    given = {name.replace("_", "-"): value for name, value in (more | chosen).items()}
+    if given.pop("enable-prefix-caching", None) is False:
+        given["no-enable-prefix-caching"] = True
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *flags(given | {"port": port})]

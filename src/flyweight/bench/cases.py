@@ -1,0 +1,87 @@
+"""A case is one variant of a model on one backend: loaded when there is work for it, its failures turned into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flyweight.backends.base import Backend, EngineOptions, Limits, create
+from flyweight.bench.facts import ModelFacts, Variant, facts_of, served_facts
+from flyweight.bench.rows import Row
+from flyweight.errors import FlyweightError, MissingPackageError, OptionError, ResourceError, UnsupportedError
+
+Listen = Callable[[str], None]
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Case:
+    facts: ModelFacts
+    backend: Backend
+    label: str  # of the backend, with the options that were given
+    gpus: int = 1
+    fault: Row | None = None  # why it does not run: status and reason
+    running: bool = False
+    checked: Row = field(default_factory=dict)  # what the comparison of greedy tokens gave
+
+    @property
+    def title(self) -> str:
+        return f"{self.facts.model} {self.facts.scheme} on {self.label}"
+
+    def key(self) -> Row:
+        """What identifies its rows, before anything is loaded."""
+        return {name: getattr(self.facts, name) for name in ("model", "scheme", "checkpoint")} | {"backend": self.label}
+
+    def fields(self) -> Row:
+        return self.facts.fields() | {"backend": self.label, "kv_dtype": self.backend.kv_dtype, "gpus": self.gpus}
+
+    def start(self, limits: Limits, listen: Listen) -> None:
+        listen(f"loading {self.title}")
+        self.fault = attempt(lambda: self.backend.start(limits))[1]
+        self.running = self.fault is None
+
+    def stop(self) -> None:
+        if self.running:
+            self.backend.stop()
+        self.running = False
+
+
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Row | None]:
+    """(result, None) or (None, status and reason): a sweep goes on when one of its cells fails, and the row says why."""
+    try:
+        return action(), None
+    except Exception as error:
+        status = "skipped" if isinstance(error, (UnsupportedError, MissingPackageError)) else \
+            "oom" if is_out_of_memory(error) else "failed"
+        kind = "" if isinstance(error, FlyweightError) else f"{type(error).__name__}: "
+        return None, {"status": status, "reason": kind + (str(error).strip().split("\n")[0] or "no message")}
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, ResourceError) or type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
+
+
+def make_cases(variants: Sequence[str], backends: Sequence[str], options: EngineOptions, *,
+               name: str | None = None) -> list[Case]:
+    """Every variant on every backend; the first case is the baseline. An engine that is not installed ends it here."""
+    described = describe(options)
+    cases, seen = [], set()
+    for text in variants:
+        variant = Variant.parse(text)
+        facts = facts_of(variant, model=name) if set(backends) != {"openai"} else served_facts(variant, model=name)
+        for backend in backends:
+            label = f"{backend} ({described})" if described else backend
+            case = Case(facts, create(backend, variant.model, options), label, gpus=options.tensor_parallel)
+            if tuple(case.key().values()) in seen:
+                raise OptionError(f"two variants would be called {facts.scheme!r} on {label}; name them: NAME=MODEL")
+            seen.add(tuple(case.key().values()))
+            cases.append(case)
+    return cases
+
+
+def describe(options: EngineOptions) -> str:
+    """Options that change what is measured, for the backend's name in the rows."""
+    given = {"dtype": options.dtype, **options.extra}
+    parts = [options.quantization] if options.quantization else []
+    return ", ".join(parts + [f"{name}={value}" for name, value in given.items() if value is not None])

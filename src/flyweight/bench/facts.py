@@ -1,0 +1,139 @@
+"""What a row says about the model under measurement, whichever engine runs it: which weights, which scheme, how large.
+
+Taken from the checkpoint (or the preset), not from the engine, so that the rows of two engines about one folder agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flyweight.errors import OptionError
+
+NOTE = "flyweight.json"  # what `flyweight quantize` leaves in the folder it makes
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+COMMON_IDS = 10_000  # every vocabulary has so many
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`NAME=MODEL` or `MODEL`: NAME is what the rows call its scheme."""
+
+    model: str
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        name, equals, model = text.partition("=")
+        if equals and not (name and model):
+            raise OptionError(f"{text!r}: a named variant is NAME=MODEL, such as w8a8=./my-model")
+        return cls(model, name) if equals else cls(text)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    model: str
+    scheme: str
+    checkpoint: str | None = None
+    weights: str | None = None  # trained | random
+    size_gb: float | None = None
+    bits_per_weight: float | None = None
+    vocabulary: int = COMMON_IDS
+    context: int | None = None
+    layers: int = 0
+    kv_width: int = 0  # numbers that one layer keeps of one token
+    step_bytes: int = 0  # of weights that a decode step reads: all but the rows of the embedding it does not look up
+
+    def fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("model", "scheme", "checkpoint", "weights", "size_gb", "bits_per_weight")}
+
+    def kv_bytes(self, dtype: str | None) -> int:
+        """Of one token."""
+        return self.layers * self.kv_width * BYTES.get(dtype or "bfloat16", 2)
+
+    def decode_limit(self, *, batch: int, input: int, output: int, kv_dtype: str | None, copy_gb_s: float | None) -> float | None:
+        """Tokens/s if a step took only the reading of the weights and of the KV of the mean context, at the copy bandwidth."""
+        if not self.step_bytes or not copy_gb_s:
+            return None
+        context = input + (output + 1) / 2
+        return batch * copy_gb_s * 1e9 / (self.step_bytes + batch * context * self.kv_bytes(kv_dtype))
+
+
+def facts_of(variant: Variant, *, model: str | None = None) -> ModelFacts:
+    """`model` is what the rows call the model, where the name of its folder says little."""
+    found = preset_facts(variant.model) if variant.model.startswith("preset:") else checkpoint_facts(variant.model)
+    return replace(found, scheme=variant.name or found.scheme, model=model or found.model)
+
+
+def served_facts(variant: Variant, *, model: str | None = None) -> ModelFacts:
+    """Of a model behind a URL: what the name tells if it is a folder or preset here too, else nothing."""
+    if variant.model.startswith("preset:") or Path(variant.model).is_dir():
+        return facts_of(variant, model=model)
+    return ModelFacts(model or variant.model, variant.name or "unknown")
+
+
+def preset_facts(name: str) -> ModelFacts:
+    """One block's weights are made and counted: the others are as large."""
+    import torch
+
+    from flyweight.models.config import ModelConfig
+    from flyweight.models.decoder import LINEARS
+    from flyweight.models.presets import PresetWeights
+
+    _, preset, *rest = name.split(":")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = PresetWeights(preset, rest[0] if rest else "bf16", device=device)
+    config = ModelConfig.from_dict(weights.config)
+    if config.moe is not None:
+        return _shape_facts(config, model=preset, scheme=weights.scheme)
+    tensors = [weights.linear(f"model.layers.0.{linear}") for linear in LINEARS]
+    linear_bytes = config.layers * sum(tensor.nbytes for tensor in tensors)
+    linear_weights = config.layers * sum(math.prod(tensor.shape) for tensor in tensors)
+    others = sum(math.prod(shape) for shape in weights.shapes.values()) - linear_weights
+    table = config.vocab_size * config.hidden_size
+    looked_up = 0 if config.tied_embeddings else table
+    itemsize = config.dtype.itemsize
+    return replace(
+        _shape_facts(config, model=preset, scheme=weights.scheme), size_gb=round((linear_bytes + others * itemsize) / 1e9, 4),
+        bits_per_weight=round(8 * linear_bytes / linear_weights, 4), step_bytes=linear_bytes + (others - looked_up) * itemsize)
+
+
+def _shape_facts(config: Any, *, model: str, scheme: str) -> ModelFacts:
+    return ModelFacts(model, scheme, "random:0", "random", vocabulary=config.vocab_size, context=config.context_length,
+                      layers=config.layers, kv_width=2 * config.kv_heads * config.head_dim)
+
+
+def checkpoint_facts(name: str) -> ModelFacts:
+    from flyweight.checkpoint.hub import resolve
+    from flyweight.checkpoint.reader import Checkpoint, read_json
+    from flyweight.checkpoint.summary import summarize
+    from flyweight.models.config import ModelConfig
+
+    checkpoint = Checkpoint(resolve(name))
+    summary, config = summarize(checkpoint), ModelConfig.from_dict(checkpoint.config)
+    note = read_json(checkpoint.folder / NOTE) if (checkpoint.folder / NOTE).exists() else {}
+    linears = [group for group in summary.groups if group.layers]
+    bits = 8 * sum(group.nbytes for group in linears) / sum(group.parameters for group in linears)
+    table = 0 if summary.tied_embeddings else sum(group.nbytes for group in summary.groups if group.module == "embedding")
+    plain, source = SHORT.get(summary.dtype, summary.dtype), str(note.get("model") or name)
+    return ModelFacts(
+        model=base_name(source), checkpoint=checkpoint.hash(), weights="random" if source.startswith("preset:") else "trained",
+        scheme=note.get("recipe", {}).get("name") or summary.quantization or plain, size_gb=round(checkpoint.nbytes / 1e9, 4),
+        bits_per_weight=round(bits, 4), vocabulary=config.vocab_size, context=config.context_length, layers=config.layers,
+        kv_width=2 * config.kv_heads * config.head_dim, step_bytes=checkpoint.nbytes - table)
+
+
+def base_name(model: str) -> str:
+    """Of `preset:NAME:SCHEME` the name, of a folder the last part: where it lies on this machine says nothing to others."""
+    if model.startswith("preset:"):
+        return model.split(":")[1]
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def comparable(one: ModelFacts, other: ModelFacts) -> bool:
+    """Whether greedy tokens can be expected to agree. Random weights that each scheme draws for itself have nothing in common."""
+    drawn = all(str(fact.checkpoint).startswith("random:") for fact in (one, other))
+    return not drawn or (one.checkpoint, one.bits_per_weight) == (other.checkpoint, other.bits_per_weight)

@@ -1,0 +1,10 @@
+"""`flyweight bench WHAT`: the table of benchmarks, each importing its own module only when it is used."""
+
+from __future__ import annotations
+
+BENCHES = {  # what → (module:function, one line of help)
+    "latency": ("flyweight.commands.bench_sweep:latency", "Variants × workloads × repeats: latency, TTFT, TPOT."),
+    "speed": ("flyweight.commands.bench_sweep:speed", "Tokens per second and memory by input length."),
+    "throughput": ("flyweight.commands.bench_sweep:throughput", "Many prompts at once: requests and tokens per second."),
+    "serve": ("flyweight.commands.bench_serve:serve", "A server or an engine under load: percentiles and goodput."),
+}

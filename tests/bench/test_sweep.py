@@ -1,0 +1,172 @@
+"""Sweeps of tiny models on this machine's CPU: which rows they leave, and what they do when started again."""
+
+import json
+
+import pytest
+from tiny_preset import add_tiny
+
+from flyweight import cli
+from flyweight.backends import base
+from flyweight.bench import environment
+from flyweight.bench.facts import Variant, comparable, facts_of
+from flyweight.report.read import read
+from flyweight.report.rows import read_jsonl
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    add_tiny(monkeypatch)
+    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 20)  # the bandwidth matters to nobody here
+
+
+@pytest.fixture
+def bench(tmp_path, capsys):
+    """Run `flyweight bench …`: exit code, the rows in its file, stderr."""
+    out = tmp_path / "result.jsonl"
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exit:
+            cli.main(["bench", *map(str, arguments), "--out", str(out), "--device", "cpu"])
+        error = capsys.readouterr().err
+        return exit.value.code, list(read_jsonl(out).rows) if out.exists() else [], error
+
+    run.out = out
+    return run
+
+
+SHAPE = ("--batch", 2, "--input", 8, "--output", 6)
+
+
+def test_latency_rows_have_the_fields_and_figures_of_the_schema(bench):
+    code, rows, _ = bench("latency", "preset:tiny:fp32", "preset:tiny:w8a8", *SHAPE, "--repeats", 3)
+    assert code == 0 and len(rows) == 6 and len({row["run_id"] for row in rows}) == 6
+    for row in rows:
+        assert row["status"] == "ok" and (row["batch"], row["input"], row["output"]) == (2, 8, 6)
+        assert (row["model"], row["checkpoint"], row["weights"], row["backend"]) == ("tiny", "random:0", "random", "native")
+        assert 0 < row["ttft_ms"] <= row["ttft_ms_last"] < 1e3 * row["latency_s"] and row["kv_dtype"] == "float32"
+        assert row["decode_tok_s"] * row["tpot_ms"] == pytest.approx(2e3, rel=1e-4)
+        assert row["overall_tok_s"] == pytest.approx(2 * 14 / row["latency_s"], rel=1e-4)
+        assert row["share_of_limit"] == pytest.approx(row["decode_tok_s"] / row["limit_tok_s"], rel=1e-4)
+        assert row["outlier"] in (True, False) and row["weights_gb"] > 0 and row["kv_gb"] > 0
+    assert {row["repeat"] for row in rows} == {1, 2, 3}
+    assert [row["scheme"] for row in rows] == ["fp32", "w8a8", "w8a8", "fp32", "fp32", "w8a8"], "they take turns"
+    assert rows[0]["bits_per_weight"] == 32 and 8 < rows[1]["bits_per_weight"] < 10
+    machine = read_jsonl(bench.out).environments[rows[0]["environment"]]
+    assert machine["copy_gb_s"] > 0 and machine["command"] and machine["torch"]
+
+
+def test_a_finished_row_is_never_run_twice(bench):
+    bench("latency", "preset:tiny:fp32", *SHAPE, "--repeats", 2, "--no-check")
+    lines = bench.out.read_text().splitlines()
+    code, _, error = bench("latency", "preset:tiny:fp32", *SHAPE, "--repeats", 2, "--no-check")
+    assert code == 0 and bench.out.read_text().splitlines() == lines and "loading" not in error
+    bench.out.write_text("\n".join(lines[:-1]) + "\n")  # as if it had been cut off
+    _, rows, _ = bench("latency", "preset:tiny:fp32", *SHAPE, "--repeats", 2, "--no-check")
+    assert [row["repeat"] for row in rows] == [1, 2] and rows[0] == json.loads(lines[1])
+
+
+def test_random_weights_are_checked_against_themselves_dequantized(bench):
+    _, rows, _ = bench("latency", "preset:tiny:fp32", "preset:tiny:int4", *SHAPE, "--repeats", 1)
+    for row in rows:
+        assert row["agreement_with"] == "the same weights, dequantized"
+        assert row["agreement"] == 1.0 and row["agreement_free"] == 1.0, "no kernel stands between them on a CPU"
+
+
+def test_transformers_runs_the_same_random_weights_and_chooses_the_same_tokens(bench):
+    code, rows, _ = bench("latency", "preset:tiny:fp32", "--backend", "native", "--backend", "transformers", *SHAPE,
+                          "--repeats", 1)
+    ours, theirs = rows
+    assert code == 0 and (ours["backend"], theirs["backend"]) == ("native", "transformers")
+    assert theirs["agreement"] >= 0.95 and theirs["agreement_with"] == "tiny fp32 on native"
+    assert theirs["weights_gb"] == pytest.approx(ours["weights_gb"], rel=0.02)
+
+
+def test_what_an_engine_cannot_load_is_skipped_with_the_reason_and_not_tried_again(bench):
+    arguments = ("latency", "preset:tiny:int4", "--backend", "transformers", *SHAPE, "--repeats", 2, "--no-check")
+    code, rows, _ = bench(*arguments)
+    assert code == 0 and [row["status"] for row in rows] == ["skipped"]
+    assert "no loader for random int4 weights" in rows[0]["reason"]
+    assert bench(*arguments)[1] == rows
+
+
+def test_work_beyond_the_context_is_skipped_and_the_rest_is_measured(bench):
+    _, rows, _ = bench("speed", "preset:tiny:fp32", "--input", 1, "--input", 500, "--output", 4, "--repeats", 1, "--no-check")
+    assert [(row["input"], row["status"]) for row in rows] == [(1, "ok"), (500, "skipped")]
+    assert "more than the model's context of 128" in rows[1]["reason"]
+
+
+def test_a_failing_run_is_a_row_and_the_sweep_goes_on(bench, monkeypatch):
+    from flyweight.backends.native import Native
+    original = Native.generate
+
+    def generate(self, prompts, output):
+        if len(prompts) == 3:
+            raise RuntimeError("CUDA out of memory: too much")
+        return original(self, prompts, output)
+
+    monkeypatch.setattr(Native, "generate", generate)
+    code, rows, _ = bench("throughput", "preset:tiny:fp32", "--prompts", 3, "--prompts", 2, "--input", 8, "--output", 4,
+                          "--repeats", 1, "--no-check")
+    assert code == 0 and [(row["prompts"], row["status"]) for row in rows] == [(3, "oom"), (2, "ok")]
+
+
+def test_speed_counts_both_ways(bench):
+    _, rows, _ = bench("speed", "preset:tiny:fp32", "preset:tiny:int4", "--input", 1, "--input", 24, "--output", 8,
+                       "--repeats", 1)
+    assert [(row["scheme"], row["input"]) for row in rows] == [("fp32", 1), ("fp32", 24), ("int4", 1), ("int4", 24)]
+    for row in rows:
+        assert row["output_tok_s"] == pytest.approx(8 / row["latency_s"], rel=1e-4) and row["decode_tok_s"] > 0
+        assert row["gpus"] == 1 and row["agreement"] == 1.0
+    assert rows[1]["kv_gb"] < rows[0]["kv_gb"], "room for the check in the first cell only"
+    _, rows, _ = bench("speed", "preset:tiny:fp16", "--input", 1, "--input", 64, "--output", 8, "--repeats", 1, "--no-check")
+    assert rows[-1]["kv_gb"] > rows[-2]["kv_gb"], "the cache is that of the length"
+
+
+def test_throughput_counts_requests_and_tokens(bench):
+    _, rows, _ = bench("throughput", "preset:tiny:fp32", "--prompts", 6, "--input", 8, "--output", 4, "--sequences", 2,
+                       "--repeats", 2, "--option", "blocks=64")
+    for row in rows:
+        assert row["qps"] == pytest.approx(6 / row["latency_s"], rel=1e-4)
+        assert row["total_tok_s"] == pytest.approx(6 * 12 / row["latency_s"], rel=1e-4)
+        assert row["backend"] == "native (blocks=64)"
+
+
+def test_the_report_reads_what_the_benches_write(bench):
+    bench("latency", "original=preset:tiny:fp32", "w8a8=preset:tiny:w8a8", *SHAPE, "--repeats", 3)
+    bench("speed", "preset:tiny:fp32", "--input", 4, "--output", 4, "--repeats", 1)
+    bench("throughput", "preset:tiny:fp32", "--prompts", 2, "--input", 4, "--output", 4, "--repeats", 1)
+    results = read([bench.out])
+    assert {row["bench"] for row in results.rows} == {"latency", "speed", "throughput"}
+    cli_report = bench.out.with_suffix(".md")
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["report", str(bench.out), "-o", str(cli_report)])
+    text = cli_report.read_text()
+    assert exit.value.code == 0 and "batch_size=2, input_len=8" in text and "over original" in text
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["latency", "preset:tiny", "--workload", "interactve"], "did you mean 'interactive'?"),
+    (["latency", "preset:tiny", "--batch", "2"], "needs --batch, --input and --output"),
+    (["latency", "preset:tiny", "--backend", "natve"], "unknown backend 'natve'; did you mean 'native'?"),
+    (["latency", "preset:tiny", "preset:tiny"], "two variants would be called 'bf16'"),
+    (["latency", "=preset:tiny"], "NAME=MODEL"), (["latency", "preset:tiny", "--option", "blocks"], "KEY=VALUE"),
+    (["latency", "preset:tiny", "--tensor-parallel", "2"], "--backend vllm --tensor-parallel 2"),
+])
+def test_mistakes_are_named_before_anything_is_loaded(bench, arguments, message):
+    code, rows, error = bench(*arguments)
+    assert code == 2 and rows == [] and message in error
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-server", "sglang"])
+def test_an_engine_that_is_not_installed_says_how_to_get_it(bench, monkeypatch, name):
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda module: None)
+    code, _, error = bench("latency", "preset:tiny", "--backend", name, *SHAPE)
+    assert code == 2 and "is not installed" in error and "pip install" in error
+
+
+def test_facts_tell_sizes_and_what_can_be_compared(tmp_path):
+    full, int4 = facts_of(Variant("preset:tiny:fp32")), facts_of(Variant("preset:tiny:int4"))
+    assert full.size_gb > int4.size_gb and not comparable(full, int4) and comparable(full, full)
+    limit = full.decode_limit(batch=1, input=10, output=1, kv_dtype="float32", copy_gb_s=1.0)
+    assert limit == pytest.approx(1e9 / (full.step_bytes + 11 * 2 * 2 * 2 * 8 * 4))
+    assert facts_of(Variant("preset:tiny:fp32", "mine")).scheme == "mine"
