@@ -24,7 +24,9 @@ demo: .venv/installed
 	for scheme in $(SCHEMES); do \
 	  $(BIN)/flyweight quantize $(MODEL) --scheme $$scheme -o out/$$scheme --samples 4 --length 256 --overwrite || exit; done
 	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/quality.jsonl
-	$(BIN)/flyweight report out/quality.jsonl -o out/report.html --title "$(MODEL): $(SCHEMES)"
+	rm -f out/latency.jsonl
+	$(BIN)/flyweight bench latency $(MODEL) $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/latency.jsonl
+	$(BIN)/flyweight report out/quality.jsonl out/latency.jsonl -o out/report.html --title "$(MODEL) in four schemes"
 	@echo "The report is in out/report.html"
 
 test: .venv/installed

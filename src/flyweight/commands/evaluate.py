@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from flyweight.quant.evaluate import Agreement, Perplexity
 
 BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text holds nothing
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def evaluate(
@@ -79,7 +78,7 @@ def evaluate(
     if as_json:
         typer.echo(lines, nl=False)
     else:
-        print_table(rows)
+        print_table(models, rows)
 
 
 @dataclass(frozen=True)
@@ -131,26 +130,20 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
 def result_row(result: Perplexity, agreement: Agreement | None, subject: Subject, *, model: str, text: str,
                exact: bool) -> dict[str, Any]:
     """What was measured of one model, under the names that every benchmark uses."""
-    from flyweight.checkpoint.summary import summarize
+    from flyweight.bench.facts import checkpoint_facts
 
-    summary = summarize(subject.checkpoint)
-    linears = [group for group in summary.groups if group.layers]
-    bits = 8 * sum(group.nbytes for group in linears) / sum(group.parameters for group in linears)
     dtype = str(subject.decoder.dtype).removeprefix("torch.")
-    row = dict(
-        model=model, checkpoint=subject.checkpoint.hash(), weights="trained",
-        scheme=summary.quantization or SHORT.get(summary.dtype, summary.dtype), kv_dtype=dtype, dtype=dtype,
-        size_gb=round(subject.checkpoint.nbytes / 1e9, 4), bits_per_weight=round(bits, 4), tool="flyweight", exact=exact,
-        perplexity=result.perplexity, perplexity_error=result.error, text=text, window=result.window, stride=result.stride,
-        bos=result.bos, tokens=result.tokens, seconds=round(result.seconds, 3),
-        tokens_per_second=round(result.tokens_per_second, 2))
+    row = checkpoint_facts(model).fields() | dict(
+        kv_dtype=dtype, dtype=dtype, tool="flyweight", exact=exact, perplexity=result.perplexity,
+        perplexity_error=result.error, text=text, window=result.window, stride=result.stride, bos=result.bos,
+        tokens=result.tokens, seconds=round(result.seconds, 3), tokens_per_second=round(result.tokens_per_second, 2))
     if agreement is not None:
         row |= dict(kl=agreement.kl, kl_error=agreement.kl_error, top1_agreement=agreement.top1,
                     log_ratio=agreement.log_ratio, log_ratio_error=agreement.log_ratio_error)
     return row
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
     if len(rows) == 1:
         typer.echo(f"perplexity {rows[0]['perplexity']:.4f} ± {rows[0]['perplexity_error']:.4f} (standard error)")
     else:
@@ -158,11 +151,11 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         from rich.table import Table
 
         table = Table("model", "size", "bits", "perplexity", "change", "KL", "top-1", box=None, pad_edge=False)
-        for row in rows:
+        for model, row in zip(models, rows, strict=True):
             compared = ("", "", "") if "kl" not in row else (
                 f"{100 * math.expm1(row['log_ratio']):+.2f} ± {100 * row['log_ratio_error']:.2f} %", f"{row['kl']:.5f}",
                 f"{100 * row['top1_agreement']:.2f} %")
-            table.add_row(row["model"], f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
+            table.add_row(model, f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
                           f"{row['perplexity']:.4f} ± {row['perplexity_error']:.2f}", *compared)
         Console(highlight=False, width=110).print(table)
     row = rows[0]
