@@ -4,7 +4,7 @@ import torch
 from flyweight.kernels import cpu
 from flyweight.kernels.cpu import CpuLinear
 from flyweight.kernels.dispatch import prepare
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, VectorQuant
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24, VectorQuant
 
 
 @pytest.fixture(params=["packed", "as it lies", "little memory"])
@@ -97,10 +97,11 @@ def test_a_processor_without_vector_code_for_integers_dequantizes_once(fast, mon
 @pytest.mark.parametrize("shape", [(96, 64), (1, 7), (33, 130), (1000, 576)])
 @pytest.mark.parametrize("exact", [True, False])
 def test_w8a8_is_summed_in_integers_and_means_the_same(fast, shape, exact):
-    tensor = Int8Channel.random(shape)
-    prepared = prepare(tensor, dtype=torch.float32, exact=exact)
-    assert prepared.kernel == "torch.int_mm"
-    assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-6
+    tensors = [Int8Channel.random(shape), *([Sparse24.random(shape)] if shape[1] % 4 == 0 else [])]
+    for tensor in tensors:
+        prepared = prepare(tensor, dtype=torch.float32, exact=exact)
+        assert prepared.kernel == "torch.int_mm" and prepared.shape == shape
+        assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-6
     assert torch.equal(prepared(torch.zeros(2, shape[1])), torch.zeros(2, shape[0]))
 
 

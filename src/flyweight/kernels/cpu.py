@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.kernels import cpu_integer
-from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor
+from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
 FEW_ROWS = 4  # from here on the rearranged copy is faster
 SMALL = 1 << 18  # weights that stay in a core's own cache gain nothing
@@ -44,6 +44,8 @@ def choose(tensor: QuantTensor, *, exact: bool) -> Choice:
     """`exact` asks for x @ dequantize() in float32; without it a quantized weight may be computed with in 16 bits."""
     if isinstance(tensor, Plain):
         return choose_float(tensor.weight.float(), "plain weight", narrow=not exact)
+    if isinstance(tensor, Sparse24):  # torch has no op that would skip the zeros
+        return choose(tensor.to_dense(), exact=exact)
     if isinstance(tensor, Int8Channel) and tensor.input_scale is None and has_integers():
         return Choice(cpu_integer.BothInt8(tensor), "torch.int_mm", "int8 × int8 summed in integers, scaled in float32",
                       tensor.codes.nbytes + 4 * len(tensor.codes))
