@@ -15,7 +15,7 @@ MODEL ?= smollm2-135m
 
 # The main job, end to end, on the default real model; `make demo TEXT=file.txt` measures on a text of your own. The
 # calibration is kept small: two slow cores are enough.
-TEXT ?= docs/architecture.md
+TEXT ?= built-in
 SCHEMES ?= rtn-int4 gptq-int4 w8a8-smooth
 demo: .venv/installed
 	$(BIN)/flyweight pull $(MODEL)
@@ -23,7 +23,11 @@ demo: .venv/installed
 	$(BIN)/flyweight generate $(MODEL) --prompt "The capital of France is" --max-tokens 32 --temperature 0
 	for scheme in $(SCHEMES); do \
 	  $(BIN)/flyweight quantize $(MODEL) --scheme $$scheme -o out/$$scheme --samples 4 --length 256 --overwrite || exit; done
-	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024
+	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/quality.jsonl
+	rm -f out/latency.jsonl
+	$(BIN)/flyweight bench latency $(MODEL) $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/latency.jsonl
+	$(BIN)/flyweight report out/quality.jsonl out/latency.jsonl -o out/report.html --title "$(MODEL) in four schemes"
+	@echo "The report is in out/report.html"
 
 test: .venv/installed
 	$(BIN)/python -m pytest

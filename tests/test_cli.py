@@ -89,7 +89,7 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
 def test_info_prints_a_table(flyweight, folder):
     code, out, _ = flyweight("info", folder)
     assert code == 0
-    for part in ("LlamaForCausalLM, 1 layers", "float16 16.00", "mlp.down_proj", "4 × 8", "torch.linear", str(folder)):
+    for part in ("LlamaForCausalLM, 1 layers", "float16 16.00", "mlp.down_proj", "4 × 8", "plain weight", str(folder)):
         assert part in out
 
 

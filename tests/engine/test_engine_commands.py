@@ -7,8 +7,9 @@ import pytest
 
 from flyweight.cli import main
 from flyweight.commands.chat import answer, chat, interruptible
-from flyweight.commands.evaluate import encode
+from flyweight.commands.evaluate import encode, read_text
 from flyweight.engine.request import Chunk, SamplingParams
+from flyweight.quant import calibration
 
 
 def call(monkeypatch, *arguments):
@@ -37,12 +38,22 @@ def test_eval_prints_rows_that_say_how_it_was_measured(monkeypatch, capsys, smol
     assert row["environment"] == environment["id"] and row["bench"] == "quality" and row["status"] == "ok"
     assert (row["window"], row["stride"], row["bos"], row["tokens"]) == (24, 24, False, 38)
     assert row["perplexity"] > 1 and row["perplexity_error"] > 0 and row["scheme"] == "fp16" and row["bits_per_weight"] == 16
-    assert call(monkeypatch, "eval", smollm2, "--text", text, "--tokens", "20") == 0
+
+
+def test_eval_has_a_text_of_its_own_and_writes_the_rows_it_shows(monkeypatch, capsys, smollm2, tmp_path):
+    assert call(monkeypatch, "eval", smollm2, "--tokens", "20", "-o", tmp_path / "quality.jsonl") == 0
     assert "window 512, stride 512, no BOS" in capsys.readouterr().out
+    environment, row = map(json.loads, (tmp_path / "quality.jsonl").read_text().splitlines())
+    assert row["environment"] == environment["id"] and (row["text"], row["tokens"]) == ("built-in", 19)
+
+
+def test_the_built_in_text_of_eval_is_not_calibrated_on():
+    calibrated = calibration.read_text(calibration.BUILT_IN)
+    sentences = [part for part in read_text("built-in").replace("\n", " ").split(". ") if len(part) > 20]
+    assert len(sentences) > 50 and not [part for part in sentences if part in calibrated]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["eval", "m"], "eval needs a text to measure on: --text FILE"),
     (["eval", "m", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
     (["generate", "m", "--prompt", ""], "the prompt is empty"),
     (["generate", "m", "--prompt", "x", "--top-p", "2"], "top_p must lie between"),

@@ -3,13 +3,15 @@ import torch
 
 from flyweight.kernels import cpu
 from flyweight.kernels.cpu import CpuLinear
+from flyweight.kernels.dispatch import prepare
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24, VectorQuant
 
 
 @pytest.fixture(params=["packed", "as it lies", "little memory"])
 def layout(request, monkeypatch):
     if request.param == "packed" and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
-    monkeypatch.setattr(cpu, "packing_pays", lambda: request.param != "as it lies")
+    monkeypatch.setattr(cpu, "has_packing", lambda: request.param != "as it lies")
     monkeypatch.setattr(cpu, "memory_available", lambda: 100.0 if request.param == "little memory" else 1e12)
     return request.param
 
@@ -32,23 +34,96 @@ def test_the_copy_is_made_when_first_needed_and_only_with_memory_to_spare(layout
     assert (linear.packed is not None) == (layout == "packed")
 
 
-def test_the_measurement_answers_on_any_build():
-    assert cpu.packing_pays() in (True, False)
-
-
-def test_a_build_without_packing_goes_without(monkeypatch):
-    def missing(weight):
-        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
-
-    monkeypatch.setattr(cpu, "pack", missing)
-    assert cpu.packing_pays.__wrapped__() is False
-
-
-def test_a_tall_weight_laid_down_by_columns_gives_the_same_product(monkeypatch, layout):
-    monkeypatch.setattr(cpu, "columns_pay", lambda: True)
+def test_a_tall_weight_laid_down_by_columns_gives_the_same_product(layout):
     weight = torch.randn(1024, 256)
     linear = CpuLinear(weight)
     assert linear.weight.stride() == (1, 1024) and torch.equal(linear.weight, weight)
     for rows in (1, 3, 8, 300):
         x = torch.randn(rows, 256)
         torch.testing.assert_close(linear(x), (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-4)
+
+
+def relative_error(run, tensor, *size):
+    x = torch.randn(*size, tensor.matrix_shape[1])
+    expected = tensor.matmul_reference(x)
+    out = run(x)
+    assert out.shape == expected.shape and out.dtype == x.dtype
+    return float((out - expected).norm() / expected.norm())
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """The choices of a processor with vector code for integers, whatever this one has."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this build of torch has no FBGEMM")
+    monkeypatch.setattr(cpu, "has_integers", lambda: True)
+
+
+SIZES = [(1,), (2,), (9,), (65,), (2, 3), ()]
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (1, 7), (33, 130), (192, 576)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_stay_in_16_bits_and_give_the_float32_product(fast, shape, dtype):
+    tensor = Plain.random(shape, dtype=dtype)
+    prepared = prepare(tensor, dtype=torch.float32)
+    assert prepared.kernel == "fbgemm.fp16" and "exact" in prepared.why and prepared.nbytes == 2 * tensor.weight.numel()
+    assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["a weight that needs float32", "a range too wide", "exact", "no FBGEMM"])
+def test_other_weights_and_machines_take_the_float32_path(fast, monkeypatch, case):
+    weight = torch.randn(48, 64).half().float()
+    if case == "a weight that needs float32":
+        weight[5, 7] = 1 + 2**-12
+    if case == "a range too wide":
+        weight[0, 0], weight[0, 1] = 2.0**100, 2.0**-100
+    if case == "no FBGEMM":
+        monkeypatch.setattr(cpu, "has_half", lambda: False)
+    tensor = Plain(weight)
+    prepared = prepare(tensor, dtype=torch.float32, exact=case == "exact")
+    assert prepared.kernel == "torch.linear"
+    assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-6
+
+
+def test_a_processor_without_vector_code_for_integers_dequantizes_once(fast, monkeypatch):
+    monkeypatch.setattr(cpu, "has_integers", lambda: False)
+    for tensor in (Int8Channel.random((48, 64)), IntGroup.random((48, 64), group_size=32)):
+        prepared = prepare(tensor, dtype=torch.float32)
+        assert prepared.kernel == "fbgemm.fp16" and "dequantized once" in prepared.why
+        assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (1, 7), (33, 130), (1000, 576)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_w8a8_is_summed_in_integers_and_means_the_same(fast, shape, exact):
+    tensors = [Int8Channel.random(shape), *([Sparse24.random(shape)] if shape[1] % 4 == 0 else [])]
+    for tensor in tensors:
+        prepared = prepare(tensor, dtype=torch.float32, exact=exact)
+        assert prepared.kernel == "torch.int_mm" and prepared.shape == shape
+        assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-6
+    assert torch.equal(prepared(torch.zeros(2, shape[1])), torch.zeros(2, shape[0]))
+
+
+@pytest.mark.parametrize("options", [dict(bits=4, group_size=64), dict(bits=4, group_size=32, symmetric=True),
+                                     dict(bits=8, group_size=-1, symmetric=True)])
+def test_weight_only_integers_take_torchs_op_for_few_rows(fast, options):
+    tensor = IntGroup.random((192, 576), **options)
+    prepared = prepare(tensor, dtype=torch.float32)
+    assert prepared.kernel == f"torch.int{options['bits']}pack" and "bfloat16" in prepared.why
+    few, many = [size for size in SIZES if size not in ((9,), (65,))], [(9,), (65,)]
+    assert 1e-4 < max(relative_error(prepared, tensor, *size) for size in few) < 1e-2  # bfloat16 inputs
+    assert max(relative_error(prepared, tensor, *size) for size in many) < 1e-3  # weights rounded to float16
+    exact = prepare(tensor, dtype=torch.float32, exact=True)
+    assert exact.kernel == "torch.linear" and max(relative_error(exact, tensor, *size) for size in SIZES) < 1e-6
+
+
+@pytest.mark.parametrize("tensor", [
+    IntGroup.random((33, 64), group_size=32), IntGroup.random((48, 72), group_size=24), IntGroup.random((48, 96), group_size=64),
+    IntGroup.random((48, 64), group_size=32, act_order=True), IntGroup.random((48, 72), bits=8, group_size=-1, symmetric=True),
+    IntGroup.random((48, 64), bits=8, group_size=32), IntGroup.random((48, 64), bits=3, group_size=32),
+    Float8.random((48, 64)), VectorQuant.random((48, 64))], ids=lambda tensor: f"{tensor.kind} {tensor.shape}")
+def test_whatever_torchs_ops_cannot_take_is_dequantized_once(fast, tensor):
+    prepared = prepare(tensor, dtype=torch.float32)
+    assert prepared.kernel == "fbgemm.fp16" and "dequantized once" in prepared.why
+    assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-3

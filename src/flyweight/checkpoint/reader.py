@@ -142,10 +142,14 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer  # takes seconds to import
+        import transformers
 
+        settings = self.folder / "tokenizer_config.json"
+        named = settings.is_file() and read_json(settings).get("tokenizer_class") == "PreTrainedTokenizerFast"
+        # To find out the class, AutoTokenizer imports every model's configuration: two seconds.
+        kind = transformers.PreTrainedTokenizerFast if named else transformers.AutoTokenizer
         try:
-            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
+            return kind.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever its parts raise
             reason = str(error).strip().split("\n")[0]
             raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded ({reason})") from error

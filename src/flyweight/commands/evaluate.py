@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +17,19 @@ from flyweight.errors import OptionError
 if TYPE_CHECKING:
     from flyweight.quant.evaluate import Agreement, Perplexity
 
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text holds nothing
 
 
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Names, folders, hub ids or GGUF files; the first is the original.")],
-    text: Annotated[Path | None, typer.Option(help="A plain text file, UTF-8.")] = None,
+    text: Annotated[str, typer.Option(help="A plain text file, UTF-8; built-in: two pages of prose.")] = BUILT_IN,
     window: Annotated[int, typer.Option(help="Tokens the model sees at a time.")] = 512,
     stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; default: the window.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens of the text.")] = None,
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     device: Device = None,
     dtype: Dtype = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the rows of --json to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,
 ) -> None:
     """Measure perplexity on a text: exp of the mean negative log-likelihood, lower is better.
@@ -42,7 +44,7 @@ def evaluate(
 
         flyweight eval smollm2-135m --text wiki.txt --tokens 4096
 
-        flyweight eval ./original ./int4 ./int8 --text wiki.txt
+        flyweight eval ./original ./int4 ./int8 --text wiki.txt -o quality.jsonl
 
         flyweight eval ./my-quantized-model --text wiki.txt --window 2048 --stride 1024 --json
     """
@@ -68,11 +70,15 @@ def evaluate(
             else:
                 result, agreement = compare(first.decoder, subject.decoder, subject.ids[:tokens], **options)
         first = first or subject
-        rows.append(result_row(result, agreement, subject, model=name, text=str(text), exact=not served))
+        rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served))
+    assert first is not None
+    lines = "".join(json.dumps(row) + "\n" for row in complete_rows(rows, first.decoder.device))
+    if output is not None:
+        output.write_text(lines, encoding="utf-8")
     if as_json:
-        print_rows(rows, first)
+        typer.echo(lines, nl=False)
     else:
-        print_table(rows)
+        print_table(models, rows)
 
 
 @dataclass(frozen=True)
@@ -100,17 +106,17 @@ def load_subject(model: str, text: str, *, device: str | None, dtype: str | None
     return Subject(checkpoint, decoder, ids, bos)
 
 
-def read_text(path: Path | None) -> str:
-    if path is None:
-        raise OptionError("eval needs a text to measure on: --text FILE")
+def read_text(source: str) -> str:
+    if source == BUILT_IN:
+        return files("flyweight.quant").joinpath("held_out.txt").read_text(encoding="utf-8")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = Path(source).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise OptionError(f"--text {path}: no such file") from None
+        raise OptionError(f"--text {source}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--text {path}: cannot be read as UTF-8 text ({error})") from error
+        raise OptionError(f"--text {source}: cannot be read as UTF-8 text ({error})") from error
     if not content.strip():
-        raise OptionError(f"--text {path}: the file is empty")
+        raise OptionError(f"--text {source}: the file is empty")
     return content
 
 
@@ -124,26 +130,20 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
 def result_row(result: Perplexity, agreement: Agreement | None, subject: Subject, *, model: str, text: str,
                exact: bool) -> dict[str, Any]:
     """What was measured of one model, under the names that every benchmark uses."""
-    from flyweight.checkpoint.summary import summarize
+    from flyweight.bench.facts import checkpoint_facts
 
-    summary = summarize(subject.checkpoint)
-    linears = [group for group in summary.groups if group.layers]
-    bits = 8 * sum(group.nbytes for group in linears) / sum(group.parameters for group in linears)
     dtype = str(subject.decoder.dtype).removeprefix("torch.")
-    row = dict(
-        model=model, checkpoint=subject.checkpoint.hash(), weights="trained",
-        scheme=summary.quantization or SHORT.get(summary.dtype, summary.dtype), kv_dtype=dtype, dtype=dtype,
-        size_gb=round(subject.checkpoint.nbytes / 1e9, 4), bits_per_weight=round(bits, 4), tool="flyweight", exact=exact,
-        perplexity=result.perplexity, perplexity_error=result.error, text=text, window=result.window, stride=result.stride,
-        bos=result.bos, tokens=result.tokens, seconds=round(result.seconds, 3),
-        tokens_per_second=round(result.tokens_per_second, 2))
+    row = checkpoint_facts(model).fields() | dict(
+        kv_dtype=dtype, dtype=dtype, tool="flyweight", exact=exact, perplexity=result.perplexity,
+        perplexity_error=result.error, text=text, window=result.window, stride=result.stride, bos=result.bos,
+        tokens=result.tokens, seconds=round(result.seconds, 3), tokens_per_second=round(result.tokens_per_second, 2))
     if agreement is not None:
         row |= dict(kl=agreement.kl, kl_error=agreement.kl_error, top1_agreement=agreement.top1,
                     log_ratio=agreement.log_ratio, log_ratio_error=agreement.log_ratio_error)
     return row
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
     if len(rows) == 1:
         typer.echo(f"perplexity {rows[0]['perplexity']:.4f} ± {rows[0]['perplexity_error']:.4f} (standard error)")
     else:
@@ -151,26 +151,25 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         from rich.table import Table
 
         table = Table("model", "size", "bits", "perplexity", "change", "KL", "top-1", box=None, pad_edge=False)
-        for row in rows:
+        for model, row in zip(models, rows, strict=True):
             compared = ("", "", "") if "kl" not in row else (
                 f"{100 * math.expm1(row['log_ratio']):+.2f} ± {100 * row['log_ratio_error']:.2f} %", f"{row['kl']:.5f}",
                 f"{100 * row['top1_agreement']:.2f} %")
-            table.add_row(row["model"], f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
+            table.add_row(model, f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
                           f"{row['perplexity']:.4f} ± {row['perplexity_error']:.2f}", *compared)
-        Console(highlight=False).print(table)
+        Console(highlight=False, width=110).print(table)
     row = rows[0]
     beginning = "BOS before each window" if row["bos"] else "no BOS"
     typer.echo(f"{row['tokens']:,} tokens scored, window {row['window']}, stride {row['stride']}, {beginning}, "
                f"{row['seconds']:.1f} s, {row['tokens_per_second']:.1f} tok/s")
 
 
-def print_rows(rows: list[dict[str, Any]], subject: Any) -> None:
+def complete_rows(rows: list[dict[str, Any]], device: Any) -> list[dict[str, Any]]:
+    """The environment, and each row with what every benchmark's rows carry."""
     from flyweight.bench.rows import environment_row, make_row
 
-    environment = environment_row(subject.decoder.device, measure_bandwidth=False)
-    typer.echo(json.dumps(environment))
-    for row in rows:
-        typer.echo(json.dumps(make_row("quality", environment["id"], **row)))
+    environment = environment_row(device, measure_bandwidth=False)
+    return [environment, *(make_row("quality", environment["id"], **row) for row in rows)]
 
 
 class show_progress:

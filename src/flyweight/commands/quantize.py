@@ -144,7 +144,7 @@ def measure(model: str, text: Path, tokens: int | None, *, device: str | None, d
     from flyweight.commands.evaluate import load_subject, read_text, show_progress
     from flyweight.quant.evaluate import perplexity
 
-    subject = load_subject(model, read_text(text), device=device, dtype=dtype)
+    subject = load_subject(model, read_text(str(text)), device=device, dtype=dtype)
     batch = 8 if subject.decoder.device.type == "cuda" else 1
     with show_progress(Console(stderr=True, highlight=False)) as update:
         result = perplexity(subject.decoder, subject.ids[:tokens], bos=subject.bos, progress=update, batch=batch)

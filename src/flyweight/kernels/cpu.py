@@ -1,33 +1,110 @@
-"""y = x Wᵀ in float32 on a CPU: one weight in the layout that suits the number of rows.
+"""y = x Wᵀ in float32 on a CPU, with the weight in as few bytes as give the same product.
 
-One to three rows are bound by memory, and `torch.linear` reads the weight nearly at full speed; a weight with more
-outputs than inputs is read faster column by column, so it is laid down that way where a measurement says so. From four
-rows on torch first rearranges the weight, on every call; oneDNN can keep a rearranged copy. Measured on Sapphire Rapids,
-all linears of a 135M model: 35 → 30 ms at 1 row (one core), and on two cores 108 → 64 ms at 8 rows, 136 → 71 at 12,
-93 → 74 at 16, 293 → 284 at 128. The price is a second copy of the weight, made when first needed and only where memory
-is plentiful.
+A decode step is bound by the bytes of the weights, and most checkpoints hold 16-bit floats. Where every weight survives
+the way to float16 and back (after one power of two for all, which costs no accuracy) it stays in 16 bits: FBGEMM, part of
+torch on x86, widens it in registers and sums in float32. Everything else goes through `torch.linear`, a tall weight laid
+down by columns, and from four rows on through a copy that oneDNN has rearranged, made when first needed and only where
+memory is plentiful; torch alone would rearrange the weight on every call.
+
+Measured on two busy cores of a Sapphire Rapids, all linears of a 135M model in ms, rows 1 / 2 / 8 / 16 / 64 / 256:
+by rows 30 / 32 / 64 / 69 / 128 / 276, by columns 29 / 36 / 57 / 66 / 130 / 279, rearranged 39 / 40 / 49 / 46 / 120 / 251,
+FBGEMM 29 / 30 / 30 / 42 / 117 / 272, at half the memory; while other programs compete for the bandwidth FBGEMM leads at
+one row too (29 against 24 and 27 tokens/s). The price is 2 s of packing at load.
+
+What is chosen depends on the weight, the build of torch and the processor, never on a measurement at load: on a busy
+machine that would be a lottery, and the same model must give the same text twice.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW_ROWS = 4  # from here on the copy is faster
+from flyweight.kernels import cpu_integer
+from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
+
+FEW_ROWS = 4  # from here on the rearranged copy is faster
 SMALL = 1 << 18  # weights that stay in a core's own cache gain nothing
 MANY_ROWS = 256  # from here on the rearranging costs nothing next to the arithmetic
+
+
+class Choice(NamedTuple):
+    run: Callable[[Tensor], Tensor]
+    kernel: str
+    why: str
+    nbytes: int
+
+
+def choose(tensor: QuantTensor, *, exact: bool) -> Choice:
+    """`exact` asks for x @ dequantize() in float32; without it a quantized weight may be computed with in 16 bits."""
+    if isinstance(tensor, Plain):
+        return choose_float(tensor.weight.float(), "plain weight", narrow=not exact)
+    if isinstance(tensor, Sparse24):  # torch has no op that would skip the zeros
+        return choose(tensor.to_dense(), exact=exact)
+    if isinstance(tensor, Int8Channel) and tensor.input_scale is None and has_integers():
+        return Choice(cpu_integer.BothInt8(tensor), "torch.int_mm", "int8 × int8 summed in integers, scaled in float32",
+                      tensor.codes.nbytes + 4 * len(tensor.codes))
+    floats = choose_float(tensor.dequantize(), f"{tensor.kind} dequantized once at load", narrow=not exact, rounding=True)
+    if not isinstance(tensor, IntGroup):
+        linear = floats.run
+        return floats._replace(run=lambda x: linear(tensor.quantize_input(x).float()))
+    if exact or not has_integers() or not cpu_integer.has_op(tensor):
+        return floats
+    few = cpu_integer.FewRows(tensor, floats.run)
+    why = f"up to {few.most} rows, inputs in bfloat16; beyond {floats.kernel}, {floats.why}"
+    return Choice(few, f"torch.int{tensor.bits}pack", why, few.nbytes + floats.nbytes)
+
+
+def choose_float(weight: Tensor, why: str, *, narrow: bool, rounding: bool = False) -> Choice:
+    """In 16 bits where `narrow` and every value fits, or where `rounding` may make it fit."""
+    if not narrow or not has_half():
+        return Choice(CpuLinear(weight), "torch.linear", why, weight.nbytes)
+    shift = half_shift(weight)
+    if shift is None and not (rounding and float(weight.abs().max()) < torch.finfo(torch.float16).max):
+        return Choice(CpuLinear(weight), "torch.linear", f"{why}, some values need more than 16 bits", weight.nbytes)
+    half = HalfLinear(weight, shift=shift or 0)
+    return Choice(half, "fbgemm.fp16", f"{why}, {'exact in' if shift is not None else 'rounded to'} 16 bits; sums in float32",
+                  half.nbytes)
+
+
+class HalfLinear:
+    """The weight times 2^shift in float16, in FBGEMM's layout."""
+
+    def __init__(self, weight: Tensor, *, shift: int):
+        self.op = torch.ops.quantized.linear_dynamic_fp16.default
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight * 2.0**shift if shift else weight, None)
+        self.back = 2.0**-shift
+        self.nbytes = weight.numel() * 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.ndim == 1:
+            return self(x[None])[0]
+        out = self.op(x, self.packed)
+        return out if self.back == 1 else out.mul_(self.back)
+
+
+def half_shift(weight: Tensor) -> int | None:
+    """The power of two that brings every weight into float16 unharmed (0 where none is needed), or None.
+
+    bfloat16 has a wider range than float16 and fewer digits: its weights fit once the largest is near the top.
+    """
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    for shift in (0, 15 - int(torch.tensor(largest).frexp().exponent)):
+        scaled = weight * 2.0**shift if shift else weight
+        if torch.equal(scaled.half().float(), scaled):
+            return shift
+    return None
 
 
 class CpuLinear:
     def __init__(self, weight: Tensor):
         tall = weight.shape[0] > weight.shape[1] and weight.numel() >= SMALL
-        self.weight = by_columns(weight) if tall and columns_pay() else weight  # [out, in], in one order or the other
+        self.weight = by_columns(weight) if tall else weight  # [out, in], in one order or the other
         self.packed: Tensor | None = None
         self.tried = False
 
@@ -36,7 +113,7 @@ class CpuLinear:
             return F.linear(x, self.weight)
         if not self.tried:
             self.tried = True
-            if packing_pays() and memory_available() > 4 * self.weight.nbytes:
+            if has_packing() and memory_available() > 4 * self.weight.nbytes:
                 self.packed = pack(self.weight.contiguous())
         return F.linear(x, self.weight) if self.packed is None else run_packed(x, self.packed)
 
@@ -53,35 +130,18 @@ def by_columns(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t()
 
 
-@functools.cache
-def columns_pay() -> bool:
-    """Measured once for one row, on more weights than a cache holds at a time."""
-    weights, x = [torch.randn(3072, 576) for _ in range(6)], torch.randn(1, 576)
-    others = [by_columns(weight) for weight in weights]
-    return _seconds(lambda: [F.linear(x, other) for other in others]) < 0.95 * _seconds(
-        lambda: [F.linear(x, weight) for weight in weights])
+def has_half() -> bool:
+    """FBGEMM is in torch for x86; elsewhere its ops are missing or emulated slowly."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-@functools.cache
-def packing_pays() -> bool:
-    """Measured once, on a small weight: CPUs and builds of torch differ. False where torch lacks these ops."""
-    weight, x = torch.randn(1024, 1024), torch.randn(2 * FEW_ROWS, 1024)
-    try:
-        packed = pack(weight)
-        torch.testing.assert_close(run_packed(x, packed), F.linear(x, weight), rtol=1e-4, atol=1e-3)
-    except (AttributeError, RuntimeError, AssertionError):
-        return False
-    return _seconds(lambda: run_packed(x, packed)) < _seconds(lambda: F.linear(x, weight))
+def has_integers() -> bool:
+    """torch's integer ops have vector code for these; elsewhere they are plain loops."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """The fastest of seven runs: the least disturbed one."""
-    best = float("inf")
-    for _ in range(7):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
+def has_packing() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def memory_available() -> float:

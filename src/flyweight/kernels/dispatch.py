@@ -20,8 +20,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flyweight.kernels import gemv, reference, vptq
-from flyweight.kernels.cpu import CpuLinear
+from flyweight.kernels import cpu, gemv, reference, vptq
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Plain, QuantTensor, VectorQuant
 
@@ -56,18 +55,19 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
         if isinstance(tensor, VectorQuant) and tensor.experts is None:
             vectors = vptq.prepare(tensor, dtype=dtype)
             return Prepared(vectors, "vptq", vectors.why, tensor.shape, vectors.nbytes)
-    plain = isinstance(tensor, Plain)
-    weight = tensor.weight.to(dtype) if isinstance(tensor, Plain) else tensor.dequantize(dtype)
-    linear: Callable[[Tensor], Tensor]
+    if tensor.device.type == "cpu" and dtype == torch.float32 and tensor.experts is None:
+        run, kernel, why, nbytes = cpu.choose(tensor, exact=exact)
+        return Prepared(run, kernel, why, tensor.shape, nbytes)
+    if isinstance(tensor, Plain):
+        weight, why = tensor.weight.to(dtype), "plain weight"
+    else:
+        weight, why = tensor.dequantize(dtype), f"no kernel for {tensor.kind} here: dequantized once at load"
     linear = functools.partial(torch.nn.functional.linear, weight=weight)
-    if weight.device.type == "cpu" and dtype == torch.float32 and weight.ndim == 2:
-        linear = CpuLinear(weight)
 
-    def run(x: Tensor) -> Tensor:
+    def run_quantized(x: Tensor) -> Tensor:
         return linear(tensor.quantize_input(x).to(dtype))
 
-    why = "plain weight" if plain else f"no kernel for {tensor.kind} here: dequantized once at load"
-    return Prepared(linear if plain else run, "torch.linear", why, tensor.shape, weight.nbytes)
+    return Prepared(linear if isinstance(tensor, Plain) else run_quantized, "torch.linear", why, tensor.shape, weight.nbytes)
 
 
 def decoder_ops(device: torch.device | str) -> ModuleType:

@@ -23,26 +23,27 @@ def smooth_scales(largest: Tensor, weights: Sequence[Tensor], alpha: float) -> T
     return torch.where(largest > 0, scales, torch.ones_like(scales)).clamp(min=1e-4, max=1e4)
 
 
-def w8a8_error(x: Tensor, weights: Sequence[Tensor], scales: Tensor) -> float:
-    """Squared output error over all siblings with int8 tokens and int8 channels."""
+def w8a8_error(x: Tensor, weights: Sequence[Tensor], scales: Tensor, wanted: Sequence[Tensor] | None = None) -> float:
+    """Squared output error over all siblings with int8 tokens and int8 channels; `wanted` are their float outputs."""
+    wanted = wanted or [x @ weight.float().T for weight in weights]
     codes, steps = quantize_int8_rows(x / scales)
     tokens, total = codes * steps, 0.0
-    for weight in weights:
+    for weight, output in zip(weights, wanted, strict=True):
         scaled = weight.float() * scales
         width = (scaled.abs().amax(1, keepdim=True) / 127.5).clamp(min=1e-12)
         rounded = torch.clamp(torch.round(scaled / width), -128, 127) * width
-        total += float((tokens @ rounded.T - x @ weight.float().T).square().mean(dtype=torch.float64))
+        total += float((tokens @ rounded.T).sub_(output).square_().mean(dtype=torch.float64))
     return total
 
 
 def search_alpha(x: Tensor, largest: Tensor, weights: Sequence[Tensor], alphas: Sequence[float] = ALPHAS) -> tuple[float, Tensor]:
     """(α, scales) with the least error on sample inputs x [tokens, in]; no smoothing at all is a candidate too (α = 0)."""
     x = x.float()
-    ones = torch.ones_like(largest)
-    best = (w8a8_error(x, weights, ones), 0.0, ones)
+    ones, wanted = torch.ones_like(largest), [x @ weight.float().T for weight in weights]
+    best = (w8a8_error(x, weights, ones, wanted), 0.0, ones)
     for alpha in alphas:
         scales = smooth_scales(largest, weights, alpha)
-        error = w8a8_error(x, weights, scales)
+        error = w8a8_error(x, weights, scales, wanted)
         if error < best[0]:
             best = (error, alpha, scales)
     return best[1], best[2]
