@@ -28,6 +28,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
+    "serve": ("flyweight.commands.serve:serve", "Serve a model over HTTP, as the OpenAI API does."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
     "report": ("flyweight.commands.report:report", "Tables and figures from result files."),
     "diff": ("flyweight.commands.diff:diff", "Compare two result files; exit code 1 if something got slower."),

@@ -190,6 +190,7 @@ class Request:
     state: State = State.WAITING
     computed: int = 0  # tokens whose K and V are in the cache
     cached: int | None = None  # prompt tokens found in the prefix cache when first scheduled
+    started: float | None = None  # when it was first scheduled
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
     preemptions: int = 0

@@ -14,6 +14,7 @@ There is no deadlock: the oldest request may take the blocks of all others, and 
 from __future__ import annotations
 
 import bisect
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class Scheduler:
         self.pool.hold(found)
         request.blocks, request.computed = found, len(found) * self.pool.block_size
         if request.cached is None:
-            request.cached = request.computed
+            request.cached, request.started = request.computed, time.perf_counter()
         count = min(request.missing, budget)
         extended = self._extend(request, count)
         assert extended, "the blocks were counted above"
