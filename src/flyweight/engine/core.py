@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from flyweight.engine.kv_cache import BlockPool
-from flyweight.engine.request import Chunk, Request, SamplingParams
+from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
 from flyweight.engine.runner import CacheShape, Model, Result, Runner
 from flyweight.engine.sampling import seed_of
 from flyweight.engine.scheduler import Scheduler, Work
@@ -51,8 +51,8 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.inbox) or self.scheduler.busy
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *,
-               listener: Callable[[Chunk], None] | None = None) -> list[Request]:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, listener: Callable[[Chunk], None] | None = None,
+               constraint: Callable[[], Constraint] | None = None) -> list[Request]:
         """One request per sample. Their tokens come with the steps; each chunk goes to the listener."""
         self._check(prompt, params)
         first = next(self.numbers)
@@ -64,7 +64,7 @@ class Engine:
         requests = [
             Request(number=first if index == 0 else next(self.numbers), prompt=list(prompt), params=params, index=index,
                     seed=seed_of(seed, index), limit=min(longest, self.max_model_len), salt=salt, end_ids=ends,
-                    listener=listener)
+                    listener=listener, constraint=constraint() if constraint else None)
             for index in range(params.n)
         ]
         self.inbox.extend((True, request) for request in requests)

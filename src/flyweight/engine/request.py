@@ -11,9 +11,12 @@ import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flyweight.errors import RequestError, unknown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LIMITS: dict[str, tuple[float, float]] = {  # field → (least, most) allowed, both included
     "max_tokens": (1, 2**31), "min_tokens": (0, 2**31), "temperature": (0, 100), "top_k": (0, 2**31),
@@ -171,6 +174,13 @@ class Chunk:
     stop_reason: str | int | None = None
 
 
+class Constraint(Protocol):
+    """What may come next, step by step."""
+
+    def allowed(self, generated: Sequence[int]) -> Tensor | None:
+        """Bool [vocabulary] on the CPU, given every token so far; None: anything."""
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence in flight. The scheduler owns `state`, `blocks`, `digests` and `computed`."""
@@ -184,6 +194,7 @@ class Request:
     salt: bytes | None = b""  # only requests of one salt share cache blocks; None shares with nobody
     end_ids: frozenset[int] = frozenset()  # tokens that end the text
     listener: Callable[[Chunk], None] | None = None
+    constraint: Constraint | None = None  # such as a grammar: its steps wait for the token before
     arrival: float = field(default_factory=time.perf_counter)
 
     tokens: list[int] = field(default_factory=list)  # prompt, then what was generated

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
-from flyweight.engine.request import TokenLogprob
+from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.sampling import Sampler, top_logprobs
 from flyweight.engine.scheduler import Work
 from flyweight.errors import ResourceError
@@ -81,7 +81,7 @@ class Runner:
             last = [spans[i][1] - 1 for i in sampling]
             rows = logits if len(last) == len(logits) else logits[last]
             requests = [works[i].request for i in sampling]
-            tokens = self.sampler.choose(rows, requests)
+            tokens = self.sampler.choose(allowed_only(rows, requests), requests)
             logprobs = self._logprobs(rows, tokens, [request.params.logprobs for request in requests])
             for i, token, logprob in zip(sampling, tokens.tolist(), logprobs, strict=True):
                 results[i] = Result(token, logprob)
@@ -152,6 +152,17 @@ class Runner:
         chosen, best, ids = (tensor.tolist() for tensor in top_logprobs(logits, tokens, most))
         return [None if count is None else TokenLogprob(token, chosen[i], dict(zip(ids[i][:count], best[i], strict=False)))
                 for i, (token, count) in enumerate(zip(tokens.tolist(), wanted, strict=True))]
+
+
+def allowed_only(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Less what the requests' constraints forbid; the logits themselves are left for the logprobs."""
+    masks = {row: mask for row, request in enumerate(requests) if request.constraint
+             and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}
+    if not masks:
+        return logits
+    at = torch.tensor([*masks], device=logits.device)
+    forbidden = ~torch.stack([*masks.values()]).to(logits.device)
+    return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(forbidden, -torch.inf))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
