@@ -85,7 +85,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(model: Path | str, *, wait: bool = True, **options) -> Iterator[Running]:
+def serving(model: Path | str, *, wait: bool = True, threads: str | None = "1", **options) -> Iterator[Running]:
     from flyweight.commands.serve import open_tokenizer
 
     listener = listen("127.0.0.1", 0)
@@ -93,7 +93,8 @@ def serving(model: Path | str, *, wait: bool = True, **options) -> Iterator[Runn
     engine = {"device": "cpu", **options.pop("engine", {})}
     server = Server(Settings(model=root, engine=engine, **({"names": ("tiny",)} | options)), listener, tokenizer=tokenizer,
                     signals=False)
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the engine process: the model is too small to share out
+    if threads:  # of the engine process: the tiny model is too small to share out
+        os.environ["OMP_NUM_THREADS"] = threads
     thread = threading.Thread(target=lambda: asyncio.run(server.run_until_over()), daemon=True)
     thread.start()
     running = Running(server, listener.getsockname()[1])

@@ -3,7 +3,7 @@
 The step loop must not share an interpreter lock with the formatting of events: 64 streams at 5 ms a step are 12,800
 events a second. So this process does nothing but step. One thread reads commands, because a server that waits for room
 in the socket while the engine waits for the same would stand still for ever; the commands themselves are carried out
-between steps, by the thread that steps.
+between steps, by the thread that steps. Only JSON schemas are compiled on the way, since that may take a second.
 
 It ends when the server's end of the socket closes, however that happened. SIGINT and SIGTERM are the server's business:
 a terminal or a supervisor sends them to the whole group, and the requests in flight are still to be finished.
@@ -11,6 +11,7 @@ a terminal or a supervisor sends them to the whole group, and the requests in fl
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -18,9 +19,11 @@ import time
 import traceback
 import warnings
 from collections import deque
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from flyweight.engine.grammar import Grammars
 from flyweight.errors import FlyweightError, RequestError
 from flyweight.server.messages import (
     FAILED,
@@ -88,6 +91,7 @@ class EngineLoop:
         self.connection = connection
         self.requests: dict[int, list[Request]] = {}  # by the server's key
         self.commands: deque[Any] = deque()
+        self.constraints: dict[int, Any] = {}  # compiled schemas of requests to come, or why they are none
         self.deltas: list[Delta] = []
         self.wake = threading.Event()
         self.steps = 0
@@ -108,10 +112,24 @@ class EngineLoop:
                 command = self.connection.recv()
             except (EOFError, OSError):
                 command = None
+            if isinstance(command, Submit) and command.schema is not None:
+                self.compile(command.key, command.schema)
             self.commands.append(command)
             self.wake.set()
             if command is None:
                 return
+
+    def compile(self, key: int, schema: str) -> None:
+        try:
+            self.constraints[key] = self.grammars(schema)
+        except Exception as error:  # the schema is a stranger's
+            self.constraints[key] = error
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        if self.llm.tokenizer is None:
+            raise RequestError("a model without a tokenizer cannot follow a JSON schema")
+        return Grammars(self.llm.tokenizer.inner, self.engine.vocabulary, self.engine.end_ids)
 
     def turn(self) -> None:
         """Carry out what was asked for, run a step, tell what came of it."""
@@ -142,13 +160,16 @@ class EngineLoop:
 
     def submit(self, command: Submit) -> None:
         params = command.params.with_defaults(self.llm.sampling_defaults)
+        constraint = self.constraints.pop(command.key, None)
 
         def listen(chunk: Chunk) -> None:
             self.tell(command.key, chunk)
 
         try:
-            self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen)
-        except RequestError as error:
+            if isinstance(constraint, Exception):
+                raise constraint
+            self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen, constraint=constraint)
+        except FlyweightError as error:
             self.deltas.append(Delta(command.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
         except Exception as error:  # ours, not the client's: it must not end the requests of others
             traceback.print_exc()
@@ -159,6 +180,8 @@ class EngineLoop:
         if requests is None:  # cancelled: nobody listens
             return
         request = requests[chunk.index]
+        if request.finished and (error := getattr(request.constraint, "error", None)):
+            chunk = replace(chunk, finish_reason=FAILED, stop_reason=error)
         first = request.generated == len(chunk.token_ids)
         self.deltas.append(Delta(
             key, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,

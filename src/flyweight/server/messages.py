@@ -19,6 +19,7 @@ class Submit:
     key: int  # chosen by the server; every Delta of the answer carries it
     prompt: list[int]
     params: SamplingParams
+    schema: str | None = None  # JSON schema that the answer must fit
 
 
 @dataclass(frozen=True)

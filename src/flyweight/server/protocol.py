@@ -7,6 +7,7 @@ with a value that changes nothing and refused by name otherwise; and unknown one
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from flyweight.engine.request import SamplingParams
 from flyweight.errors import unknown
 from flyweight.server.refusals import BadRequest, UnsupportedField
 
+ANY_OBJECT = '{"type": "object"}'
 MOST_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
 
@@ -106,12 +108,26 @@ class SamplingFields(Loose):
     def continuous_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def schema_text(self) -> str | None:
+        """What the answer must fit, as a JSON schema."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        return json.dumps(wanted.json_schema.schema_) if wanted.json_schema else ANY_OBJECT
+
     def check(self, *, strict: bool) -> list[str]:
         """The warnings about fields that were ignored; raises for those that may not be."""
         if self.best_of not in (None, self.samples):
             raise UnsupportedField(f"best_of is not supported, except where it equals n ({self.samples})", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream: true", param="stream_options")
+        if self.response_format is not None and self.response_format.type != "text":
+            if (self.response_format.type == "json_schema") != (self.response_format.json_schema is not None):
+                raise BadRequest("response_format of type json_schema, and no other, has a json_schema", param="response_format")
+            if self.ignore_eos or self.min_tokens:
+                raise BadRequest("ignore_eos and min_tokens contradict response_format: JSON ends where it is complete",
+                                 param="ignore_eos" if self.ignore_eos else "min_tokens")
         extra = dict(self.model_extra or {})
         for name, neutral in NEUTRAL.items():
             if name in extra and extra.pop(name) not in neutral:

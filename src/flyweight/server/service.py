@@ -69,7 +69,7 @@ class Service:
     async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
                        params: SamplingParams, *, model: str, warnings: list[str]) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
-        ticket = self.engine.submit(prompts, params)
+        ticket = self.engine.submit(prompts, params, schema=body.schema_text)
         answer = Answer(body, ticket, form, model=model)
         stream = None
         try:
