@@ -161,8 +161,8 @@ def test_a_repeated_prompt_is_cached_until_reset(client):
 
 def test_json_comes_back_as_json(client):
     pytest.importorskip("llguidance", reason="the grammar library is not installed: pip install llguidance")
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
-              "required": ["name", "age"], "additionalProperties": False}
+    schema = {"type": "object", "required": ["name", "age"], "additionalProperties": False,
+              "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}}}
     ask = dict(model=MODEL, messages=[{"role": "user", "content": "Describe a person."}], max_tokens=60, temperature=0.7, seed=3)
     answer = client.chat.completions.create(**ask, response_format={"type": "json_schema", "json_schema": {
         "name": "person", "schema": schema}})
@@ -175,7 +175,7 @@ def test_json_comes_back_as_json(client):
 def test_embeddings_and_nonsense_are_refused_clearly(client):
     with pytest.raises(openai.BadRequestError, match="embeddings are not supported"):
         client.embeddings.create(model=MODEL, input="text")
-    with pytest.raises(openai.BadRequestError, match="the prompt has 5 tokens and the answer asks for 600 more.* holds 512"):
+    with pytest.raises(openai.BadRequestError, match=r"the prompt has 5 tokens and the answer asks for 600 more.* holds 512"):
         client.completions.create(**PARIS | {"max_tokens": 600})
     with pytest.raises(openai.BadRequestError, match="best_of"):
         client.completions.create(**PARIS, best_of=3)

@@ -41,7 +41,7 @@ def events(answer):
     ("/v1/completions", ASK | {"prompt": [1] * 4093}, "the prompt has 4093 tokens and the answer asks for 4 more, but this "
      "model's context holds 4096", "max_tokens"),
     ("/v1/completions", ASK | {"prompt": [1] * 5000}, "the prompt has 5000 tokens", "prompt"),
-    ("/v1/completions", ASK | {"prompt": ["a"] * 600}, "600 prompts of n = 1 are 600 samples, but this server holds at most 264", "n"),
+    ("/v1/completions", ASK | {"prompt": ["a"] * 600}, "are 600 samples, but this server holds at most 264", "n"),
     ("/v1/completions", ASK | {"response_format": {"type": "json_schema"}}, "json_schema, and no other", "response_format"),
     ("/v1/completions", ASK | {"response_format": {"type": "json_object"}, "ignore_eos": True}, "contradict", "ignore_eos"),
     ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "function"}}, "no call can be forced", "tool_choice"),

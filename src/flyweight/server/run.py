@@ -24,11 +24,12 @@ from flyweight.server.settings import Settings
 class Server(uvicorn.Server):
     """One listening socket and one engine. `run_until_over` is the whole life of it."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, *, tokenizer: Tokenizer | None, signals: bool = True):
+    def __init__(self, settings: Settings, listener: socket.socket, *, tokenizer: Tokenizer | None, signals: bool = True,
+                 engine_class: type[EngineClient] = EngineClient):
         self.settings, self.listener = settings, listener
         self.fatal: EngineError | None = None
         self.signals = signals
-        self.engine = EngineClient(settings.model, settings.engine, max_queue=settings.max_queue, timeout=settings.timeout,
+        self.engine = engine_class(settings.model, settings.engine, max_queue=settings.max_queue, timeout=settings.timeout,
                                    on_change=tell, on_fatal=self.give_up)
         self.service = Service(settings, self.engine, tokenizer)
         super().__init__(uvicorn.Config(create_app(self.service), log_config=None, access_log=False, server_header=False,
