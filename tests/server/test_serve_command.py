@@ -22,6 +22,16 @@ from flyweight.server.logs import TextFormatter, one_word
 ENDLESS = dict(prompt="hello", temperature=0, ignore_eos=True, stream=True)
 
 
+@pytest.fixture(autouse=True)
+def log_handlers():
+    """As they were: a command that is called in this process writes to a stream that ends with its test."""
+    loggers = [logging.getLogger(name) for name in ("flyweight.server", "uvicorn")]
+    before = [(one, one.handlers, one.propagate) for one in loggers]
+    yield
+    for one, handlers, propagate in before:
+        one.handlers, one.propagate = handlers, propagate
+
+
 class Process:
     """The command, and the events of its log as they come."""
 
