@@ -29,6 +29,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
+    "serve": ("flyweight.commands.serve:serve", "Serve a model over HTTP, as the OpenAI API does."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
     "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
     "profile": ("flyweight.commands.profile:profile", "Show which operators and kernels the time goes to."),

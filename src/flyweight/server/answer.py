@@ -1,0 +1,107 @@
+"""A ticket's deltas made into a response: one JSON object, or server-sent events of one token each.
+
+The role goes out with the first token and never earlier, and the response itself begins with it, so that a refusal,
+a full queue or a dead engine still has its own status code. What came in while a reader was busy is sent in one write.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from flyweight.server.formats import Format, join
+from flyweight.server.messages import Delta
+from flyweight.server.protocol import SamplingFields
+from flyweight.server.refusals import Refusal
+from flyweight.server.ticket import Ticket
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer:
+    def __init__(self, request: SamplingFields, ticket: Ticket, form: Format, *, model: str):
+        self.request, self.ticket, self.form = request, ticket, form
+        self.created = int(time.time())
+        self.id = f"{form.prefix}-{uuid.uuid4().hex}"
+        self.model = model
+        self.sent = 0  # tokens of the answer that were given out
+
+    async def whole(self) -> dict[str, Any]:
+        parts: list[list[Delta]] = [[] for _ in self.ticket.samples]
+        while deltas := await self.ticket.next():
+            for number, delta in deltas:
+                parts[number].append(delta)
+                self.sent += len(delta.token_ids)
+        choices = [self.form.choice(number, join(part), whole=True) for number, part in enumerate(parts)]
+        return {"id": self.id, "object": self.form.kind, "created": self.created, "model": self.model, "choices": choices,
+                **self.form.envelope(first=True), "usage": self.usage(), "timings": timings(self.ticket)}
+
+    async def events(self, first: list[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        """Beginning with the deltas that were waited for already."""
+        deltas, begins = first, True
+        try:
+            while deltas:
+                yield b"".join(self._event(number, delta, first=begins and not at) for at, (number, delta) in enumerate(deltas))
+                deltas, begins = await self.ticket.next(), False
+        except Refusal as refusal:
+            yield encode_event(refusal.body())
+            return
+        if self.request.wants_usage:
+            yield encode_event(self._chunk([]) | {"usage": self.usage(), "timings": timings(self.ticket)})
+        yield DONE
+
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(map(len, self.ticket.prompts))
+        answer = self.sent if self.request.max_tokens != 0 else 0
+        cached = sum(sample.cached for sample in self.ticket.samples[:: self.ticket.n])
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+                "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _event(self, number: int, delta: Delta, *, first: bool) -> bytes:
+        self.sent += len(delta.token_ids)
+        chunk = self._chunk([self.form.choice(number, delta, whole=False)])
+        if first:
+            chunk |= self.form.envelope(first=True)
+        if self.request.continuous_usage:
+            chunk["usage"] = self.usage()
+        elif self.request.wants_usage:
+            chunk["usage"] = None
+        elif delta.finish_reason and not self.ticket.unfinished:
+            chunk["timings"] = timings(self.ticket)
+        return encode_event(chunk)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": self.form.chunk_kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def encode_event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+def timings(ticket: Ticket) -> dict[str, Any]:
+    """The names are llama-server's; `queue_ms` and `ttft_ms` count from the arrival of the request."""
+    samples = [sample for sample in ticket.samples if sample.first is not None and sample.last is not None]
+    if not samples:
+        return {}
+    started = min(sample.started or ticket.arrival for sample in samples)
+    first = min(sample.first or ticket.arrival for sample in samples)
+    last = max(sample.last or first for sample in samples)
+    prompt = sum(map(len, ticket.prompts))
+    cached = sum(sample.cached for sample in ticket.samples[:: ticket.n])
+    tokens = sum(sample.tokens for sample in samples)
+    prompt_ms, answer_ms = 1000 * (first - started), 1000 * (last - first)
+    after = tokens - len(samples)  # tokens that came after the first ones
+    return {
+        "queue_ms": round(1000 * (started - ticket.arrival), 3), "ttft_ms": round(1000 * (first - ticket.arrival), 3),
+        "cache_n": cached, "prompt_n": prompt - cached, "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_second": rate(prompt - cached, prompt_ms), "predicted_n": tokens, "predicted_ms": round(answer_ms, 3),
+        "predicted_per_token_ms": round(answer_ms / after, 3) if after > 0 else None,
+        "predicted_per_second": rate(after, answer_ms), "total_ms": round(1000 * (last - ticket.arrival), 3),
+    }
+
+
+def rate(count: int, milliseconds: float) -> float | None:
+    return round(1000 * count / milliseconds, 2) if milliseconds > 0 and count > 0 else None

@@ -1,0 +1,210 @@
+"""The server's side of the engine process: starts it, hands out tickets, and starts it again when it dies.
+
+A dead engine fails the requests it had and no others: the listening socket, the tokenizer and the waiting clients are
+all in this process, so starting again here costs one loading of the model, where leaving it to a supervisor would also
+drop every connection. An engine that keeps dying is another matter: after `MOST_DEATHS` within `DEATHS_WITHIN` seconds
+the server ends with a clear message, because then a person or a supervisor has to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import multiprocessing
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from flyweight.engine.request import SamplingParams
+from flyweight.errors import FlyweightError
+from flyweight.server.engine_process import run_engine
+from flyweight.server.messages import Cancel, CannotStart, Load, ResetPrefixCache, Started, Step, Submit
+from flyweight.server.refusals import BadRequest, ContextTooLong, EngineAway, QueueFull, TookTooLong
+from flyweight.server.ticket import Ticket
+
+MOST_DEATHS, DEATHS_WITHIN = 3, 600.0
+LONGEST_RETRY = 60  # seconds
+
+
+class EngineError(FlyweightError):
+    """The engine cannot be started, or keeps dying."""
+
+
+class EngineClient:
+    """All of it runs on the event loop; `on_change(event, facts)` hears of starts and deaths, `on_fatal` of the end."""
+
+    def __init__(self, model: str, options: dict[str, Any], *, max_queue: int, timeout: float,
+                 on_change: Callable[[str, dict[str, Any]], None], on_fatal: Callable[[EngineError], None]):
+        self.model, self.options = model, options
+        self.max_queue, self.timeout = max_queue, timeout
+        self.on_change, self.on_fatal = on_change, on_fatal
+        self.state = "loading"  # loading, ready, restarting, draining, stopped
+        self.facts: dict[str, Any] = {}
+        self.load = Load(0, 0, 0, 0, 0, 0)
+        self.load_changed = asyncio.Event()
+        self.restarts = 0
+        self.in_flight = 0  # samples that are not over
+        self.seconds = 1.0  # a moving average of how long a sample takes
+        self.tickets: dict[int, tuple[Ticket, int]] = {}  # by key: the ticket, and which of its prompts
+        self.keys = itertools.count()
+        self.deaths: deque[float] = deque()
+        self.process: BaseProcess | None = None
+        self.connection: Connection | None = None
+
+    # -- the process --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=run_engine, args=(theirs, self.model, self.options), name="flyweight-engine",
+                                       daemon=True)
+        self.process.start()
+        theirs.close()  # so that the socket closes with the process
+        asyncio.get_running_loop().add_reader(self.connection.fileno(), self._read)
+
+    def stop(self) -> None:
+        """At once; draining has been waited for before."""
+        loaded, self.state = self.state in ("ready", "draining"), "stopped"
+        self._disconnect()
+        if self.process is not None:
+            self.process.join(timeout=5 if loaded else 0)  # it ends by itself between two steps, but not while it loads
+            if self.process.is_alive():
+                self.process.kill()
+                self.process.join()
+
+    def _disconnect(self) -> None:
+        if self.connection is not None:
+            asyncio.get_running_loop().remove_reader(self.connection.fileno())
+            self.connection.close()
+            self.connection = None
+
+    def _read(self) -> None:
+        assert self.connection is not None
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            self._died()
+            return
+        if isinstance(message, Step):
+            self._deliver(message)
+        elif isinstance(message, Started):
+            self.facts, self.load = message.facts, Load(0, 0, 0, message.facts["blocks"], message.facts["blocks"], 0)
+            self.state = "ready" if self.state in ("loading", "restarting") else self.state
+            self.on_change("engine_ready", message.facts)
+        elif isinstance(message, CannotStart):
+            self._give_up(message.message)
+
+    def _died(self) -> None:
+        assert self.process is not None
+        self._disconnect()
+        self.process.join()
+        code = self.process.exitcode or 0
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        now = time.monotonic()
+        self.deaths.append(now)
+        while now - self.deaths[0] > DEATHS_WITHIN:
+            self.deaths.popleft()
+        again = self.state != "loading" and len(self.deaths) <= MOST_DEATHS
+        then = "it is being started again" if again else "it is not started again"
+        for ticket, _ in list(self.tickets.values()):
+            ticket.fail(EngineAway(f"the engine process ended ({cause}) while it worked on this request; {then}", retry_after=5))
+        if not again:
+            self._give_up(f"the engine process ended ({cause})" + (
+                " while it loaded the model" if self.state == "loading" else
+                f", {len(self.deaths)} times within {DEATHS_WITHIN:g} seconds"))
+            return
+        self.on_change("engine_died", {"cause": cause, "pid": self.process.pid})
+        self.restarts += 1
+        if self.state == "ready":
+            self.state = "restarting"
+        self.start()
+
+    def _give_up(self, message: str) -> None:
+        self.state = "stopped"
+        self.on_fatal(EngineError(message))
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Most samples that may run or wait at once."""
+        return self.facts["max_num_seqs"] + self.max_queue
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None) -> Ticket:
+        """Raises a Refusal where there is no engine, no room, or no context long enough."""
+        if self.state not in ("ready", "draining") or self.connection is None:
+            raise EngineAway(f"the engine is {self.state}; try again later", retry_after=5)
+        wanted = len(prompts) * params.n
+        if wanted > self.capacity:
+            raise BadRequest(f"{len(prompts)} prompts of n = {params.n} are {wanted} samples, but this server holds at most "
+                             f"{self.capacity} at once", param="n")
+        if self.in_flight + wanted > self.capacity:
+            raise QueueFull(f"the queue is full: {self.in_flight} samples run or wait and {wanted} more would be over the limit "
+                            f"of {self.capacity}", retry_after=self.retry_after())
+        for prompt in prompts:
+            self._check_length(len(prompt), params.max_tokens)
+        ticket = Ticket(prompts, params.n)
+        ticket.timer = asyncio.get_running_loop().call_later(self.timeout, ticket.fail, TookTooLong(
+            f"the answer was not finished within this server's limit of {self.timeout:g} seconds"))
+        self.in_flight += wanted
+        for index, prompt in enumerate(prompts):
+            key = next(self.keys)
+            self.tickets[key] = ticket, index
+            ticket.keys.append(key)
+            self._send(Submit(key, prompt, params, schema))
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """Its reader is done or gone: whatever still runs is cancelled."""
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+        for key in ticket.keys:
+            if self.tickets.pop(key, None) is not None:
+                self._send(Cancel(key))
+        self.in_flight -= ticket.unfinished
+        ticket.unfinished = 0
+
+    def reset_prefix_cache(self) -> None:
+        if self.state != "ready":
+            raise EngineAway(f"the engine is {self.state}; try again later", retry_after=5)
+        self._send(ResetPrefixCache())
+
+    def retry_after(self) -> int:
+        """Seconds until the queue has likely moved."""
+        waiting = max(1, self.in_flight - self.facts["max_num_seqs"])
+        return min(LONGEST_RETRY, math.ceil(self.seconds * waiting / self.facts["max_num_seqs"]))
+
+    def _check_length(self, prompt: int, answer: int | None) -> None:
+        context = self.facts["max_model_len"]
+        if prompt + (answer or 1) > context:
+            asked = f" and the answer asks for {answer} more" if answer else ""
+            raise ContextTooLong(f"the prompt has {prompt} tokens{asked}, but this model's context holds {context}",
+                                 param="max_tokens" if answer and prompt < context else "prompt")
+
+    def _send(self, command: Any) -> None:
+        if self.connection is not None:
+            with contextlib.suppress(OSError):  # it has just died; the reader will see that next
+                self.connection.send(command)
+
+    def _deliver(self, step: Step) -> None:
+        self.load = step.load
+        self.load_changed.set()
+        for delta in step.deltas:
+            found = self.tickets.get(delta.key)
+            if found is None:  # cancelled meanwhile
+                continue
+            ticket, prompt = found
+            before = ticket.unfinished
+            ticket.put(prompt, delta, step.time)
+            self.in_flight -= before - ticket.unfinished
+            if delta.finish_reason is not None:
+                self.seconds += 0.1 * (step.time - ticket.arrival - self.seconds)
+                samples = ticket.samples[prompt * ticket.n : (prompt + 1) * ticket.n]
+                if all(sample.finish_reason for sample in samples):
+                    del self.tickets[delta.key]

@@ -1,0 +1,203 @@
+"""The engine's own process: commands in, one message out per step.
+
+The step loop must not share an interpreter lock with the formatting of events: 64 streams at 5 ms a step are 12,800
+events a second. So this process does nothing but step. One thread reads commands, because a server that waits for room
+in the socket while the engine waits for the same would stand still for ever; the commands themselves are carried out
+between steps, by the thread that steps. Only JSON schemas are compiled on the way, since that may take a second.
+
+It ends when the server's end of the socket closes, however that happened. SIGINT and SIGTERM are the server's business:
+a terminal or a supervisor sends them to the whole group, and the requests in flight are still to be finished.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from flyweight.engine.grammar import Grammars
+from flyweight.errors import FlyweightError, RequestError
+from flyweight.server.messages import (
+    FAILED,
+    REFUSED,
+    Cancel,
+    CannotStart,
+    Delta,
+    Load,
+    ResetPrefixCache,
+    Started,
+    Step,
+    Submit,
+)
+
+if TYPE_CHECKING:
+    from flyweight.engine.llm import LLM
+    from flyweight.engine.request import Chunk, Request
+
+
+def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> None:
+    """Where the process begins."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    warnings.formatwarning = lambda message, *_, **__: f"flyweight: {message}\n"
+    from flyweight.engine.llm import LLM
+
+    try:
+        llm = LLM(model, **options)
+        warm_up(llm)
+    except FlyweightError as error:
+        connection.send(CannotStart(str(error)))
+        return
+    connection.send(Started(facts(llm)))
+    EngineLoop(llm, connection).run()
+
+
+def warm_up(llm: LLM) -> None:
+    """Compile, capture and allocate before the first request: a greedy and a sampled one, of more than one chunk."""
+    from flyweight.engine.request import SamplingParams
+
+    length = min(llm.engine.max_model_len - 8, llm.engine.scheduler.max_num_batched_tokens + 1)
+    prompts = [[1] * max(1, length), [1, 1, 1]]
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+              SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True)]
+    llm.generate(prompts, params)
+    llm.engine.pool.forget()
+
+
+def facts(llm: LLM) -> dict[str, Any]:
+    engine, pool = llm.engine, llm.engine.pool
+    caches = engine.runner.caches
+    return {
+        "pid": os.getpid(), "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."),
+        "max_model_len": engine.max_model_len, "vocabulary": engine.vocabulary, "blocks": pool.blocks,
+        "block_size": pool.block_size, "max_num_seqs": engine.scheduler.max_num_seqs,
+        "kv_bytes": sum(cache.keys.nbytes + cache.values.nbytes for cache in caches),
+        "weight_bytes": getattr(llm.weights, "nbytes", 0), "prefix_cache": engine.prefix_cache,
+    }
+
+
+class EngineLoop:
+    def __init__(self, llm: LLM, connection: Connection):
+        self.llm = llm
+        self.engine = llm.engine
+        self.connection = connection
+        self.requests: dict[int, list[Request]] = {}  # by the server's key
+        self.commands: deque[Any] = deque()
+        self.constraints: dict[int, Any] = {}  # compiled schemas of requests to come, or why they are none
+        self.deltas: list[Delta] = []
+        self.wake = threading.Event()
+        self.steps = 0
+        self.preemptions = 0  # of the requests that are over
+        self.closed = False
+
+    def run(self) -> None:
+        threading.Thread(target=self.receive, daemon=True, name="flyweight-commands").start()
+        while not self.closed:
+            if not self.engine.busy:
+                self.wake.wait()
+            self.wake.clear()
+            self.turn()
+
+    def receive(self) -> None:
+        while not self.closed:
+            try:
+                command = self.connection.recv()
+            except (EOFError, OSError):
+                command = None
+            if isinstance(command, Submit) and command.schema is not None:
+                self.compile(command.key, command.schema)
+            self.commands.append(command)
+            self.wake.set()
+            if command is None:
+                return
+
+    def compile(self, key: int, schema: str) -> None:
+        try:
+            self.constraints[key] = self.grammars(schema)
+        except Exception as error:  # the schema is a stranger's
+            self.constraints[key] = error
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        if self.llm.tokenizer is None:
+            raise RequestError("a model without a tokenizer cannot follow a JSON schema")
+        return Grammars(self.llm.tokenizer.inner, self.engine.vocabulary, self.engine.end_ids)
+
+    def turn(self) -> None:
+        """Carry out what was asked for, run a step, tell what came of it."""
+        while self.commands:
+            self.obey(self.commands.popleft())
+        if self.closed:
+            return
+        try:
+            self.steps += self.engine.step() > 0
+        except Exception:  # every request of the step was told; go on with those to come if the device still works
+            traceback.print_exc()
+            self.check_device()
+        deltas, self.deltas = self.deltas, []
+        try:
+            self.connection.send(Step(time.perf_counter(), deltas, self.load()))
+        except OSError:  # the server is gone
+            self.closed = True
+
+    def obey(self, command: Any) -> None:
+        if command is None:
+            self.closed = True
+        elif isinstance(command, Submit):
+            self.submit(command)
+        elif isinstance(command, Cancel):
+            self.engine.cancel(self.requests.pop(command.key, []))
+        elif isinstance(command, ResetPrefixCache):
+            self.engine.pool.forget()
+
+    def submit(self, command: Submit) -> None:
+        params = command.params.with_defaults(self.llm.sampling_defaults)
+        constraint = self.constraints.pop(command.key, None)
+
+        def listen(chunk: Chunk) -> None:
+            self.tell(command.key, chunk)
+
+        try:
+            if isinstance(constraint, Exception):
+                raise constraint
+            self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen, constraint=constraint)
+        except FlyweightError as error:
+            self.deltas.append(Delta(command.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
+        except Exception as error:  # ours, not the client's: it must not end the requests of others
+            traceback.print_exc()
+            self.deltas.append(Delta(command.key, 0, "", [], finish_reason=FAILED, stop_reason=repr(error)))
+
+    def tell(self, key: int, chunk: Chunk) -> None:
+        requests = self.requests.get(key)
+        if requests is None:  # cancelled: nobody listens
+            return
+        request = requests[chunk.index]
+        if request.finished and (error := getattr(request.constraint, "error", None)):
+            chunk = replace(chunk, finish_reason=FAILED, stop_reason=error)
+        first = request.generated == len(chunk.token_ids)
+        self.deltas.append(Delta(
+            key, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,
+            *((request.started, request.cached or 0, request.prompt_logprobs or None) if first else ())))
+        if request.finished:
+            self.preemptions += request.preemptions
+            if all(other.finished for other in requests):
+                del self.requests[key]
+
+    def load(self) -> Load:
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        return Load(self.steps, len(scheduler.running), len(scheduler.waiting), pool.available, pool.blocks, self.preemptions)
+
+    def check_device(self) -> None:
+        """Some CUDA errors stay for as long as the process lives: end it, and the server starts another."""
+        import torch
+
+        if self.llm.device.type == "cuda":
+            torch.cuda.synchronize(self.llm.device)

@@ -1,0 +1,100 @@
+"""The shapes of answers: one choice of a completion or a chat, whole or as the piece that one step added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from flyweight.engine.request import TokenLogprob
+from flyweight.server.messages import Delta
+from flyweight.server.protocol import ChatRequest, CompletionRequest
+from flyweight.server.reasoning import ReasoningSplitter
+from flyweight.server.token_names import TokenNames
+
+
+class Format(Protocol):
+    kind: str  # of object, in the envelope; chunks have their own
+    chunk_kind: str
+    prefix: str  # of the id
+
+    def choice(self, number: int, delta: Delta, *, whole: bool) -> dict[str, Any]:
+        """Called for the deltas of each sample in their order, or once with all of them joined."""
+
+    def envelope(self, *, first: bool) -> dict[str, Any]:
+        """Further fields beside the choices, with the first chunk or the whole answer."""
+
+
+class CompletionFormat:
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, request: CompletionRequest, prompts: Sequence[list[int]], texts: Sequence[str], names: TokenNames):
+        self.request, self.prompts, self.texts, self.names = request, prompts, texts, names
+        self.offsets = [0] * (len(prompts) * request.samples)
+        self.started: set[int] = set()
+
+    def choice(self, number: int, delta: Delta, *, whole: bool) -> dict[str, Any]:
+        prompt = number // self.request.samples
+        first = number not in self.started
+        self.started.add(number)
+        text, tokens, logprobs = delta.text, delta.token_ids, list[TokenLogprob | None](delta.logprobs or [])
+        if self.request.max_tokens == 0:  # a prompt to be judged: the one token that was made for it is nobody's
+            text, tokens, logprobs = "", [], []
+        choice: dict[str, Any] = {"index": number, "text": text, "logprobs": None, "finish_reason": delta.finish_reason,
+                                  "stop_reason": delta.stop_reason}
+        if first and self.request.echo:
+            choice["text"] = self.texts[prompt] + text
+            tokens, logprobs = [*self.prompts[prompt], *tokens], [*(delta.prompt_logprobs or [None]), *logprobs]
+        if self.request.logprobs is not None:
+            choice["logprobs"] = self.names.completion(logprobs, tokens, self.offsets[number])
+        self.offsets[number] += len(choice["text"])
+        if self.request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = self.prompts[prompt]
+        return choice
+
+    def envelope(self, *, first: bool) -> dict[str, Any]:
+        return {}
+
+
+class ChatFormat:
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, request: ChatRequest, prompt: list[int], names: TokenNames, *, splits: bool, inside: bool):
+        self.request, self.prompt, self.names = request, prompt, names
+        self.started: set[int] = set()
+        self.splitters = [ReasoningSplitter(inside=inside) for _ in range(request.samples)] if splits else None
+
+    def choice(self, number: int, delta: Delta, *, whole: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant"} if number not in self.started else {}
+        self.started.add(number)
+        if self.splitters is None:
+            message["content"] = delta.text
+        else:
+            reasoning, content = self.splitters[number].add(delta.text, last=delta.finish_reason is not None)
+            if reasoning or whole:
+                message["reasoning_content"] = reasoning or None
+            if content or whole or not reasoning:
+                message["content"] = content
+        choice: dict[str, Any] = {
+            "index": number, "message" if whole else "delta": message,
+            "logprobs": self.names.chat(delta.logprobs or []) if self.request.logprobs else None,
+            "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if whole:
+            message["refusal"] = None
+        if self.request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def envelope(self, *, first: bool) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt} if first and self.request.return_token_ids else {}
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """A sample's deltas as one."""
+    first, last = deltas[0], deltas[-1]
+    logprobs = None if first.logprobs is None else [item for delta in deltas for item in delta.logprobs or ()]
+    return first._replace(text="".join(delta.text for delta in deltas), logprobs=logprobs,
+                          token_ids=[token for delta in deltas for token in delta.token_ids],
+                          finish_reason=last.finish_reason, stop_reason=last.stop_reason)

@@ -1,0 +1,77 @@
+"""What the server and its engine process say to each other: commands one way, one `Step` for every step the other way.
+
+They are small plain records, pickled over a socket pair that nobody else can reach. A step's samples travel as tuples,
+because at 64 streams their pickling would otherwise show in the step time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flyweight.engine.request import SamplingParams, TokenLogprob
+
+REFUSED, FAILED = "refused", "failed"  # finish reasons beside the engine's own; the stop reason then is a message
+
+
+@dataclass(frozen=True)
+class Submit:
+    key: int  # chosen by the server; every Delta of the answer carries it
+    prompt: list[int]
+    params: SamplingParams
+    schema: str | None = None  # JSON schema that the answer must fit
+
+
+@dataclass(frozen=True)
+class Cancel:
+    key: int
+
+
+@dataclass(frozen=True)
+class ResetPrefixCache:
+    pass
+
+
+class Delta(NamedTuple):
+    """What one step added to one sample of one prompt."""
+
+    key: int
+    sample: int  # which of the prompt's n
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    started: float | None = None  # with a sample's first token: when it left the queue
+    cached: int = 0  # with a sample's first token: prompt tokens from the prefix cache
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token, where they were asked for
+
+
+class Load(NamedTuple):
+    """How busy the engine is after a step."""
+
+    steps: int
+    running: int
+    waiting: int
+    free_blocks: int
+    blocks: int
+    preemptions: int  # so far
+
+
+@dataclass(frozen=True)
+class Step:
+    time: float  # `time.perf_counter` at its end; the clock is the machine's, so both processes read the same
+    deltas: list[Delta]
+    load: Load
+
+
+@dataclass(frozen=True)
+class Started:
+    """Loaded and warm. `facts` are what the start-up message, /v1/models and the limits are made of."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CannotStart:
+    message: str

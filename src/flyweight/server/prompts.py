@@ -1,0 +1,108 @@
+"""From the texts and messages of a request to token ids.
+
+Long texts are tokenized in a thread (the tokenizer lets go of the interpreter lock), so that nobody's stream waits for
+somebody's book.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyweight.engine.tokenizer import Tokenizer
+from flyweight.errors import FlyweightError
+from flyweight.server.protocol import ChatFields, Message
+from flyweight.server.reasoning import CLOSE, OPEN
+from flyweight.server.refusals import BadRequest, UnsupportedField
+
+LONG = 10_000  # characters
+# What `apply_chat_template` takes for itself: no client may set it through chat_template_kwargs.
+RESERVED = {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+            "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+            "tokenizer_kwargs"}
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    tokens: list[int]
+    splits: bool  # whether this model's thinking is to be told from its answer
+    inside: bool  # the prompt has opened the thinking already
+    warnings: list[str] = field(default_factory=list)
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
+        template = getattr(tokenizer.inner, "chat_template", None) if tokenizer else None
+        self.template = template if isinstance(template, str) else json.dumps(template or "")
+
+    def need(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise BadRequest("this model has no tokenizer; give the prompt as token ids", param="prompt")
+        return self.tokenizer
+
+    async def encode(self, prompts: Sequence[str] | Sequence[list[int]], *, special: bool = True) -> list[list[int]]:
+        return [prompt if isinstance(prompt, list) else await self._encode(prompt, special=special) for prompt in prompts]
+
+    async def chat(self, fields: ChatFields) -> ChatPrompt:
+        options, warnings = self._options(fields)
+        messages = [plain_message(message) for message in fields.messages]
+        try:
+            text = self.need().render_chat(messages, **options)
+        except FlyweightError as error:
+            raise BadRequest(str(error), param="messages") from error
+        return ChatPrompt(await self._encode(text, special=False), splits=CLOSE in self.template,
+                          inside=text.rstrip().endswith(OPEN), warnings=warnings)
+
+    def _options(self, fields: ChatFields) -> tuple[dict[str, Any], list[str]]:
+        options = {name: value for name in ("add_generation_prompt", "continue_final_message")
+                   if (value := getattr(fields, name)) is not None}
+        if options.get("continue_final_message"):
+            options.setdefault("add_generation_prompt", False)
+        if fields.tools and getattr(fields, "tool_choice", None) != "none":
+            if "tools" not in self.template:
+                raise UnsupportedField("tools are not supported: this model's chat template has no place for them", param="tools")
+            options["tools"] = [tool.model_dump() for tool in fields.tools]
+        warnings = []
+        for name, value in (fields.chat_template_kwargs or {}).items():
+            if name in RESERVED:
+                raise UnsupportedField(f"chat_template_kwargs.{name} cannot be set by a request", param="chat_template_kwargs")
+            if re.search(rf"\b{re.escape(name)}\b", self.template):
+                options[name] = value
+            else:
+                warnings.append(f"this model's chat template does not know {name!r} (ignored)")
+        return options, warnings
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"the text is not Unicode: {error.reason} at character {error.start}", param="prompt") from error
+        inner = self.need().inner
+        if len(text) < LONG:
+            return inner.encode(text, add_special_tokens=special)
+        return await asyncio.to_thread(inner.encode, text, add_special_tokens=special)
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """As chat templates want it: text as one string, the arguments of tool calls as objects."""
+    plain = message.model_dump(exclude_unset=True)
+    plain.setdefault("content", None)
+    if isinstance(message.content, list):
+        if bad := [part for part in message.content if part.get("type") != "text" or not isinstance(part.get("text"), str)]:
+            raise UnsupportedField(f"content of type {bad[0].get('type')!r} is not supported: this model reads text only",
+                                   param="messages")
+        plain["content"] = "\n".join(part["text"] for part in message.content)
+    calls = plain.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError as error:
+                raise BadRequest(f"the arguments of a tool call are not JSON: {error}", param="messages") from error
+    return plain

@@ -1,0 +1,98 @@
+"""Every way a request can be refused, with the HTTP status and the OpenAI error type it becomes.
+
+Clients see `{"error": {"message", "type", "param", "code"}}`, whatever went wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Refusal(Exception):
+    """A request that gets no answer, or not all of it."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.param = param
+        self.retry_after = retry_after  # seconds
+
+    def body(self) -> dict[str, Any]:
+        return error_body(str(self), kind=self.kind, param=self.param, code=self.code)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+class BadRequest(Refusal):
+    pass
+
+
+class ContextTooLong(Refusal):
+    code = "context_length_exceeded"
+
+
+class UnsupportedField(Refusal):
+    code = "unsupported_parameter"
+
+
+class UnknownModel(Refusal):
+    status = 404
+    code = "model_not_found"
+
+
+class WrongKey(Refusal):
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(Refusal):
+    status = 403
+    kind = "permission_error"
+
+
+class BodyTooLarge(Refusal):
+    status = 413
+    code = "request_too_large"
+
+
+class QueueFull(Refusal):
+    status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+
+class ClientGone(Refusal):
+    """Nobody reads this answer; the status is for the log."""
+
+    status = 499
+    code = "client_closed_request"
+
+
+class EngineFailed(Refusal):
+    status = 500
+    kind = "server_error"
+    code = "engine_error"
+
+
+class EngineAway(Refusal):
+    """Loading, starting again, or draining."""
+
+    status = 503
+    kind = "server_error"
+    code = "engine_unavailable"
+
+
+class TookTooLong(Refusal):
+    status = 504
+    kind = "timeout_error"
+    code = "request_timeout"
+
+
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

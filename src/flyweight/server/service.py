@@ -1,0 +1,165 @@
+"""What stands behind the routes: a request of any kind becomes prompts, parameters and a format, and then a response."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from flyweight.engine.request import SamplingParams
+from flyweight.engine.tokenizer import Tokenizer
+from flyweight.errors import FlyweightError, unknown
+from flyweight.server.answer import Answer, timings
+from flyweight.server.engine_client import EngineClient
+from flyweight.server.formats import ChatFormat, CompletionFormat, Format
+from flyweight.server.metrics import Metrics
+from flyweight.server.prompts import Prompts
+from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingFields
+from flyweight.server.refusals import BadRequest, ClientGone, UnknownModel
+from flyweight.server.settings import Settings
+from flyweight.server.ticket import Ticket
+from flyweight.server.token_names import TokenNames
+
+GRACE = 30.0  # seconds beyond the time limit that a reader has for what is already there
+LONGEST_WARNING = 1000  # characters in a header
+
+
+class Service:
+    def __init__(self, settings: Settings, engine: EngineClient, tokenizer: Tokenizer | None):
+        self.settings, self.engine = settings, engine
+        self.prompts = Prompts(tokenizer)
+        self.names = TokenNames(tokenizer)
+        self.metrics = Metrics(engine)
+
+    def check_model(self, name: str | None) -> str:
+        served = self.settings.served
+        if name is not None and name not in served:
+            raise UnknownModel(unknown("model", name, served), param="model")
+        return name or served[0]
+
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+        model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
+        if body.max_tokens == 0 and not body.echo:
+            raise BadRequest("max_tokens must be at least 1, except with echo, where 0 judges the prompt", param="max_tokens")
+        prompts = await self.prompts.encode(body.prompts, special=body.add_special_tokens is not False)
+        texts = [self.text_of(prompt) for prompt in body.prompts] if body.echo else []
+        more: dict[str, Any] = {"max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)}
+        if body.logprobs is not None:
+            more |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
+        form = CompletionFormat(body, prompts, texts, self.names)
+        return await self.generate(request, body, form, prompts, sampling(body, **more), model=model, warnings=warnings)
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
+        prompt = await self.prompts.chat(body)
+        limit = body.max_completion_tokens or body.max_tokens
+        if limit == 0:
+            raise BadRequest("max_tokens must be at least 1", param="max_tokens")
+        more: dict[str, Any] = {"max_tokens": limit} | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
+        form = ChatFormat(body, prompt.tokens, self.names, splits=prompt.splits, inside=prompt.inside)
+        return await self.generate(request, body, form, [prompt.tokens], sampling(body, **more), model=model,
+                                   warnings=[*warnings, *prompt.warnings])
+
+    async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
+                       params: SamplingParams, *, model: str, warnings: list[str]) -> Response:
+        headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
+        ticket = self.engine.submit(prompts, params, schema=body.schema_text)
+        answer = Answer(body, ticket, form, model=model)
+        stream = None
+        try:
+            async with while_connected(request.receive, ticket):
+                if not body.stream:
+                    return json_response(await answer.whole(), headers=headers)
+                first = await ticket.next()
+            stream = EventStream(self, request, ticket, answer.events(first), headers)
+            return stream
+        finally:
+            if stream is None:  # else it finishes when its last event is written
+                self.finish(request, ticket)
+
+    def finish(self, request: Request, ticket: Ticket) -> None:
+        """The request is over, well or not: free what it held and write down what it was."""
+        self.metrics.record(ticket)
+        if ticket.failure:
+            self.metrics.errors.labels(ticket.failure.code or str(ticket.failure.status)).inc()
+        self.engine.release(ticket)
+        measured = timings(ticket)
+        request.state.facts.update(
+            prompt_tokens=sum(map(len, ticket.prompts)), completion_tokens=sum(sample.tokens for sample in ticket.samples),
+            finish_reason=",".join(sorted({str(sample.finish_reason) for sample in ticket.samples})),
+            **{name: measured.get(name) for name in ("cache_n", "queue_ms", "ttft_ms", "predicted_per_token_ms")})
+        if ticket.failure:
+            request.state.facts["error"] = str(ticket.failure)
+        if self.settings.log_prompts:
+            request.state.facts["prompts"] = [self.text_of(list(prompt)) for prompt in ticket.prompts]
+
+    def text_of(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self.prompts.tokenizer
+        size = len(tokenizer.inner) if tokenizer else 0
+        return tokenizer.fast.decode([t for t in prompt if t < size], skip_special_tokens=False) if tokenizer else ""
+
+
+def sampling(body: SamplingFields, **more: Any) -> SamplingParams:
+    try:
+        return body.sampling(**more)
+    except FlyweightError as error:
+        name = str(error).split(" ", 1)[0]
+        raise BadRequest(str(error), param=name if name in type(body).model_fields else None) from error
+
+
+@contextlib.asynccontextmanager
+async def while_connected(receive: Receive, ticket: Ticket) -> AsyncIterator[None]:
+    """Fails the ticket as soon as the client hangs up."""
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ticket.fail(ClientGone("the client went away"))
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events, written as they come. A reader that does not read waits alone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, request: Request, ticket: Ticket, events: AsyncIterator[bytes], headers: dict[str, str]):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+        self.service, self.request, self.ticket, self.events = service, request, ticket, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with while_connected(receive, self.ticket), asyncio.timeout(self.service.settings.timeout + GRACE):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for part in self.events:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            self.ticket.fail(ClientGone("the client did not read its answer in time"))
+        finally:
+            self.service.finish(self.request, self.ticket)
+
+
+def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Pure ASCII, because a message may quote what no encoder takes, such as half a surrogate pair."""
+    body = json.dumps(content, separators=(",", ":"))
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+def header_text(text: str) -> str:
+    """Printable ASCII: whatever a client called its field, it must not end the header."""
+    plain = text.encode("ascii", "backslashreplace").decode()
+    return "".join(letter if letter.isprintable() else "?" for letter in plain)[:LONGEST_WARNING]

@@ -1,0 +1,25 @@
+"""What the person who starts the server decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str
+    names: tuple[str, ...] = ()  # what clients call it; the model's own name if empty
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: open to everybody who reaches the port
+    strict: bool = False  # refuse unknown fields instead of warning
+    max_queue: int = 256  # samples that wait, beside those that run
+    max_body: int = 8 << 20  # bytes of a request
+    timeout: float = 600.0  # seconds from arrival to the last token
+    drain: float = 120.0  # seconds that requests in flight get after SIGTERM
+    allow_reset: bool = False  # /reset_prefix_cache without an API key
+    log_prompts: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        return self.names or (self.model,)

@@ -1,0 +1,87 @@
+"""Constraints on the next token: any in the engine, JSON schemas by llguidance."""
+
+import json
+
+import pytest
+import torch
+from toy_engine import VOCABULARY, alone, params, run, toy_engine
+
+from flyweight.errors import RequestError
+
+
+class EveryThird:
+    """Token k must be divisible by 3 and greater than the one before, modulo the vocabulary."""
+
+    def __init__(self):
+        self.seen = []
+
+    def allowed(self, generated):
+        self.seen.append(list(generated))
+        return torch.arange(VOCABULARY) % 3 == 0
+
+
+def test_a_constraint_sees_every_token_and_only_its_own_request_obeys():
+    engine = toy_engine()
+    made = []
+
+    def constraint():
+        made.append(EveryThird())
+        return made[-1]
+
+    free = engine.submit([5, 6, 7], params())
+    bound = engine.submit([5, 6, 7], params(n=2, temperature=1.0, seed=1, logprobs=1), constraint=constraint)
+    tokens = run(engine, free, bound)
+    assert tokens[0] == alone([5, 6, 7], params())
+    assert all(token % 3 == 0 for answer in tokens[1:] for token in answer) and len(made) == 2
+    assert made[0].seen == [tokens[1][:count] for count in range(12)]
+    assert any(item.logprob < max(item.top.values()) for item in bound[0].logprobs), "logprobs stay the model's own"
+
+
+@pytest.fixture(scope="module")
+def grammars(smollm2):
+    pytest.importorskip("llguidance", reason="the grammar library is not installed: pip install llguidance")
+    from transformers import AutoTokenizer
+
+    from flyweight.engine.grammar import Grammars
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return Grammars(tokenizer, 49_152 + 16, [2]), tokenizer
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"],
+          "additionalProperties": False}
+
+
+def test_a_schema_lets_its_documents_through_and_then_only_the_end(grammars):
+    make, tokenizer = grammars
+    text = json.dumps({"name": "Ünal", "age": 41}, ensure_ascii=False)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    constraint = make(json.dumps(PERSON))()
+    for at, token in enumerate(tokens):
+        allowed = constraint.allowed(tokens[:at])
+        assert allowed.shape == (49_168,) and allowed[token] and not allowed[2], tokenizer.decode(tokens[: at + 1])
+    assert constraint.allowed(tokens).nonzero().flatten().tolist() == [2]
+
+
+def test_what_does_not_fit_is_not_allowed(grammars):
+    make, tokenizer = grammars
+    one, other = make(json.dumps(PERSON))(), make(json.dumps(PERSON))()
+    assert not one.allowed([])[tokenizer.encode("Sure", add_special_tokens=False)[0]]
+    begun = tokenizer.encode('{"name": "', add_special_tokens=False)
+    assert other.allowed(begun).sum() > 40_000, "samples walk the schema apart"
+    assert one.allowed([]).sum() < 10
+
+
+@pytest.mark.parametrize(("schema", "message"), [
+    ('{"type": 5}', "type must be a string"), ("{", "cannot be"), ('{"not": {}}', "not")])
+def test_schemas_that_cannot_be_followed_are_refused(grammars, schema, message):
+    with pytest.raises(RequestError, match=message):
+        grammars[0](schema)
+
+
+def test_a_token_that_was_not_allowed_ends_the_answer_and_is_told(grammars):
+    make, tokenizer = grammars
+    constraint = make(json.dumps(PERSON))()
+    constraint.allowed([])
+    assert constraint.allowed(tokenizer.encode("Sure", add_special_tokens=False)).nonzero().flatten().tolist() == [2]
+    assert "cannot be followed any further" in constraint.error

@@ -1,0 +1,124 @@
+"""The engine's side of the pipe, in this process: what it says for what it is told."""
+
+import multiprocessing
+import signal
+import threading
+
+import pytest
+from tiny_server import DEADLINE, ScriptedEngine, serving, wait_for
+
+from flyweight.engine.llm import LLM
+from flyweight.engine.request import SamplingParams
+from flyweight.server.engine_process import EngineLoop, facts, run_engine, warm_up
+from flyweight.server.messages import FAILED, REFUSED, Cancel, CannotStart, ResetPrefixCache, Step, Submit
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPT = list(range(40))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder):
+    return LLM(tiny_folder, device="cpu", max_num_seqs=2)
+
+
+@pytest.fixture
+def loop(llm):
+    """One that is turned by hand; `say` gives a command and the Step that came of it."""
+    ours, theirs = multiprocessing.Pipe()
+    loop = EngineLoop(llm, theirs)
+
+    def say(*commands) -> Step:
+        loop.commands.extend(commands)
+        loop.turn()
+        assert ours.poll(DEADLINE)
+        return ours.recv()
+
+    loop.say, loop.ours = say, ours
+    yield loop
+    llm.engine.cancel([*llm.engine.scheduler.running, *llm.engine.scheduler.waiting])
+    assert llm.engine.pool.available == llm.engine.pool.blocks
+
+
+def test_every_step_is_one_message_with_all_its_tokens(loop):
+    step = loop.say(Submit(7, PROMPT, GREEDY), Submit(8, PROMPT[:3], GREEDY))
+    assert sorted(delta.key for delta in step.deltas) == [7, 8] and step.load.running == 2
+    assert all(delta.started is not None and len(delta.token_ids) == 1 for delta in step.deltas)
+    later = [loop.say() for _ in range(5)]
+    assert all(len(step.deltas) == 2 for step in later) and later[-1].load.running == 0
+    assert {delta.finish_reason for delta in later[-1].deltas} == {"length"} and later[0].deltas[0].started is None
+    assert later[-1].time > step.time and later[-1].load.steps == 6 and not loop.requests
+
+
+def test_a_cancelled_request_has_given_its_blocks_back_at_the_next_message(loop):
+    held = loop.say(Submit(1, PROMPT, GREEDY)).load
+    assert held.free_blocks < held.blocks
+    step = loop.say(Cancel(1))
+    assert step.load.free_blocks == step.load.blocks and step.deltas == [] and step.load.steps == held.steps
+
+
+def test_what_is_refused_is_said_and_disturbs_nobody(loop):
+    step = loop.say(Submit(1, [9999], GREEDY), Submit(2, PROMPT, GREEDY))
+    assert [(delta.key, delta.finish_reason) for delta in step.deltas] == [(1, REFUSED), (2, None)]
+    assert "outside the vocabulary" in step.deltas[0].stop_reason
+    loop.say(Cancel(2))
+
+
+def test_a_failing_step_ends_its_requests_and_not_the_loop(loop, monkeypatch, capsys):
+    loop.say(Submit(1, PROMPT, GREEDY))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.llm.decoder, "forward", lambda *_: 1 / 0)
+        step = loop.say()
+    assert [(delta.key, delta.finish_reason) for delta in step.deltas] == [(1, FAILED)] and "zero" in step.deltas[0].stop_reason
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert loop.say(Submit(2, PROMPT, GREEDY)).deltas[0].token_ids
+    loop.say(Cancel(2))
+
+
+def test_cached_tokens_are_told_until_the_cache_is_reset(loop):
+    def cached(key):
+        found = loop.say(Submit(key, PROMPT, GREEDY)).deltas[0].cached
+        loop.say(Cancel(key))
+        return found
+
+    loop.say(ResetPrefixCache())
+    assert [cached(1), cached(2)] == [0, 32]
+    loop.say(ResetPrefixCache())
+    assert cached(3) == 0
+
+
+def test_it_sleeps_until_told_something_and_ends_when_the_server_is_gone(loop):
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    loop.ours.send(Submit(5, PROMPT, GREEDY))
+    deltas = []
+    while len(deltas) < 6:
+        assert loop.ours.poll(DEADLINE)
+        deltas += loop.ours.recv().deltas
+    assert deltas[-1].finish_reason == "length"
+    loop.ours.close()  # what a killed server leaves behind
+    thread.join(timeout=DEADLINE)
+    assert not thread.is_alive()
+
+
+def test_warm_up_leaves_nothing_behind(llm):
+    warm_up(llm)
+    assert llm.engine.pool.available == llm.engine.pool.blocks and not llm.engine.pool.block_of and not llm.engine.busy
+    assert facts(llm)["kv_bytes"] == llm.engine.pool.blocks * 16 * 2 * 16 * 4  # keys and values of one layer in float32
+
+
+def test_an_engine_that_cannot_start_says_why(tiny_folder, monkeypatch):
+    said = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("warnings.formatwarning", None)
+    run_engine(type("Connection", (), {"send": said.append}), str(tiny_folder), {"max_model_len": 5000, "device": "cpu"})
+    assert said == [CannotStart("max_model_len 5000 is more than the 4096 tokens this model is made for")]
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_message(tiny_folder):
+    class Hopeless(ScriptedEngine):
+        def recv(self):
+            return CannotStart("no such device")
+
+    with serving(tiny_folder, wait=False, engine_class=Hopeless) as running:
+        wait_for(lambda: running.server.fatal, "the end")
+    assert str(running.server.fatal) == "no such device"

@@ -1,0 +1,80 @@
+"""The small parts alone: thinking told from answers, tickets, the names of tokens."""
+
+import asyncio
+import random
+
+import pytest
+
+from flyweight.server.messages import FAILED, REFUSED, Delta
+from flyweight.server.reasoning import ReasoningSplitter
+from flyweight.server.refusals import BadRequest, EngineFailed, TookTooLong
+from flyweight.server.ticket import Ticket
+from flyweight.server.token_names import byte_alphabet, finite
+
+TEXTS = {  # text, whether the prompt opened the thinking → (reasoning, content)
+    ("<think>\nhm, 1 < 2\n\n</think>\n\nYes </think> it is.", False): ("hm, 1 < 2", "Yes </think> it is."),
+    ("hm\n</think>\n\nYes.", True): ("hm", "Yes."),
+    ("still thinking </thin", True): ("still thinking </thin", ""),
+    ("No <think> here", False): ("", "No <think> here"),
+    ("<thinker> is no tag", False): ("", "<thinker> is no tag"),
+    ("  \n<think></think>x", False): ("", "x"),
+    ("<thi", False): ("", "<thi"),
+    ("", False): ("", ""),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_thinking_is_told_from_the_answer_wherever_the_text_is_cut(case):
+    (text, inside), expected = case, TEXTS[case]
+    for seed in range(20):
+        cuts = sorted(random.Random(seed).choices(range(len(text) + 1), k=seed % 7))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        splitter = ReasoningSplitter(inside=inside)
+        found = [splitter.add(piece, last=at == len(pieces) - 1) for at, piece in enumerate(pieces)]
+        assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == expected
+
+
+def test_a_ticket_gives_what_came_then_how_it_ended():
+    async def read():
+        ticket = Ticket([[1, 2], [3]], 2)
+        ticket.put(1, Delta(0, 1, "a", [5], cached=3, started=0.5), now=1.0)
+        ticket.put(1, Delta(0, 1, "b", [6], finish_reason="stop"), now=2.0)
+        assert [(number, delta.text) for number, delta in await ticket.next()] == [(3, "a"), (3, "b")]
+        sample = ticket.samples[3]
+        assert (sample.cached, sample.started, sample.first, sample.last, sample.tokens) == (3, 0.5, 1.0, 2.0, 2)
+        ticket.put(0, Delta(1, 0, "c", [7]), now=3.0)
+        ticket.fail(TookTooLong("too long"))
+        ticket.fail(BadRequest("too late to matter"))
+        assert [delta.text for _, delta in await ticket.next()] == ["c"]
+        with pytest.raises(TookTooLong):
+            await ticket.next()
+
+    asyncio.run(read())
+
+
+def test_a_finished_ticket_ends_and_cannot_fail_any_more():
+    async def read():
+        ticket = Ticket([[1]], 1)
+        ticket.put(0, Delta(0, 0, "a", [5], finish_reason="stop"), now=1.0)
+        ticket.fail(TookTooLong("too long"))
+        assert len(await ticket.next()) == 1 and await ticket.next() == []
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize(("reason", "kind"), [(REFUSED, BadRequest), (FAILED, EngineFailed)])
+def test_what_the_engine_refuses_is_the_clients_fault_and_what_fails_is_ours(reason, kind):
+    async def read():
+        ticket = Ticket([[1]], 1)
+        ticket.put(0, Delta(0, 0, "", [], finish_reason=reason, stop_reason="why"), now=1.0)
+        with pytest.raises(kind, match="why"):
+            await ticket.next()
+
+    asyncio.run(read())
+
+
+def test_bytes_have_the_letters_that_tokenizers_give_them():
+    alphabet = byte_alphabet()
+    assert sorted(alphabet.values()) == list(range(256)) and len(alphabet) == 256
+    assert (alphabet["Ġ"], alphabet["Ċ"], alphabet["a"]) == (32, 10, 97)
+    assert finite(-float("inf")) == -9999.0 and finite(-1.5) == -1.5

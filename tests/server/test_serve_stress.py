@@ -1,0 +1,184 @@
+"""What happens when too much is asked, when clients leave, and when the engine dies."""
+
+import logging
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from tiny_server import DEADLINE, serving, wait_for
+
+ASK = dict(prompt="hello", temperature=0, ignore_eos=True)
+LONG = ASK | {"max_tokens": 4000}
+
+
+@pytest.fixture(scope="module")
+def small(tiny_folder):
+    """One seat, one place in the queue."""
+    keys = ("secret-key", "other-key")
+    with serving(tiny_folder, max_queue=1, api_keys=keys, strict=True, engine={"max_num_seqs": 1}) as running:
+        running.client.headers["authorization"] = "Bearer secret-key"
+        yield running
+
+
+@pytest.fixture
+def frozen(small):
+    """The engine stands still for as long as a test needs a known state."""
+    pid = small.engine.facts["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    yield small
+    os.kill(pid, signal.SIGCONT)
+    wait_for(small.idle, "the blocks to come back")
+
+
+def open_stream(running, **body):
+    """A raw socket that has sent its request and reads nothing."""
+    request = httpx.Request("POST", running.url + "/v1/completions", json=body | {"stream": True},
+                            headers={"authorization": "Bearer secret-key"})
+    connection = socket.create_connection((request.url.host, request.url.port))
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    connection.sendall(f"POST {request.url.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+    return connection
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_back(frozen):
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(frozen.post, "/v1/completions", **ASK, max_tokens=2) for _ in range(2)]
+        wait_for(lambda: frozen.engine.in_flight == 2, "two requests in flight")
+        refused = frozen.post("/v1/completions", **ASK, max_tokens=2)
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+        assert "2 samples run or wait and 1 more would be over the limit of 2" in refused.json()["error"]["message"]
+        os.kill(frozen.engine.facts["pid"], signal.SIGCONT)
+        assert [future.result().status_code for future in waiting] == [200, 200]
+
+
+def test_a_client_that_goes_away_frees_its_blocks_within_a_step(small):
+    with small.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+        next(stream.iter_lines())
+        assert small.engine.load.free_blocks < small.engine.load.blocks
+    wait_for(lambda: not small.engine.tickets, "the server to notice")
+    seen = small.engine.load.steps
+    wait_for(small.idle, "the blocks to come back")
+    assert small.engine.load.steps <= seen + 2  # the step in flight when the cancellation left, and the one it was sent in
+
+
+def test_a_client_that_goes_away_before_the_first_token_is_cancelled_too(frozen):
+    for body in (LONG, LONG | {"stream": True}):
+        connection = open_stream(frozen, **body)
+        wait_for(lambda: frozen.engine.in_flight == 1, "the request")
+        connection.close()
+        wait_for(lambda: frozen.engine.in_flight == 0, "its cancellation")
+
+
+def test_a_reader_that_does_not_read_stalls_nobody(tiny):
+    # Enough events to fill every buffer between the two: logprobs make them large.
+    idler = open_stream(tiny, **ASK, logprobs=20, max_tokens=3000)
+    wait_for(lambda: tiny.engine.load.running == 1, "the idle reader's first step")
+    for _ in range(5):
+        assert tiny.post("/v1/completions", **ASK, max_tokens=4).status_code == 200
+    wait_for(lambda: tiny.engine.load.running == 0, "the answer nobody reads")
+    assert tiny.idle(), "a finished answer holds no seat and no blocks, read or not"
+    idler.close()
+
+
+def test_an_answer_that_takes_too_long_is_504(frozen, monkeypatch):
+    monkeypatch.setattr(frozen.engine, "timeout", 0.3)
+    before = frozen.metric("request_errors_total")
+    for stream in (False, True):
+        answer = frozen.post("/v1/completions", **LONG, stream=stream)
+        assert answer.status_code == 504 and "limit of 0.3 seconds" in answer.json()["error"]["message"]
+    assert frozen.engine.in_flight == 0 and frozen.metric("request_errors_total") == before + 2
+
+
+def test_the_api_key_guards_everything_but_the_state(small):
+    for given in (None, "Bearer wrong", "secret-key", "Basic secret-key", "Bearer "):
+        with httpx.Client(base_url=small.url, headers={"authorization": given} if given else {}) as stranger:
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/reset_prefix_cache"):
+                answer = stranger.post(path, json=ASK)
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert stranger.get("/v1/models").status_code == 401
+            for path in ("/", "/health", "/ready", "/metrics", "/docs"):
+                assert stranger.get(path).status_code == 200
+    assert small.client.get("/v1/models", headers={"authorization": "bearer other-key"}).status_code == 200
+
+
+def test_with_a_key_the_prefix_cache_can_be_reset(small):
+    ask = ASK | {"prompt": "a prompt of more than one block of sixteen tokens", "max_tokens": 1}
+    cached = [small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert cached[1] >= 32
+    assert small.post("/reset_prefix_cache").json() == {"status": "ok"}
+    assert small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_strict_refuses_unknown_fields(small):
+    answer = small.post("/v1/completions", **ASK, temprature=1)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "temprature"
+    assert small.post("/v1/completions", **ASK, max_tokens=1, user="me", best_of=1).status_code == 200
+
+
+def test_neither_keys_nor_prompts_are_logged(small, caplog):
+    caplog.set_level("DEBUG", logger="flyweight.server")
+    logger = logging.getLogger("flyweight.server")
+    logger.addHandler(caplog.handler)
+    try:
+        small.post("/v1/completions", **ASK | {"prompt": "a private matter"}, max_tokens=2)
+        small.client.get("/v1/models", headers={"authorization": "Bearer nearly-secret"})
+        wait_for(lambda: len(caplog.records) >= 2, "two lines")
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [record.getMessage() + str(record.fields) for record in caplog.records]
+    assert not any(word in line for line in lines for word in ("private", "secret"))
+    fields = next(record.fields for record in caplog.records if record.fields.get("path") == "/v1/completions")
+    assert fields["status"] == 200 and fields["completion_tokens"] == 2 and fields["ttft_ms"] > 0 and fields["request_id"]
+
+
+def test_a_killed_engine_fails_its_requests_and_comes_back(small):
+    pid = small.engine.facts["pid"]
+    with ThreadPoolExecutor(2) as threads:
+        streamed = threads.submit(small.post, "/v1/completions", **LONG, stream=True)
+        wait_for(lambda: small.engine.load.running == 1, "the first request to run")
+        waiting = threads.submit(small.post, "/v1/completions", **LONG)
+        wait_for(lambda: small.engine.in_flight == 2, "the second to wait")
+        os.kill(pid, signal.SIGKILL)
+        last = [line for line in streamed.result().text.split("\n\n") if line][-1]
+        assert '"error"' in last and "killed by SIGKILL" in last and "started again" in last
+        assert waiting.result().status_code == 503 and "SIGKILL" in waiting.result().json()["error"]["message"]
+    wait_for(lambda: small.engine.state != "ready" or small.engine.facts["pid"] != pid, "the death to be seen")
+    if small.engine.state != "ready":  # a new engine takes seconds to load
+        away = small.post("/v1/completions", **ASK, max_tokens=1)
+        assert away.status_code == 503 and away.headers["retry-after"]
+        assert small.client.get("/ready").status_code == 503 and small.client.get("/health").status_code == 200
+    wait_for(lambda: small.engine.state == "ready", "the new engine")
+    assert small.engine.facts["pid"] != pid and small.metric("engine_restarts_total") == 1
+    assert small.post("/v1/completions", **ASK, max_tokens=2).status_code == 200
+    wait_for(small.idle, "the blocks to come back")
+
+
+def test_many_clients_of_which_some_leave_lose_and_leak_nothing(tiny):
+    """The bounded version of benchmarks/serve_load.py: every answer that is read is the one its prompt gives alone."""
+    prompts = [f"prompt number {i} " * (1 + i % 5) for i in range(8)]
+    ask = dict(temperature=0.7, max_tokens=24, ignore_eos=True)
+    alone = [tiny.post("/v1/completions", prompt=prompt, seed=i, **ask).json()["choices"][0]["text"]
+             for i, prompt in enumerate(prompts)]
+    wrong = []
+
+    def visit(number):
+        i = number % len(prompts)
+        body = dict(prompt=prompts[i], seed=i, **ask)
+        if number % 3 == 0:
+            with httpx.stream("POST", tiny.url + "/v1/completions", json=body | {"stream": True}, timeout=DEADLINE) as stream:
+                lines = stream.iter_lines()
+                for _ in range(number % 7):
+                    next(lines)
+            return
+        with httpx.Client(base_url=tiny.url, timeout=DEADLINE) as client:
+            text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        if text != alone[i]:
+            wrong.append((number, text, alone[i]))
+
+    with ThreadPoolExecutor(24) as threads:
+        list(threads.map(visit, range(72)))
+    assert not wrong
+    wait_for(tiny.idle, "the blocks to come back")
