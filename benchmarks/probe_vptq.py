@@ -156,7 +156,7 @@ class Probe:
              launch: Launch | None) -> dict[str, Any]:
         times, tensor = outputs // BASE, self.tensor(book, columns)
         if doubled is None:
-            grown = dataclasses.replace(tensor, indices=tensor.indices[..., :0].expand(1, outputs // 8, 0))
+            grown = dataclasses.replace(tensor, indices=tensor.indices.new_empty(1, outputs // 8, 0))
             doubled = vptq.worth_doubling(grown)
         base = self.base(book, columns, doubled)
         size = base.layout.stream.nbytes * times + base.layout.book.nbytes
