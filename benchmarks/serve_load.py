@@ -158,7 +158,8 @@ def main() -> None:
         found = asyncio.run(storm(port, (pids[0], pids[1]), clients=given.clients, seconds=given.seconds, longest=given.longest))
     environment = environment_row()
     row = make_row("serve", environment["id"], backend="native", model=given.model, weights="trained", tie_below=TIE,
-                   checkpoint=Checkpoint(resolve(given.model)).hash(), dataset="eight prompts", sampling="greedy", flags=given.flag, **found)
+                   checkpoint=Checkpoint(resolve(given.model)).hash(), dataset="eight prompts", sampling="greedy",
+                   flags=given.flag, **found)
     given.output.write_text("".join(json.dumps(line) + "\n" for line in (environment, row)))
     print(json.dumps(found, indent=2))
     if found["wrong"] or found["failed"] or found["leaked_blocks"]:

@@ -92,7 +92,8 @@ def main() -> None:
                        "share_of_engine_samples": [round(ratio, 4) for ratio in ratios]}
             rows.append(make_row("serve", environment["id"], backend="native", model=given.model, weights="trained",
                                  checkpoint=Checkpoint(resolve(given.model)).hash(), concurrency=concurrency, arrivals="at once",
-                                 dataset=f"random {given.input} in, {given.output_tokens} out", sampling="greedy", flags=given.flag, **figures))
+                                 dataset=f"random {given.input} in, {given.output_tokens} out", sampling="greedy",
+                                 flags=given.flag, **figures))
             print(json.dumps({"concurrency": concurrency, **figures}))
     ours.send(None)
     process.join()
