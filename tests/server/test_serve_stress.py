@@ -93,7 +93,7 @@ def test_an_answer_that_takes_too_long_is_504(frozen, monkeypatch):
 
 
 def test_the_api_key_guards_everything_but_the_state(small):
-    for given in (None, "Bearer wrong", "secret-key", "Basic secret-key", "Bearer "):
+    for given in (None, "Bearer wrong", "secret-key", "Basic secret-key", "Bearer"):
         with httpx.Client(base_url=small.url, headers={"authorization": given} if given else {}) as stranger:
             for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/reset_prefix_cache"):
                 answer = stranger.post(path, json=ASK)

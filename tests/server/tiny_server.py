@@ -144,7 +144,7 @@ def serving(model: Path | str, *, wait: bool = True, threads: str | None = "1", 
 
     def run() -> None:
         with contextlib.suppress(EngineError):  # kept in `server.fatal`
-            asyncio.run(server.run_until_over())
+            server.run_all()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from typing import Annotated, Any
@@ -82,7 +81,7 @@ def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format:
     address = listener.getsockname()
     logs.log("listening", url=f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}", model=settings.served[0],
              api_key="needed" if settings.api_keys else "none", port=address[1], pid=os.getpid())
-    asyncio.run(server.run_until_over())
+    server.run_all()
     logs.log("stopped")
 
 

@@ -20,7 +20,7 @@ from flyweight import __version__
 from flyweight.server.gate import Gate
 from flyweight.server.page import documentation, page
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from flyweight.server.refusals import BadRequest, Forbidden, Refusal, UnsupportedField, error_body
+from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, UnsupportedField, error_body
 from flyweight.server.service import Service, json_response
 
 
@@ -200,6 +200,11 @@ def add_handlers(app: FastAPI) -> None:
         message = f"{'.'.join(where)}: {first['msg']}" if where else f"the body is not a request: {first['msg']}"
         request.state.facts.setdefault("error", f"{'.'.join(where)}: {first['type']}")
         return json_response(BadRequest(message, param=where[0] if where else None).body(), status=400)
+
+    @app.exception_handler(Exception)  # a fault of ours: the gate writes down which
+    async def failed(_: Request, __: Exception) -> Response:
+        error = EngineFailed("the server failed on this request; its log says why")
+        return json_response(error.body(), status=error.status)
 
     @app.exception_handler(HTTPException)
     async def refused_by_framework(_: Request, error: HTTPException) -> Response:

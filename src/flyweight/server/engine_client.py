@@ -104,6 +104,8 @@ class EngineClient:
         assert self.process is not None
         self._disconnect()
         self.process.join()
+        if self.state == "stopped":
+            return
         code = self.process.exitcode or 0
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         now = time.monotonic()
@@ -111,7 +113,8 @@ class EngineClient:
         while now - self.deaths[0] > DEATHS_WITHIN:
             self.deaths.popleft()
         again = self.state != "loading" and len(self.deaths) <= MOST_DEATHS
-        then = "it is being started again" if again else "it is not started again"
+        draining = self.state == "draining"  # then nothing is left to be done by another
+        then = "it is being started again" if again and not draining else "it is not started again"
         for ticket, _ in list(self.tickets.values()):
             ticket.fail(EngineAway(f"the engine process ended ({cause}) while it worked on this request; {then}", retry_after=5))
         if not again:
@@ -120,6 +123,8 @@ class EngineClient:
                 f", {len(self.deaths)} times within {DEATHS_WITHIN:g} seconds"))
             return
         self.on_change("engine_died", {"cause": cause, "pid": self.process.pid})
+        if draining:
+            return
         self.restarts += 1
         if self.state == "ready":
             self.state = "restarting"

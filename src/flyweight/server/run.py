@@ -22,7 +22,7 @@ from flyweight.server.settings import Settings
 
 
 class Server(uvicorn.Server):
-    """One listening socket and one engine. `run_until_over` is the whole life of it."""
+    """One listening socket and one engine. `run_all` is the whole life of it."""
 
     def __init__(self, settings: Settings, listener: socket.socket, *, tokenizer: Tokenizer | None, signals: bool = True,
                  engine_class: type[EngineClient] = EngineClient):
@@ -34,6 +34,11 @@ class Server(uvicorn.Server):
         self.service = Service(settings, self.engine, tokenizer)
         super().__init__(uvicorn.Config(create_app(self.service), log_config=None, access_log=False, server_header=False,
                                         timeout_graceful_shutdown=max(1, int(settings.drain)), lifespan="on"))
+
+    def run_all(self) -> None:
+        """In this thread, on the fastest event loop there is."""
+        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+            runner.run(self.run_until_over())
 
     async def run_until_over(self) -> None:
         loop = asyncio.get_running_loop()
