@@ -26,7 +26,7 @@ demo: .venv/installed
 	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/quality.jsonl
 	rm -f out/latency.jsonl
 	$(BIN)/flyweight bench latency $(MODEL) $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/latency.jsonl
-	$(BIN)/flyweight report out/quality.jsonl out/latency.jsonl -o out/report.html --title "$(MODEL) in four schemes"
+	$(BIN)/flyweight report out/quality.jsonl out/latency.jsonl -o out/report.html --title "$(MODEL), quantized"
 	@echo "The report is in out/report.html"
 
 test: .venv/installed
