@@ -23,10 +23,10 @@ demo: .venv/installed
 	$(BIN)/flyweight generate $(MODEL) --prompt "The capital of France is" --max-tokens 32 --temperature 0
 	for scheme in $(SCHEMES); do \
 	  $(BIN)/flyweight quantize $(MODEL) --scheme $$scheme -o out/$$scheme --samples 4 --length 256 --overwrite || exit; done
-	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/quality.jsonl
-	rm -f out/latency.jsonl
-	$(BIN)/flyweight bench latency $(MODEL) $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/latency.jsonl
-	$(BIN)/flyweight report out/quality.jsonl out/latency.jsonl -o out/report.html --title "$(MODEL) in four schemes"
+	rm -f out/result.jsonl
+	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/result.jsonl
+	$(BIN)/flyweight bench latency $(MODEL) $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/result.jsonl
+	$(BIN)/flyweight report out/result.jsonl -o out/report.html --title "$(MODEL), quantized"
 	@echo "The report is in out/report.html"
 
 test: .venv/installed

@@ -11,11 +11,14 @@ Workloads, greedy, end-of-text ignored, fresh random token ids each round:
                  batches of eight, padded on the left, each until its longest answer is done. Flyweight runs them with
                  continuous batching. Only the tokens that were asked for count.
 
+Both compute in float32. transformers holds the weights in float32; Flyweight holds those that 16 bits hold exactly in 16
+bits (here all of them: the checkpoint is float16) and widens them inside the matmul, so that it reads half the bytes.
+
 Decode rate = tokens between the first and the last step of the batch / the time between them (prefill not counted);
 for stream-8, where prefill and decode mix, tokens asked for / wall time. Every round runs each workload with both, the
-order of the two changing from round to round; tables show medians, and a ratio is the median of the rounds' ratios. The
-ratio of CPU time (whole run, prefill included) stands beside it: on a machine with other work it is the steadier one.
-Writes engine_vs_transformers.jsonl (raw rows) and .md (the table) beside this file.
+short ones several times, the order of the two changing from turn to turn; tables show medians, and a ratio is the median
+of the turns' ratios. The ratio of CPU time (whole run, prefill included) stands beside it: on a machine with other work
+it is the steadier one. Writes engine_vs_transformers.jsonl (raw rows) and .md (the table) beside this file.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Workload:
     name: str
     batch: int
     requests: tuple[tuple[int, int], ...]  # (input, output) tokens
+    turns: int = 1  # in each round
 
 
 def mixed_lengths(count: int) -> tuple[tuple[int, int], ...]:
@@ -51,9 +55,9 @@ def mixed_lengths(count: int) -> tuple[tuple[int, int], ...]:
 
 
 WORKLOADS = (
-    Workload("prefill", 1, ((256, 1),)),
-    Workload("decode-1", 1, ((64, 32),)),
-    Workload("decode-8", 8, ((64, 32),) * 8),
+    Workload("prefill", 1, ((256, 1),), turns=3),
+    Workload("decode-1", 1, ((64, 32),), turns=3),
+    Workload("decode-8", 8, ((64, 32),) * 8, turns=2),
     Workload("stream-8", 8, mixed_lengths(24)),
 )
 
@@ -72,6 +76,12 @@ class Flyweight:
 
     def __init__(self, folder: Path):
         self.model = LLM(folder, dtype="float32", device="cpu", prefix_cache=False, max_num_seqs=8, max_model_len=1024)
+
+    def weight_bytes(self) -> int:
+        """Of the linears and the head, as laid out for their kernels, and of the embedding."""
+        decoder = self.model.decoder
+        linears = [linear for block in decoder.blocks for linear in block.linears.values()]
+        return sum(linear.nbytes for linear in (*linears, decoder.head)) + decoder.embedding.weight.nbytes
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
         params = [SamplingParams(temperature=0, max_tokens=out, ignore_eos=True) for _, out in workload.requests]
@@ -92,6 +102,9 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.model.generation_config.eos_token_id = None
         self.times: list[float] = []
+
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())  # a tied head counts once
 
     def watch(self, tokens: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
         """A stopping criterion that never stops: it is called after every step."""
@@ -131,9 +144,11 @@ HEADLINE = {"prefill": "input_tok_s", "decode-1": "decode_tok_s", "decode-8": "d
 
 
 def table(rows: list[dict], environment: dict) -> str:
+    sizes = {row["backend"]: 1e3 * row["size_gb"] for row in rows}
+    rounds = len(rows) // sum(2 * workload.turns for workload in WORKLOADS)
     lines = [f"{environment['device']}, {environment['threads']} threads, float32, torch {environment['torch']}, "
-             f"transformers {environment['packages']['transformers']}. Tokens per second, medians of "
-             f"{1 + max(row['repeat'] for row in rows)} rounds (least to most):", "",
+             f"transformers {environment['packages']['transformers']}. Tokens per second, medians of {rounds} rounds (least to "
+             f"most). Weights in memory: transformers {sizes['transformers']:.0f} MB, Flyweight {sizes['flyweight']:.0f} MB.", "",
              "| workload | transformers | Flyweight | ratio | ratio of CPU time |", "|---|---|---|---|---|"]
     for name, field in HEADLINE.items():
         theirs, ours = ([row for row in rows if row["workload"] == name and row["backend"] == backend]
@@ -156,17 +171,18 @@ def main() -> None:
     backends = [Transformers(folder), Flyweight(folder)]
     vocabulary = backends[1].model.config.vocab_size
     checkpoint = backends[1].model.weights
-    about = dict(model=options.model, checkpoint=checkpoint.hash(), weights="trained", scheme="fp32", kv_dtype="float32",
-                 size_gb=round(checkpoint.nbytes * 2 / 1e9, 4), bits_per_weight=32.0)
+    about = dict(model=options.model, checkpoint=checkpoint.hash(), weights="trained", scheme="fp32", kv_dtype="float32")
+    sizes = {backend.name: round(backend.weight_bytes() / 1e9, 4) for backend in backends}
     environment = environment_row()
     chance, rows = random.Random(1), []
     for repeat in range(-1, options.rounds):  # round −1 warms up and is thrown away
-        for workload in WORKLOADS:
+        for workload, turn in [(each, turn) for each in WORKLOADS for turn in range(each.turns)]:
             prompts = [[chance.randrange(100, vocabulary) for _ in range(length)] for length, _ in workload.requests]
-            for backend in backends if repeat % 2 else reversed(backends):
+            for backend in backends if (repeat + turn) % 2 else reversed(backends):
                 measured = backend.run(workload, prompts)
                 if repeat >= 0:
-                    rows.append(make_row("latency", environment["id"], backend=backend.name, repeat=repeat, **about,
+                    rows.append(make_row("latency", environment["id"], backend=backend.name, **about,
+                                         repeat=repeat * workload.turns + turn, size_gb=sizes[backend.name],
                                          **fields(workload, measured)))
         print(f"round {repeat + 1} of {options.rounds}", flush=True)
     (HERE / "engine_vs_transformers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [environment, *rows]))

@@ -29,7 +29,7 @@ def evaluate(
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     device: Device = None,
     dtype: Dtype = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the rows of --json to this file.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the rows of --json to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,
 ) -> None:
     """Measure perplexity on a text: exp of the mean negative log-likelihood, lower is better.
@@ -72,11 +72,14 @@ def evaluate(
         first = first or subject
         rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served))
     assert first is not None
-    lines = "".join(json.dumps(row) + "\n" for row in complete_rows(rows, first.decoder.device))
+    complete = complete_rows(rows, first.decoder.device)
     if output is not None:
-        output.write_text(lines, encoding="utf-8")
+        from flyweight.bench.rows import ResultFile
+
+        ResultFile(output).append(complete)
     if as_json:
-        typer.echo(lines, nl=False)
+        for row in complete:
+            typer.echo(json.dumps(row))
     else:
         print_table(models, rows)
 
