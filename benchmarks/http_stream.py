@@ -92,6 +92,18 @@ def server(model: str, *options: str) -> Iterator[tuple[int, int, int]]:
         drain.wait()
 
 
+def about(model: str) -> dict[str, Any]:
+    """What every row about a model says."""
+    from flyweight.checkpoint.hub import resolve
+    from flyweight.checkpoint.reader import Checkpoint
+
+    checkpoint = Checkpoint(resolve(model))
+    quantized = checkpoint.config.get("quantization_config", {}).get("quant_method")
+    stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
+    return {"model": model, "checkpoint": checkpoint.hash(), "weights": "trained", "backend": "native",
+            "scheme": quantized or stored.replace("bfloat", "bf").replace("float", "fp")}
+
+
 def percentiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     at = {f"p{share}": ordered[min(len(ordered) - 1, int(share / 100 * len(ordered)))] for share in (50, 90, 95, 99)}

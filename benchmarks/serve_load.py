@@ -20,11 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from http_stream import Refused, call, percentiles, server, stream
+from http_stream import Refused, about, call, percentiles, server, stream
 
 from flyweight.bench.rows import environment_row, make_row
-from flyweight.checkpoint.hub import resolve
-from flyweight.checkpoint.reader import Checkpoint
 
 TIE = 1e-2  # logprobs closer than this may change places between batch sizes
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "def fibonacci(n):", "Water boils at",
@@ -36,6 +34,7 @@ PROMPTS = ["The capital of France is", "Once upon a time, in a small village by 
 class Tally:
     ttft: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
     e2e: list[float] = field(default_factory=list)
     tokens: int = 0
     completed: int = 0
@@ -81,7 +80,7 @@ async def client(number: int, port: int, references: dict[str, Reference], end: 
 
 
 async def visit(port: int, prompt: str, length: int, leaves_after: int | None, right: Reference, tally: Tally) -> None:
-    sent = last = time.perf_counter()
+    sent = first = last = time.perf_counter()
     tokens: list[int] = []
     finished = None
     events = stream(port, asked(prompt, length))
@@ -92,6 +91,7 @@ async def visit(port: int, prompt: str, length: int, leaves_after: int | None, r
                 return
             choice = event.data["choices"][0]
             (tally.gaps if tokens else tally.ttft).append(1000 * (event.time - last))
+            first = first if tokens else event.time
             last, finished = event.time, choice["finish_reason"]
             tokens += choice["token_ids"]
             if leaves_after is not None and len(tokens) >= leaves_after and not finished:
@@ -115,7 +115,9 @@ async def visit(port: int, prompt: str, length: int, leaves_after: int | None, r
         tally.lost.append(f"{len(tokens)} of {length} tokens, finish_reason {finished}")
     else:
         tally.completed += 1
-        tally.e2e.append(time.perf_counter() - sent)
+        tally.e2e.append(last - sent)
+        if len(tokens) > 1:
+            tally.tpot.append(1000 * (last - first) / (len(tokens) - 1))
 
 
 def resident(pid: int) -> int:
@@ -139,7 +141,8 @@ async def storm(port: int, pids: tuple[int, int], *, clients: int, seconds: floa
         "failed": len(tally.lost), "lost": tally.lost[:5], "wrong": len(tally.wrong), "wrong_examples": tally.wrong[:5],
         "ties": tally.ties, "leaked_blocks": state["kv_blocks_used"],
         "duration_s": round(duration, 1), "output_tok_s": round(tally.tokens / duration, 1), "ttft_ms": percentiles(tally.ttft),
-        "gap_ms": percentiles(tally.gaps), "e2e_s": percentiles(tally.e2e), "count_source": "token_ids",
+        "tpot_ms": percentiles(tally.tpot), "gap_ms": percentiles(tally.gaps), "e2e_s": percentiles(tally.e2e),
+        "count_source": "token_ids",
         "rss_mb_at_a_third": [round(size / 1e6) for size in early], "rss_mb_at_the_end": [round(size / 1e6) for size in late],
     }
 
@@ -157,8 +160,7 @@ def main() -> None:
     with server(given.model, *given.option) as (port, *pids):
         found = asyncio.run(storm(port, (pids[0], pids[1]), clients=given.clients, seconds=given.seconds, longest=given.longest))
     environment = environment_row()
-    row = make_row("serve", environment["id"], backend="native", model=given.model, weights="trained", tie_below=TIE,
-                   checkpoint=Checkpoint(resolve(given.model)).hash(), dataset="eight prompts", sampling="greedy",
+    row = make_row("serve", environment["id"], **about(given.model), tie_below=TIE, dataset="eight prompts", sampling="greedy",
                    flags=given.flag, **found)
     given.output.write_text("".join(json.dumps(line) + "\n" for line in (environment, row)))
     print(json.dumps(found, indent=2))

@@ -21,11 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from http_stream import server, stream
+from http_stream import about, percentiles, server, stream
 
 from flyweight.bench.rows import environment_row, make_row
-from flyweight.checkpoint.hub import resolve
-from flyweight.checkpoint.reader import Checkpoint
 
 GOALS = {1: 0.97, 64: 0.90}  # share of the engine's own tok/s, by concurrency
 
@@ -44,10 +42,13 @@ def engine(connection: Connection, model: str, options: dict[str, Any]) -> None:
         connection.send(time.perf_counter() - begin)
 
 
-async def through_http(port: int, prompts: list[list[int]], output: int) -> float:
+async def through_http(port: int, prompts: list[list[int]], output: int, times: dict[str, list[float]]) -> float:
     async def one(prompt: list[int]) -> int:
         body = {"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
-        return sum([1 async for _ in stream(port, body)])
+        came = [event.time async for event in stream(port, body)]
+        times["ttft"].append(1000 * (came[0] - begin))
+        times["tpot"].append(1000 * (came[-1] - came[0]) / (len(came) - 1))
+        return len(came)
 
     begin = time.perf_counter()
     counts = await asyncio.gather(*(one(prompt) for prompt in prompts))
@@ -76,6 +77,7 @@ def main() -> None:
     with server(given.model, *flags) as (port, _, _):
         for concurrency, goal in GOALS.items():
             seconds: dict[str, list[float]] = {"engine": [], "http": []}
+            times: dict[str, list[float]] = {"ttft": [], "tpot": []}
             for turn in range(given.rounds):
                 prompts = [[dice.randrange(100, 40_000) for _ in range(given.input)] for _ in range(concurrency)]
                 for who in ("engine", "http") if turn % 2 else ("http", "engine"):
@@ -83,17 +85,17 @@ def main() -> None:
                         ours.send((prompts, given.output_tokens))
                         seconds[who].append(ours.recv())
                     else:
-                        seconds[who].append(asyncio.run(through_http(port, prompts, given.output_tokens)))
+                        seconds[who].append(asyncio.run(through_http(port, prompts, given.output_tokens, times)))
             tokens = concurrency * given.output_tokens
             ratios = [own / http for own, http in zip(seconds["engine"], seconds["http"], strict=True)]
             figures = {"output_tok_s": round(tokens / statistics.median(seconds["http"]), 2),
                        "engine_tok_s": round(tokens / statistics.median(seconds["engine"]), 2),
                        "share_of_engine": round(statistics.median(ratios), 4), "goal": goal,
                        "share_of_engine_samples": [round(ratio, 4) for ratio in ratios]}
-            rows.append(make_row("serve", environment["id"], backend="native", model=given.model, weights="trained",
-                                 checkpoint=Checkpoint(resolve(given.model)).hash(), concurrency=concurrency, arrivals="at once",
+            rows.append(make_row("serve", environment["id"], **about(given.model), concurrency=concurrency, arrivals="at once",
                                  dataset=f"random {given.input} in, {given.output_tokens} out", sampling="greedy",
-                                 flags=given.flag, **figures))
+                                 flags=given.flag, ttft_ms=percentiles(times["ttft"]),
+                                 tpot_ms=percentiles(times["tpot"]), **figures))
             print(json.dumps({"concurrency": concurrency, **figures}))
     ours.send(None)
     process.join()
