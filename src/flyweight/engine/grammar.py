@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flyweight.errors import MissingPackageError, RequestError
 
-WHITE_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WHITE_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KEPT = 64  # schemas; the same few come again and again
 
 
