@@ -21,8 +21,12 @@ from flyweight.tensors.float8 import quantize_float8_rows
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Over the last dimension; weight is [size], or [heads, size] where each head has its own.
 
-    x / √(|x|² / size + ε) in as few ops as torch allows: half the time of `F.rms_norm` on a CPU.
+    x / √(|x|² / size + ε) in as few ops as torch allows: half the time of `F.rms_norm` on a CPU, where one row needs two
+    ops fewer still, because its scale can be a plain number.
     """
+    if x.numel() == x.shape[-1] and x.dtype == torch.float32 and x.device.type == "cpu":
+        length = torch.linalg.vector_norm(x).item()
+        return (x * weight).mul_((length * length / x.shape[-1] + epsilon) ** -0.5)
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(epsilon, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
