@@ -154,11 +154,11 @@ DEVICE void load_relaxed(const void* p, u32 (&w)[4]) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory");
 }
-// HALVES: each word is two 16-bit values, either of which may be missing.
-template <bool HALVES, int WORDS> DEVICE bool missing(const u32 (&words)[WORDS]) {
+// SIXTEEN: each word is two 16-bit values, either of which may be missing.
+template <bool SIXTEEN, int WORDS> DEVICE bool missing(const u32 (&words)[WORDS]) {
   bool any = false;
 #pragma unroll
-  for (int i = 0; i < WORDS; i++) any |= HALVES ? (words[i] & 0xffff) == 0xffff || words[i] >= 0xffff0000u : words[i] == ~0u;
+  for (int i = 0; i < WORDS; i++) any |= SIXTEEN ? (words[i] & 0xffff) == 0xffff || words[i] >= 0xffff0000u : words[i] == ~0u;
   return any;
 }
 
