@@ -85,10 +85,11 @@ def test_a_dense_weight_is_not_taken_for_sparse():
 
 
 def test_w8a8_reference_quantizes_activations_per_token():
-    tensor, x = Int8Channel.random((16, 64)), torch.randn(4, 64) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
+    tensor = Int8Channel.random((16, 64))
     scale = x.abs().amax(1, keepdim=True) / 127
     expected = ((x / scale.clamp(min=1e-12)).round() * scale).double() @ tensor.dequantize(torch.float64).T
-    torch.testing.assert_close(tensor.matmul_reference(x), expected, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(tensor.matmul_reference(x), expected, rtol=1e-5, atol=1e-7)
     assert (tensor.matmul_reference(x)[3] == 0).all()
 
 
