@@ -19,6 +19,8 @@ import torch
 from flyweight.bench.rows import environment_row, make_row
 from flyweight.engine.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs
+from flyweight.engine.rows import Rows
+from flyweight.engine.sampling import GREEDY
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
 
@@ -36,18 +38,19 @@ def measure(model: str, dtype: torch.dtype, before: int, output: int, repeats: i
     caches = [KVStorage(torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device).to(dtype))
               for _ in range(config.layers)]
     begin = time.perf_counter()
-    graphs = DecodeGraphs(decoder, caches, context=pages * PAGE, sizes=(1,))
+    state = Rows(1, pages=pages, vocabulary=config.vocab_size, device=device)
+    graphs = DecodeGraphs(decoder, caches, state)
+    graphs.warm_up([1])
     captured = time.perf_counter() - begin
-    step = graphs.steps[1]
-    step.tables[0] = torch.randperm(pages, device=device).int()
-    step.tokens[0] = 7
+    state.tables[0] = torch.randperm(pages, device=device).int()
+    state.tokens[0] = 7
     rows = []
     for repeat in range(repeats + 1):
-        step.lengths.fill_(before + 1)
+        state.lengths.fill_(before + 1)
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(output - 1):
-            graphs.greedy[1].replay()
+            graphs.advance(1, GREEDY)
         torch.cuda.synchronize()
         each = (time.perf_counter() - begin) / (output - 1)
         if repeat:  # the first is the warm-up

@@ -5,6 +5,11 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Then Triton kernels run interpreted, on CPU tensors. Triton asks once, when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flyweight.errors import FlyweightError
 
@@ -18,3 +23,15 @@ def smollm2():
         return resolve("smollm2-135m")
     except FlyweightError as error:
         pytest.skip(f"the default model cannot be had here: {error}")
+
+
+@pytest.fixture
+def interpreted_loops(monkeypatch):
+    """triton 3.6 makes its ranges of arrays of one element, which numpy 2.4 no longer takes for numbers."""
+    from triton.runtime import interpreter
+
+    def patched(tensor, scope, original=interpreter._patch_lang_tensor):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from toy_engine import VOCABULARY, alone, params, run, toy_engine
 
 from flyweight.engine.request import SamplingParams
@@ -20,6 +21,10 @@ SETTINGS = {
     "preempted": dict(blocks=13, max_model_len=52),
     "without a prefix cache": dict(prefix_cache=False),
     "one block per token": dict(block_size=1, blocks=256),
+    "captured": dict(captured=True),
+    "captured, chunked": dict(captured=True, max_num_batched_tokens=8),
+    "captured, preempted": dict(captured=True, blocks=13, max_model_len=52),
+    "launched ahead, not captured": dict(overlap=True),
 }
 
 
@@ -30,7 +35,9 @@ def test_a_request_gets_the_same_tokens_among_others_as_alone(setting, style):
     groups = [engine.submit(prompt, STYLES[style](i)) for i, prompt in enumerate(PROMPTS)]
     assert run(engine, *groups) == [alone(prompt, STYLES[style](i)) for i, prompt in enumerate(PROMPTS)]
     preempted = sum(group[0].preemptions for group in groups)
-    assert (preempted > 0) == (setting == "preempted")
+    assert (preempted > 0) == ("preempted" in setting)
+    if "captured" in SETTINGS[setting]:
+        assert engine.runner.steps.taken, "no step was taken from the rows on the device"
 
 
 def test_chunks_and_answers_share_steps():
@@ -108,6 +115,93 @@ def test_end_tokens_stop_unless_told_otherwise():
     assert named.stop_reason == reference[2] and named.tokens[-1] == reference[2]
 
 
+def test_a_step_is_launched_before_the_last_ones_tokens_are_read():
+    engine, seen = toy_engine(captured=True), []
+    request = engine.submit([1, 2, 3], params(max_tokens=4), listener=lambda chunk: seen.append(chunk.token_ids[0]))[0]
+    counts = []
+    while engine.busy:
+        counts.append((engine.step(), len(seen)))
+    assert counts == [(3, 0), (1, 1), (1, 2), (1, 3), (0, 4)], "no step is launched for a token past the limit"
+    assert seen == request.tokens[3:] == alone([1, 2, 3], params(max_tokens=4))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_token_that_ends_a_request_late_costs_a_step_and_no_block(size):
+    reference = alone([1, 2, 3], params(max_tokens=20))
+    first = reference.index(reference[6])
+    engine = toy_engine(captured=True, end_ids=[reference[6]], block_size=size, blocks=256 // size)
+    request = engine.submit([1, 2, 3], params(max_tokens=20))[0]
+    assert run(engine, [request])[0] == reference[: first + 1] and request.finish_reason == "stop"
+    assert len(engine.runner.model.batches) == first + 2
+    following = engine.submit(request.tokens, params(max_tokens=3))
+    assert run(engine, following)[0] == alone(request.tokens, params(max_tokens=3)), "the late step is in nobody's prefix"
+
+
+def test_a_decode_step_uploads_only_new_blocks(monkeypatch):
+    from flyweight.engine import rows, runner, sampling
+
+    sent = []
+    for module in (rows, runner, sampling):
+        monkeypatch.setattr(module, "upload", lambda device, *arrays, original=module.upload: sent.append(
+            [array.size for array in arrays]) or original(device, *arrays))
+    engine = toy_engine(captured=True)
+    engine.submit([1, 2], params(max_tokens=20))
+    engine.submit([1, 2, 3], params(max_tokens=20, temperature=1.0, top_p=0.5, frequency_penalty=1.0))
+    for _ in range(3):
+        engine.step()
+    sent.clear()
+    for _ in range(8):
+        engine.step()
+    assert all(sizes == [1, 1] for sizes in sent) and len(sent) == 4, "two sequences cross two block boundaries each"
+
+
+def test_rows_close_up_as_requests_leave_and_modes_follow():
+    engine = toy_engine(captured=True)
+    lengths = (3, 9, 5, 12, 4)
+    groups = [engine.submit([i + 1] * 2, params(max_tokens=lengths[i], temperature=i % 2, seed=i, presence_penalty=i / 4))
+              for i in range(5)]
+    got = run(engine, *groups)
+    assert got == [alone(group[0].prompt, group[0].params) for group in groups]
+    counts = [count for count, _ in engine.runner.steps.taken]
+    assert counts == sorted(counts, reverse=True) and set(counts) == {5, 4, 3, 2, 1}
+    assert {mode.random for count, mode in engine.runner.steps.taken if count < 3} == {True}
+
+
+class Alternating:
+    """Even tokens and odd ones by turns."""
+
+    def __init__(self):
+        self.asked = []
+
+    def allowed(self, generated):
+        self.asked.append(list(generated))
+        return torch.arange(VOCABULARY) % 2 == len(generated) % 2
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_constraint_sees_every_token_before_it_masks_the_next(captured):
+    engine, constraint = toy_engine(captured=captured), Alternating()
+    free = engine.submit([5, 6], params(max_tokens=9))
+    bound = engine.submit([1, 2, 3], params(max_tokens=6, logprobs=1), constraint=lambda: constraint)
+    tokens = run(engine, free, bound)
+    assert tokens[0] == alone([5, 6], params(max_tokens=9)), "others are not masked"
+    assert [token % 2 for token in tokens[1]] == [0, 1, 0, 1, 0, 1]
+    assert constraint.asked == [tokens[1][:i] for i in range(6)]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_cancelled_request_frees_its_row_and_blocks_with_a_step_in_flight(captured):
+    engine = toy_engine(captured=captured)
+    keep, leave = engine.submit([1, 2, 3], params()), engine.submit([4, 5], params())
+    for _ in range(3):
+        engine.step()
+    held = len(keep[0].blocks)
+    engine.cancel(leave)
+    assert engine.pool.available == engine.pool.blocks - held
+    late = engine.submit([7, 8, 9], params())
+    assert run(engine, keep, late) == [alone([1, 2, 3], params()), alone([7, 8, 9], params())]
+
+
 def letters(tokens):
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
@@ -149,7 +243,7 @@ def test_requests_that_cannot_be_served_are_refused_at_once(prompt, options, mes
 
 def test_logprobs_are_given_for_answer_and_prompt_however_it_is_computed():
     found = []
-    for options in ({"max_num_batched_tokens": 256}, {"max_num_batched_tokens": 8}, {"blocks": 12}):
+    for options in ({"max_num_batched_tokens": 256}, {"max_num_batched_tokens": 8}, {"blocks": 12}, {"captured": True}):
         engine = toy_engine(**options)
         older = engine.submit(PROMPTS[0], params(max_tokens=30))
         request = engine.submit(PROMPTS[1], params(logprobs=2, prompt_logprobs=3))[0]
@@ -160,7 +254,7 @@ def test_logprobs_are_given_for_answer_and_prompt_however_it_is_computed():
         assert request.prompt_logprobs[0] is None
         assert [item.token_id for item in request.prompt_logprobs[1:]] == PROMPTS[1][1:]
         found.append((request.logprobs, request.prompt_logprobs))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_cancelling_returns_all_blocks_at_once_and_tells_the_listener():
@@ -176,8 +270,9 @@ def test_cancelling_returns_all_blocks_at_once_and_tells_the_listener():
     assert not engine.busy
 
 
-def test_a_failing_step_ends_its_requests_and_leaves_a_usable_engine():
-    engine = toy_engine()
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_failing_step_ends_its_requests_and_leaves_a_usable_engine(captured):
+    engine = toy_engine(captured=captured)
     reference = run(engine, engine.submit(PROMPTS[1], params()))
     engine.runner.model.fails = True
     chunks = []
@@ -189,10 +284,11 @@ def test_a_failing_step_ends_its_requests_and_leaves_a_usable_engine():
     assert run(engine, engine.submit(PROMPTS[1], params())) == reference
 
 
-def test_a_storm_of_requests_in_a_small_pool_all_end_right():
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_storm_of_requests_in_a_small_pool_all_end_right(captured):
     """Random lengths, styles, cancels; every answer that was not cancelled is the one the request gets alone."""
     chance = random.Random(0)
-    engine = toy_engine(blocks=16, max_model_len=60, max_num_seqs=6)
+    engine = toy_engine(blocks=16, max_model_len=60, max_num_seqs=6, captured=captured)
     requests = []
     for number in range(60):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))]

@@ -22,7 +22,7 @@ def test_generate_prints_the_text_on_stdout_and_the_speed_on_stderr(monkeypatch,
     options = ["generate", smollm2, "--prompt", "The capital of France is", "--max-tokens", "4", "--temperature", "0"]
     assert call(monkeypatch, *options) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith(" Paris") and "tok/s" in captured.err
+    assert captured.out.startswith(" Paris") and "tok/s" in captured.err and "memory: weights 0." in captured.err
     assert call(monkeypatch, *options, "--json") == 0
     row = json.loads(capsys.readouterr().out)
     assert row["completions"][0]["text"].startswith(" Paris") and row["completions"][0]["finish_reason"] == "length"
@@ -97,7 +97,7 @@ def test_a_conversation_remembers_and_forgets(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr("flyweight.commands.chat.load", lambda *_, **__: model)
     chat("any", system="Be brief.", max_tokens=9, temperature=None, top_p=None, seed=None, think=False, device=None, dtype=None,
-         max_model_len=None)
+         max_model_len=None, memory_fraction=None)
     roles = [[message["role"] for message in messages] for messages, _, _ in model.seen]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
     messages, params, template = model.seen[1]

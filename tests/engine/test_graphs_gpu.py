@@ -5,6 +5,7 @@ import torch
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.graphs import DecodeGraphs, why_not
+from flyweight.engine.rows import Rows
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
 
@@ -20,10 +21,11 @@ def whole_batch(tokens, table):
                  block_tables=table[None], query_starts=[0, len(tokens)], kv_lengths=[len(tokens)], output_rows=positions)
 
 
+@pytest.mark.parametrize("apart", [None, "asked for"])
 @pytest.mark.parametrize("scheme", BOUND)
 @pytest.mark.parametrize(("preset", "dtype"), [("smollm2-135m", torch.float16), ("qwen3-0.6b", torch.bfloat16),
                                                ("qwen2-0.5b", torch.bfloat16)])
-def test_fused_decode_follows_the_float32_model(preset, dtype, scheme):
+def test_fused_decode_follows_the_float32_model(preset, dtype, scheme, apart):
     device = torch.device("cuda", 0)
     tokens = torch.randint(10, 1000, (90,), device=device, generator=torch.Generator(device).manual_seed(1))
     reference = Decoder.load(PresetWeights(preset, scheme, device=device), device=device, dtype=torch.float32, exact=True)
@@ -33,12 +35,14 @@ def test_fused_decode_follows_the_float32_model(preset, dtype, scheme):
     config = decoder.config
     caches = [KVStorage(*(torch.zeros(64, PAGE, config.kv_heads, config.head_dim, dtype=dtype, device=device) for _ in range(2)))
               for _ in range(config.layers)]
-    graphs = DecodeGraphs(decoder, caches, context=128, sizes=(1, 2))
+    rows = Rows(2, pages=8, vocabulary=config.vocab_size, device=device)
+    graphs = DecodeGraphs(decoder, caches, rows, apart=apart)
     table = torch.randperm(64, device=device)[:8].int()
     got = [decoder.forward(whole_batch(tokens[:66], table), caches)]
-    for i in range(66, 90):  # alone, then beside a sequence that is only padding
-        count = 1 if i % 2 else 2
-        lengths = torch.tensor([i + 1, 0][:count], dtype=torch.int32, device=device)
-        got.append(graphs.forward(tokens[i].repeat(count), lengths, table.repeat(count, 1))[:1])
+    rows.tables[:] = table
+    for i in range(66, 90):  # alone, then beside a row that nobody uses
+        rows.tokens[0], rows.lengths[0] = tokens[i], i + 1
+        got.append(graphs.logits(1 + i % 2)[:1].float())
+    assert all(step.apart == apart for step in graphs.steps.values())
     error = (torch.cat(got) - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < BOUND[scheme]

@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyweight.engine.request import Request, SamplingParams
-from flyweight.engine.sampling import PREFIX, Sampler, apply_penalties, candidates, gumbel_noise, sample, seed_of, top_logprobs
+from flyweight.engine.sampling import (
+    GREEDY,
+    PREFIX,
+    Mode,
+    SamplingTable,
+    apply_penalties,
+    candidates,
+    gumbel_noise,
+    sample,
+    seed_of,
+    top_logprobs,
+)
 
 VOCABULARY = 13
 
@@ -19,15 +30,24 @@ def request(number=0, *, prompt=(1, 2), answer=(), seed=0, end_ids=(), **options
                    params=SamplingParams(**options).with_defaults({}), end_ids=frozenset(end_ids))
 
 
-def sampler(vocabulary=VOCABULARY):
-    return Sampler(vocabulary, torch.device("cpu"))
+def batch(rows, vocabulary=VOCABULARY):
+    """The parameters of these requests as a step sees them."""
+    table, mode = SamplingTable(len(rows), vocabulary, torch.device("cpu")), GREEDY
+    table.enter(range(len(rows)), rows)
+    for row in rows:
+        mode = mode.join(Mode.of(row, vocabulary), vocabulary)
+    return table.batch(mode, torch.tensor([len(row.tokens) for row in rows]), slice(0, len(rows)))
+
+
+def choose(logits, rows):
+    return sample(logits, batch(rows, logits.shape[-1]))
 
 
 def draw(logits, count, **options):
     """Token counts over `count` seeds, one row each."""
     shared = request(**options).params
     rows = [Request(number=i, prompt=[1], seed=seed_of(5, i), limit=100, params=shared) for i in range(count)]
-    tokens = sampler(len(logits)).choose(logits.expand(count, -1), rows)
+    tokens = choose(logits.expand(count, -1), rows)
     return torch.bincount(tokens, minlength=len(logits))
 
 
@@ -51,8 +71,7 @@ def kept_by_definition(logits, *, temperature, top_k, top_p, min_p):
 def test_the_filters_keep_exactly_the_tokens_of_their_definition(seed, temperature, top_k, top_p, min_p):
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
     filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    batch = sampler().batch([request(**filters)])
-    _, ids, keep = candidates(logits[None] / temperature, batch, VOCABULARY)
+    _, ids, keep = candidates(logits[None] / temperature, batch([request(**filters)]), VOCABULARY)
     assert set(ids[keep].tolist()) == kept_by_definition(logits.tolist(), **filters)
 
 
@@ -79,7 +98,7 @@ def test_positions_of_one_seed_are_as_independent_as_seeds():
     assert ((counts - count / 8) ** 2 / (count / 8)).sum() < 7 + 5 * math.sqrt(14)
     pairs = torch.bincount((noise[:-1].argmax(-1) * 8 + noise[1:].argmax(-1)), minlength=64)
     assert ((pairs - count / 64) ** 2 / (count / 64)).sum() < 63 + 5 * math.sqrt(126)
-    assert len({sampler(8).choose(logits[None], [row]).item() for row in rows}) > 1
+    assert len({choose(logits[None], [row]).item() for row in rows}) > 1
 
 
 def test_noise_is_finite_and_has_the_moments_of_a_gumbel():
@@ -92,8 +111,8 @@ def test_a_row_draws_the_same_alone_and_among_others():
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     rows = [request(0, seed=1), request(1, seed=2, top_k=5), request(2, temperature=0), request(3, seed=2, top_p=0.5),
             request(4, seed=9, min_p=0.1, repetition_penalty=1.3), request(5, seed=4, temperature=2.0)]
-    together = sampler(50).choose(logits, rows).tolist()
-    assert together == [sampler(50).choose(logits[i : i + 1], [row]).item() for i, row in enumerate(rows)]
+    together = choose(logits, rows).tolist()
+    assert together == [choose(logits[i : i + 1], [row]).item() for i, row in enumerate(rows)]
 
 
 def test_a_wide_nucleus_is_searched_beyond_the_first_candidates():
@@ -113,27 +132,64 @@ def test_penalties_follow_their_formula():
         expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
     for token in set(answer):
         expected[token] -= 0.3 + 0.2 * answer.count(token)
-    torch.testing.assert_close(apply_penalties(logits[None], sampler().batch([row]))[0], expected)
+    torch.testing.assert_close(apply_penalties(logits[None], batch([row]))[0], expected)
 
 
-def test_the_history_grows_with_the_answer_and_ends_with_the_request():
-    state, row = sampler(), request(prompt=[1], temperature=0, frequency_penalty=1.0)
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, 5], logits[0, 6] = 2.5, 2.0
+@pytest.mark.parametrize("rows", [slice(0, 2), torch.tensor([1, 0])])
+def test_the_history_grows_with_the_answer(rows):
+    table, mode = SamplingTable(2, VOCABULARY, torch.device("cpu")), Mode(penalized=True)
+    table.enter([0, 1], [request(i, prompt=[1], temperature=0, frequency_penalty=1.0) for i in range(2)])
+    logits = torch.zeros(2, VOCABULARY)
+    logits[:, 5], logits[:, 6] = 2.5, 2.0
     for expected in (5, 6, 5, 6, 5):  # each choice costs its token 1.0
-        token = state.choose(logits, [row]).item()
-        assert token == expected
-        row.tokens.append(token)
-    state.forget(row)
-    assert not state.seen
+        tokens = sample(logits, table.batch(mode, torch.zeros(2, dtype=torch.int64), rows))
+        assert tokens.tolist() == [expected] * 2
+        table.count(mode, tokens, rows)
+    table.enter([1], [request(2, prompt=[1], answer=[5], temperature=0, frequency_penalty=1.0)])
+    assert table.seen[1][:, 5].tolist() == [3, 1], "a row's history is that of the request in it"
+
+
+def test_a_row_takes_its_parameters_and_history_along():
+    rows = [request(0, temperature=0), request(1, seed=3, top_k=4, logit_bias={2: 9.0}),
+            request(2, frequency_penalty=2.0, answer=[7])]
+    table = SamplingTable(3, VOCABULARY, torch.device("cpu"))
+    table.enter(range(3), rows)
+    table.move(torch.tensor([1, 2]), torch.tensor([2, 0]), [(1, 2), (2, 0)])
+    mode, positions = Mode(True, VOCABULARY, True, True), torch.tensor([5, 5])
+    moved, fresh = table.batch(mode, positions, torch.tensor([2, 0])), batch([rows[1], rows[2]])
+    for name in ("values", "top_k", "seeds"):
+        assert torch.equal(getattr(moved, name), getattr(fresh, name))
+    for ours, theirs in zip((*moved.bias, *moved.seen), (*fresh.bias, *fresh.seen), strict=True):
+        assert torch.equal(ours, theirs)
+    table.enter([2], [rows[0]])
+    assert not table.bias[1][2].any(), "the next request in the row has no bias"
+
+
+def test_a_step_sorts_no_more_candidates_than_its_rows_need():
+    vocabulary = 5000
+
+    def mode(*rows):
+        joined = GREEDY
+        for row in rows:
+            joined = joined.join(Mode.of(row, vocabulary), vocabulary)
+        return joined
+
+    greedy, free, few, many, nucleus = (request(**options) for options in (
+        {"temperature": 0, "top_k": 5}, {}, {"top_k": 20}, {"top_k": 900}, {"top_p": 0.9}))
+    assert mode(greedy, greedy) == GREEDY
+    assert mode(greedy, free) == Mode(random=True)
+    assert [mode(greedy, row).candidates for row in (few, many, nucleus)] == [64, 1024, vocabulary]
+    assert mode(few, many).candidates == 1024 and mode(few, free).candidates == vocabulary == mode(free, few).candidates
+    assert mode(request(temperature=0, min_tokens=3)) == GREEDY, "there is no end to hold back"
+    assert mode(request(temperature=0, min_tokens=3, end_ids=[1])) == Mode(biased=True)
 
 
 def test_bias_and_min_tokens_move_only_their_tokens():
     logits = torch.arange(float(VOCABULARY))[None]
-    assert sampler().choose(logits, [request(temperature=0, logit_bias={3: 100.0})]).item() == 3
+    assert choose(logits, [request(temperature=0, logit_bias={3: 100.0})]).item() == 3
     last = VOCABULARY - 1
     early, late = (request(temperature=0, min_tokens=2, end_ids=[last], answer=answer) for answer in ([0], [0, 0]))
-    assert [sampler().choose(logits, [row]).item() for row in (early, late)] == [last - 1, last]
+    assert [choose(logits, [row]).item() for row in (early, late)] == [last - 1, last]
 
 
 def test_logprobs_are_those_of_the_model_before_any_filter():
@@ -153,4 +209,4 @@ def test_seeds_of_any_size_are_kept_apart():
 def test_one_candidate_is_always_taken():
     logits = torch.randn(500, VOCABULARY)
     rows = [request(i, seed=i, top_k=1) for i in range(500)]
-    assert torch.equal(sample(logits, sampler().batch(rows)), logits.argmax(-1))
+    assert torch.equal(sample(logits, batch(rows)), logits.argmax(-1))

@@ -10,8 +10,8 @@ from flyweight.engine.scheduler import Scheduler
 from flyweight.errors import OptionError
 
 
-def make(blocks=32, size=4, seqs=4, budget=8):
-    return Scheduler(BlockPool(blocks, size), max_num_seqs=seqs, max_num_batched_tokens=budget)
+def make(blocks=32, size=4, seqs=4, budget=8, **options):
+    return Scheduler(BlockPool(blocks, size), max_num_seqs=seqs, max_num_batched_tokens=budget, **options)
 
 
 def request(number, length, *, answer=4, salt=b""):
@@ -69,6 +69,38 @@ def test_long_prompts_do_not_stop_a_running_answer():
         assert works[0].request is answering and works[0].count == 1
         assert sum(work.count for work in works) == 8, "the rest of the budget goes to the prompts"
         play(scheduler, works)
+
+
+def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without():
+    scheduler = make(blocks=200, seqs=8, budget=64, prompt_tokens_beside=16)
+    answering = request(0, 3, answer=6)
+    scheduler.add(answering)
+    play(scheduler, scheduler.schedule())
+    for number in range(1, 4):
+        scheduler.add(request(number, 60, answer=1))
+    sizes = []
+    while scheduler.busy:
+        works = scheduler.schedule()
+        sizes.append((answering.finished, sum(work.count for work in works if work.request is not answering)))
+        play(scheduler, works)
+    assert [size for finished, size in sizes if not finished] == [16] * 5
+    assert [size for finished, size in sizes if finished] == [64, 36]
+
+
+def test_prompts_whose_logprobs_are_wanted_come_in_small_chunks(monkeypatch):
+    monkeypatch.setattr("flyweight.engine.scheduler.PROMPT_LOGITS", 10)
+    scheduler = make(blocks=200, seqs=8, budget=64)
+    for number, wanted in enumerate((1, 1, None)):
+        item = request(number, 16)
+        item.params = SamplingParams(prompt_logprobs=wanted)
+        scheduler.add(item)
+    steps = []
+    while len(steps) < 4:
+        works = scheduler.schedule()
+        steps.append([(work.request.number, work.count) for work in works])
+        play(scheduler, works)
+    assert steps[:2] == [[(0, 10)], [(0, 6), (1, 4), (2, 16)]]
+    assert max(count for step in steps for number, count in step if number < 2) == 10
 
 
 def test_waiting_requests_are_served_in_order_of_arrival():

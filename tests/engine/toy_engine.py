@@ -10,9 +10,10 @@ from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
+from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
-from flyweight.engine.runner import CacheShape
-from flyweight.engine.sampling import mix
+from flyweight.engine.runner import Runner
+from flyweight.engine.sampling import Mode, mix
 
 VOCABULARY = 97
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -37,17 +38,50 @@ class ToyModel:
             slots = torch.cat([torch.arange(caches[0].block_size) + block * caches[0].block_size
                                for block in batch.block_tables[sequence].tolist()])[:length]
             assert values[slots].tolist() == list(range(length)), "the cache holds other positions than it should"
-            state = torch.tensor(17)
-            for token in keys[slots].long():
-                state = mix(state * 31 + token + 1 & 0xFFFFFFFF)
+            state = mix(mix(keys[slots].long() + 131 * torch.arange(length) + 1).sum() & 0xFFFFFFFF)  # order counts
             rows.append(mix(torch.arange(VOCABULARY) + state & 0xFFFFFFFF).float() / 2**30)
         return torch.stack(rows) if rows else torch.empty(0, VOCABULARY)
 
 
-def toy_engine(*, blocks: int = 64, **options) -> Engine:
+class EagerSteps:
+    """What CUDA graphs do, on the CPU: whole steps from nothing but the rows on the device, padded to the next size."""
+
+    def __init__(self, runner: Runner, largest: int = 8):
+        self.model, self.caches, self.rows, self.largest = runner.model, runner.caches, runner.rows, largest
+        self.taken: list[tuple[int, Mode | None]] = []  # what each step was asked for
+
+    def logits(self, count: int) -> Tensor:
+        self.taken.append((count, None))
+        return self._launch(count)[:count]
+
+    def advance(self, count: int, mode: Mode) -> Tensor:
+        self.taken.append((count, mode))
+        logits = self._launch(count)
+        size = len(logits)
+        tokens = self.rows.choose(logits, mode, slice(0, size), self.rows.lengths[:size].long())
+        self.rows.advance(tokens, mode, size)
+        return logits[:count]
+
+    def _launch(self, count: int) -> Tensor:
+        rows, size, page = self.rows, min(1 << (count - 1).bit_length(), self.largest), self.caches[0].block_size
+        lengths = rows.lengths[:count].long()
+        assert (lengths > 0).all() and not rows.lengths[count:].any(), "padding has length 0, and nothing else has"
+        at = lengths - 1
+        slots = rows.tables[:count].long().gather(1, at[:, None] // page)[:, 0] * page + at % page
+        batch = Batch(tokens=rows.tokens[:count].clone(), positions=at, slots=slots, block_tables=rows.tables[:count],
+                      query_starts=list(range(count + 1)), kv_lengths=lengths.tolist(), output_rows=torch.arange(count))
+        logits = self.model.forward(batch, self.caches)
+        return torch.cat([logits, torch.zeros(size - count, logits.shape[1])])
+
+
+def toy_engine(*, blocks: int = 64, captured: bool = False, **options) -> Engine:
+    """`captured`: steps as on a GPU, launched ahead."""
     defaults = dict(vocabulary=VOCABULARY, device=torch.device("cpu"), max_model_len=256, block_size=4, max_num_seqs=8,
-                    max_num_batched_tokens=16)
-    return Engine(ToyModel(), SHAPE, blocks=blocks, **(defaults | options))
+                    max_num_batched_tokens=16, overlap=captured)
+    engine = Engine(ToyModel(), SHAPE, blocks=blocks, **(defaults | options))
+    if captured:
+        engine.runner.steps = EagerSteps(engine.runner)
+    return engine
 
 
 def params(**options) -> SamplingParams:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, load
+from flyweight.commands.generate import Device, Dtype, Fraction, load
 
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
@@ -31,6 +31,7 @@ def chat(
     device: Device = None,
     dtype: Dtype = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest conversation to make room for.")] = None,
+    memory_fraction: Fraction = None,
 ) -> None:
     """Talk with a model. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer and not the program.
 
@@ -44,7 +45,7 @@ def chat(
     from flyweight.errors import RequestError
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len)
+    llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len, memory_fraction=memory_fraction)
     params = params.with_defaults({**LIVELY, **llm.sampling_defaults})
     template = {} if think is None else {"enable_thinking": think}
     start = [{"role": "system", "content": system}] if system else []

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from flyweight.engine.request import Output, SamplingParams
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU if there is one.")]
+Fraction = Annotated[float | None, typer.Option(help="Of the device's memory, for weights and KV cache together (CPU: of what "
+                                                     "is free, for the cache alone); 0.9 (CPU: 0.25).")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own.")]
 
 
@@ -36,6 +38,7 @@ def generate(
     device: Device = None,
     dtype: Dtype = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest context to make room for.")] = None,
+    memory_fraction: Fraction = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Complete a prompt. The text appears as it is made; the speed goes to standard error.
@@ -55,7 +58,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
-    llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len)
+    llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len, memory_fraction=memory_fraction)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()
     if sys.stdout.isatty() and not as_json and n == 1:
@@ -69,13 +72,15 @@ def generate(
 
 
 def load(model: str, **options: Any) -> LLM:
-    """With a line on standard error while it takes its seconds."""
+    """With a line on standard error while it takes its seconds, and one about the memory it takes."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"Loading {model} …"):
         from flyweight.engine.llm import LLM
 
-        return LLM(model, **options)
+        llm = LLM(model, **options)
+    typer.echo(f"memory: {llm.memory()}", err=True)
+    return llm
 
 
 def show_stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:

@@ -1,7 +1,12 @@
 """The one step loop: requests in, scheduled, run, sampled, turned to text, handed to whoever listens.
 
 Offline generation, streaming, the server and the benchmarks all drive `Engine.step()`. Requests and cancellations
-may come from any thread at any time; they wait in an inbox until the step in flight is over.
+may come from any thread at any time; they wait in an inbox until the next step is made.
+
+With `overlap` a step is launched before the tokens of the one before are read: the device never waits for the host, and
+the host has a whole step's time for text and listeners. A request that a token has ended is then found one step late;
+what that step computed for it is thrown away. Requests under a constraint need every token before the next step: with
+one of them on board steps are launched and read by turns.
 """
 
 from __future__ import annotations
@@ -16,9 +21,10 @@ from dataclasses import replace
 import torch
 
 from flyweight.engine.kv_cache import BlockPool
+from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
-from flyweight.engine.runner import CacheShape, Model, Result, Runner
-from flyweight.engine.sampling import seed_of
+from flyweight.engine.runner import Flight, Model, Result, Runner
+from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
 from flyweight.engine.tokenizer import Detokenizer
 from flyweight.errors import RequestError
@@ -31,11 +37,16 @@ Decode = Callable[[Sequence[int]], str]
 class Engine:
     def __init__(self, model: Model, shape: CacheShape, *, vocabulary: int, device: torch.device, max_model_len: int,
                  blocks: int, block_size: int = 16, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
-                 prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0):
+                 prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0,
+                 overlap: bool | None = None, prompt_tokens_beside: int | None = None):
         self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                                   prompt_tokens_beside=prompt_tokens_beside)
         self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device,
-                             context=min(max_model_len, blocks * block_size))
+                             context=min(max_model_len, blocks * block_size), sequences=max_num_seqs)
+        # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.
+        self.overlap = device.type == "cuda" if overlap is None else overlap
+        self.flight: Flight | None = None
         self.vocabulary = vocabulary
         self.max_model_len = min(max_model_len, blocks * block_size)
         self.prefix_cache = prefix_cache
@@ -80,21 +91,39 @@ class Engine:
                 self.lock.release()
 
     def step(self) -> int:
-        """Run one batch; returns how many tokens were computed."""
+        """Launch one batch; returns how many tokens it computes. Tokens are read from it, or from the one before it."""
         with self.lock:
             self._empty_inbox()
-            works = self.scheduler.schedule()
-            if not works:
-                return 0
             try:
-                results = self.runner.run(works)
+                if not self._may_overlap():
+                    self._land()
+                works = self.scheduler.schedule()
+                flight = self.runner.launch(works) if works else None
+                for work in works:
+                    work.request.pending += work.samples
+                self._land()
+                self.flight = flight
+                if not self._may_overlap():
+                    self._land()
             except BaseException as error:
                 self._abandon(error)
                 raise
-            now = time.perf_counter()
-            for work, result in zip(works, results, strict=True):
-                self._accept(work, result, now)
             return sum(work.count for work in works)
+
+    def _may_overlap(self) -> bool:
+        return self.overlap and not any(request.constraint for request in self.scheduler.running)
+
+    def _land(self) -> None:
+        """Read the step in flight."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        results = flight.results()
+        now = time.perf_counter()
+        for work, result in zip(flight.works, results, strict=True):
+            work.request.pending -= work.samples
+            if not work.request.finished:
+                self._accept(work, result, now)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
@@ -105,6 +134,8 @@ class Engine:
         for kind, ids in (("the prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if bad := [token for token in ids if not 0 <= token < self.vocabulary]:
                 raise RequestError(f"token id {bad[0]} in {kind} is outside the vocabulary of {self.vocabulary}")
+        if len(params.logit_bias) > MOST_BIASES - 20:
+            raise RequestError(f"logit_bias has {len(params.logit_bias)} entries; at most {MOST_BIASES - 20} can be given")
         if params.stop and self.decode is None:
             raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
 
@@ -146,7 +177,6 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
         self.scheduler.finish(request, reason, stop_reason)
-        self.runner.sampler.forget(request)
         if text := self.detokenizers.pop(request.number, None):
             text.finish()
             request.text = text.text
@@ -158,6 +188,7 @@ class Engine:
 
     def _abandon(self, error: BaseException) -> None:
         """After a step that failed nothing in the cache can be trusted: all requests end, the prefixes are forgotten."""
+        self.flight = None
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish(request, "failed", str(error) or type(error).__name__)
             self._tell(request, Chunk(request.index, "", []))

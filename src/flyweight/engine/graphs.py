@@ -1,34 +1,42 @@
-"""Decode steps of a whole model as CUDA graphs, one per batch size.
+"""Decode steps of a whole model as CUDA graphs, one for each number of rows and way of sampling.
 
-A step is five kernels a layer (qkv with its norm, attention with rope and KV write, o with the residual, gate/up with
-its norm and silu·mul, down with the residual), the head with its norm, and the choice of the likeliest token. Inputs
-live in fixed buffers; a captured step reads lengths and block tables from the device, so it serves any context. Launches
-overlap (programmatic dependent launch): each kernel fetches its first weights while the one before it ends.
+A step is four kernels a layer (qkv with its norm before, and rope, KV write and attention behind it; o with the residual;
+gate/up with its norm and silu·mul; down with the residual), the head with its norm, and the choice of the next token.
+Where qkv and attention do not fit into one kernel they are two, and `Step.apart` says why. All that a step reads and writes
+lives in fixed buffers (`Rows`, and the activations here); lengths and block tables are read on the device, so it serves any
+context. Launches overlap (programmatic dependent launch): each kernel fetches its first weights while the one before it
+ends. A graph is captured when it is first needed, or by `warm_up`, largest first, so that the small ones live in the memory
+of the large ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from flyweight.engine.batch import KVStorage
+from flyweight.engine.rows import SIZES, Rows
+from flyweight.engine.sampling import GREEDY, Mode
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear
-from flyweight.kernels.gemv import ROWS, processors
+from flyweight.kernels.gemv import processors
+from flyweight.kernels.qkv_attention import mailbox_cycle, qkv_attention
+from flyweight.kernels.qkv_attention import why_not as why_apart
+from flyweight.kernels.token import Choice, embed
 from flyweight.models.decoder import Block, Decoder
-from flyweight.models.layers import Linear
+from flyweight.models.layers import Linear, RMSNorm
 
 
 def why_not(decoder: Decoder, page: int) -> str | None:
-    """None, or why this model's decode steps cannot be fused: the first layer that does not fit, by name."""
+    """None, or why this model's decode steps cannot be captured."""
     if decoder.device.type != "cuda":
         return "no CUDA device"
-    for block in decoder.blocks:
-        for name, linear in block.linears.items():
-            if len(linear.segments) != 1 or not isinstance(linear.segments[0].run, CudaLinear):
-                return f"{name} of layer {block.index} runs as {linear.segments[0].kernel}"
+    if decoder.dtype not in (torch.float16, torch.bfloat16):
+        return f"the attention kernel computes in 16 bits, not in {decoder.dtype}"
+    if decoder.config.vocab_size % 8 or decoder.config.hidden_size % 8:
+        return f"a vocabulary of {decoder.config.vocab_size} or a hidden size of {decoder.config.hidden_size} is no multiple of 8"
     return head_shape(decoder, decoder.blocks[0], page).supported()
 
 
@@ -37,31 +45,14 @@ def head_shape(decoder: Decoder, block: Block, page: int) -> HeadShape:
                      block.qk_norm is not None, block.window)
 
 
-def kernel_of(linear: Linear) -> CudaLinear:
-    run = linear.segments[0].run
-    assert isinstance(run, CudaLinear)
-    return run
+class Activations:
+    """What flows from kernel to kernel; every size uses the first rows of the same buffers."""
 
-
-class Step:
-    """The buffers and the launches of one step of `sequences` sequences."""
-
-    def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], *, sequences: int, context: int):
-        config, device, dtype = decoder.config, decoder.device, decoder.dtype
-        self.decoder, self.caches, self.sequences = decoder, caches, sequences
-        page = caches[0].block_size
-        self.shapes = [head_shape(decoder, block, page) for block in decoder.blocks]
-        self.splits = choose_splits(sequences, config.kv_heads, processors(device.index or 0))
-        self.workspace = Workspace.make(self.shapes[0], sequences, self.splits, device)
-        self.rope = rope_pairs(*decoder.tables)
-        self.norms = [None if block.qk_norm is None else (block.qk_norm[0].contiguous(), block.qk_norm[-1].contiguous())
-                      for block in decoder.blocks]
-        self.tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)  # the new token counted; 0: padding
-        self.tables = torch.zeros(sequences, -(-context // page), dtype=torch.int32, device=device)
+    def __init__(self, decoder: Decoder, rows: int):
+        config = decoder.config
 
         def buffer(width: int) -> Tensor:
-            return torch.zeros(sequences, width, dtype=dtype, device=device)
+            return torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
 
         self.hidden = buffer(config.hidden_size)
         self.qkv = buffer((config.heads + 2 * config.kv_heads) * config.head_dim)
@@ -69,58 +60,137 @@ class Step:
         self.gated = buffer(config.intermediate_size)
         self.logits = buffer(config.vocab_size)
 
-    def launch(self) -> None:
-        """embedding → blocks → head, into `logits`."""
-        decoder, hidden = self.decoder, self.hidden
-        torch.index_select(decoder.embedding.weight, 0, self.tokens, out=hidden)
-        for block, cache, shape, norms in zip(decoder.blocks, self.caches, self.shapes, self.norms, strict=True):
-            epsilon = block.epsilon
-            kernel_of(block.qkv).fused(hidden, self.qkv, norm=block.input_norm.weight, epsilon=epsilon)
-            decode_attention(self.qkv, self.attended, cache, shape=shape, norms=norms, rope=self.rope, lengths=self.lengths,
-                             tables=self.tables, workspace=self.workspace, splits=self.splits, epsilon=epsilon, scale=block.scale)
-            kernel_of(block.o).fused(self.attended, hidden, residual=hidden)
-            kernel_of(block.gate_up).fused(hidden, self.gated, norm=block.post_norm.weight, epsilon=epsilon)
-            kernel_of(block.down).fused(self.gated, hidden, residual=hidden)
-        kernel_of(decoder.head).fused(hidden, self.logits, norm=decoder.norm.weight, epsilon=decoder.norm.epsilon)
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
 
-    def advance(self) -> None:
-        """Take the likeliest token of each sequence as its next input."""
-        torch.argmax(self.logits, dim=-1, out=self.tokens)
-        self.lengths += 1
+
+class Step:
+    """The launches of one step of the first `size` rows. `apart`: why qkv and attention are two kernels."""
+
+    def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], rows: Rows, *, size: int, rope: Tensor,
+                 activations: Activations, apart: str | None = None):
+        self.decoder, self.caches, self.rows, self.size, self.rope = decoder, caches, rows, size, rope
+        device, page = decoder.device, caches[0].block_size
+        self.shapes = [head_shape(decoder, block, page) for block in decoder.blocks]
+        self.apart = apart or self._why_apart()
+        self.splits = choose_splits(size, decoder.config.kv_heads, processors(device.index or 0))
+        self.workspace = Workspace.make(self.shapes[0], size, self.splits, device)
+        self.mailboxes = [] if self.apart else mailbox_cycle(self.shapes[0], size, len(decoder.blocks), dtype=decoder.dtype,
+                                                             device=device)
+        self.norms = [None if block.qk_norm is None else (block.qk_norm[0].contiguous(), block.qk_norm[-1].contiguous())
+                      for block in decoder.blocks]
+        self.tokens, self.lengths, self.tables = rows.tokens[:size], rows.lengths[:size], rows.tables[:size]
+        self.choice = Choice(size, device)
+        self.hidden, self.qkv, self.attended, self.gated, self.logits = (
+            tensor[:size] for tensor in (activations.hidden, activations.qkv, activations.attended, activations.gated,
+                                         activations.logits))
+
+    def _why_apart(self) -> str | None:
+        if len(self.decoder.blocks) < 2:
+            return "a single layer has nobody to empty its mailbox"
+        for block, shape in zip(self.decoder.blocks, self.shapes, strict=True):
+            if not isinstance(block.qkv.single, CudaLinear):
+                return f"qkv of layer {block.index} runs as {block.qkv.segments[0].kernel}"
+            if reason := why_apart(block.qkv.single.weight, shape, self.size):
+                return reason
+        return None
+
+    def launch(self) -> None:
+        """embedding → blocks → head, into `logits`; the rows stay as they are."""
+        decoder, hidden = self.decoder, self.hidden
+        embed(decoder.embedding.weight, self.tokens, hidden)
+        for i, block in enumerate(decoder.blocks):
+            self._attention(block, i)
+            self.project(block.o, self.attended, hidden, residual=hidden)
+            self.project(block.gate_up, hidden, self.gated, norm=block.post_norm, gated=True)
+            self.project(block.down, self.gated, hidden, residual=hidden)
+        self.project(decoder.head, hidden, self.logits, norm=decoder.norm)
+
+    def _attention(self, block: Block, i: int) -> None:
+        """hidden → attended, in one kernel or two."""
+        boxes, cache = self.mailboxes, self.caches[i]
+        common = dict(shape=self.shapes[i], norms=self.norms[i], rope=self.rope, lengths=self.lengths, tables=self.tables,
+                      epsilon=block.epsilon, scale=block.scale)
+        if self.apart is None:
+            assert isinstance(block.qkv.single, CudaLinear)
+            qkv_attention(block.qkv.single.weight, self.hidden, self.attended, cache, norm=block.input_norm.weight,
+                          mailbox=boxes[i], next_mailbox=boxes[(i + 1) % len(boxes)], **common)
+        else:
+            self.project(block.qkv, self.hidden, self.qkv, norm=block.input_norm)
+            decode_attention(self.qkv, self.attended, cache, workspace=self.workspace, splits=self.splits, **common)
+
+    def project(self, linear: Linear, x: Tensor, out: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None,
+                gated: bool = False) -> None:
+        """One kernel where the format has a fused one; else norm, product and what follows it, one by one."""
+        if isinstance(linear.single, CudaLinear):
+            linear.single.fused(x, out, norm=norm.weight if norm else None, epsilon=norm.epsilon if norm else 1e-6,
+                                residual=residual)
+            return
+        ops = self.decoder.ops
+        y = linear(ops.rms_norm(x, norm.weight, norm.epsilon) if norm else x)
+        y = ops.silu_mul(y) if gated else y
+        out.copy_(y) if residual is None else torch.add(y, residual, out=out)
+
+    def choose(self, mode: Mode) -> Tensor:
+        return self.rows.choose(self.logits, mode, slice(0, self.size), self.lengths.long())
+
+    def advance(self, mode: Mode) -> None:
+        """The rows take their next tokens."""
+        if mode == GREEDY:
+            self.choice(self.logits, self.tokens, self.lengths)
+        else:
+            self.rows.advance(self.choose(mode), mode, self.size)
 
 
 class DecodeGraphs:
-    """Captured steps by batch size; `forward` pads to the next one."""
+    """Captured steps; a step of n rows runs as the next larger size, padded with rows of length 0."""
 
-    def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], *, context: int, sizes: Sequence[int] = ROWS):
-        self.largest = max(sizes)
+    def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], rows: Rows, *, sizes: Sequence[int] = SIZES,
+                 apart: str | None = None):
+        self.decoder, self.caches, self.rows, self.apart = decoder, caches, rows, apart
+        self.sizes = [size for size in sizes if size <= rows.capacity]
+        self.largest = max(self.sizes)
+        self.rope = rope_pairs(*decoder.tables)
+        self.activations = Activations(decoder, self.largest)
         self.steps: dict[int, Step] = {}
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.greedy: dict[int, torch.cuda.CUDAGraph] = {}
-        pool = None
-        for size in sorted(sizes, reverse=True):
-            step = Step(decoder, caches, sequences=size, context=context)
-            step.launch()  # compiles what is not compiled yet
-            step.advance()
-            torch.cuda.synchronize()
-            for kept, parts in ((self.graphs, (step.launch,)), (self.greedy, (step.launch, step.advance))):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    for part in parts:
-                        part()
-                pool = pool or graph.pool()
-                kept[size] = graph
-            step.lengths.zero_()
-            self.steps[size] = step
+        self.graphs: dict[tuple[int, Mode | None], torch.cuda.CUDAGraph] = {}
 
-    def forward(self, tokens: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
-        """Float32 logits [sequences, vocab] of one new token each; lengths count it, tables hold its pages."""
-        count = len(tokens)
-        size = min(size for size in self.steps if size >= count)
+    def logits(self, count: int) -> Tensor:
+        return self._replay(count, None)
+
+    def advance(self, count: int, mode: Mode) -> Tensor:
+        return self._replay(count, mode)
+
+    def _replay(self, count: int, mode: Mode | None) -> Tensor:
+        size = next(size for size in self.sizes if size >= count)
+        if (size, mode) not in self.graphs:
+            self.capture(size, mode)
+        self.graphs[size, mode].replay()
+        return self.steps[size].logits[:count]
+
+    def warm_up(self, sizes: Iterable[int] | None = None, modes: Sequence[Mode | None] = (GREEDY,)) -> None:
+        """Capture ahead of the first request."""
+        for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
+            for mode in modes:
+                self.capture(size, mode)
+
+    @torch.inference_mode()
+    def capture(self, size: int, mode: Mode | None) -> None:
+        """The step is run once before, which compiles what is not compiled yet. The rows may be in use: it writes the
+        keys and values that the step itself will write, and takes no token."""
+        if size not in self.steps:
+            self.steps[size] = Step(self.decoder, self.caches, self.rows, size=size, rope=self.rope,
+                                    activations=self.activations, apart=self.apart)
         step = self.steps[size]
-        step.tokens[:count] = tokens
-        step.lengths.zero_()
-        step.lengths[:count] = lengths
-        step.tables[:count, : tables.shape[1]] = tables
-        self.graphs[size].replay()
-        return step.logits[:count].float()
+        step.launch()
+        if mode is not None:
+            step.choose(mode)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may go on allocating
+            step.launch()
+            if mode is not None:
+                step.advance(mode)
+        self.graphs[size, mode] = graph

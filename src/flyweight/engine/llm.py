@@ -15,17 +15,17 @@ from typing import Any, cast
 import torch
 
 from flyweight.engine.core import Engine
+from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace, weight_bytes
 from flyweight.engine.request import Chunk, Output, Request, SamplingParams
-from flyweight.engine.runner import CacheShape, count_blocks
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.config import DTYPES
 
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
-DEFAULTS = {  # by device: sequences in one step, tokens in one step
-    "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512},
-    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+DEFAULTS = {  # by device: sequences in one step, tokens in one step, of those of prompts beside answers that wait for them
+    "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prompt_tokens_beside": 512},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640, "prompt_tokens_beside": 4096},
 }
 
 
@@ -57,18 +57,34 @@ class LLM:
         self.sampling_defaults = sampling_defaults(generation)
         defaults = DEFAULTS[self.device.type]
         sequences = max_num_seqs or defaults["max_num_seqs"]
+        tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype)
+        workspace = graphs = 0
+        if self.device.type == "cuda":
+            workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
+            graphs = graph_bytes(self.decoder, sequences)
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
-                                        memory_fraction=memory_fraction)
+                                        memory_fraction=memory_fraction, reserved=(workspace, graphs))
+        kv_tokens = blocks * block_size
+        self._memory = Memory(weight_bytes(self.decoder), workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens)
         self.engine = Engine(
             self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
-            block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed,
-            max_num_batched_tokens=max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"]),
+            block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed, max_num_batched_tokens=tokens,
+            prompt_tokens_beside=defaults["prompt_tokens_beside"],
             decode=self.tokenizer.decode if self.tokenizer else None,
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
+
+    def memory(self) -> Memory:
+        """Where the memory goes, as planned at the start."""
+        return self._memory
+
+    def warm_up(self) -> None:
+        """Capture greedy decode steps of every size now, so that no request waits for it; nothing to do on a CPU."""
+        if (steps := self.engine.runner.steps) is not None:
+            steps.warm_up()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  progress: bool = False, **template: Any) -> list[Output]:
@@ -194,9 +210,10 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
         return PresetWeights(preset, scheme[0] if scheme else "bf16", device=device), None
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
+    from flyweight.checkpoint.streamed import Streamed
 
     checkpoint = Checkpoint(resolve(name))
-    return checkpoint, Tokenizer(checkpoint.tokenizer())
+    return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer())
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -183,7 +183,7 @@ class Constraint(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence in flight. The scheduler owns `state`, `blocks`, `digests` and `computed`."""
+    """One sequence in flight. The scheduler owns `state`, `blocks`, `digests`, `registered` and `computed`."""
 
     number: int  # by arrival, the order of service
     prompt: list[int]
@@ -197,13 +197,15 @@ class Request:
     constraint: Constraint | None = None  # such as a grammar: its steps wait for the token before
     arrival: float = field(default_factory=time.perf_counter)
 
-    tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
+    tokens: list[int] = field(default_factory=list)  # prompt, then what was generated and read
+    pending: int = 0  # tokens that steps in flight sample: on the device, not yet in `tokens`
     state: State = State.WAITING
     computed: int = 0  # tokens whose K and V are in the cache
     cached: int | None = None  # prompt tokens found in the prefix cache when first scheduled
     started: float | None = None  # when it was first scheduled
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
+    registered: int = 0  # blocks that the pool knows by their digests
     preemptions: int = 0
 
     text: str = ""
@@ -221,9 +223,19 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def length(self) -> int:
+        """Of the whole sequence, with what is sampled but not read."""
+        return len(self.tokens) + self.pending
+
+    @property
     def missing(self) -> int:
         """Tokens still to be computed before the next can be sampled; 1 while decoding."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """Every token it may have is sampled, though perhaps not read."""
+        return self.length >= self.limit
 
     @property
     def finished(self) -> bool:

@@ -1,54 +1,37 @@
-"""Runs a scheduled step: packs its tokens into a Batch, calls the decoder, samples.
+"""Runs a scheduled step: a captured one where every row of `Rows` decodes, else packed into a Batch for the decoder.
 
-It owns the memory of the KV cache and nothing of the policy. Everything about a step that a CUDA graph would have to
-hold still (tokens, positions, slots, block tables) is made in one place, `pack`.
+It owns the memory of the KV cache and nothing of the policy. Nothing here waits for the device: tokens are sampled into
+the rows, from where the next step takes them, and come to the host on the side, to be read when the host needs them.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
+from flyweight.engine.memory import CacheShape
+from flyweight.engine.packed import following, pack
 from flyweight.engine.request import Request, TokenLogprob
-from flyweight.engine.sampling import Sampler, top_logprobs
+from flyweight.engine.rows import Rows
+from flyweight.engine.sampling import Mode, top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.errors import ResourceError
+from flyweight.engine.transfer import Download, upload
 from flyweight.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from flyweight.engine.graphs import DecodeGraphs
-
-DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
 
 
 class Model(Protocol):
     """The part of `models.decoder.Decoder` that the engine uses."""
 
     def forward(self, batch: Batch, caches: list[KVStorage]) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What one token costs in the KV cache."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -60,49 +43,67 @@ class Result:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
+class DecodeSteps(Protocol):
+    """Whole decode steps prepared for the rows of a `Rows`, such as `graphs.DecodeGraphs`."""
+
+    largest: int  # most rows
+
+    def logits(self, count: int) -> Tensor:
+        """[count, vocabulary] of one step of the first `count` rows, which stay as they are."""
+
+    def advance(self, count: int, mode: Mode) -> Tensor:
+        """The same, and the rows take their next tokens."""
+
+    def warm_up(self) -> None:
+        """Prepare steps of every size ahead of the first request."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched step. `results` waits for its tokens, and for nothing launched after it."""
+
+    works: Sequence[Work]
+    places: dict[int, int]  # number of a sampling work → its token among those downloaded
+    download: Download  # tokens, then (logprob, best logprobs, their ids) where wanted, then the same for prompts
+    answers: bool  # logprobs of the chosen tokens are among it
+    prompts: list[tuple[int, list[int]]]  # number of a work, the prompt tokens after each of its own
+
+    def results(self) -> list[Result]:
+        tokens, *rest = self.download.lists()
+        found = [Result() for _ in self.works]
+        triple = rest[:3] if self.answers else None
+        for i, place in self.places.items():
+            found[i] = Result(tokens[place], logprob(tokens[place], triple, place, self.works[i].request.params.logprobs))
+        for k, (i, follow) in enumerate(self.prompts):
+            at = 3 * (k + self.answers)
+            count = self.works[i].request.params.prompt_logprobs
+            listed = [logprob(token, rest[at : at + 3], row, count) for row, token in enumerate(follow)]
+            found[i] = replace(found[i], prompt_logprobs=[item for item in listed if item])
+        return found
+
+
+def logprob(token: int, triple: list[list] | None, row: int, count: int | None) -> TokenLogprob | None:
+    if triple is None or count is None:
+        return None
+    chosen, best, ids = triple
+    return TokenLogprob(token, chosen[row], dict(zip(ids[row][:count], best[row], strict=False)))
+
+
 class Runner:
+    """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
+
     def __init__(self, model: Model, shape: CacheShape, *, blocks: int, block_size: int, vocabulary: int, device: torch.device,
-                 context: int):
+                 context: int, sequences: int):
         self.model = model
-        self.context = context
         self.device = device
         self.block_size = block_size
-        self.sampler = Sampler(vocabulary, device)
+        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
         size = (blocks, block_size, shape.kv_heads, shape.head_dim)
         self.caches = [KVStorage(zeros(size, shape.dtype, device), zeros(size, shape.dtype, device)) for _ in range(shape.layers)]
 
-    @torch.inference_mode()
-    def run(self, works: Sequence[Work]) -> list[Result]:
-        batch, spans = self.pack(works)
-        logits = self._logits(batch)  # [outputs, vocabulary]
-        sampling = [i for i, work in enumerate(works) if work.samples]
-        results = [Result()] * len(works)
-        if sampling:
-            last = [spans[i][1] - 1 for i in sampling]
-            rows = logits if len(last) == len(logits) else logits[last]
-            requests = [works[i].request for i in sampling]
-            tokens = self.sampler.choose(allowed_only(rows, requests), requests)
-            logprobs = self._logprobs(rows, tokens, [request.params.logprobs for request in requests])
-            for i, token, logprob in zip(sampling, tokens.tolist(), logprobs, strict=True):
-                results[i] = Result(token, logprob)
-        for i, work in enumerate(works):
-            if work.request.params.prompt_logprobs is not None and work.start < len(work.request.prompt) - 1:
-                rows, follow = logits[spans[i][0] : spans[i][1]], self._following(work)
-                found = self._logprobs(rows[: len(follow)], follow, [work.request.params.prompt_logprobs] * len(follow))
-                results[i] = Result(results[i].token, results[i].logprob, [item for item in found if item])
-        return results
-
-    def _logits(self, batch: Batch) -> Tensor:
-        """Through a captured step where every sequence has one new token and the model allows it."""
-        count = len(batch.kv_lengths)
-        if self.graphs is None or len(batch.tokens) != count or len(batch.output_rows) != count or count > self.graphs.largest:
-            return self.model.forward(batch, self.caches)
-        lengths = torch.tensor(batch.kv_lengths, dtype=torch.int32, device=self.device)
-        return self.graphs.forward(batch.tokens, lengths, batch.block_tables)
-
     @functools.cached_property
-    def graphs(self) -> DecodeGraphs | None:
-        """Captured at the first step, or None, with the reason said once."""
+    def steps(self) -> DecodeSteps | None:
+        """Captured decode steps, or None, with the reason said once."""
         if self.device.type != "cuda" or not isinstance(self.model, Decoder):
             return None
         from flyweight.engine.graphs import DecodeGraphs, why_not
@@ -111,58 +112,71 @@ class Runner:
         if reason is not None:
             warnings.warn(f"decode steps are not captured as CUDA graphs: {reason}", stacklevel=2)
             return None
-        return DecodeGraphs(self.model, self.caches, context=self.context)
+        return DecodeGraphs(self.model, self.caches, self.rows)
 
-    def pack(self, works: Sequence[Work]) -> tuple[Batch, list[tuple[int, int]]]:
-        """The batch, and which rows of the logits belong to each work."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        outputs: list[int] = []
-        starts, spans = [0], []
-        size = self.block_size
-        for work in works:
-            request, stop = work.request, work.start + work.count
-            tokens += request.tokens[work.start : stop]
-            positions += range(work.start, stop)
-            slots += [request.blocks[at // size] * size + at % size for at in range(work.start, stop)]
-            wanted = work.count if request.params.prompt_logprobs is not None else int(work.samples)
-            spans.append((len(outputs), len(outputs) + wanted))
-            outputs += range(len(tokens) - wanted, len(tokens))
-            starts.append(len(tokens))
-        widest = max(len(work.request.blocks) for work in works)
-        tables = [work.request.blocks + [0] * (widest - len(work.request.blocks)) for work in works]
-        integers = torch.tensor([tokens, positions, slots], dtype=torch.int64, device=self.device)
-        return Batch(
-            tokens=integers[0], positions=integers[1], slots=integers[2],
-            block_tables=torch.tensor(tables, dtype=torch.int32, device=self.device), query_starts=starts,
-            kv_lengths=[work.start + work.count for work in works],
-            output_rows=torch.tensor(outputs, dtype=torch.int64, device=self.device),
-        ), spans
+    @torch.inference_mode()
+    def launch(self, works: Sequence[Work]) -> Flight:
+        self.rows.retain()
+        return self._replay(works) if self._is_captured(works) else self._forward(works)
 
-    def _following(self, work: Work) -> Tensor:
-        """The prompt tokens that come right after each of this chunk's."""
-        stop = min(work.start + work.count + 1, len(work.request.prompt))
-        return torch.tensor(work.request.prompt[work.start + 1 : stop], dtype=torch.int64, device=self.device)
+    def _is_captured(self, works: Sequence[Work]) -> bool:
+        """One new token for each row and nobody else: a decode step."""
+        rows, steps = self.rows, self.steps
+        return steps is not None and len(rows) == len(works) <= steps.largest and all(
+            work.samples and work.request.number in rows.row_of for work in works)
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]) -> Sequence[TokenLogprob | None]:
-        most = max((count for count in wanted if count is not None), default=None)
-        if most is None:
-            return [None] * len(wanted)
-        chosen, best, ids = (tensor.tolist() for tensor in top_logprobs(logits, tokens, most))
-        return [None if count is None else TokenLogprob(token, chosen[i], dict(zip(ids[i][:count], best[i], strict=False)))
-                for i, (token, count) in enumerate(zip(tokens.tolist(), wanted, strict=True))]
+    def _replay(self, works: Sequence[Work]) -> Flight:
+        rows, steps, count = self.rows, self.steps, len(works)
+        assert steps is not None
+        rows.extend()
+        if any(request.constraint for request in rows.requests):
+            logits, every = steps.logits(count), slice(0, count)
+            tokens = rows.choose(self._masked(logits, rows.requests), rows.mode, every, rows.lengths[every].long())
+            rows.advance(tokens, rows.mode, count)
+        else:
+            logits = steps.advance(count, rows.mode)
+        places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
+        return self._land(works, places, logits, rows.tokens[:count])
 
+    def _forward(self, works: Sequence[Work]) -> Flight:
+        """Any mix of prompts and answers, packed."""
+        rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
+        if fresh := [works[i].request for i in sampling if works[i].request.number not in rows.row_of]:
+            rows.enter(fresh)
+        packed = pack(works, rows, block_size=self.block_size)
+        logits = self.model.forward(packed.batch, self.caches)  # [outputs, vocabulary]
+        places, tokens, last = {i: k for k, i in enumerate(sampling)}, rows.tokens[:0], logits[:0]
+        if sampling:
+            last = logits if len(logits) == len(sampling) else logits.index_select(0, packed.last)
+            requests = [works[i].request for i in sampling]
+            tokens = rows.choose(self._masked(last, requests), rows.mode, packed.rows, packed.lengths.long() - 1)
+            rows.put(tokens, rows.mode, packed.rows, packed.lengths)
+        return self._land(works, places, last, tokens, logits, packed.spans)
 
-def allowed_only(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Less what the requests' constraints forbid; the logits themselves are left for the logprobs."""
-    masks = {row: mask for row, request in enumerate(requests) if request.constraint
-             and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}
-    if not masks:
-        return logits
-    at = torch.tensor([*masks], device=logits.device)
-    forbidden = ~torch.stack([*masks.values()]).to(logits.device)
-    return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(forbidden, -torch.inf))
+    def _masked(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Less what the requests' constraints forbid; the logits themselves are left for the logprobs."""
+        masks = {row: mask for row, request in enumerate(requests) if request.constraint
+                 and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}
+        if not masks:
+            return logits
+        at, allowed = upload(self.device, numpy.array([*masks]), torch.stack([*masks.values()]).numpy())
+        return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(~allowed, -torch.inf))
+
+    def _land(self, works: Sequence[Work], places: dict[int, int], logits: Tensor, tokens: Tensor, every: Tensor | None = None,
+              spans: Sequence[tuple[int, int]] = ()) -> Flight:
+        """Send what the host wants to know on its way."""
+        most = max((work.request.params.logprobs for work in works if work.samples and work.request.params.logprobs is not None),
+                   default=None)
+        wanted = [] if most is None else [*top_logprobs(logits.float(), tokens, most)]
+        prompts = []
+        for i, span in enumerate(spans):
+            count, follow = works[i].request.params.prompt_logprobs, following(works[i])
+            if count is not None and follow:
+                assert every is not None
+                (after,) = upload(self.device, numpy.array(follow, dtype=numpy.int64))
+                wanted += top_logprobs(every[span[0] : span[0] + len(follow)], after, count)
+                prompts.append((i, follow))
+        return Flight(works, places, Download(tokens, *wanted), most is not None, prompts)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -173,32 +187,3 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8)).view(dtype).view(shape)
-
-
-def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, context: int, sequences: int,
-                 memory_fraction: float | None) -> int:
-    """As many as `sequences` full contexts need, or as the memory budget allows; at least one full context.
-
-    The budget is a share of what is available on a CPU, and of the whole device, less what is in use, on a GPU.
-    """
-    fraction = DEFAULT_FRACTION[device.type] if memory_fraction is None else memory_fraction
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - fraction) * total)
-    else:
-        budget = int(available_memory() * fraction)
-    block_bytes = shape.token_bytes * block_size
-    longest = -(-context // block_size)
-    if longest * block_bytes > budget:
-        raise ResourceError(f"a context of {context} tokens needs {longest * block_bytes / 1e9:.2f} GB of KV cache, but "
-                            f"memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB; lower max_model_len")
-    return min(longest * sequences, budget // block_bytes)
-
-
-def available_memory() -> int:
-    """Bytes that this process may take without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -5,38 +5,71 @@ The noise of a token is a hash of (seed, position, token id): the same seed give
 the batch, there is no generator state to keep, and a CUDA graph can replay it. The trade-off: every candidate costs
 a hash, about ten integer ops, where a generator would make one number a row.
 
-The hot path has no data-dependent shape and no host read on CUDA. On the CPU, where a full sort of the vocabulary
-costs more than a layer, the filters look at the best candidates first and at all only when those do not suffice.
+The parameters of the running requests stay on the device, one row each (`SamplingTable`); what a step needs of them
+is its `Mode`, known to the host and fixed in a captured graph. No shape depends on data and nothing is read back. On
+the CPU, where a full sort of the vocabulary costs more than a layer, the filters look at the best candidates first
+and at all only when those do not suffice.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
 from flyweight.engine.request import Request, SamplingParams
+from flyweight.engine.transfer import upload
 
 MASK = 0xFFFFFFFF
 PREFIX = 1024  # candidates that the CPU sorts before it sorts all
+CANDIDATES = (64, 1024)  # so many are sorted where top_k allows; else the whole vocabulary
+MOST_BIASES = 320  # logit_bias and end tokens of one request
+FOREVER = 2**62
 COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
-class SamplingBatch:
-    """The parameters of a step's rows. The two flags are facts the host knows, to choose the cheapest path."""
+class Mode:
+    """The most that any row of a step asks for: decides which ops run, and which captured graph."""
 
-    greedy: bool  # every row: temperature 0
-    filtered: bool  # some row: top_k, top_p or min_p
-    limit: int  # most candidates any row can have
+    random: bool = False  # some row: a temperature
+    candidates: int = 0  # best tokens that top_k, top_p and min_p choose from; 0: no row has a filter
+    biased: bool = False  # some row: logit_bias or min_tokens
+    penalized: bool = False
+
+    @classmethod
+    def of(cls, request: Request, vocabulary: int) -> Mode:
+        params = request.params
+        filtered = params.temperature and (params.top_k or params.top_p < 1 or params.min_p > 0)  # type: ignore[operator]
+        limit = params.top_k or vocabulary
+        count = next((size for size in CANDIDATES if limit <= size < vocabulary), vocabulary) if filtered else 0
+        return cls(bool(params.temperature), count, bool(biases(request)), is_penalized(params))
+
+    def join(self, other: Mode, vocabulary: int) -> Mode:
+        unlimited = (self.random and not self.candidates) or (other.random and not other.candidates)
+        count = max(self.candidates, other.candidates)
+        return Mode(self.random or other.random, vocabulary if count and unlimited else count, self.biased or other.biased,
+                    self.penalized or other.penalized)
+
+
+GREEDY = Mode()
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The parameters of a step's rows."""
+
+    mode: Mode
     values: Tensor  # float32 [len(COLUMNS), rows]
     top_k: Tensor  # int64 [rows]
     seeds: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]: of the token to be chosen
-    bias: tuple[Tensor, Tensor, Tensor] | None  # (row, token id, value) of every biased logit
-    seen: Tensor | None  # int32 [2, rows, vocabulary]: times in the prompt, times in the answer; None: no penalties
+    bias: tuple[Tensor, Tensor, Tensor] | None  # [rows, MOST_BIASES]: token id, value, the position where it ends
+    seen: tuple[Tensor, Tensor] | None  # [rows, vocabulary]: in the prompt, times in the answer
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in COLUMNS:
@@ -64,13 +97,13 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 def apply_penalties(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.bias is not None:
-        rows, ids, values = batch.bias
-        logits = logits.index_put((rows, ids), values, accumulate=True)
+        ids, values, ends = batch.bias
+        logits = logits.scatter_add(1, ids, torch.where(batch.positions[:, None] < ends, values, 0.0))
     if batch.seen is None:
         return logits
     in_prompt, in_answer = batch.seen
     repeated = torch.where(logits > 0, logits / batch.repetition_penalty, logits * batch.repetition_penalty)
-    logits = torch.where(in_prompt + in_answer > 0, repeated, logits)
+    logits = torch.where(in_prompt | (in_answer > 0), repeated, logits)
     return logits - batch.frequency_penalty * in_answer - batch.presence_penalty * (in_answer > 0)
 
 
@@ -90,17 +123,18 @@ def candidates(logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Logits float32 [rows, vocabulary] → token ids int64 [rows]."""
+    mode = batch.mode
     logits = apply_penalties(logits, batch)
     likeliest = logits.argmax(-1)
-    if batch.greedy:
+    if not mode.random:
         return likeliest
     greedy = batch.temperature == 0
     logits = logits / torch.where(greedy, 1.0, batch.temperature)
-    if not batch.filtered:
+    if not mode.candidates:
         ids = torch.arange(logits.shape[-1], device=logits.device)
         chosen = (logits + gumbel_noise(batch.seeds, batch.positions, ids)).argmax(-1)
         return torch.where(greedy[:, 0], likeliest, chosen)
-    limit = min(batch.limit, logits.shape[-1])
+    limit = min(mode.candidates, logits.shape[-1])
     count = min(limit, PREFIX) if logits.device.type == "cpu" else limit
     best, ids, keep = candidates(logits, batch, count)
     if count < limit and (keep[:, -1] & ~greedy[:, 0]).any():  # the filters let still more through
@@ -117,75 +151,97 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Te
     return logprobs.gather(-1, tokens[:, None])[:, 0], best.values, best.indices
 
 
-class Sampler:
-    """Makes the SamplingBatch of a step, and remembers which tokens the penalized requests have seen."""
+class SamplingTable:
+    """What the running requests ask for, one row each, on the device. Rows of requests that are gone hold any numbers."""
 
-    def __init__(self, vocabulary: int, device: torch.device):
-        self.vocabulary = vocabulary
-        self.device = device
-        self.seen: dict[int, tuple[Tensor, int]] = {}  # request number → (counts [2, vocabulary], answer tokens counted)
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        self.rows, self.vocabulary, self.device = rows, vocabulary, device
+        self.values = torch.ones(len(COLUMNS), rows, device=device)
+        self.integers = torch.zeros(2, rows, dtype=torch.int64, device=device)  # top_k, seed
+        self.biased: set[int] = set()  # rows whose entries in `bias` are not all zero
 
-    def choose(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        if all(only_greedy(request) for request in requests):
-            return logits.argmax(-1)
-        return sample(logits, self.batch(requests))
+    @functools.cached_property
+    def bias(self) -> tuple[Tensor, Tensor, Tensor]:
+        shape = self.rows, MOST_BIASES
+        return (torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device),
+                torch.zeros(shape, dtype=torch.int64, device=self.device))
 
-    def batch(self, requests: Sequence[Request]) -> SamplingBatch:
+    @functools.cached_property
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """Made for the first request with a penalty: 5 bytes for each row and token of the vocabulary."""
+        shape = self.rows, self.vocabulary
+        return torch.zeros(shape, dtype=torch.bool, device=self.device), torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def enter(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+        """Requests whose tokens are all known take these rows."""
         params = [request.params for request in requests]
-        penalized = any(map(is_penalized, params))
-        bias = [entry for row, request in enumerate(requests) for entry in self._biases(row, request)]
-        sampled = [item for item in params if item.temperature]
-        return SamplingBatch(
-            greedy=not sampled,
-            filtered=any(item.top_k or item.top_p < 1 or item.min_p > 0 for item in sampled),  # type: ignore[operator]
-            limit=max((item.top_k or self.vocabulary for item in sampled), default=1),
-            values=torch.tensor([[getattr(item, name) for item in params] for name in COLUMNS],
-                                dtype=torch.float32, device=self.device),
-            top_k=self._integers([item.top_k for item in params]),
-            seeds=self._integers([request.seed for request in requests]),
-            positions=self._integers([len(request.tokens) for request in requests]),
-            bias=self._bias_tensors(bias) if bias else None,
-            seen=torch.stack([self._seen(request) for request in requests], dim=1) if penalized else None,
-        )
+        at, values, integers = upload(self.device, numpy.array(rows, dtype=numpy.int64),
+                                      numpy.array([[getattr(item, name) for item in params] for name in COLUMNS], numpy.float32),
+                                      numpy.array([[item.top_k for item in params], [request.seed for request in requests]]))
+        self.values.index_copy_(1, at, values)
+        self.integers.index_copy_(1, at, integers)
+        for row, request in zip(rows, requests, strict=True):
+            if (entries := biases(request)) or row in self.biased:
+                self._enter_biases(row, entries)
+            if is_penalized(request.params):
+                self._enter_history(row, request)
 
-    def forget(self, request: Request) -> None:
-        self.seen.pop(request.number, None)
+    def _enter_biases(self, row: int, entries: list[tuple[int, float, int]]) -> None:
+        columns = list(zip(*entries, strict=True)) or [(), (), ()]
+        for kept, column, kind in zip(self.bias, columns, (numpy.int64, numpy.float32, numpy.int64), strict=True):
+            padded = numpy.zeros(MOST_BIASES, kind)
+            padded[: len(column)] = column
+            kept[row] = upload(self.device, padded)[0]
+        (self.biased.add if entries else self.biased.discard)(row)
 
-    def _integers(self, values: Sequence[int | None]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _enter_history(self, row: int, request: Request) -> None:
+        prompt, answer = (numpy.bincount(numpy.array(part, dtype=numpy.int64), minlength=self.vocabulary)
+                          for part in (request.prompt, request.tokens[len(request.prompt) :]))
+        in_prompt, in_answer = upload(self.device, prompt > 0, answer.astype(numpy.int32))
+        self.seen[0][row], self.seen[1][row] = in_prompt, in_answer
 
-    def _bias_tensors(self, bias: list[tuple[int, int, float]]) -> tuple[Tensor, Tensor, Tensor]:
-        rows, ids, values = zip(*bias, strict=True)
-        return self._integers(rows), self._integers(ids), torch.tensor(values, dtype=torch.float32, device=self.device)
+    def move(self, sources: Tensor, targets: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Rows of requests that take the places of others."""
+        for tensor in (self.values, self.integers):
+            tensor.index_copy_(1, targets, tensor.index_select(1, sources))
+        for tensor in (*(self.bias if "bias" in vars(self) else ()), *(self.seen if "seen" in vars(self) else ())):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        moved = {target for source, target in pairs if source in self.biased}
+        self.biased = (self.biased - {target for _, target in pairs}) | moved
 
-    def _biases(self, row: int, request: Request) -> list[tuple[int, int, float]]:
-        found = [(row, token, value) for token, value in request.params.logit_bias.items()]
-        if request.generated < request.params.min_tokens:
-            found += [(row, token, -torch.inf) for token in request.end_ids]
-        return found
+    def batch(self, mode: Mode, positions: Tensor, rows: slice | Tensor) -> SamplingBatch:
+        def pick(tensor: Tensor, dimension: int) -> Tensor:
+            if isinstance(rows, slice):
+                return tensor[rows] if dimension == 0 else tensor[:, rows]
+            return tensor.index_select(dimension, rows)
 
-    def _seen(self, request: Request) -> Tensor:
-        if not is_penalized(request.params):
-            return torch.zeros(2, self.vocabulary, dtype=torch.int32, device=self.device)
-        if request.number not in self.seen:
-            counts = torch.zeros(2, self.vocabulary, dtype=torch.int32, device=self.device)
-            counts[0] = torch.bincount(self._integers(request.prompt), minlength=self.vocabulary)
-            self.seen[request.number] = counts, 0
-        counts, counted = self.seen[request.number]
-        if new := request.tokens[len(request.prompt) + counted :]:
-            counts[1] += torch.bincount(self._integers(new), minlength=self.vocabulary).int()
-            self.seen[request.number] = counts, request.generated
-        return counts
+        bias = tuple(pick(tensor, 0) for tensor in self.bias) if mode.biased else None
+        seen = tuple(pick(tensor, 0) for tensor in self.seen) if mode.penalized else None
+        top_k, seeds = pick(self.integers, 1)
+        return SamplingBatch(mode, pick(self.values, 1), top_k, seeds, positions, bias, seen)  # type: ignore[arg-type]
+
+    def count(self, mode: Mode, tokens: Tensor, rows: slice | Tensor) -> None:
+        """Remember the chosen tokens where penalties want to know them."""
+        if not mode.penalized:
+            return
+        answers = self.seen[1]
+        if isinstance(rows, slice):
+            answers[rows].scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.int32))
+        else:
+            answers.view(-1).index_add_(0, rows * self.vocabulary + tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+
+def biases(request: Request) -> list[tuple[int, float, int]]:
+    """(token id, what its logit gets, the position from which on it gets that no more)"""
+    params = request.params
+    found = [(token, value, FOREVER) for token, value in params.logit_bias.items()]
+    if params.min_tokens:
+        found += [(token, -torch.inf, len(request.prompt) + params.min_tokens) for token in request.end_ids]
+    return found
 
 
 def is_penalized(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def only_greedy(request: Request) -> bool:
-    """Nothing but argmax is needed."""
-    params = request.params
-    return not (params.temperature or params.logit_bias or is_penalized(params) or request.generated < params.min_tokens)
 
 
 def seed_of(seed: int, index: int) -> int:

@@ -4,9 +4,14 @@
     2. every request in mid-prompt: its next chunk  } not yet in this step gives its blocks back and starts over
     3. waiting requests, first come first served, as long as tokens, seats and blocks last
 
-All share one budget of tokens. Decoding comes first, so a flood of long prompts slows the running answers only by
-the budget's worth of prefill and never stops them. A victim is computed again later, prompt and answer so far
-(most of it usually from the prefix cache); that costs time but, unlike swapping, no memory and no copies.
+A step may be scheduled while the one before is still running: a token that is sampled but not read counts as there
+(`Request.pending`). One that turns out to be the last leaves a step too much behind, whose token nobody takes: its
+block was reserved like any other, and later owners of the block write after it.
+
+All share one budget of tokens. Decoding comes first, so a flood of long prompts never stops the running answers; beside
+them prompts get a smaller share (`prompt_tokens_beside`), so that it does not slow them much either. A victim is computed
+again later, prompt and answer so far (most of it usually from the prefix cache); that costs time but, unlike swapping, no
+memory and no copies.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone always fits.
 """
@@ -22,6 +27,8 @@ from flyweight.engine.kv_cache import BlockPool, digest
 from flyweight.engine.request import Request, State
 from flyweight.errors import OptionError
 
+PROMPT_LOGITS = 1024  # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
+
 
 @dataclass(frozen=True)
 class Work:
@@ -33,14 +40,37 @@ class Work:
     samples: bool
 
 
+@dataclass
+class Budget:
+    """What is left of a step."""
+
+    tokens: int
+    prompts: int  # how many of them may be of prompts
+    logits: int  # and of prompts that want logprobs: each token of theirs costs a row of the vocabulary
+
+    def room(self, request: Request) -> int:
+        """How many tokens of the request fit."""
+        count = min(request.missing, self.tokens)
+        if request.missing > 1:
+            count = min(count, self.prompts)
+        return count if request.params.prompt_logprobs is None else min(count, self.logits)
+
+    def take(self, work: Work) -> None:
+        self.tokens -= work.count
+        self.prompts -= work.count if work.count > 1 else 0
+        self.logits -= 0 if work.request.params.prompt_logprobs is None else work.count
+
+
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int,
+                 prompt_tokens_beside: int | None = None):
         if max_num_batched_tokens < max_num_seqs:
             raise OptionError(f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
                               f"({max_num_seqs}), or some answers would never move")
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
 
@@ -61,14 +91,15 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """Choose the next step's work and count it as computed: run it before calling this again."""
-        budget = self.max_num_batched_tokens
+        answering = any(request.missing == 1 and not request.complete for request in self.running)
+        budget = Budget(self.max_num_batched_tokens, self.prompt_tokens_beside if answering else self.max_num_batched_tokens,
+                        PROMPT_LOGITS)
         works: list[Work] = []
         scheduled: set[int] = set()
         short = False  # of blocks: then nobody new may come in
         for request in sorted(self.running, key=lambda request: request.missing > 1):  # stable: by arrival within each
-            if budget == 0 or request.state is not State.RUNNING:
+            if request.state is not State.RUNNING or request.complete or not (count := budget.room(request)):
                 continue
-            count = min(request.missing, budget)
             while not self._extend(request, count):
                 short = True
                 victim = next(other for other in reversed(self.running) if other.number not in scheduled)
@@ -78,16 +109,18 @@ class Scheduler:
             else:
                 scheduled.add(request.number)
                 works.append(self._work(request, count))
-                budget -= count
-        while self.waiting and budget and not short and len(self.running) < self.max_num_seqs:
-            if not (work := self._admit(self.waiting[0], budget)):
+                budget.take(works[-1])
+        while self.waiting and not short and len(self.running) < self.max_num_seqs:
+            if self.waiting[0].pending or not (work := self._admit(self.waiting[0], budget)):
                 break
             self.waiting.popleft()
             works.append(work)
-            budget -= work.count
+            budget.take(work)
         return works
 
-    def _admit(self, request: Request, budget: int) -> Work | None:
+    def _admit(self, request: Request, budget: Budget) -> Work | None:
+        if not budget.room(request):
+            return None
         self._hash(request, len(request.tokens))
         # The last token is computed in any case: its logits are wanted.
         reusable = request.digests[: (len(request.tokens) - 1) // self.pool.block_size]
@@ -96,10 +129,10 @@ class Scheduler:
         if self.pool.blocks_for(len(request.tokens)) - len(found) > free:
             return None  # room for the whole prompt, though chunks come one by one: else it would soon be a victim
         self.pool.hold(found)
-        request.blocks, request.computed = found, len(found) * self.pool.block_size
+        request.blocks, request.registered, request.computed = found, len(found), len(found) * self.pool.block_size
         if request.cached is None:
             request.cached, request.started = request.computed, time.perf_counter()
-        count = min(request.missing, budget)
+        count = budget.room(request)
         extended = self._extend(request, count)
         assert extended, "the blocks were counted above"
         request.state = State.RUNNING
@@ -118,11 +151,18 @@ class Scheduler:
     def _work(self, request: Request, count: int) -> Work:
         work = Work(request, request.computed, count, samples=count == request.missing)
         request.computed += count
-        self._hash(request, request.computed)
-        if request.salt is not None:
-            for i in range(work.start // self.pool.block_size, request.computed // self.pool.block_size):
-                self.pool.register(request.blocks[i], request.digests[i])
+        self._register(request)
         return work
+
+    def _register(self, request: Request) -> None:
+        """Make its full blocks findable, as far as their tokens are known."""
+        if request.salt is None:
+            return
+        known = min(request.computed, len(request.tokens))
+        self._hash(request, known)
+        for i in range(request.registered, known // self.pool.block_size):
+            self.pool.register(request.blocks[i], request.digests[i])
+            request.registered = i + 1
 
     def _hash(self, request: Request, tokens: int) -> None:
         """Digests of all full blocks among the first `tokens` tokens."""
@@ -141,8 +181,9 @@ class Scheduler:
         self.waiting.insert(later, request)
 
     def _release(self, request: Request) -> None:
+        self._register(request)
         self.pool.release(request.blocks)
-        request.blocks, request.computed = [], 0
+        request.blocks, request.registered, request.computed = [], 0, 0
 
     def check_integrity(self) -> None:
         self.pool.check_integrity([request.blocks for request in self.running])

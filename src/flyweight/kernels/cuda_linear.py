@@ -1,8 +1,9 @@
-"""A weight on a CUDA device: one copy, in the tiles of the small-batch kernel.
+"""A weight on a CUDA device: one copy, in the tiles that the small-batch kernel reads.
 
-Up to 8 rows go through gemv.cu. More are multiplied by cuBLAS with the weight written out in 16 bits into a scratch that
-all layers share, so loading never holds two copies of a model. W8A8 computes the same function both ways: whole numbers
-are exact in 16-bit floats, and their products are summed in float32.
+Up to 8 rows go through gemv.cu, more through gemm.cu, which reads the same tiles. Where that does not fit, and for so many
+rows that cuBLAS is worth it, the weight is written out in 16 bits into a scratch that all layers share, so loading never
+holds two copies of a model. W8A8 computes the same function every way: whole numbers are exact in 16-bit floats, and
+their products are summed in float32.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyweight.kernels import gemv, jit
+from flyweight.kernels import gemm, gemv, jit, reference
 from flyweight.tensors import QuantTensor, quantize_int8_rows
 
+WRITTEN_OUT = {"plain": 1024, "int8": 1024, "int4": 4096, "w8a8": 1 << 40}  # rows from which on cuBLAS is worth the writing
 _scratch: dict[torch.device, Tensor] = {}
 
 
@@ -36,21 +38,26 @@ class CudaLinear:
 
     def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
               residual: Tensor | None = None) -> Tensor:
-        """One row, or 2, 4 or 8, with the norm before and silu·mul or the residual after."""
-        return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
+        """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after."""
+        rows = x.shape[0]
+        if rows in gemv.ROWS and self.weight.fits(rows):
+            return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
+        if rows < WRITTEN_OUT[self.weight.kind] and gemm.why_not(self.weight, rows, x.device) is None:
+            return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
+        y = self.many(x if norm is None else reference.rms_norm(x, norm, epsilon))
+        if self.weight.interleaved:
+            y = reference.silu_mul(y)
+        if residual is not None:
+            y += residual
+        return y if out is None else out.copy_(y)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if rows <= 8 and not self.weight.interleaved:
-            count = 1 << (rows - 1).bit_length()
-            if self.weight.fits(count):
-                flat = x.reshape(rows, -1)
-                if count > rows:
-                    flat = F.pad(flat, (0, 0, 0, count - rows))
-                return self.weight(flat.contiguous(), pdl=False)[:rows].view(*x.shape[:-1], -1)
-        return self.many(x)
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        y = self.many(flat) if self.weight.interleaved else self.fused(flat)
+        return y.view(*x.shape[:-1], -1)
 
     def many(self, x: Tensor) -> Tensor:
+        """Through cuBLAS; a gated weight gives [gate | up]."""
         weight = self.weight
         dense = untile(weight, scratch(weight.out_features * weight.in_features, weight.dtype, x.device))
         if weight.kind != "w8a8":

@@ -7,6 +7,8 @@ fits, the choice says so by name and reason, once: never a silent slow path.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -66,4 +68,13 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
 
 def decoder_ops(device: torch.device | str) -> ModuleType:
     """Norm, rope, KV write and attention for a device: a module with the functions of `reference`."""
-    return reference
+    return _cuda_ops() if torch.device(device).type == "cuda" else reference
+
+
+@functools.cache
+def _cuda_ops() -> ModuleType:
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn("norm, rope and prefill attention run as plain torch ops: triton is not installed (pip install triton)",
+                      stacklevel=3)
+        return reference
+    return importlib.import_module("flyweight.kernels.cuda_ops")

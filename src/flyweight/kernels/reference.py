@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
+from flyweight.tensors import quantize_int8_rows
+from flyweight.tensors.float8 import quantize_float8_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -38,10 +40,31 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
     return rms_norm(total, weight, epsilon), total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """[..., 2 · size] with the gate half first → [..., size]"""
-    gate, up = gate_up.chunk(2, dim=-1)
+def silu_mul(gate_up: Tensor, *, interleaved: bool = False) -> Tensor:
+    """[..., 2 · size] → [..., size]: the gate half first, or gate and up by turns of eight (`gemv.interleave_rows`)."""
+    if interleaved:
+        gate, up = (half.flatten(-2) for half in gate_up.unflatten(-1, (-1, 2, 8)).unbind(-2))
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x [..., size] as codes (int8, or float8 e4m3) and float32 scales [rows]."""
+    codes, scale = (quantize_int8_rows if dtype == torch.int8 else quantize_float8_rows)(x)
+    return codes.to(dtype), scale.flatten()
+
+
+def norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, *,
+                  dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of x + residual as codes and scales, and that sum (x itself without a residual)."""
+    total = x if residual is None else x + residual
+    return *quantize_rows(rms_norm(total, weight, epsilon), dtype=dtype), total
+
+
+def silu_quantize(gate_up: Tensor, *, interleaved: bool = False, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """`silu_mul` as codes and scales."""
+    return quantize_rows(silu_mul(gate_up, interleaved=interleaved), dtype=dtype)
 
 
 def rope_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,6 +79,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     part = x if rotary == x.shape[-1] else x[..., :rotary]
     turned = torch.addcmul(part * cos, part.roll(rotary // 2, -1), sin).to(x.dtype)
     return turned if part is x else torch.cat([turned, x[..., rotary:]], -1)
+
+
+def split_heads(qkv: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None,
+                epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of qkv [..., tokens, heads + 2 · kv_heads, head_dim]; q and k normed (norm [heads + kv_heads, head_dim]), turned"""
+    kv_heads = (qkv.shape[-2] - heads) // 2
+    qk, values = qkv.split_with_sizes([heads + kv_heads, kv_heads], -2)
+    if norm is not None:
+        qk = rms_norm(qk, norm, epsilon)
+    query, keys = rotate(qk, cos, sin).split_with_sizes([heads, kv_heads], -2)
+    return query, keys, values
+
+
+def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None,
+                    epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_heads` of packed tokens, with K and V written to their slots. A kernel may do it in place: qkv is used up."""
+    query, keys, values = split_heads(qkv, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon)
+    write_kv(cache, keys, values, slots)
+    return query, keys, values
 
 
 def write_kv(cache: KVStorage, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -127,8 +169,12 @@ def _visible(column: Tensor, at: Tensor, window: int | None) -> Tensor:
     return mask & (column > at - window) if window else mask
 
 
-def paged_attention(query: Tensor, cache: KVStorage, plan: list[Piece], *, scale: float) -> Tensor:
-    """Causal attention of each sequence's new tokens over its pages; query and result [tokens, heads, head_dim]."""
+def paged_attention(query: Tensor, cache: KVStorage, plan: list[Piece], *, scale: float,
+                    new: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Causal attention of each sequence's new tokens over its pages; query and result [tokens, heads, head_dim].
+
+    `new`: this step's keys and values, for kernels that need no pages where a sequence begins; here they are in the pages.
+    """
     outputs = [_attend_piece(query[piece.begin : piece.end], cache, piece, scale) for piece in plan]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError, UnsupportedError
+from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Embedding, Linear, RMSNorm, Weights, load_tensor
@@ -52,7 +53,8 @@ class Context(Protocol):
     cos: Tensor
     sin: Tensor
 
-    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
+    def attend(self, block: Block, qkv: Tensor) -> Tensor:
+        """[..., tokens, heads + 2 · kv_heads, head_dim] → [..., tokens, heads, head_dim]"""
 
 
 class Paged:
@@ -63,12 +65,13 @@ class Paged:
         self.cos, self.sin = ops.rope_rows(*tables, batch.positions)
         self.plans: dict[int | None, object] = {}  # by window
 
-    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, block: Block, qkv: Tensor) -> Tensor:
         cache = self.caches[block.index]
         if block.window not in self.plans:
             self.plans[block.window] = self.ops.plan_attention(self.batch, cache, block.window)
-        self.ops.write_kv(cache, keys, values, self.batch.slots)
-        return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale)
+        query, *new = self.ops.rope_norm_write(qkv, cache, self.batch.slots, cos=self.cos, sin=self.sin, heads=block.heads,
+                                               norm=block.qk_norm, epsilon=block.epsilon)
+        return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale, new=new)
 
 
 class Whole:
@@ -78,7 +81,9 @@ class Whole:
         self.ops = ops
         self.cos, self.sin = ops.rope_rows(*tables, torch.arange(tokens, device=tables[0].device))
 
-    def attend(self, block: Block, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, block: Block, qkv: Tensor) -> Tensor:
+        query, keys, values = self.ops.split_heads(qkv, cos=self.cos, sin=self.sin, heads=block.heads, norm=block.qk_norm,
+                                                   epsilon=block.epsilon)
         return self.ops.causal_attention(query, keys, values, scale=block.scale, window=block.window)
 
 
@@ -93,6 +98,7 @@ class Block:
         self.qk_norm = qk_norm  # [heads + kv_heads, head_dim]
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.epsilon, self.scale, self.window = config.epsilon, config.head_dim**-0.5, config.windows[index]
+        self.fusable = all(isinstance(linear.single, CudaLinear) for linear in linears.values())
 
     @classmethod
     def load(cls, weights: Weights, config: ModelConfig, index: int, *, device: torch.device | str, dtype: torch.dtype,
@@ -124,11 +130,13 @@ class Block:
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """[..., tokens, hidden] → the same, residual included."""
         delta, hidden = self.step(None, hidden, context)
-        return hidden + delta
+        return hidden if delta is None else hidden + delta
 
-    def step(self, delta: Tensor | None, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def step(self, delta: Tensor | None, hidden: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
         """As `forward`, with the last addition left to the next norm: input and output are (delta, hidden)."""
         ops = self.ops
+        if self.fusable and self.qkv.watch is None:
+            return None, self.fused(hidden if delta is None else hidden + delta, context)
         if delta is None:
             x = ops.rms_norm(hidden, self.input_norm.weight, self.epsilon)
         else:
@@ -136,14 +144,22 @@ class Block:
         x, hidden = ops.add_rms_norm(self.attention(x, context), hidden, self.post_norm.weight, epsilon=self.epsilon)
         return self.down(ops.silu_mul(self.gate_up(x))), hidden
 
+    def fused(self, hidden: Tensor, context: Context) -> Tensor:
+        """As `forward`, norms, residuals and silu·mul being part of the linears."""
+        qkv, o, gate_up, down = (cast(CudaLinear, linear.single) for linear in (self.qkv, self.o, self.gate_up, self.down))
+        x = hidden.reshape(-1, hidden.shape[-1])
+        heads = qkv.fused(x, norm=self.input_norm.weight, epsilon=self.epsilon)
+        attended = self.attend(heads.view(*hidden.shape[:-1], -1), context)
+        x = o.fused(attended.reshape(len(x), -1), residual=x)
+        x = down.fused(gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon), residual=x)
+        return x.view(hidden.shape)
+
     def attention(self, x: Tensor, context: Context) -> Tensor:
-        qkv = self.qkv(x)
-        qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)  # [..., heads + 2 · kv_heads, head_dim]
-        qk, values = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], -2)
-        if self.qk_norm is not None:
-            qk = self.ops.rms_norm(qk, self.qk_norm, self.epsilon)
-        query, keys = self.ops.rotate(qk, context.cos, context.sin).split_with_sizes([self.heads, self.kv_heads], -2)
-        return self.o(context.attend(self, query, keys, values).flatten(-2))
+        return self.o(self.attend(self.qkv(x), context))
+
+    def attend(self, qkv: Tensor, context: Context) -> Tensor:
+        """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads · head_dim]"""
+        return context.attend(self, qkv.view(*qkv.shape[:-1], -1, self.head_dim)).flatten(-2)
 
     def watch(self, callback: Callable[[Group, Tensor], None] | None) -> None:
         """Call back with the input of every group of linears, or stop doing so (None)."""

@@ -17,6 +17,12 @@ FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 
 
+def quantize_float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dynamic per-token float8: codes and float32 scales [..., 1]."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / FLOAT8_MAX).clamp(min=1e-12)
+    return (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8), scale
+
+
 @dataclass(frozen=True, eq=False)
 class Float8(QuantTensor):
     """W = weight · scales, e4m3. `activation`: "none", "token" (dynamic rows), "static" (input_scale), "group" (dynamic, 128)."""
@@ -45,13 +51,10 @@ class Float8(QuantTensor):
         if self.activation == "static":
             assert self.input_scale is not None
             scale = self.input_scale.float()
-        elif self.activation == "group":
-            pieces = x.float().unflatten(-1, (-1, 128))
-            scale = (pieces.abs().amax(-1, keepdim=True) / FLOAT8_MAX).clamp(min=1e-12)
-            return ((pieces / scale).to(FLOAT8).double() * scale.double()).flatten(-2)
-        else:
-            scale = (x.float().abs().amax(-1, keepdim=True) / FLOAT8_MAX).clamp(min=1e-12)
-        return (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8).double() * scale.double()
+            return (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8).double() * scale.double()
+        codes, scale = quantize_float8_rows(x.unflatten(-1, (-1, 128)) if self.activation == "group" else x)
+        values = codes.double() * scale.double()
+        return values.flatten(-2) if self.activation == "group" else values
 
     def _merge(self, others: Sequence[Any]) -> Self | None:
         if self.activation == "static" or (self.block and self.matrix_shape[0] % self.block):

@@ -3,8 +3,7 @@
 //   q, k = rope(norm(qkv)),  cache[position] = k, v,  out = softmax(q · Kᵀ · scale) · V
 //
 // Work split: an item is a run of tokens of one kv head of one sequence; the G query heads that share the kv head stay
-// together, so the cache is read once. Runs come from the length on the device (a captured grid is fixed): as many as
-// there are splits, but none shorter than SHORTEST. They merge in global memory, where the last to arrive adds them up.
+// together, so the cache is read once. Runs merge in global memory, where the last to arrive adds them up.
 // The grid is padded to one CTA for every SM, and takes so much shared memory that no SM holds two: the linear that
 // follows fills an SM wherever it finds room, so the room must be the same everywhere.
 //
@@ -16,9 +15,8 @@
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST
-#include "common.cuh"
+#include "attention.cuh"
 
-constexpr int G = HEADS / KV_HEADS;
 constexpr int LANES = HEAD_DIM / 8;     // lanes that share a token
 constexpr int SIDE = 32 / LANES;        // tokens side by side in a warp
 constexpr int TOKENS = SIDE > 4 ? SIDE : 4;
@@ -31,12 +29,6 @@ struct __align__(16) Shared {           // its size is known to the host as well
   float key[HEAD_DIM], value[HEAD_DIM]; // the newest token
   float partial[WARPS][G][STATE];
 };
-
-DEVICE float exp2_fast(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
 
 // One head through norm and rope, by one warp; `to` in shared memory.
 DEVICE void prepare_head(const u16* from, const u16* norm, const float2* turns, float epsilon, float factor, bool normed, bool rotated,
@@ -144,14 +136,12 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % LANES, side = lane / LANES;
   launch_dependents();
   const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
-  const int oldest = WINDOW ? max(0, length - WINDOW) : 0;
-  const int run_length = max(SHORTEST, ((length - oldest + splits - 1) / splits + 7) / 8 * 8);
-  const int used = max((length - oldest + run_length - 1) / run_length, 1);
+  const Run run_tokens = run_of(length, split, splits);
+  const int begin = run_tokens.begin, end = run_tokens.end, used = run_tokens.used;
   if (split >= used || length == 0) {
     wait_for_inputs();
     return;
   }
-  const int begin = oldest + split * run_length, end = min(begin + run_length, length);
   const int* table = tables + (size_t)sequence * table_width;
   const float2* turns = rope + (size_t)newest * (ROTARY / 2);
 

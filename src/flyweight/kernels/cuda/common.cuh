@@ -1,5 +1,7 @@
 // What every kernel shares: 16-bit floats without headers, asynchronous copies, barriers, dependent launch.
 // Hopper-only instructions are guarded; from sm_80 on the same source compiles to plain cp.async.
+#ifndef COMMON
+#define COMMON
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -57,6 +59,24 @@ template <bool UNSIGNED> DEVICE void mma32(int (&d)[4], uint4 a, u32 b0, u32 b1)
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// Four 8 × 8 matrices of 16-bit values from shared memory: lane i gives the address of row i % 8 of matrix i / 8, and gets
+// two neighbours of row lane / 4 (TRANSPOSED: of column lane / 4) of each.
+template <bool TRANSPOSED> DEVICE uint4 load_matrices(u32 address) {
+  uint4 r;
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
+  return r;
+}
+DEVICE u32 transpose8(u32 pair) {  // an 8 × 8 matrix of 16-bit values in the registers of a warp
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
+
 // ---- barriers in shared memory, and copies that complete on them ----
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void barrier_init(u64* b, u32 count) {
@@ -112,6 +132,36 @@ DEVICE void copy_end(u64* full) {
 #endif
 }
 
+// Copies of 16 bytes by each thread for itself, waited for in the order of their groups.
+DEVICE void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// ---- words that CTAs of one grid hand to each other: no fence, no flag. A word that is not written yet holds all ones, a
+// NaN that no conversion and no arithmetic makes; whoever waits for it reads it until it is something else. ----
+DEVICE void store_relaxed(u16* p, u16 v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
+DEVICE void store_relaxed(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
+DEVICE void load_relaxed(const void* p, u32 (&w)[1]) {
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
+}
+DEVICE void load_relaxed(const void* p, u32 (&w)[2]) {
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p) : "memory");
+}
+DEVICE void load_relaxed(const void* p, u32 (&w)[4]) {
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory");
+}
+// HALVES: each word is two 16-bit values, either of which may be missing.
+template <bool HALVES, int WORDS> DEVICE bool missing(const u32 (&words)[WORDS]) {
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) any |= HALVES ? (words[i] & 0xffff) == 0xffff || words[i] >= 0xffff0000u : words[i] == ~0u;
+  return any;
+}
+
 // ---- programmatic dependent launch: the next kernel starts while this one runs, and waits for its results ----
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -135,3 +185,4 @@ DEVICE float warp_max(float v) {
   for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
   return v;
 }
+#endif

@@ -1,0 +1,127 @@
+"""Where the memory goes: weights, the workspace of a step, captured graphs, and all that is left to the KV cache.
+
+On a GPU the workspace is measured: one prefill pass of as many tokens as a step may have runs before the cache is
+made, over a cache of one layer that all layers share. It also compiles and tunes what the first request would wait for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flyweight.engine.batch import Batch, KVStorage
+from flyweight.errors import ResourceError
+from flyweight.models.decoder import Decoder
+
+DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
+GRAPH_OVERHEAD = 256 << 20  # bytes that the driver takes for launches, and the allocator for odd ends
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token costs in the KV cache."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `workspace` is the measured peak of a step beside weights and cache; 0 where it was not measured."""
+
+    weights: int
+    workspace: int
+    graphs: int
+    kv: int
+    kv_tokens: int
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size / 1e9:.2f} GB" for name, size in (("weights", self.weights), ("graphs", self.graphs),
+                                                                  ("workspace", self.workspace)) if size]
+        return ", ".join([*parts, f"KV cache {self.kv / 1e9:.2f} GB for {self.kv_tokens:,} tokens"])
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """As laid out for the kernels; a head tied to the embedding counts where it has a copy of its own."""
+    linears = [linear for block in decoder.blocks for linear in block.linears.values()]
+    table = decoder.embedding.weight
+    tied = decoder.config.tied_embeddings and table.device.type == "cpu"
+    return sum(linear.nbytes for linear in linears) + table.nbytes + (0 if tied else decoder.head.nbytes)
+
+
+def graph_bytes(decoder: Decoder, rows: int) -> int:
+    """What captured steps of so many rows will take: activations, logits in both types, and room to sort them."""
+    config = decoder.config
+    widths = 2 * config.hidden_size + 2 * config.intermediate_size + (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    return GRAPH_OVERHEAD + rows * (widths * decoder.dtype.itemsize + config.vocab_size * (decoder.dtype.itemsize + 24))
+
+
+def dummy_batch(tokens: int, *, context: int, block_size: int, device: torch.device) -> Batch:
+    """A prefill step of so many tokens, in sequences as long as the context allows; all share the first blocks."""
+    lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    blocks = torch.arange(-(-lengths[0] // block_size), dtype=torch.int32, device=device)
+    return Batch(
+        tokens=torch.zeros_like(positions), positions=positions, slots=positions, block_tables=blocks.repeat(len(lengths), 1),
+        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1)
+
+
+def measure_workspace(decoder: Decoder, shape: CacheShape, *, tokens: int, context: int, block_size: int) -> int:
+    """Peak bytes of a prefill step of `tokens` tokens on a GPU, weights and cache aside."""
+    device = decoder.device
+    size = (-(-min(context, tokens) // block_size), block_size, shape.kv_heads, shape.head_dim)
+    cache = KVStorage(*(torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)))
+    batch = dummy_batch(tokens, context=min(context, tokens), block_size=block_size, device=device)
+    decoder.forward(batch, [cache] * shape.layers)  # whatever is compiled or allocated once is no part of a step
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    decoder.forward(batch, [cache] * shape.layers)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del cache, batch
+    torch.cuda.empty_cache()
+    return peak
+
+
+def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, context: int, sequences: int,
+                 memory_fraction: float | None, reserved: Sequence[int] = ()) -> int:
+    """As many as `sequences` full contexts need, or as the memory budget allows; at least one full context.
+
+    The budget is a share of what is available on a CPU; of the whole device, less what is in use or reserved, on a GPU.
+    """
+    fraction = DEFAULT_FRACTION[device.type] if memory_fraction is None else memory_fraction
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - (1 - fraction) * total) - sum(reserved)
+    else:
+        budget = int(available_memory() * fraction)
+    block_bytes = shape.token_bytes * block_size
+    longest = -(-context // block_size)
+    if longest * block_bytes > budget:
+        fits = max(budget, 0) // block_bytes * block_size
+        raise ResourceError(f"a context of {context} tokens needs {longest * block_bytes / 1e9:.2f} GB of KV cache, but "
+                            f"memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB, enough for {fits:,} tokens; lower "
+                            "max_model_len")
+    return min(longest * sequences, budget // block_bytes)
+
+
+def available_memory() -> int:
+    """Bytes that this process may take without swapping."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,111 @@
+"""The running sequences as the device sees them: one row each of last token, length, block table and sampling parameters.
+
+Sampled tokens are written here and read as the next step's input, so a decode step needs nothing from the host but the
+blocks that sequences have just been given. Rows 0 to n − 1 are in use: when a sequence goes, the last one takes its
+place, so that a step captured for n rows, or the next larger number of them, serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+from torch import Tensor
+
+from flyweight.engine.request import Request, State
+from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
+from flyweight.engine.transfer import upload
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps are captured for
+
+
+class Rows:
+    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device):
+        self.device, self.pages = device, pages
+        self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # the last sampled, not yet in the cache
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)  # that token counted; 0: nobody is here
+        self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.sampling = SamplingTable(rows, vocabulary, device)
+        self.mode = GREEDY  # joined over all rows
+        self.requests: list[Request] = []  # by row
+        self.row_of: dict[int, int] = {}  # by request number
+        self.written: list[int] = []  # entries of each row's block table
+        self.stamps: list[int] = []  # preemptions of each request when it came: a later one makes its row stale
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def retain(self) -> None:
+        """Drop the rows of requests that will sample nothing more, or start over."""
+        kept = [not request.complete and request.state is State.RUNNING and request.preemptions == stamp
+                for request, stamp in zip(self.requests, self.stamps, strict=True)]
+        if all(kept):
+            return
+        before, count = len(kept), sum(kept)
+        holes = (row for row in range(count) if not kept[row])
+        pairs = [(row, next(holes)) for row in range(count, before) if kept[row]]
+        for source, target in pairs:
+            self.requests[target] = self.requests[source]
+            self.written[target], self.stamps[target] = self.written[source], self.stamps[source]
+        if pairs:
+            self._move(pairs)
+        del self.requests[count:], self.written[count:], self.stamps[count:]
+        self.row_of = {request.number: row for row, request in enumerate(self.requests)}
+        self.lengths[count:before].zero_()
+        self._join_modes()
+
+    def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        sources, targets = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).T)
+        for tensor in (self.tokens, self.lengths, self.tables):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        self.sampling.move(sources, targets, pairs)
+
+    def enter(self, requests: Sequence[Request]) -> None:
+        """Rows for requests about to sample for the first time since they were (re)started."""
+        first = len(self.requests)
+        rows = range(first, first + len(requests))
+        self.requests += requests
+        self.row_of |= {request.number: row for row, request in zip(rows, requests, strict=True)}
+        self.written += [0] * len(requests)
+        self.stamps += [request.preemptions for request in requests]
+        self.sampling.enter(rows, requests)
+        self._join_modes()
+
+    def extend(self) -> None:
+        """Write the blocks that sequences have been given since the last time into the tables."""
+        places: list[int] = []
+        blocks: list[int] = []
+        for row, (request, written) in enumerate(zip(self.requests, self.written, strict=True)):
+            if (count := len(request.blocks)) > written:
+                places += range(row * self.pages + written, row * self.pages + count)
+                blocks += request.blocks[written:]
+                self.written[row] = count
+        if places:
+            at, values = upload(self.device, numpy.array(places, dtype=numpy.int64), numpy.array(blocks, dtype=numpy.int32))
+            self.tables.view(-1).index_copy_(0, at, values)
+
+    def choose(self, logits: Tensor, mode: Mode, rows: slice | Tensor, positions: Tensor) -> Tensor:
+        """Sample for these rows; nothing is written, so it can be tried out before it is captured."""
+        if mode == GREEDY:
+            return logits.argmax(-1)
+        return sample(logits.float(), self.sampling.batch(mode, positions, rows))
+
+    def advance(self, tokens: Tensor, mode: Mode, count: int) -> None:
+        """The first `count` rows take one token each; those that nobody uses stay at length 0."""
+        self.tokens[:count].copy_(tokens)
+        self.lengths[:count].add_(self.lengths[:count] > 0)
+        self.sampling.count(mode, tokens, slice(0, count))
+
+    def put(self, tokens: Tensor, mode: Mode, rows: Tensor, lengths: Tensor) -> None:
+        """As `advance`, for any rows, with the lengths they get."""
+        self.tokens.index_copy_(0, rows, tokens)
+        self.lengths.index_copy_(0, rows, lengths)
+        self.sampling.count(mode, tokens, rows)
+
+    def _join_modes(self) -> None:
+        mode, vocabulary = GREEDY, self.sampling.vocabulary
+        for request in self.requests:
+            mode = mode.join(Mode.of(request, vocabulary), vocabulary)
+        self.mode = mode

@@ -1,0 +1,52 @@
+"""Between host and device without waiting: one copy for any number of small arrays, out of and into pinned memory.
+
+Torch's host allocator keeps a pinned buffer until the copies that use it are done, so nothing has to be held here.
+"""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; views of any type begin at a multiple of their size
+
+
+def upload(device: torch.device, *arrays: numpy.ndarray) -> list[Tensor]:
+    """The arrays as tensors of the device, all in one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(numpy.ascontiguousarray(array)) for array in arrays]
+    starts, total = [], 0
+    for array in arrays:
+        starts.append(total)
+        total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    staged = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    view = staged.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        view[start : start + array.nbytes] = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    moved = staged.to(device, non_blocking=True)
+    return [moved[start : start + array.nbytes].view(torch_type(array)).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)]
+
+
+def torch_type(array: numpy.ndarray) -> torch.dtype:
+    return torch.from_numpy(numpy.empty(0, array.dtype)).dtype
+
+
+class Download:
+    """Tensors on their way to the host; `lists` waits for them, and for nothing launched later."""
+
+    def __init__(self, *tensors: Tensor):
+        self.event: torch.cuda.Event | None = None
+        if tensors[0].device.type == "cpu":
+            self.tensors = [tensor.clone() for tensor in tensors]  # the originals are buffers of the next step
+            return
+        self.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                        for tensor in tensors]
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def lists(self) -> list[list]:
+        if self.event is not None:
+            self.event.synchronize()
+        return [tensor.tolist() for tensor in self.tensors]

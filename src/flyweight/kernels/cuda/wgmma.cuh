@@ -1,0 +1,59 @@
+// Hopper's warpgroup matrix product: D[64 × N] += A[64 × 32 bytes] · B[32 bytes × N], A in registers, B in shared memory.
+//
+// A lane's four words of A are those of mma.sync: rows g and g + 8 of its warp's 16, twice. B lies as 8 × 16-byte core
+// matrices of 128 contiguous bytes, not swizzled: `row_step` bytes from one group of 8 columns of D to the next, 128 from
+// one 16 bytes of the inner dimension to the next. Only sm_90a has it.
+DEVICE u64 matrix_descriptor(const void* p, u32 row_step) {
+  return (u64)(shared_address(p) >> 4 & 0x3fff) | (u64)(128 >> 4) << 16 | (u64)(row_step >> 4 & 0x3fff) << 32;
+}
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+
+// Lists of operands: names in the instruction, and the registers bound to them.
+#define N0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define N1 "%8,%9,%10,%11,%12,%13,%14,%15"
+#define N2 "%16,%17,%18,%19,%20,%21,%22,%23"
+#define N3 "%24,%25,%26,%27,%28,%29,%30,%31"
+#define N4 "%32,%33,%34,%35,%36,%37,%38,%39"
+#define N5 "%40,%41,%42,%43,%44,%45,%46,%47"
+#define N6 "%48,%49,%50,%51,%52,%53,%54,%55"
+#define N7 "%56,%57,%58,%59,%60,%61,%62,%63"
+#define N8 "%64,%65,%66,%67,%68,%69,%70,%71"
+#define N9 "%72,%73,%74,%75,%76,%77,%78,%79"
+#define N10 "%80,%81,%82,%83,%84,%85,%86,%87"
+#define N11 "%88,%89,%90,%91,%92,%93,%94,%95"
+#define N12 "%96,%97,%98,%99,%100,%101,%102,%103"
+#define N13 "%104,%105,%106,%107,%108,%109,%110,%111"
+#define N14 "%112,%113,%114,%115,%116,%117,%118,%119"
+#define N15 "%120,%121,%122,%123,%124,%125,%126,%127"
+#define NAMES_8 N0
+#define NAMES_16 N0 "," N1
+#define NAMES_32 NAMES_16 "," N2 "," N3
+#define NAMES_64 NAMES_32 "," N4 "," N5 "," N6 "," N7
+#define NAMES_128 NAMES_64 "," N8 "," N9 "," N10 "," N11 "," N12 "," N13 "," N14 "," N15
+#define BIND_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define BIND_16(c, i) BIND_8(c, i), BIND_8(c, i + 8)
+#define BIND_32(c, i) BIND_16(c, i), BIND_16(c, i + 16)
+#define BIND_64(c, i) BIND_32(c, i), BIND_32(c, i + 32)
+#define BIND_128(c, i) BIND_64(c, i), BIND_64(c, i + 64)
+#define WGMMA(N, COUNT, TYPE, BIND, SHAPE, KINDS, FLAGS, A0, A1, A2, A3, B)                                              \
+  DEVICE void wgmma(TYPE (&d)[COUNT], const u32 (&a)[4], u64 b) {                                                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE KINDS " {" NAMES_##COUNT "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 \
+                 "}, %" #B ", 1" FLAGS ";" : BIND_##COUNT(BIND, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+  }
+#define FLOATS(v) "+f"(v)
+#define INTEGERS(v) "+r"(v)
+#if FP16
+#define HALVES ".f32.f16.f16"
+#else
+#define HALVES ".f32.bf16.bf16"
+#endif
+#define BOTH(N, COUNT, A0, A1, A2, A3, B)                                          \
+  WGMMA(N, COUNT, float, FLOATS, "k16", HALVES, ", 1, 1, 0", A0, A1, A2, A3, B) \
+  WGMMA(N, COUNT, int, INTEGERS, "k32", ".s32.s8.s8", "", A0, A1, A2, A3, B)
+BOTH(16, 8, 8, 9, 10, 11, 12)
+BOTH(32, 16, 16, 17, 18, 19, 20)
+BOTH(64, 32, 32, 33, 34, 35, 36)
+BOTH(128, 64, 64, 65, 66, 67, 68)
+BOTH(256, 128, 128, 129, 130, 131, 132)

@@ -1,0 +1,23 @@
+"""The decoder's ops on a CUDA device: the functions of `reference`, fused kernels where there are some.
+
+`dispatch.decoder_ops` returns this module where triton is installed. Whole sequences without a cache (calibration,
+perplexity) keep the plain rope and torch's attention.
+"""
+
+from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
+from flyweight.kernels.triton_attention import paged_attention, plan_attention
+from flyweight.kernels.triton_ops import (
+    add_rms_norm,
+    argmax,
+    norm_quantize,
+    quantize_rows,
+    rms_norm,
+    rope_norm_write,
+    silu_mul,
+    silu_quantize,
+)
+
+__all__ = [
+    "add_rms_norm", "argmax", "causal_attention", "norm_quantize", "paged_attention", "plan_attention", "quantize_rows",
+    "rms_norm", "rope_norm_write", "rope_rows", "rotate", "silu_mul", "silu_quantize", "split_heads", "write_kv",
+]

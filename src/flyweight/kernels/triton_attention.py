@@ -1,0 +1,282 @@
+"""Attention of any mix of new tokens over the paged cache: whole prompts, later chunks of them, decoding rows.
+
+    out = softmax(q Kᵀ · scale) V,  token at position p sees the cached tokens p − window < j ≤ p of its sequence
+
+Two ways. Sequences that begin in this step have all their keys in this step's own tensors: torch's attention takes
+them as they are, equal lengths in one call. All others go through the Triton kernel here, which reads pages through
+the block table. Its work split, made by the host from the lists of the batch, so that nothing waits for the device:
+
+    tile      ROWS rows of one kv head: (token, query head) pairs of all heads that share it, so that a page is read
+              once for the group, and a decoding row fills GROUP rows of a small tile instead of one of a large
+    order     longest first: causal tiles differ in length, and the short ones fill the gaps at the end
+    part      where tiles are too few for the GPU, each is cut along the cache; a second kernel adds the parts up
+
+Columns that every row of a tile sees run without a mask. Limit: the matrix units for prompts, bytes of KV / bandwidth
+for few rows. Not measured yet: `benchmarks/prefill_ops.py` does it, and sweeps `Tile`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flyweight.engine.batch import Batch, KVStorage
+from flyweight.kernels.gemv import processors
+
+Rows = list[tuple[int, ...]]
+LOWEST = tl.constexpr(-1.0e30)  # of a masked score; finite, since −∞ less −∞ is no number
+FRESH_FROM = 256  # new tokens; from here on torch's attention takes a sequence that begins in this step
+CUDNN_MULTIPLE = 128  # cuDNN plans each length anew (tens of ms): only for lengths that come again; others take flash attention
+SHORTEST_PART = 512  # cached tokens worth a program of their own
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of queries × columns of the cache that a program holds at once."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+LARGE = {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)}  # by head_dim, up to
+FLOAT32 = Tile(32, 16, 4, 2)  # no speed is asked of it
+SMALL_COLUMNS = 64  # of a tile for rows that fill less than an eighth of a large one
+
+
+@triton.jit
+def _absorb(query, most, total, result, keys, values, table, start, end, place, dim, scale, slot_stride, HEAD_DIM: tl.constexpr,
+            PAGE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """One step of the running softmax: `most` and `total` in base 2, over the columns from `start` on."""
+    column = start + tl.arange(0, COLUMNS)
+    written = column < end if MASKED else column >= 0  # what lies beyond may never have been written: not even a number
+    page = tl.load(table + column // PAGE, mask=written, other=0).to(tl.int64)
+    at = ((page * PAGE + column % PAGE) * slot_stride)[:, None] + dim[None, :]
+    live = written[:, None] & (dim < HEAD_DIM)[None, :]
+    key = tl.load(keys + at, mask=live, other=0.0)
+    score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if MASKED:
+        seen = (column[None, :] <= place[:, None]) & written[None, :]
+        if WINDOW > 0:
+            seen = seen & (column[None, :] > place[:, None] - WINDOW)
+        score = tl.where(seen, score, LOWEST)
+    value = tl.load(values + at, mask=live, other=0.0)
+    highest = tl.maximum(most, tl.max(score, axis=1))
+    weight, fade = tl.math.exp2(score - highest[:, None]), tl.math.exp2(most - highest)
+    result = tl.dot(weight.to(value.dtype), value, result * fade[:, None], input_precision="ieee")
+    return highest, total * fade + tl.sum(weight, axis=1), result
+
+
+@triton.jit
+def _attend(query, keys, values, out, tables, tiles, parts, sums, scale, query_stride, slot_stride, table_stride,
+            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tile, head, kv_heads = tiles + tl.program_id(0) * 7, tl.program_id(1), tl.num_programs(1)
+    sequence, token, count, position = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    begin, end, part = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    live = (row // GROUP < count)[:, None] & (dim < HEAD_DIM)[None, :]
+    head_at = (head * GROUP + row % GROUP) * HEAD_DIM
+    tokens = (token + row // GROUP).to(tl.int64)
+    q = tl.load(query + (tokens * query_stride + head_at)[:, None] + dim[None, :], mask=live, other=0.0)
+    most, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, BLOCK], tl.float32)
+    table, place = tables + sequence.to(tl.int64) * table_stride, position + row // GROUP
+    keys += head * HEAD_DIM
+    values += head * HEAD_DIM
+    clear = begin  # up to here every row sees every column
+    if WINDOW == 0:
+        clear += tl.maximum(tl.minimum(end, position + 1) - begin, 0) // COLUMNS * COLUMNS
+    for start in range(begin, clear, COLUMNS):
+        most, total, result = _absorb(q, most, total, result, keys, values, table, start, end, place, dim, scale, slot_stride,
+                                      HEAD_DIM, PAGE, WINDOW, COLUMNS, MASKED=False)
+    for start in range(clear, end, COLUMNS):
+        most, total, result = _absorb(q, most, total, result, keys, values, table, start, end, place, dim, scale, slot_stride,
+                                      HEAD_DIM, PAGE, WINDOW, COLUMNS, MASKED=True)
+    result = result / total[:, None]
+    if parts is None:
+        at = (tokens * (kv_heads * GROUP * HEAD_DIM) + head_at)[:, None] + dim[None, :]
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=live)
+    else:
+        at = (part * kv_heads + head) * ROWS + row
+        tl.store(parts + (at * HEAD_DIM)[:, None] + dim[None, :], result, mask=live)
+        tl.store(sums + at, most + tl.math.log2(total))
+
+
+@triton.jit
+def _add_parts(parts, sums, merges, out, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """A row of a tile from its parts, each weighted by its share of the sum of exponentials."""
+    merge, head, kv_heads = merges + tl.program_id(0) * 4, tl.program_id(1), tl.num_programs(1)
+    row, dim = tl.program_id(2), tl.arange(0, BLOCK)
+    token, count, first, number = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
+    if row // GROUP < count:
+        most, total, result = LOWEST + 0.0, 0.0, tl.zeros([BLOCK], tl.float32)
+        for part in range(first, first + number):
+            at = (part * kv_heads + head) * ROWS + row
+            share = tl.load(sums + at)
+            highest = tl.maximum(most, share)
+            fade, weight = tl.math.exp2(most - highest), tl.math.exp2(share - highest)
+            result = result * fade + weight * tl.load(parts + at * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
+            most, total = highest, total * fade + weight
+        at = (token + row // GROUP).to(tl.int64) * (kv_heads * GROUP * HEAD_DIM) + (head * GROUP + row % GROUP) * HEAD_DIM
+        tl.store(out + at + dim, (result / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring sequences of equal length that begin in this step: one call of torch's attention."""
+
+    begin: int  # the first and the end of their tokens
+    end: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tiles of one shape."""
+
+    tile: Tile
+    tiles: Tensor  # int32 [tiles, 7]: sequence, first token, tokens, its position, first and end of the columns, part
+    parts: int  # 0: tiles are whole
+    merges: Tensor | None  # int32 [merged tiles, 4]: first token, tokens, first part, parts
+
+
+class Plan:
+    """How a step's attention is cut up, made once and used by every layer with the same window."""
+
+    def __init__(self, batch: Batch, window: int | None):
+        self.batch, self.window = batch, window or 0
+        starts, lengths = batch.query_starts, batch.kv_lengths
+        self.spans = [(start, end - start, length) for start, end, length in zip(starts, starts[1:], lengths, strict=False)]
+        self.held: dict[tuple[bool, int, int, Tile], tuple[list[Run], list[Launch]]] = {}
+
+    def fresh(self, sequence: int) -> bool:
+        _, new, length = self.spans[sequence]
+        return new == length >= FRESH_FROM and (not self.window or length <= self.window)
+
+    def cut(self, group: int, kv_heads: int, *, large: Tile, fresh: bool) -> tuple[list[Run], list[Launch]]:
+        """Runs for torch and launches for the kernel; `group` query heads share each of the kv heads."""
+        key = (fresh, group, kv_heads, large)
+        if key not in self.held:
+            small = Tile(max(16, triton.next_power_of_2(group)), min(SMALL_COLUMNS, large.columns), 4, large.stages)
+            sequences: dict[Tile, list[int]] = {large: [], small: []}
+            for i, (_, new, _) in enumerate(self.spans):
+                if not (fresh and self.fresh(i)):
+                    sequences[small if new * group * 8 <= large.rows else large].append(i)
+            self.held[key] = self._runs() if fresh else [], [self._launch(which, tile, group, kv_heads)
+                                                             for tile, which in sequences.items() if which]
+        return self.held[key]
+
+    def _runs(self) -> list[Run]:
+        runs = []
+        keyed = itertools.groupby(range(len(self.spans)), key=lambda i: (self.fresh(i), self.spans[i][1]))
+        for (fresh, length), members in keyed:
+            begin = self.spans[next(members)][0]
+            if fresh:
+                runs.append(Run(begin, begin + length * (1 + len(list(members))), length))
+        return runs
+
+    def _launch(self, sequences: list[int], tile: Tile, group: int, kv_heads: int) -> Launch:
+        tokens, device = tile.rows // group, self.batch.tokens.device
+        tiles: Rows = []
+        for i in sequences:
+            start, new, length = self.spans[i]
+            for first in range(0, new, tokens):
+                position, count = length - new + first, min(tokens, new - first)
+                begin = max(0, position - self.window + 1) if self.window else 0
+                tiles.append((i, start + first, count, position, begin, position + count, 0))
+        tiles.sort(key=lambda t: t[4] - t[5])
+        room = _processors(device) // (len(tiles) * kv_heads)
+        longest = tiles[0][5] - tiles[0][4]
+        if room < 2 or longest < 2 * SHORTEST_PART:
+            return Launch(tile, _upload(tiles, device), 0, None)
+        length = max(SHORTEST_PART, -(-longest // room))
+        parts, merges = _cut_tiles(tiles, -(-length // tile.columns) * tile.columns)
+        return Launch(tile, _upload(parts, device), len(parts), _upload(merges, device))
+
+
+def _cut_tiles(tiles: Rows, length: int) -> tuple[Rows, Rows]:
+    """The parts of all tiles, `length` columns each, and which parts make a tile."""
+    parts: Rows = []
+    merges: Rows = []
+    for sequence, token, count, position, begin, end, _ in tiles:
+        starts = range(begin, end, length)
+        merges.append((token, count, len(parts), len(starts)))
+        for start in starts:
+            parts.append((sequence, token, count, position, start, min(start + length, end), len(parts)))
+    return parts, merges
+
+
+def _processors(device: torch.device) -> int:
+    return processors(device.index or 0) if device.type == "cuda" else 8
+
+
+def _upload(rows: Rows, device: torch.device) -> Tensor:
+    """From pinned memory: a plain copy would wait for everything the device still has to do."""
+    table = torch.tensor(rows, dtype=torch.int32)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def plan_attention(batch: Batch, cache: KVStorage, window: int | None = None) -> Plan:
+    return Plan(batch, window)
+
+
+def paged_attention(query: Tensor, cache: KVStorage, plan: Plan, *, scale: float, new: tuple[Tensor, Tensor] | None = None,
+                    tile: Tile | None = None) -> Tensor:
+    """query [tokens, heads, head_dim], `new` this step's keys and values [tokens, kv_heads, head_dim] → as query, contiguous."""
+    tokens, heads, size = query.shape
+    fresh = new is not None and size % 8 == 0 and size <= 256 and query.dtype != torch.float32
+    large = tile or (FLOAT32 if query.dtype == torch.float32 else LARGE[max(64, triton.next_power_of_2(size))])
+    kv_heads = cache.keys.shape[2]
+    runs, launches = plan.cut(heads // kv_heads, kv_heads, large=large, fresh=fresh)
+    if len(runs) == 1 and not launches:
+        assert new is not None
+        return _attend_run(query, *new, runs[0], scale)
+    out = torch.empty(tokens, heads, size, dtype=query.dtype, device=query.device)
+    for run in runs:
+        assert new is not None
+        out[run.begin : run.end] = _attend_run(query, *new, run, scale)
+    for launch in launches:
+        _attend_tiles(query, cache, out, plan, launch, scale)
+    return out
+
+
+def _attend_run(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:
+    q, k, v = (x[run.begin : run.end].unflatten(0, (-1, run.length)).transpose(1, 2) for x in (query, keys, values))
+    with sdpa_kernel(_backends(run.length % CUDNN_MULTIPLE == 0), set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != keys.shape[1])
+    return out.transpose(1, 2).reshape(run.end - run.begin, *query.shape[1:])
+
+
+@functools.cache
+def _backends(cudnn: bool) -> list[SDPBackend]:
+    flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    return [SDPBackend.CUDNN_ATTENTION, *flash] if cudnn else flash
+
+
+def _attend_tiles(query: Tensor, cache: KVStorage, out: Tensor, plan: Plan, launch: Launch, scale: float) -> None:
+    _, heads, size = query.shape
+    kv_heads, tile = cache.keys.shape[2], launch.tile
+    shape = dict(GROUP=heads // kv_heads, HEAD_DIM=size, BLOCK=max(16, triton.next_power_of_2(size)), ROWS=tile.rows)
+    parts = sums = None
+    if launch.parts:
+        parts = torch.empty(launch.parts * kv_heads * tile.rows * size, device=query.device)
+        sums = torch.empty(launch.parts * kv_heads * tile.rows, device=query.device)
+    tables = plan.batch.block_tables
+    _attend[(launch.tiles.shape[0], kv_heads)](
+        query, cache.keys, cache.values, out, tables, launch.tiles, parts, sums, scale / math.log(2), query.stride(0),
+        cache.keys.stride(1), tables.stride(0), PAGE=cache.block_size, WINDOW=plan.window, COLUMNS=tile.columns,
+        num_warps=tile.warps, num_stages=tile.stages, **shape)
+    if launch.merges is not None:
+        grid = launch.merges.shape[0], kv_heads, tile.rows
+        _add_parts[grid](parts, sums, launch.merges, out, num_warps=1, **shape)

@@ -1,0 +1,99 @@
+"""The linear for many rows against `matmul_reference` in float64; outputs are poisoned before each launch."""
+
+import pytest
+import torch
+
+from flyweight.kernels import gemm, gemv
+from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel"]
+
+
+def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
+    columns = shape[1]
+    if kind == "plain":
+        return Plain.random(shape, seed, "cuda", dtype=dtype)
+    if kind == "w8a8":
+        return Int8Channel.random(shape, seed, "cuda")
+    bits, group = kind.split(":")
+    size = columns if group == "channel" else int(group) if columns % int(group) == 0 else 32
+    return IntGroup.random(shape, seed, "cuda", bits=int(bits[3:]), group_size=size, dtype=dtype, symmetric=seed % 2 == 1)
+
+
+def relative_error(got, want):
+    assert got.isfinite().all(), "an output was not written"
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def poisoned(rows, width, dtype):
+    return torch.full((rows, width), float("nan"), device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_9_to_many_on_ragged_shapes(kind, dtype):
+    for seed, (shape, counts) in enumerate({(1000, 576): (9, 33), (192, 1536): (16, 17, 65), (11008, 512): (40, 300),
+                                            (1000, 7392): (64,)}.items()):
+        tensor = make(kind, shape, seed, dtype)
+        prepared = gemv.prepare(tensor, dtype=dtype)
+        for rows in counts:
+            x = torch.randn(rows, shape[1], device="cuda").to(dtype)
+            got = gemm.multiply(prepared, x, poisoned(rows, shape[0], dtype))
+            error = relative_error(got, tensor.matmul_reference(x))
+            assert error < TOLERANCE[dtype], f"{shape} × {rows}: {error}"
+
+
+@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:128", "int8:64"])
+def test_norm_bias_residual_and_silu_are_fused(kind):
+    dtype = torch.bfloat16
+    tensor = make(kind, (512, 1536), 3, dtype)
+    bias = torch.randn(512, device="cuda").to(dtype)
+    norm = (1 + 0.1 * torch.randn(1536, device="cuda")).to(dtype)
+    for rows in (12, 150, 2000):
+        x, residual = (torch.randn(rows, width, device="cuda").to(dtype) for width in (1536, 512))
+        normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).to(dtype)
+        want = tensor.matmul_reference(normed) + bias.double()
+        linear = gemv.prepare(tensor, dtype=dtype, bias=bias)
+        got = gemm.multiply(linear, x, poisoned(rows, 512, dtype), norm=norm, residual=residual)
+        assert relative_error(got, want + residual.double()) < 1e-2
+        gate, up = want.chunk(2, -1)
+        gated = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
+        got = gemm.multiply(gated, x, poisoned(rows, 256, dtype), norm=norm)
+        assert relative_error(got, torch.nn.functional.silu(gate) * up) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:128"])
+def test_a_thousand_dependent_replays_agree_bit_for_bit(kind):
+    tensor = make(kind, (1536, 1536), 1)
+    weight = gemv.prepare(tensor, dtype=torch.bfloat16)
+    x, norm = torch.randn(40, 1536, device="cuda").bfloat16(), torch.ones(1536, device="cuda").bfloat16()
+    buffers = [torch.empty_like(x) for _ in range(3)]
+
+    def chain(pdl):
+        source = x
+        for target in buffers:
+            target.fill_(float("nan"))
+        for target in buffers:
+            source = gemm.multiply(weight, source, target, norm=norm, pdl=pdl)
+
+    chain(False)
+    torch.cuda.synchronize()
+    want = buffers[-1].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(True)
+    for _ in range(1000):
+        graph.replay()
+        assert torch.equal(buffers[-1], want)
+
+
+def test_w8a8_is_the_same_function_at_every_number_of_rows():
+    tensor = make("w8a8", (1536, 2048), 2)
+    weight = gemv.prepare(tensor, dtype=torch.bfloat16)
+    x = torch.randn(300, 2048, device="cuda").bfloat16()
+    want = gemm.multiply(weight, x)
+    for rows in (8, 1, 16, 33, 100):
+        got = weight(x[:rows].contiguous()) if rows <= 8 else gemm.multiply(weight, x[:rows].contiguous())
+        assert torch.equal(got, want[:rows])
