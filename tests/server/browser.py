@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-DEADLINE = 180.0
+DEADLINE = 600.0
 # The browser reads commands from descriptor 3 and writes to 4; this puts the pipes there.
 LAUNCH = """import fcntl, os, sys
 pipes = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]

@@ -80,7 +80,7 @@ def gone(pid):
 
 def test_start_up_tells_the_memory_budget(processes):
     ready = processes["drained"].wait("engine_ready")
-    assert ready["kv_tokens"] > 0 and ready["kv_gb"] > 0 and ready["weights_gb"] >= 0 and ready["context"] == 4096
+    assert ready["kv_tokens"] > 0 and ready["kv_gb"] > 0 and ready["weight_gb"] >= 0 and ready["context"] == 4096
     listening = processes["drained"].wait("listening")
     assert listening["model"] == "tiny" and listening["api_key"] == "needed"
     assert "from-the-environment" not in "".join(processes["drained"].lines)

@@ -38,7 +38,7 @@ CONFIG = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5, rope_theta=1e4,
     max_position_embeddings=4096, dtype="float32", bos_token_id=256, eos_token_id=257, vocab_size=264, tie_word_embeddings=True,
     hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-DEADLINE = 180.0  # seconds until a test gives up waiting
+DEADLINE = 600.0  # seconds until a test gives up waiting
 
 
 def make_model(folder: Path) -> Path:
@@ -97,7 +97,8 @@ class ScriptedEngine(EngineClient):
     def start(self) -> None:
         self.connection, self.cancelled = self, set()
         facts = {"pid": 0, "device": "none", "dtype": "none", "max_model_len": 4096, "vocabulary": 264, "blocks": 64,
-                 "block_size": 16, "max_num_seqs": 8, "kv_bytes": 0, "weight_bytes": 0, "prefix_cache": True}
+                 "block_size": 16, "max_num_seqs": 8, "prefix_cache": True}
+        facts |= {f"{name}_bytes": 0 for name in ("kv", "weight", "workspace", "graph")}
         self.inbox = deque([Started(facts)])
         self._read()
 

@@ -73,14 +73,13 @@ def warm_up(llm: LLM) -> None:
 
 
 def facts(llm: LLM) -> dict[str, Any]:
-    engine, pool = llm.engine, llm.engine.pool
-    caches = engine.runner.caches
+    engine, pool, memory = llm.engine, llm.engine.pool, llm.memory()
     return {
         "pid": os.getpid(), "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."),
         "max_model_len": engine.max_model_len, "vocabulary": engine.vocabulary, "blocks": pool.blocks,
         "block_size": pool.block_size, "max_num_seqs": engine.scheduler.max_num_seqs,
-        "kv_bytes": sum(cache.keys.nbytes + cache.values.nbytes for cache in caches),
-        "weight_bytes": getattr(llm.weights, "nbytes", 0), "prefix_cache": engine.prefix_cache,
+        "kv_bytes": memory.kv, "weight_bytes": memory.weights, "workspace_bytes": memory.workspace, "graph_bytes": memory.graphs,
+        "prefix_cache": engine.prefix_cache,
     }
 
 

@@ -87,7 +87,7 @@ def tell(event: str, facts: dict[str, Any]) -> None:
     if event != "engine_ready":
         log(event, **facts)
         return
-    tokens = facts["blocks"] * facts["block_size"]
-    log(event, pid=facts["pid"], device=facts["device"], dtype=facts["dtype"], weights_gb=round(facts["weight_bytes"] / 1e9, 3),
-        kv_gb=round(facts["kv_bytes"] / 1e9, 3), kv_tokens=tokens, context=facts["max_model_len"],
-        seats=facts["max_num_seqs"], prefix_cache=facts["prefix_cache"])
+    memory = {f"{name}_gb": round(facts[f"{name}_bytes"] / 1e9, 3) for name in ("weight", "graph", "workspace", "kv")}
+    log(event, pid=facts["pid"], device=facts["device"], dtype=facts["dtype"], **memory,
+        kv_tokens=facts["blocks"] * facts["block_size"], context=facts["max_model_len"], seats=facts["max_num_seqs"],
+        prefix_cache=facts["prefix_cache"])
