@@ -19,15 +19,18 @@ from flyweight.tensors import QuantTensor, quantize_int8_rows
 
 GEMV_ROWS = {"plain": 8, "int8": 8, "int4": 8, "w8a8": 4}  # 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
 WRITTEN_OUT = {"plain": 1024, "int8": 1024, "int4": 4096, "w8a8": 1 << 40}  # rows from which on cuBLAS is worth the writing
-_scratch: dict[torch.device, Tensor] = {}
+_scratch: dict[torch.device, list[Tensor]] = {}
 
 
 def scratch(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The device's one buffer for written-out weights, grown as needed; what it held before is gone."""
-    held = _scratch.get(device)
-    if held is None or held.numel() < count or held.dtype != dtype:
-        _scratch[device] = held = torch.empty(count, dtype=dtype, device=device)
-    return held[:count]
+    """The device's one buffer for written-out weights; what it held before is gone.
+
+    It grows as needed, and what it was before stays: captured graphs hold its address.
+    """
+    size, held = count * dtype.itemsize, _scratch.setdefault(device, [])
+    if not held or held[-1].nbytes < size:
+        held.append(torch.empty(size, dtype=torch.uint8, device=device))
+    return held[-1][:size].view(dtype)
 
 
 class CudaLinear:

@@ -50,8 +50,8 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
         kind = gemv.format_of(tensor, dtype)
         if kind is not None and (not gated or tensor.matrix_shape[0] % 32 == 0):
             on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
-            return Prepared(on_cuda, f"gemv.{kind}", "up to 8 rows; more are written out in 16 bits for cuBLAS", tensor.shape,
-                            on_cuda.weight.nbytes, adds_bias=True)
+            why = "up to 8 rows through gemv.cu, more through gemm.cu or, written out in 16 bits, cuBLAS"
+            return Prepared(on_cuda, f"gemv.{kind}", why, tensor.shape, on_cuda.weight.nbytes, adds_bias=True)
         if isinstance(tensor, VectorQuant) and tensor.experts is None:
             vectors = vptq.prepare(tensor, dtype=dtype)
             return Prepared(vectors, "vptq", vectors.why, tensor.shape, vectors.nbytes)
