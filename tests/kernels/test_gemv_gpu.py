@@ -2,34 +2,14 @@
 
 import pytest
 import torch
+from gpu_linears import KINDS, TOLERANCE, make, relative_error
 
 from flyweight.kernels import gemv
 from flyweight.kernels.cuda_linear import CudaLinear
-from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE)
 SHAPES = [(1000, 576), (192, 1536), (11008, 576), (1000, 7392)]
-
-
-def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
-    columns = shape[1]
-    if kind == "plain":
-        return Plain.random(shape, seed, "cuda", dtype=dtype)
-    if kind == "w8a8":
-        return Int8Channel.random(shape, seed, "cuda")
-    bits, group = kind.split(":")
-    size = int(group) if group != "channel" and columns % int(group) == 0 else 32 if group != "channel" else columns
-    return IntGroup.random(shape, seed, "cuda", bits=int(bits[3:]), group_size=size, dtype=dtype, symmetric=seed % 2 == 1)
-
-
-KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel"]
-
-
-def relative_error(got, want):
-    assert got.isfinite().all(), "an output was not written"
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

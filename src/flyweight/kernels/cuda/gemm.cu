@@ -23,15 +23,9 @@
 //
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS, CLUSTER
 #include "common.cuh"
+#include "linear.cuh"
 #include "wgmma.cuh"
 
-#define PLAIN 0
-#define INT4 1
-#define INT8 2
-#define W8A8 3
-#define STORE 0
-#define RESIDUAL 1
-#define SILU 2
 #define WHOLE 0
 #define LINE 1
 #define CLUSTERS 2

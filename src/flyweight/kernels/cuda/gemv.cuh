@@ -21,14 +21,7 @@
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
 // SLOTS
 #include "common.cuh"
-
-#define PLAIN 0
-#define INT4 1
-#define INT8 2
-#define W8A8 3
-#define STORE 0
-#define RESIDUAL 1
-#define SILU 2
+#include "linear.cuh"
 
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;

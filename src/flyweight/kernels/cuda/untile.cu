@@ -6,11 +6,7 @@
 //
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, INTERLEAVED (rows of gate and up take turns, eight by eight)
 #include "common.cuh"
-
-#define PLAIN 0
-#define INT4 1
-#define INT8 2
-#define W8A8 3
+#include "linear.cuh"
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr int VECTORS = FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;
