@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Make the rows of this folder again, a piece at a time:
+#
+#     benchmarks/h200/measure.sh PIECE...         from the repository's root, on the machine with the GPU
+#
+# Rows go to $OUT (default: this folder). A piece that finds its file there, or in $RESUME, runs only what is missing.
+set -euo pipefail
+root=$PWD
+out=$(realpath -m "${OUT:-benchmarks/h200}")
+resume=$(realpath -m "${RESUME:-scratch/resume}")
+export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1
+mkdir -p "$out"
+cd "$out"  # so that the command in each environment row names its file and no folder
+
+run() { # FILE ARGUMENTS...: flyweight, appending to FILE
+  local file=$1
+  shift
+  if [ -f "$resume/$file" ] && [ ! -f "$file" ]; then cp "$resume/$file" "$file"; fi
+  python3 -m flyweight "$@" -o "$file" >"${file%.jsonl}.log" 2>&1 || echo "$file: failed, see ${file%.jsonl}.log"
+  echo "$file: $(wc -l <"$file") lines after ${SECONDS} s"
+}
+
+grid() { for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done; }
+
+qwen2() { # SIZE OPTIONS...: the four schemes of the document on one model
+  local preset=preset:qwen2-$1
+  run "004-qwen2-$1.jsonl" bench speed "BF16=$preset:bf16" "GPTQ-Int8=$preset:w8a16" "GPTQ-Int4=$preset:int4-sym" \
+    "AWQ=$preset:int4" --repeats 1 "${@:2}"
+}
+
+piece() {
+  local q4=preset:qwen3-4b q8=preset:qwen3-8b
+  case $1 in
+    000) run 000-vptq.jsonl bench kernel --shapes seed-000 --layout seed ;;
+    001) run 001-vptq.jsonl bench kernel --shapes seed-001 --layout seed ;;
+    000-large) run 000-vptq-65536.jsonl bench kernel --format vptq --codebooks 65536+256 --shapes "$(grid)" ;;
+    002) run 002-qwen3-4b.jsonl bench latency original=$q4:bf16 w8a16_awq=$q4:w8a16 w8a16_smooth_awq=$q4:w8a16 \
+      w8a16_sparse_awq=$q4:sparse-w8a16 w8a8_smooth_ptq=$q4:w8a8 w8a8_smooth_gptq=$q4:w8a8 \
+      w8a8_sparse_smooth_gptq=$q4:sparse-w8a8 --repeats 3 ;;
+    8b) run latency-qwen3-8b.jsonl bench latency $q8:bf16 $q8:int4 $q8:w8a8 $q8:vptq --repeats 3 ;;
+    8b-fp16) run latency-qwen3-8b-fp16.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound --repeats 3 ;;
+    003) run 003-qwen3-8b-awq.jsonl bench serve awq=$q8:int4 --model-name Qwen3-8B-AWQ --concurrency 1 --requests 20 \
+      --input 128 --output 128 ;;
+    004-7b) qwen2 7b ;;
+    004-small) qwen2 0.5b; qwen2 1.5b ;;
+    chain) run chain.jsonl bench kernel --chain qwen3-8b --format w4a16,w8a16,w8a8,bf16 --rows 1 ;;
+    attention) run attention.jsonl bench kernel --format attention --rows 1,16 ;;
+    rows) run rows.jsonl bench kernel --format w4a16,w8a16,w8a8 --symmetric --shapes 4096x24576,12288x4096 --rows 1,8,32,64,2048 ;;
+    *) echo "no piece $1"; return 1 ;;
+  esac
+}
+
+for name in "$@"; do piece "$name"; done
