@@ -38,6 +38,7 @@ piece() {
       w8a16_sparse_awq=$q4:sparse-w8a16 w8a8_smooth_ptq=$q4:w8a8 w8a8_smooth_gptq=$q4:w8a8 \
       w8a8_sparse_smooth_gptq=$q4:sparse-w8a8 --repeats 3 ;;
     8b) run latency-qwen3-8b.jsonl bench latency $q8:bf16 $q8:int4 $q8:w8a8 $q8:vptq --repeats 3 ;;
+    steps) run steps.jsonl bench step $q8:bf16 $q8:int4 $q8:w8a8 $q4:bf16 $q4:w8a8 $q4:w8a16 ;;
     8b-fp16) run latency-qwen3-8b-fp16.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound --repeats 3 ;;
     003) run 003-qwen3-8b-awq.jsonl bench serve awq=$q8:int4 --model-name Qwen3-8B-AWQ --concurrency 1 --requests 20 \
       --input 128 --output 128 ;;

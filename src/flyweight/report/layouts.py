@@ -49,7 +49,9 @@ LATENCY = {
         Column("Input (tok/s)", "input_tok_s", "±.1f", optional=True),
         Column("of the limit", "share_of_limit", ".0%", optional=True),
         Column("Peak (GB)", "allocated_gb", ".2f", optional=True), Column("Size (GB)", "size_gb", ".2f", optional=True),
-        Column("Agreement with bf16", "agreement", ".3f", optional=True),
+        Column("Same tokens", "agreement", ".3f", optional=True),
+        Column("where the choice is clear", "agreement_clear", ".3f", optional=True),
+        Column("as", "agreement_with", optional=True),
         Column("Speed-up in {about} over {baseline} (×)", "speedup", ".2f", optional=True),
     ),
 }
