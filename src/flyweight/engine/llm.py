@@ -217,7 +217,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     from flyweight.checkpoint.streamed import Streamed
 
     checkpoint = Checkpoint(resolve(name))
-    return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer())
+    return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer()) if checkpoint.has_tokenizer else None
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
