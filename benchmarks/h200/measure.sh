@@ -20,6 +20,11 @@ run() { # FILE ARGUMENTS...: flyweight, appending to FILE
   echo "$file: $(wc -l <"$file") lines after ${SECONDS} s"
 }
 
+script() { # FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py
+  python3 "$root/benchmarks/$2" "${@:3}" >"${1%.jsonl}.log" 2>&1 || echo "$1: $(tail -n 1 "${1%.jsonl}.log")"
+  echo "$1: $(wc -l <"$1") lines after ${SECONDS} s"
+}
+
 grid() { for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done; }
 
 qwen2() { # SIZE OPTIONS...: the four schemes of the document on one model
@@ -44,6 +49,11 @@ piece() {
       --input 128 --output 128 ;;
     004-7b) qwen2 7b ;;
     004-small) qwen2 0.5b; qwen2 1.5b ;;
+    startup) script startup.jsonl startup.py startup.jsonl --folder "${SHM:-/dev/shm}/qwen3-8b-awq" ;;
+    real-model) script real-model.jsonl real_model.py real-model.jsonl --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
+      --work "${TMPDIR:-/tmp}/real-model" ;;
+    profile) python3 -m flyweight profile $q8:int4 --input 1024 --output 64 --top 15 -o 003-profile >003-profile.log 2>&1
+      mv 003-profile/result.jsonl 003-profile.jsonl ;;
     chain) run chain.jsonl bench kernel --chain qwen3-8b --format w4a16,w8a16,w8a8,bf16 --rows 1 ;;
     attention) run attention.jsonl bench kernel --format attention --rows 1,16 ;;
     rows) run rows.jsonl bench kernel --format w4a16,w8a16,w8a8 --symmetric --shapes 4096x24576,12288x4096 --rows 1,8,32,64,2048 ;;
