@@ -223,10 +223,18 @@ def operator_record(rows: Sequence[Row]) -> Record:
 
 
 def quality(view: View) -> list[Block]:
-    records = view.records("quality")
+    records = [record for record in view.records("quality") if not record.get("check")]
     blocks: list[Block] = [make_table("Quality", layouts.QUALITY, records)] if records else []
     picture = figures.pareto(view.results)
     return [Heading("Quality"), *blocks, *picture] if blocks else []
+
+
+def checks(view: View) -> list[Block]:
+    """Whether an engine computes what it should: one table for each check, every row of it."""
+    found = [make_record(group(view.results, [row])[0]) for row in view.results.of("quality") if row.get("check")]
+    tables = [make_table(f"{name} on {device}", layouts.CHECKS, part)
+              for (name, device), part in split(found, lambda one: (one["check"], one["device_name"])).items()]
+    return [Heading("Checks on real weights"), *tables] if tables else []
 
 
 def quantize(view: View) -> list[Block]:
@@ -265,7 +273,7 @@ def fact_text(value: Any) -> str:
 
 
 SECTIONS = {section.__name__: section for section in (
-    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, failures, environments)}
+    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, checks, failures, environments)}
 
 
 def build(view: View) -> list[Block]:

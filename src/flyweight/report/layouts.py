@@ -127,6 +127,17 @@ QUALITY = (
     Column("Same top token", "top1_agreement", ".1%", optional=True), Column("Text", "text", optional=True),
     Column("Window", "window", optional=True), Column("Tokens", "tokens", optional=True),
 )
+CHECKS = (
+    Column("Check", "check"), Column("Model", "label_model"), Column("Format", "scheme"),
+    Column("Setting", "setting", optional=True), Column("Kernel", "kernel", optional=True),
+    Column("Positions", "positions", optional=True),
+    Column("Mean error, prefill", "error_prefill", ".1e", optional=True),
+    Column("decode", "error_decode", ".1e", optional=True), Column("bound", "bound", ".2g"),
+    Column("Same likeliest token", "same_argmax", optional=True), Column("Requests", "requests", optional=True),
+    Column("Tokens", "tokens", optional=True), Column("Parted", "parted", optional=True),
+    Column("Not the best", "not_the_best", optional=True), Column("Preempted", "preempted", optional=True),
+    Column("Largest gap at a difference", "largest_gap_at_difference", ".3f", optional=True), Column("Agrees", "agrees"),
+)
 QUANTIZE = (
     Column("Model", "label_model"), Column("Scheme", "scheme"), Column("Device", "device", optional=True),
     Column("Calibration tokens", "calibration_tokens", optional=True), Column("Seconds", "seconds", ".1f"),

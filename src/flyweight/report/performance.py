@@ -59,7 +59,7 @@ def beside(results: Results, bench: str) -> list[Record]:
         return kind_of(record), *(record.get(name) for name in ("model", "device_name", "batch", "input", "output"))
 
     peers = {cell(record): record for record in records if str(record["backend"]).startswith(PEER)}
-    ours = [record for record in records if str(record["backend"]).startswith(OWN)]
+    ours = [record for record in records if str(record["backend"]).startswith(OWN) and record.get("decode_tok_s")]
     for record in ours:
         peer = peers.get(cell(record), {})
         record["label"] = record["scheme"] + (f", {record['kv_dtype']}" if record.get("kv_dtype") == "float16" else "")
