@@ -49,8 +49,8 @@ def own_command(engine: Any, options: argparse.Namespace) -> float:
         file = Path(folder) / "latency.json"
         parser = FlexibleArgumentParser()
         latency.add_cli_args(parser)
-        arguments = {"input-len": options.input, "output-len": options.output, "batch-size": options.batch, "num-iters": 1,
-                     "num-iters-warmup": 0, "output-json": file}
+        arguments = {"model": engine.llm_engine.model_config.model, "input-len": options.input, "output-len": options.output,
+                     "batch-size": options.batch, "num-iters": 1, "num-iters-warmup": 0, "output-json": file}
         words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
         vllm.LLM = Ready(engine)
         try:
