@@ -47,8 +47,17 @@ piece() {
     8b-fp16) run latency-qwen3-8b-fp16.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound --repeats 3 ;;
     003) run 003-qwen3-8b-awq.jsonl bench serve awq=$q8:int4 --model-name Qwen3-8B-AWQ --concurrency 1 --requests 20 \
       --input 128 --output 128 ;;
+    003-transformers) run 003-qwen3-8b-awq.jsonl bench serve awq=$q8:int4 bf16=$q8:bf16 --model-name Qwen3-8B-AWQ \
+      --backend transformers --concurrency 1 --requests 5 --warm-up 2 --input 128 --output 64 ;;
+    003-vllm) for name in awq awq_marlin; do run 003-qwen3-8b-awq.jsonl bench serve awq=$q8:int4 --model-name Qwen3-8B-AWQ \
+      --backend vllm --quantization $name --concurrency 1 --requests 5 --warm-up 2 --input 128 --output 64 \
+      --option gpu_memory_utilization=0.6; done ;;
+    cross-check) script cross-check-vllm.jsonl cross_check.py cross-check-vllm.jsonl --option gpu_memory_utilization=0.6 \
+      'compilation_config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[8]}' ;;
     004-7b) qwen2 7b ;;
+    004-7b-long) qwen2 7b-yarn --model-name qwen2-7b --input 63488 --input 129024 ;;
     004-small) qwen2 0.5b; qwen2 1.5b ;;
+    004-transformers) for size in 0.5b 1.5b 7b; do qwen2 $size --backend transformers --output 128 --no-check; done ;;
     startup) script startup.jsonl startup.py startup.jsonl --folder "${SHM:-/dev/shm}/qwen3-8b-awq" ;;
     real-model) script real-model.jsonl real_model.py real-model.jsonl --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" ;;
