@@ -46,7 +46,7 @@ piece() {
   case $1 in
     000) run 000-vptq.jsonl bench kernel --shapes seed-000 --layout seed ;;
     001) run 001-vptq.jsonl bench kernel --shapes seed-001 --layout seed ;;
-    000-large) run 000-vptq-65536.jsonl bench kernel --format vptq --codebooks 65536+256 --shapes "$(grid)" ;;
+    vptq-large) run vptq-65536.jsonl bench kernel --format vptq --codebooks 65536+256 --shapes "$(grid)" ;;
     002) run 002-qwen3-4b.jsonl bench latency original=$q4:bf16 w8a16_awq=$q4:w8a16 w8a16_smooth_awq=$q4:w8a16 \
       w8a16_sparse_awq=$q4:sparse-w8a16 w8a8_smooth_ptq=$q4:w8a8 w8a8_smooth_gptq=$q4:w8a8 \
       w8a8_sparse_smooth_gptq=$q4:sparse-w8a8 --repeats 3 ;;

@@ -81,9 +81,23 @@ def limits(results: Results) -> list[Block]:
             places = list(dict.fromkeys((one["work"], one["input"]) for one in records))
             records.sort(key=lambda one: places.index((one["work"], one["input"])))
             blocks.append(make_table(f"{model} on {device}, {text}", columns, records))
+            if bench == "latency":
+                blocks += slower_than_bf16(records)
     return [Heading("Beside vLLM and the limit"), Paragraph(
         "The limit is the rate at which the weights and the KV cache of the mean context could be read at the measured copy "
         "bandwidth, once a step."), *blocks] if blocks else []
+
+
+def slower_than_bf16(records: list[Record]) -> list[Block]:
+    """Quantized and slower is the one thing that must not be: which variants are, by the time of the whole batch."""
+    plain = {one["work"]: one["latency_s"] for one in records if kind_of(one) == "bf16"}
+    others = [one for one in records if kind_of(one) != "bf16" and one["work"] in plain]
+    slow = [f"{one['label']} on {one['work']} ({one['latency_s'] / plain[one['work']]:.2f} × the time)" for one in others
+            if one["latency_s"] > plain[one["work"]]]
+    if not others:
+        return []
+    return [Paragraph(f"Slower than bf16: {'; '.join(slow)}." if slow else
+                      "No variant takes longer than bf16 on any of these workloads.")]
 
 
 def step_table(results: Results) -> list[Block]:
