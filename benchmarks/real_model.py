@@ -226,7 +226,8 @@ def main() -> None:
     for check, name, measure in work:
         begin = clock()
         found, fault = attempt(measure)
-        fields = {"check": check, "model": Path(options.model).stem, "scheme": name, "checkpoint": Checkpoint(checks.folder(name)).hash(),
+        checkpoint = Checkpoint(checks.folder(name)).hash() if found else None
+        fields = {"check": check, "model": Path(options.model).stem, "scheme": name, "checkpoint": checkpoint,
                   "weights": "trained", "tool": "flyweight", "text": options.text.name, "seconds": clock() - begin}
         file.append([make_row("quality", environment["id"], **rounded(fields | (found or fault or {})))])
         failed += not (found or {}).get("agrees")

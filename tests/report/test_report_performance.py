@@ -33,7 +33,8 @@ def test_there_is_no_table_without_our_own_rows():
 
 
 def test_what_is_slower_than_bf16_is_named():
-    rows = (row("native", "bf16", 300.0), row("native", "int4", 600.0, latency_s=0.5), row("native", "vptq", 100.0, latency_s=3.0))
+    rows = (row("native", "bf16", 300.0), row("native", "int4", 600.0, latency_s=0.5),
+            row("native", "vptq", 100.0, latency_s=3.0))
     told = limits(Results(rows, {"e": {"device": "a GPU"}}))[3].text
     assert told == "Slower than bf16: vptq on decode_bound (3.00 × the time)."
     assert limits(Results(rows[:2], {"e": {"device": "a GPU"}}))[3].text.startswith("No variant takes longer")
