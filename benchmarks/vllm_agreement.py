@@ -95,13 +95,13 @@ def own_tokens(logs: Tensor, ids: list[int]) -> list[float]:
     return found
 
 
-def compare(folder: Path, ids: list[int], *, activations: bool, device: str, dtype: str) -> dict[str, Any]:
-    expected, found = ours(folder, ids, device), theirs(folder, ids, dtype)
+def compare(expected: Tensor, found: list[dict[int, tuple[int, float]]], ids: list[int],
+            rounded: Tensor | None = None) -> dict[str, Any]:
+    """`rounded`: ours once more with rounded inputs, which sets the bound."""
     likeliest = [next(token for token, (rank, _) in place.items() if rank == 1) for place in found]
     facts = far(expected, likeliest, [place[token][1] for place, token in zip(found, ids[1:], strict=True)], ids)
     mean, gap = TIES, TIES
-    if activations:
-        rounded = ours(folder, ids, device, getattr(torch, dtype))
+    if rounded is not None:
         floor = far(expected, rounded.argmax(-1).tolist(), own_tokens(rounded, ids), ids)
         facts |= {f"floor_{name}": value for name, value in floor.items()}
         mean, gap = SLACK * floor["logprob_difference_mean"], SLACK * floor["largest_gap_at_difference"]
@@ -130,7 +130,8 @@ def main() -> None:
             quantize(options.model, output=folder, recipe=recipe, format=form, device=options.device, overwrite=True)
             checkpoint = Checkpoint(folder)
             ids = encode(checkpoint.tokenizer(), options.text.read_text(encoding="utf-8"))[0][:POSITIONS]
-            facts = compare(folder, ids, activations=name in ACTIVATIONS, device=options.device, dtype=options.dtype)
+            rounded = ours(folder, ids, options.device, getattr(torch, options.dtype)) if name in ACTIVATIONS else None
+            facts = compare(ours(folder, ids, options.device), theirs(folder, ids, options.dtype), ids, rounded)
             row = make_row("quality", environment["id"], checkpoint=checkpoint.hash(), text=options.text.name, **shared, **facts)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"[:800]
