@@ -46,7 +46,7 @@ class CudaLinear:
         rows = x.shape[0]
         if rows in gemv.ROWS and rows <= GEMV_ROWS[self.weight.kind] and self.weight.fits(rows):
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
-        if rows < WRITTEN_OUT[self.weight.kind] and gemm.why_not(self.weight, rows, x.device) is None:
+        if rows < WRITTEN_OUT[self.weight.kind] and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 

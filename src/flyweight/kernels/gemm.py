@@ -44,6 +44,7 @@ class Shape:
     staged: int  # tokens whose results go through shared memory at a time
     sets: int  # of tiles that share x
     shared: int
+    skew: int = 0
 
     @property
     def loaders(self) -> int:
@@ -62,7 +63,7 @@ class Shape:
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, tokens: int | None = None,
               warpgroups: int | None = None, stage_blocks: int | None = None, parts: int | None = None,
-              share: int | None = None, split: int | None = None, staged: int | None = None) -> Shape | None:
+              share: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
     if split is None:
@@ -94,7 +95,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         stages = min(12, limit // (stage + 16))
         if stages >= (3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
-            return Shape(tokens, warpgroups, count, stages, split, parts, share, staged, sets, shared)
+            return Shape(tokens, warpgroups, count, stages, split, parts, share, staged, sets, shared, skew)
     return None
 
 
@@ -128,7 +129,8 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
-        "CLUSTER": shape.cluster, "SHARE": shape.share, "STAGED": shape.staged, "LOADERS": shape.loaders})
+        "CLUSTER": shape.cluster, "SHARE": shape.share, "STAGED": shape.staged, "LOADERS": shape.loaders,
+        "SKEW": shape.skew})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
@@ -140,29 +142,62 @@ def pack_shape(columns: int, padded: int) -> tuple[int, int]:
     return 8, max(8, min(24, math.ceil(eights / (32 if eights <= 1024 else 64))))
 
 
-def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-             residual: Tensor | None = None, pdl: bool = True, **choices: int) -> Tensor:
-    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
-    rows, device = x.shape[0], x.device
+@dataclass(frozen=True)
+class Call:
+    """Everything about multiplying one weight with up to so many rows that does not change from call to call."""
+
+    pack: jit.Kernel
+    gemm: jit.Kernel
+    tokens: int
+    pack_rows: int
+    pack_block: int
+    grid: int
+    block: int
+    shared: int
+    cluster: int
+    packed: Tensor
+    row_scale: Tensor
+    partials: Tensor
+    flags: Tensor
+
+
+def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, choices: dict[str, int]) -> Call:
     count = processors(device.index or 0)
     shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, **choices)
     assert shape is not None
-    if out is None:
-        out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
     pack_rows, pack_warps = pack_shape(weight.in_features, padded)
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
-                         weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, pack_rows=pack_rows,
-                         pack_warps=pack_warps,
-                         epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
-    packed = buffer("packed", padded * blocks * 64 * (1 if weight.kind == "w8a8" else 2), device)
-    row_scale = buffer("row scale", padded * 4, device)
-    pack.launch(padded // pack_rows, 32 * pack_warps, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+                         weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
+                         pack_warps=pack_warps, epilogue="silu" if weight.interleaved else "residual" if residual else "store")
+    return Call(pack, gemm, tokens=shape.tokens, pack_rows=pack_rows, pack_block=32 * pack_warps, grid=shape.grid(count),
+                block=(4 * shape.warpgroups + shape.loaders) * 32, shared=shape.shared, cluster=shape.cluster,
+                packed=buffer("packed", padded * blocks * 64 * (1 if weight.kind == "w8a8" else 2), device),
+                row_scale=buffer("row scale", padded * 4, device),
+                partials=buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device),
+                flags=buffer("flags", count * 4, device))
 
-    partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
-    flags = buffer("flags", count * 4, device)
-    args = (weight.weights, weight.records, weight.channel_scale, packed, row_scale, weight.bias, residual, out, partials, flags,
-            rows)
-    gemm.launch(shape.grid(count), (4 * shape.warpgroups + shape.loaders) * 32, args, shared=shape.shared, pdl=pdl,
-                cluster=shape.cluster if shape.cluster > 1 else None)
+
+def padded_rows(rows: int) -> int:
+    """Calls with so many rows are alike: the next power of two, or multiple of the largest tile."""
+    return max(16, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 256) * 256
+
+
+def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
+             residual: Tensor | None = None, pdl: bool = True, **choices: int) -> Tensor:
+    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
+    rows, most = x.shape[0], padded_rows(x.shape[0])
+    key = (most, norm is None, residual is None, *choices.items())
+    call = weight.calls.get(key)
+    if call is None:
+        call = weight.calls[key] = _call(weight, most, x.device, norm=norm is not None, residual=residual is not None,
+                                         choices=choices)
+    if out is None:
+        out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
+    padded = -(-rows // call.tokens) * call.tokens
+    call.pack.launch(padded // call.pack_rows, call.pack_block,
+                     (x, norm, call.packed, call.row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+    call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, call.packed, call.row_scale,
+                                             weight.bias, residual, out, call.partials, call.flags, rows),
+                     shared=call.shared, pdl=pdl, cluster=call.cluster)
     return out

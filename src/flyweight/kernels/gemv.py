@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +137,7 @@ class Gemv:
     interleaved: bool
     dtype: torch.dtype
     scale_fp16: bool
+    calls: dict[tuple, Any] = field(default_factory=dict, repr=False)  # what gemm.py has made ready for it, by rows and epilogue
 
     @property
     def nbytes(self) -> int:

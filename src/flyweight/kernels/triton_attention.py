@@ -17,7 +17,6 @@ for few rows. Not measured yet: `benchmarks/prefill_ops.py` does it, and sweeps 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -253,15 +252,27 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: Plan, *, scale: float
 
 def _attend_run(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:
     q, k, v = (x[run.begin : run.end].unflatten(0, (-1, run.length)).transpose(1, 2) for x in (query, keys, values))
-    with sdpa_kernel(_backends(run.length % CUDNN_MULTIPLE == 0), set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != keys.shape[1])
+    way = _way(q, k, v)
+    if way == SDPBackend.CUDNN_ATTENTION:
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
+    elif way == SDPBackend.FLASH_ATTENTION:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).reshape(run.end - run.begin, *query.shape[1:])
 
 
-@functools.cache
-def _backends(cudnn: bool) -> list[SDPBackend]:
-    flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    return [SDPBackend.CUDNN_ATTENTION, *flash] if cudnn else flash
+_ways: dict[tuple[torch.dtype, bool, int, int, int], SDPBackend] = {}
+
+
+def _way(q: Tensor, k: Tensor, v: Tensor) -> SDPBackend:
+    """The backend that torch chooses, asked once: to ask for some through its context costs more than to launch a layer."""
+    key = (q.dtype, q.shape[2] % CUDNN_MULTIPLE == 0, q.shape[1], k.shape[1], q.shape[3])
+    if key not in _ways:
+        wanted = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *wanted] if key[1] else wanted, set_priority=True):
+            _ways[key] = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=key[2] != key[3]))
+    return _ways[key]
 
 
 def _attend_tiles(query: Tensor, cache: KVStorage, out: Tensor, plan: Plan, launch: Launch, scale: float) -> None:

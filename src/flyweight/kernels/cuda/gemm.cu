@@ -471,6 +471,10 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
   }
   if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   wait_for_inputs();
+#if SKEW
+  if (warp >= 4)
+    for (const long long begin = clock64(); clock64() - begin < SKEW;) {}
+#endif
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
   Segment s;
