@@ -147,7 +147,7 @@ class Kernel:
             self._allow_shared(shared)
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         config = _launch_config((grid,) if isinstance(grid, int) else tuple(grid), block, shared, pdl, cluster or 1, stream)
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in args]
+        values = [0 if a is None else a if type(a) is int or type(a) is float else a.data_ptr() for a in args]
         with self._lock:  # the driver takes its copy of the arguments before it returns
             (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
             (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._address, 0)
