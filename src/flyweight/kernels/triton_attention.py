@@ -33,7 +33,7 @@ from flyweight.kernels.gemv import processors
 
 Rows = list[tuple[int, ...]]
 LOWEST = tl.constexpr(-1.0e30)  # of a masked score; finite, since −∞ less −∞ is no number
-FRESH_FROM = 256  # new tokens; from here on torch's attention takes a sequence that begins in this step
+FRESH_FROM = 64  # new tokens; from here on torch's attention takes a sequence that begins in this step
 LONG = 2048  # tokens; from here on neighbours of different lengths are apart, since cuDNN's kernel is faster than one for all
 CUDNN_MULTIPLE = 128  # cuDNN plans each length anew (tens of ms): only for lengths that come again; others take flash attention
 SHORTEST_PART = 512  # cached tokens worth a program of their own
