@@ -18,7 +18,7 @@ from flyweight.kernels import gemm, gemv, jit
 from flyweight.tensors import QuantTensor, quantize_int8_rows
 
 GEMV_ROWS = {"plain": 8, "int8": 8, "int4": 8, "w8a8": 4}  # 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
-WRITTEN_OUT = {"plain": 1024, "int8": 1024, "int4": 4096, "w8a8": 1 << 40}  # rows from which on cuBLAS is worth the writing
+WRITTEN_OUT = {"int8": 1024}  # rows from which on cuBLAS is worth the writing; the others' own kernel ends the product better
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -46,7 +46,8 @@ class CudaLinear:
         rows = x.shape[0]
         if rows in gemv.ROWS and rows <= GEMV_ROWS[self.weight.kind] and self.weight.fits(rows):
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
-        if rows < WRITTEN_OUT[self.weight.kind] and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
+        written_out = rows >= WRITTEN_OUT.get(self.weight.kind, rows + 1)
+        if not written_out and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 
