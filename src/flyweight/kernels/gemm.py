@@ -50,6 +50,7 @@ class Shape:
     shared: int
     skew: int = 0
     side: int = 8
+    rotate: int = 0
 
     @property
     def loaders(self) -> int:
@@ -63,7 +64,7 @@ class Shape:
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
               cluster: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0, side: int = 8,
-              room: int | None = None) -> Shape | None:
+              room: int | None = None, rotate: int = 0) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
@@ -96,7 +97,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         if stages >= (3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, skew, side)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, skew, side, rotate)
     return None
 
 
@@ -142,7 +143,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
-        "SKEW": shape.skew, "SIDE": shape.side})
+        "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 

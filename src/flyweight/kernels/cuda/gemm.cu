@@ -184,6 +184,12 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
 #endif
   return true;
 }
+// Neighbouring CTAs go through the stages from different ones on, so that they do not all want the same part of x at once.
+DEVICE int first_stage(const Segment& s) {
+  if (!ROTATE || SPLIT == LINE) return s.begin;
+  return s.begin + (int)((long long)(blockIdx.x / CLUSTER) * (s.end - s.begin) / (gridDim.x / CLUSTER));
+}
+DEVICE int next_stage(const Segment& s, int stage) { return stage + 1 == s.end ? s.begin : stage + 1; }
 DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
 
 // A loader warp's part of a stage: a quarter of the tiles, and of x. One lane does it.
@@ -209,7 +215,7 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
   for (int pass = 0; pass < 2; pass++) {
     int unit = first_unit(n_tiles), at = 0;
     while (next_segment(s, unit, n_tiles)) {
-      for (int stage = s.begin; stage < s.end; stage++, at++) {
+      for (int i = s.begin, stage = first_stage(s); i < s.end; i++, at++, stage = next_stage(s, stage)) {
         const int slot = at % STAGES;
         if (pass == 0) {
           if (at == STAGES) goto filled;
@@ -450,7 +456,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     u32 a[2][STEPS][4];
     int before = -1;  // the slot that the products in flight may still read
 #pragma unroll 1
-    for (int stage = s.begin; stage < s.end; stage++) {
+    for (int i = s.begin, stage = first_stage(s); i < s.end; i++, stage = next_stage(s, stage)) {
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
@@ -463,7 +469,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         load_block(a[block & 1], mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) wgmma(acc, a[block & 1][i], b0 + (block * STEPS + i) * (256 >> 4));
+        for (int step = 0; step < STEPS; step++) wgmma(acc, a[block & 1][step], b0 + (block * STEPS + step) * (256 >> 4));
         wgmma_commit();
       }
       before = slot;
