@@ -64,7 +64,7 @@ class Shape:
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
               cluster: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0, side: int = 8,
-              room: int | None = None, rotate: int = 0) -> Shape | None:
+              memory: int | None = None, rotate: int = 0) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
@@ -83,7 +83,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in ("int4", "int8")
-    limit = (room or (SHARED_SMALL if small else SHARED)) - staged * warpgroups * STAGED_ROW
+    limit = (memory or (SHARED_SMALL if small else SHARED)) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind == "w8a8" or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
