@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
-from flyweight.kernels.gemv import EPILOGUES, FORMATS, VECTORS, Gemv, processors
+from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 REGISTERS_SMALL = 96
@@ -54,7 +54,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     tokens = tokens or min(256 if kind != "plain" else 128, max(16, 1 << (rows - 1).bit_length()))
     if split is None:
-        split = CLUSTERS if rows <= min(tokens, 64 if kind == "w8a8" else 32) else LINE
+        split = CLUSTERS if rows <= min(tokens, 64 if kind in QUANTIZED else 32) else LINE
     small, large = split == CLUSTERS, outputs * columns > 1 << 25
     if warpgroups is None:
         warpgroups = 2 if not small else 1 if not large or (kind != "int4" and outputs <= 16384) else 3 if kind == "int4" else 2
@@ -65,14 +65,14 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if cluster is None or not small:
         room = 2 * processors if m_tiles <= processors // 2 and kind == "int4" and large else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
-    grouped = kind in ("int4", "int8")
+    grouped = kind in GROUPED
     limit = SHARED_SMALL if small else SHARED
-    for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if kind in ("int4", "int8") and tokens <= 64 else (2, 1):
+    for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if grouped and tokens <= 64 else (2, 1):
         span = count * 64
         if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
             continue
         records = 4 * warpgroups * math.ceil(span / group) * 64 if grouped else 0
-        stage = 4 * warpgroups * count * VECTORS[kind] * 512 + records + tokens * span * (1 if kind == "w8a8" else 2)
+        stage = 4 * warpgroups * count * BLOCK_BYTES[kind] + records + tokens * span * (1 if kind in QUANTIZED else 2)
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
@@ -101,11 +101,12 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
             epilogue: str, bias: bool, per_cta: int) -> tuple[jit.Kernel, jit.Kernel]:
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
+    quantize, sparse = kind in QUANTIZED, kind.startswith("sparse")
     pack = jit.load("pack.cu", defines=common | {
-        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "PER_CTA": per_cta,
-        "BESIDE": int(per_cta == 8 and kind != "w8a8")})
+        "NORM": int(norm), "QUANTIZE": quantize + (kind == "fp8"), "ORDER": (1 + sparse) * (kind in GROUPED), "PER_CTA": per_cta,
+        "BESIDE": int(per_cta == 8 and not quantize)})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
-        "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
+        **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "LOADERS": shape.loaders})
     return pack.kernel("pack"), gemm.kernel("gemm")
@@ -121,7 +122,7 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    quantize = weight.kind == "w8a8"
+    quantize = weight.kind in QUANTIZED
     team = 1 << max(5, (math.ceil(blocks * 2 / 3) - 1).bit_length())  # threads of a row that keep three pieces of 32 inputs each
     per_cta = 1 if padded <= 512 else max(1, 256 // team) if quantize else 8
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,

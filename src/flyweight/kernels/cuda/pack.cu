@@ -2,7 +2,8 @@
 //
 // packed: [stage][8 rows][16-byte column][row][16 bytes]. Within 32 inputs the columns hold, for s, p in {0, 1} and
 // t = 0 … 3, input 8t + 4s + 2p and the next (ORDER 0), inputs 8t + 4s + p and + 2 (ORDER 1: how a lane takes its codes
-// apart), or bytes 8t + 4s … + 3 (QUANTIZE). Rows up to a whole tile of tokens are zeros.
+// apart), or bytes 8t + 4s … + 3 (QUANTIZE: 1 to int8, 2 to float8); the c-th holds inputs 4c … 4c + 3 and 16 further
+// (ORDER 2: 2:4 weights). Rows up to a whole tile of tokens are zeros.
 //
 // Work split: 256 threads take PER_CTA rows. BESIDE: neighbouring lanes have neighbouring rows and fill whole lines when they
 // write (16-bit output); otherwise they have neighbouring inputs of one row. A thread keeps its pieces of 32 inputs in
@@ -16,6 +17,7 @@ constexpr int PIECES = (KDIM + 63) / 64 * 2;        // of 32 inputs
 constexpr int TEAM = 256 / PER_CTA;
 constexpr int OWN = (PIECES + TEAM - 1) / TEAM;     // pieces of a thread
 constexpr bool KEPT = OWN <= (BESIDE ? 2 : 3);
+constexpr float LARGEST = QUANTIZE == 2 ? 448.f : 127.f;  // code
 constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;  // of a stage
 
 DEVICE void load_piece(u32 (&v)[16], const u16* row, int piece) {
@@ -79,8 +81,8 @@ pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, i
     }
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
     if (QUANTIZE) {
-      if (thread == 0 && row < rows) row_scale[row] = fmaxf(most, 127e-12f) / 127.f * factor;
-      factor = 127.f / fmaxf(most, 127e-12f);
+      if (thread == 0 && row < rows) row_scale[row] = fmaxf(most, LARGEST * 1e-12f) / LARGEST * factor;
+      factor = LARGEST / fmaxf(most, LARGEST * 1e-12f);
     }
   }
   auto write = [&](u32(&v)[16], int piece) {
@@ -93,7 +95,12 @@ pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, i
       for (int s = 0; s < 2; s++) {
         u32 word[4] = {};
 #pragma unroll
-        for (int i = 0; i < 16; i++) word[i / 4] |= (to_int8(f[8 * (i / 4) + 4 * s + i % 4] * factor) & 0xff) << (8 * (i % 4));
+        for (int i = 0; i < 16; i += 2) {
+          const int at = 8 * (i / 4) + 4 * s + i % 4;
+          const float low = f[at] * factor, high = f[at + 1] * factor;
+          const u32 codes = QUANTIZE == 2 ? to_float8(low, high) : (to_int8(low) & 0xff) | (to_int8(high) & 0xff) << 8;
+          word[i / 4] |= codes << (8 * (i % 4));
+        }
         to[8 * s] = make_uint4(word[0], word[1], word[2], word[3]);
       }
     } else {
@@ -104,7 +111,9 @@ pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, i
         u32 word[4];
 #pragma unroll
         for (int t = 0; t < 4; t++)
-          word[t] = ORDER == 0 ? v[4 * t + i] : __byte_perm(v[4 * t + i / 2 * 2], v[4 * t + i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
+          word[t] = ORDER == 2   ? v[2 * i + t % 2 + t / 2 * 8]
+                    : ORDER == 0 ? v[4 * t + i]
+                                 : __byte_perm(v[4 * t + i / 2 * 2], v[4 * t + i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
         to[8 * i] = make_uint4(word[0], word[1], word[2], word[3]);
       }
     }
