@@ -7,15 +7,20 @@ import torch
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-FUSED_KINDS = ["plain", "w8a8", "int4:128", "int8:64", "fp8", "sparse-w8a8", "sparse-int8:64", "sparse-int4:128"]
-KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel",
-         "fp8", "sparse-w8a8", "sparse-int8:128", "sparse-int8:32", "sparse-int8:channel", "sparse-int4:128", "sparse-int4:64",
-         "sparse-int4:32"]
+FUSED_KINDS = ["plain", "w8a8", "int4:128", "int8:64", "fp8", "fp8-static", "sparse-w8a8", "sparse-int8:64",
+               "sparse-int4:128"]
+KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel", "fp8",
+         "fp8-static", "w8a8-static", "sparse-w8a8", "sparse-int8:128", "sparse-int8:32", "sparse-int8:channel",
+         "sparse-int4:128", "sparse-int4:64", "sparse-int4:32"]
 
 
 def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
     """A random weight; of every second seed symmetric, or (fp8) with one scale for the whole tensor."""
     columns, sparse = shape[1], kind.startswith("sparse-")
+    if kind.endswith("-static"):  # x beyond three times its deviation is cut off
+        scale = torch.tensor([3 / (448 if kind == "fp8-static" else 127)], device="cuda")
+        tensor = make(kind.removesuffix("-static"), shape, seed, dtype)
+        return dataclasses.replace(tensor, input_scale=scale, **({"activation": "static"} if kind == "fp8-static" else {}))
     if kind == "fp8":
         tensor = Float8.random(shape, seed, "cuda")
         return dataclasses.replace(tensor, scales=tensor.scales[:1]) if seed % 2 else tensor

@@ -77,6 +77,33 @@ def test_sparse_layouts_hold_every_kept_code_where_the_sparse_matrix_unit_reads_
     assert prepared.weights.numel() == gemv.BLOCK_BYTES[prepared.kind] * kept.numel() // 1024
 
 
+def regrouped(places: torch.Tensor, odd: int) -> torch.Tensor:
+    """gemm.cu's `regroup`: the even or odd places of two rows [..., 2] as one word."""
+    found = places >> 4 * odd & 0x0F0F0F0F
+    found = found | found >> 4
+    low, high = ((found & 0xFF) | (found >> 16 & 0xFF) << 8).unbind(-1)
+    return low | high << 16
+
+
+def test_sparse_weights_in_16_bits_meet_the_inputs_that_pack_has_put_there():
+    """wgmma.sp.m64nNk32: registers of gemm.cu's load_block, places by its regroup, columns of B by pack.cu's ORDER 2."""
+    tensor = Sparse24.random((16, 64), 3, inner=IntGroup, bits=8, group_size=-1)
+    raw = gemv.prepare(tensor, dtype=torch.bfloat16).weights
+    values, words = raw[:512].view(32, 2, 2, 4), raw[512:].view(torch.int32).view(8, 2, 2).long() & 0xFFFFFFFF
+    inputs = torch.cat([start + torch.arange(4) for c in range(4) for start in (4 * c, 16 + 4 * c)])  # of 32, by place in B
+    read = torch.zeros(16, 64)
+    for half in range(2):
+        for row in range(16):
+            for four in range(8):
+                lane, register = row % 8 * 4 + four % 4, four // 4
+                word = regrouped(words[row % 8, half], four // 4)  # of lane 0 for fours 0 to 3, of lane 1 for the others
+                nibble = word >> 16 * (row // 8) + 4 * (four % 4)
+                for i in range(2):
+                    column = inputs[4 * four + int(nibble >> 2 * i & 3)]
+                    read[row, 32 * half + column] = values[lane, half, row // 8, 2 * register + i].float()
+    assert torch.equal(read, torch.zeros(16, 64).scatter_(1, tensor.columns(), tensor.inner.values().float()))
+
+
 @pytest.mark.parametrize("shape", [(32, 128), (40, 192), (24, 72)])
 def test_layouts_hold_every_code_where_the_matrix_unit_reads_it(shape):
     rows, columns = shape

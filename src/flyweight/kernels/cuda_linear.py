@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.kernels import gemm, gemv, jit
-from flyweight.tensors import QuantTensor, quantize_float8_rows, quantize_int8_rows
+from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
 GEMV_ROWS = {"w8a8": 4, "fp8": 4}  # 8 for the others: 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
 WRITTEN_OUT = {"plain": 1024, "int8": 1024, "int4": 4096}  # rows from which on cuBLAS is worth the writing; never for the others
@@ -70,12 +70,21 @@ class CudaLinear:
         if weight.kind not in gemv.QUANTIZED:
             y = F.linear(x, dense)
         else:
-            codes, scale = quantize_float8_rows(x) if weight.kind == "fp8" else quantize_int8_rows(x)
             assert weight.channel_scale is not None
+            channels, static = weight.channel_scale.split([weight.out_features, int(weight.static)])
+            codes, scale = quantize_rows(x, weight.kind, static if weight.static else None)
             shrink = 2.0**-15 if weight.dtype == torch.float16 else 1.0  # exact, and keeps sums below fp16's largest
             sums = F.linear((codes.float() * shrink).to(weight.dtype), dense)
-            y = (sums.float() * (scale / shrink) * gemv.deinterleave(weight.channel_scale, weight.interleaved)).to(weight.dtype)
+            y = (sums.float() * (scale / shrink) * gemv.deinterleave(channels, weight.interleaved)).to(weight.dtype)
         return y if self.bias is None else y.add_(self.bias)
+
+
+def quantize_rows(x: Tensor, kind: str, static: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes of x and their scale, of each row or the one given: what pack.cu does."""
+    if static is None:
+        return quantize_float8_rows(x) if kind == "fp8" else quantize_int8_rows(x)
+    scaled = x.float() / static
+    return (scaled.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8) if kind == "fp8" else scaled.round().clamp(-128, 127)), static
 
 
 def untile(weight: gemv.Gemv, out: Tensor) -> Tensor:

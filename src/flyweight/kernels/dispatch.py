@@ -76,7 +76,7 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
 def because(tensor: QuantTensor) -> str:
     """What of a weight of a known kind the kernels cannot take."""
     if isinstance(tensor, Float8) and tensor.device.type == "cuda":
-        if tensor.block is not None or tensor.activation != "token":
+        if tensor.block is not None or tensor.activation not in ("token", "static"):
             return f" (activations: {tensor.activation}, blocks: {tensor.block})"
         if not gemv.has_float8(tensor.device):
             return " (a GPU before sm_89)"

@@ -99,12 +99,12 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, per_cta: int) -> tuple[jit.Kernel, jit.Kernel]:
+            epilogue: str, bias: bool, per_cta: int, static: bool) -> tuple[jit.Kernel, jit.Kernel]:
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     quantize, sparse = kind in QUANTIZED, kind.startswith("sparse")
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": quantize + (kind == "fp8"), "ORDER": (1 + sparse) * (kind in GROUPED), "PER_CTA": per_cta,
-        "BESIDE": int(per_cta == 8 and not quantize)})
+        "BESIDE": int(per_cta == 8 and not quantize), "STATIC": int(static)})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
@@ -127,10 +127,12 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     per_cta = 1 if padded <= 512 else max(1, 256 // team) if quantize else 8
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, per_cta=per_cta,
+                         static=weight.static,
                          epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
     packed = buffer("packed", padded * blocks * 64 * (1 if quantize else 2), device)
     row_scale = buffer("row scale", padded * 4, device)
-    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+    static_scale = weight.channel_scale[weight.out_features:] if weight.static and weight.channel_scale is not None else None
+    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon), static_scale), pdl=pdl)
 
     partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
     flags = buffer("flags", count * 4, device)

@@ -45,9 +45,9 @@ def _format_of(tensor: QuantTensor, stretch: int = 1) -> str | None:
     """`stretch`: inputs for one column of the weight."""
     if isinstance(tensor, Plain):
         return "plain"
-    if isinstance(tensor, Float8) and tensor.activation == "token" and tensor.block is None:
+    if isinstance(tensor, Float8) and tensor.activation in ("token", "static") and tensor.block is None:
         return "fp8" if has_float8(tensor.device) else None
-    if isinstance(tensor, Int8Channel) and tensor.input_scale is None:
+    if isinstance(tensor, Int8Channel) and tensor.input_zero is None:
         return "w8a8"
     if isinstance(tensor, IntGroup) and tensor.bits in (4, 8) and tensor.g_idx is None:
         group = stretch * tensor.group_size
@@ -172,7 +172,7 @@ class Gemv:
     kind: str
     weights: Tensor  # uint8, tiles
     records: Tensor | None  # group scales and zero points
-    channel_scale: Tensor | None  # float32 [out], W8A8 and float8
+    channel_scale: Tensor | None  # float32 [out], W8A8 and float8; then one for x where it is `static`
     bias: Tensor | None
     out_features: int
     in_features: int
@@ -180,6 +180,7 @@ class Gemv:
     interleaved: bool
     dtype: torch.dtype
     scale_fp16: bool
+    static: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -197,7 +198,8 @@ class Gemv:
     def defines(self, rows: int, chosen: Plan, *, warps: int, norm: bool, epilogue: str = "store") -> dict[str, int]:
         """What gemv.cuh is compiled for."""
         return {
-            **format_defines(self.kind), "FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16),
+            **format_defines(self.kind), "STATIC": int(self.static), "FP16": int(self.dtype == torch.float16),
+            "SCALE_FP16": int(self.scale_fp16),
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group, "NORM": int(norm),
             "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None), "WARPS": warps, "STAGES": chosen.stages,
             "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared, "SLOTS": chosen.slots,
@@ -259,6 +261,8 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         channel_scale = inner.scales.float().expand(rows, 1).flatten()
         if interleave:
             channel_scale = interleave_rows(channel_scale)
+        if inner.input_scale is not None:
+            channel_scale = torch.cat([channel_scale, inner.input_scale.float().view(1)])
     else:
         assert isinstance(inner, IntGroup)
         codes = inner.values().to(torch.uint8)
@@ -269,4 +273,4 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
     else:
         weights = layout(codes, kind, interleave=interleave)
     return Gemv(kind, weights, records, channel_scale, None if bias is None else bias.to(dtype).contiguous(), rows, columns,
-                group, interleave, dtype, scale_fp16)
+                group, interleave, dtype, scale_fp16, static=channel_scale is not None and len(channel_scale) > rows)

@@ -8,7 +8,8 @@
 // A stage's weights go from shared memory to registers, become 16-bit floats there where they are codes (exact integers
 // less the zero point, times the scale, rounded once) and meet x, which stays in shared memory. pack.cu has written x in
 // the order that the matrix units want (core matrices; inputs permuted the way a lane holds its codes), with the norm
-// applied and, for W8A8, quantized. So both operands arrive by plain bulk copies.
+// applied and, for W8A8 and float8, quantized. So both operands arrive by plain bulk copies. 2:4 weights stay compressed: the
+// sparse matrix units take 64 inputs (8 bits) or 32 (16 bits) at a time, with a word that says which of them are kept.
 //
 // How the tiles are shared out (SPLIT):
 //   CLUSTERS, few rows: the inputs of a tile are cut over the CTAs of a cluster, which add up in each other's shared

@@ -20,7 +20,7 @@
 // Where two of four inputs are kept, the sparse matrix units pick x; a zero point then takes out the sum of the x picked,
 // which a second product, with ones for weights, gives.
 //
-// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
+// defines: FORMAT, SPARSE (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
 // SLOTS
 #include "common.cuh"
 #include "linear.cuh"
@@ -148,23 +148,31 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
   }
 }
 
+DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < PER_ROW; i++) squares += sh.row_stats[row][i].x;
+  return rsqrtf(squares / KDIM + epsilon);
+}
+
 // x into shared memory. Each row belongs to PER_ROW warps; the norm's weights are read ahead of the wait. Integer weights
 // want whole groups only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
-DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp, int lane) {
+DEVICE void load_rows(LinearShared& sh, const Linear& a, int warp, int lane) {
   const int row = warp / PER_ROW, part = warp % PER_ROW;
   uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
 #pragma unroll
   for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
-    weight[i] = piece < KDIM / 8 ? ((const uint4*)norm)[piece] : make_uint4(0, 0, 0, 0);
+    weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
   }
+  float squares = 0, most = STATIC ? LARGEST * a.channel_scale[NDIM] : 0.f, inverse = 1;
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
-    x[i] = piece < KDIM / 8 ? ((const uint4*)(X + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+    x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
   }
-  float v[PER_LANE][8], squares = 0, most = 0;
+  float v[PER_LANE][8];
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
@@ -178,7 +186,7 @@ DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp,
         v[i][j] *= j & 1 ? high_float(n[j / 2]) : low_float(n[j / 2]);
       }
     }
-    if (QUANTIZED) {
+    if (QUANTIZED && !STATIC) {
 #pragma unroll
       for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[i][j]));
     }
@@ -191,6 +199,10 @@ DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp,
 #pragma unroll
     for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[row][i].y);
   }
+  if (STATIC && NORM) {
+    __syncwarp();
+    inverse = inverse_norm(sh, row, a.epsilon);
+  }
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
@@ -201,7 +213,7 @@ DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp,
       u8* to = sh.x + row * PLANES * XROW + piece / 8 * 64 + piece % 4 * 16 + piece / 4 % 2 * 8;  // a lane's two halves together
       u32 high[2] = {0, 0}, low[2] = {0, 0};
       if constexpr (QUANTIZED) {
-        const float factor = LARGEST / fmaxf(most, LARGEST * 1e-12f);
+        const float factor = LARGEST / fmaxf(most, LARGEST * 1e-12f) * inverse;
 #pragma unroll
         for (int j = 0; j < (FORMAT == W8A8 ? 8 : 0); j++) high[j / 4] |= (to_int8(v[i][j] * factor) & 0xff) << (8 * (j % 4));
 #pragma unroll
@@ -245,10 +257,10 @@ DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp,
 
 // What a finished sum of row `token` is multiplied with, the weights' own scales aside.
 DEVICE float row_factor(const LinearShared& sh, int token, float epsilon) {
-  float squares = 0, most = 0;
+  float most = 0;
 #pragma unroll
-  for (int i = 0; i < PER_ROW; i++) squares += sh.row_stats[token][i].x, most = fmaxf(most, sh.row_stats[token][i].y);
-  const float inverse = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
+  for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[token][i].y);
+  const float inverse = NORM && !STATIC ? inverse_norm(sh, token, epsilon) : 1.f;
   return QUANTIZED ? fmaxf(most, LARGEST * 1e-12f) / LARGEST * inverse : inverse;
 }
 
@@ -407,7 +419,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
     produce(sh, a, count, tile_at, early, lane);
     return false;
   }
-  load_rows(sh, a.x, a.norm, warp, lane);
+  load_rows(sh, a, warp, lane);
 
   // Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; columns beyond the last row repeat it.
   const u8* xs = sh.x + min(g, ROWS * PLANES - 1) * XROW + t * 16;

@@ -13,5 +13,9 @@
 #ifndef SPARSE
 #define SPARSE 0
 #endif
+// x is quantized with a scale of its own for each row, or with the one that follows the channels' scales (STATIC).
+#ifndef STATIC
+#define STATIC 0
+#endif
 constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
 constexpr int BLOCK_BYTES = (FORMAT == INT4 ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;

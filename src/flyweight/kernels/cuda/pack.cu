@@ -10,13 +10,16 @@
 // registers between the sum over the row and the writing where they are few, and reads them again where not.
 // Limit: bytes read and written / bandwidth; for few rows latency.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, PER_CTA, BESIDE
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, PER_CTA, BESIDE
 #include "common.cuh"
 
 constexpr int PIECES = (KDIM + 63) / 64 * 2;        // of 32 inputs
 constexpr int TEAM = 256 / PER_CTA;
 constexpr int OWN = (PIECES + TEAM - 1) / TEAM;     // pieces of a thread
 constexpr bool KEPT = OWN <= (BESIDE ? 2 : 3);
+#ifndef STATIC
+#define STATIC 0
+#endif
 constexpr float LARGEST = QUANTIZE == 2 ? 448.f : 127.f;  // code
 constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;  // of a stage
 
@@ -38,7 +41,7 @@ DEVICE void multiply_norm(u32 (&v)[16], const u16* norm, int piece, float factor
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, int groups, float epsilon) {
+pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale) {
   constexpr int ROWS = BESIDE ? PER_CTA : 1;                    // of a warp
   constexpr int WARPS = BESIDE ? 8 : TEAM / 32;                 // of a row
   __shared__ float2 stats[8][ROWS];
@@ -81,8 +84,9 @@ pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, i
     }
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
     if (QUANTIZE) {
-      if (thread == 0 && row < rows) row_scale[row] = fmaxf(most, LARGEST * 1e-12f) / LARGEST * factor;
-      factor = LARGEST / fmaxf(most, LARGEST * 1e-12f);
+      const float scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
+      if (thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
+      factor = STATIC ? factor / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
     }
   }
   auto write = [&](u32(&v)[16], int piece) {
