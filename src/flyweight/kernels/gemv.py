@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ EPILOGUES = {"store": 0, "residual": 1, "silu": 2}
 BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 1024,  # of 16 outputs × 64 inputs
                "sparse-int4": 384, "sparse-int8": 640, "sparse-w8a8": 640}
 GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
-QUANTIZED = ("w8a8", "fp8", "sparse-w8a8")  # x becomes codes too
+QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
 # Warps that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a token of
 # Qwen3-8B, W8A8 2.35 instead of 2.62, with 8 instead of 16).
 WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 16, "sparse-int8": 8, "sparse-w8a8": 8}
@@ -181,10 +182,15 @@ class Gemv:
     dtype: torch.dtype
     scale_fp16: bool
     static: bool = False
+    calls: dict[tuple, Any] = field(default_factory=dict, repr=False)  # what gemm.py has made ready for it, by rows and epilogue
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.weights, self.records, self.channel_scale, self.bias) if t is not None)
+
+    @property
+    def static_scale(self) -> Tensor | None:
+        return self.channel_scale[self.out_features:] if self.static and self.channel_scale is not None else None
 
     def fits(self, rows: int) -> bool:
         return self.plan(rows, tiles=1) is not None

@@ -20,9 +20,17 @@
 //   WHOLE: CTAs take tiles in turn, neighbours sharing rows and columns so that L2 serves most reads.
 // Sums are added in a fixed order: the same bits every time.
 //
+// SHARE CTAs of a cluster have the same columns and different outputs: each fetches its part of x for all of them (multicast).
+// A tile of 128 outputs × 256 tokens at the matrix units' full rate asks L2 for 48 bytes a cycle and SM, which is more than it
+// has (about 28); with two CTAs sharing x it is 32, with four 24. Few rows have the same trouble: every CTA reads all of x.
+//
+// STAGED tokens at a time (0: none) go through shared memory when a tile is done, so that whole lines are written; where that is
+// the whole tile, the residual waits there from the tile's beginning on.
+//
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
-// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS, CLUSTER
+// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS, CLUSTER, SHARE,
+// STAGED. A cluster is CLUSTER / SHARE parts of the inputs (CLUSTERS; else one) × SHARE tiles.
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -36,6 +44,7 @@ constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = 4 * WGS, M_TILES = (TILES + MT - 1) / MT;
+constexpr int PARTS = CLUSTER / SHARE, M_SETS = (M_TILES + SHARE - 1) / SHARE;  // parts of the inputs; tiles that share x
 constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
 constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
 constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
@@ -43,12 +52,17 @@ constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
 constexpr bool WIDE = TOKENS == 256;                           // accumulators take most registers: the producers give theirs
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
-constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
+constexpr int MOST_OWNERS = PARTS < COLUMNS ? PARTS : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
+constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
+constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
+static_assert(SPLIT == CLUSTERS || PARTS == 1, "only clusters cut the inputs");
+static_assert(SPLIT != LINE || SHARE == 1, "parts of a line differ in length");
+static_assert(!STAGED || (SPLIT != CLUSTERS && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 
@@ -69,14 +83,34 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 struct __align__(128) Shared {
   union {
     u8 ring[STAGES][STAGE_BYTES];
-    uint4 exchange[CLUSTER][CLUSTER > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
+    uint4 exchange[PARTS][PARTS > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
   };
+  u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
   u64 full[STAGES], empty[STAGES];
 };
 
 DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
+}
+// The same into the same place of every CTA in `mask`; each one's own barrier counts the bytes.
+DEVICE void bulk_copy_shared(void* to, const void* from, u32 bytes, u64* full, u16 mask) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)), "h"(mask) : "memory");
+}
+DEVICE u32 address_in(u32 address, int rank) {  // the same place in another CTA of the cluster
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// A slot is free when the consumers of all CTAs that share x are done with it.
+DEVICE void release(u64* empty, int lane) {
+  if (SHARE == 1) {
+    if (lane == 0) barrier_arrive(empty);
+  } else if (lane < SHARE) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+                 ::"r"(address_in(shared_address(empty), lane * PARTS + blockIdx.x % PARTS)) : "memory");
+  }
 }
 
 // Two 16-bit floats at a time.
@@ -205,15 +239,15 @@ struct Segment {
 DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
 DEVICE Segment place(int tile, int n_tiles) {
   constexpr int side = 8;  // token tiles side by side, for L2
-  const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);
-  return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
+  const int group = tile / (side * M_SETS), inside = tile % (side * M_SETS), width = min(side, n_tiles - group * side);
+  return {inside / width * SHARE + (int)(blockIdx.x % SHARE), group * side + inside % width, 0, STAGE_COUNT};
 }
 // The i-th segment of this CTA; `units` counts on through them. False after the last.
 DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
 #if SPLIT == CLUSTERS
   if (unit < 0) return false;
-  const int rank = unit % CLUSTER;
-  s = {unit / CLUSTER, 0, rank * STAGE_COUNT / CLUSTER, (rank + 1) * STAGE_COUNT / CLUSTER};
+  const int rank = unit % CLUSTER, part = rank % PARTS;
+  s = {unit / CLUSTER * SHARE + rank / PARTS, 0, part * STAGE_COUNT / PARTS, (part + 1) * STAGE_COUNT / PARTS};
   unit = -1;
 #elif SPLIT == LINE
   const int end = unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT);
@@ -223,13 +257,16 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
   s.end = min(STAGE_COUNT, s.begin + end - unit);
   unit += s.end - s.begin;
 #else
-  if (unit >= M_TILES * n_tiles) return false;
+  if (unit >= M_SETS * n_tiles) return false;
   s = place(unit, n_tiles);
-  unit += gridDim.x;
+  unit += gridDim.x / SHARE;
 #endif
   return true;
 }
-DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
+DEVICE int first_unit(int n_tiles) {
+  if (SPLIT == LINE) return unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT);
+  return SPLIT == WHOLE ? blockIdx.x / SHARE : blockIdx.x;
+}
 
 // A loader warp's part of a stage: a quarter of the tiles, and of x. One lane does it.
 DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* records, const Segment& s, int stage, int loader) {
@@ -245,8 +282,15 @@ DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* reco
   }
 }
 DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage, int n_tiles, int loader) {
-  constexpr int part = X_BYTES / LOADERS;
-  bulk_copy(slot + WEIGHT_BYTES + RECORD_BYTES + loader * part, x + ((size_t)stage * n_tiles + s.n) * X_BYTES + loader * part, part, full);
+  constexpr int part = X_BYTES / LOADERS / SHARE;
+  const int rank = blockIdx.x % CLUSTER, at = (rank / PARTS * LOADERS + loader) * part;
+  u8* to = slot + WEIGHT_BYTES + RECORD_BYTES + at;
+  const u8* from = x + ((size_t)stage * n_tiles + s.n) * X_BYTES + at;
+  u32 sharers = 0;
+#pragma unroll
+  for (int i = 0; i < SHARE; i++) sharers |= 1 << i * PARTS;
+  if (SHARE == 1) bulk_copy(to, from, part, full);
+  else bulk_copy_shared(to, from, part, full, (u16)(sharers << rank % PARTS));
 }
 // The ring's first weights are fetched before this kernel's inputs are there, its x after.
 DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8* x, int n_tiles, int loader) {
@@ -273,36 +317,49 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
   }
 }
 
-// D lies with outputs in rows g, g + 8 and tokens 8j + 2t, + 1; transposed in 8 × 8 pieces, a lane writes two outputs of
-// token 8j + g at once.
-// `acc` has the column groups from `first` on.
+// What becomes of the sums of a thread: outputs g and g + 8 of its warp's tile, tokens 2t and 2t + 1 of 8.
+struct Finish {
+  float scale[2], offset[2];  // of the two outputs
+  const float* row_scale;     // of token 2t
+  DEVICE Finish(int tile, const float* channel_scale, const float* rows_from, const u16* bias, int lane)
+      : row_scale(rows_from + 2 * (lane % 4)) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int channel = min(tile * 16 + 8 * half + lane / 4, NDIM - 1);
+      scale[half] = QUANTIZED ? channel_scale[channel] : 1.f;
+      offset[half] = BIAS ? to_float(bias[channel]) : 0.f;
+    }
+  }
+  DEVICE void operator()(const accumulator* acc, int column, float (&v)[2][2]) const {
+    float2 row = make_float2(1.f, 1.f);
+    if (QUANTIZED) row = *(const float2*)(row_scale + column);  // of rows that do not exist too: nobody writes those
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float x = (float)acc[i];
+      if (QUANTIZED) x *= scale[i / 2] * (i % 2 ? row.y : row.x);
+      v[i / 2][i % 2] = x + offset[i / 2];
+    }
+    if (EPILOGUE == SILU)
+#pragma unroll
+      for (int i = 0; i < 2; i++) v[0][i] = __fdividef(v[0][i], 1.f + __expf(-v[0][i])) * v[1][i];
+  }
+};
+
+// D transposed in 8 × 8 pieces: a lane writes two outputs of token 8j + g at once. `acc` has the column groups from `first` on.
 template <int COUNT>
 DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, int first, const float* channel_scale,
                        const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
   const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
   if (tile >= TILES) return;
-  float scale[2] = {1.f, 1.f}, offset[2] = {0.f, 0.f};
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int channel = min(tile * 16 + 8 * half + g, NDIM - 1);
-    if (QUANTIZED) scale[half] = channel_scale[channel];
-    if (BIAS) offset[half] = to_float(bias[channel]);
-  }
+  const Finish finish(tile, channel_scale, row_scale, bias, lane);
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
     const int column = s.n * TOKENS + 8 * (first + j);
     if (column >= rows) break;
     float v[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float x = (float)acc[4 * j + i];
-      if (QUANTIZED) x *= scale[i / 2] * row_scale[min(column + 2 * t + i % 2, rows - 1)];
-      v[i / 2][i % 2] = x + offset[i / 2];
-    }
+    finish(acc + 4 * j, column, v);
     const int token = column + g;
     if constexpr (EPILOGUE == SILU) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) v[0][i] = v[0][i] / (1.f + __expf(-v[0][i])) * v[1][i];
       const u32 pair = transpose8(pack2(v[0][0], v[0][1]));
       if (token < rows && tile * 8 + 2 * t < WIDTH) *(u32*)(Y + (size_t)token * WIDTH + tile * 8 + 2 * t) = pair;
     } else {
@@ -321,6 +378,66 @@ DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, in
     }
   }
 }
+
+#if STAGED
+// A warpgroup's results lie in shared memory token by token. Its warps write there, each its 16 outputs of all tokens; then
+// each takes a quarter of the tokens to global memory, in pieces of 16 bytes. The residual comes in the same way.
+template <class ACTION> DEVICE void each_piece(const Segment& s, int first, int rows, int warp, int lane, ACTION act) {
+  constexpr int lanes = OUT_BYTES / 16, quarter = STAGED / 4;
+#pragma unroll 4
+  for (int i = 0; i < quarter * lanes / 32; i++) {
+    const int token = warp % 4 * quarter + i * (32 / lanes) + lane / lanes, row = s.n * TOKENS + first + token;
+    const int n = (s.m * WGS + warp / 4) * (OUT_BYTES / 2) + lane % lanes * 8;
+    if (row < rows && n < WIDTH) act((size_t)row * WIDTH + n, token * OUT_ROW + lane % lanes * 16);
+  }
+}
+DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* residual, int rows, int warp, int lane) {
+  const u32 staging = shared_address(sh.staging[warp / 4]);
+  __syncwarp();
+  each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
+  copy_group();
+}
+DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {  // transposed; lane i has the address of row i % 8 of matrix i / 8
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
+                         const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
+  const u8* staging = sh.staging[warp / 4];
+  const Finish finish(s.m * MT + warp, channel_scale, row_scale, bias, lane);
+  const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
+  constexpr int together = EPILOGUE == SILU ? 4 : 2;  // groups of 8 tokens
+  const u32 place = shared_address(staging) + (8 * (EPILOGUE == SILU ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
+#pragma unroll
+  for (int first = 0; first < TOKENS; first += STAGED) {
+    if (s.n * TOKENS + first >= rows) break;
+    if (EPILOGUE == RESIDUAL && first > 0) fetch_residual(sh, s, first, residual, rows, warp, lane);
+    if (EPILOGUE == RESIDUAL) copy_wait<0>();
+    named_barrier(2 + warp / 4, 128);  // the residual is there, and what was here before is gone
+#pragma unroll
+    for (int j = 0; j < STAGED / 8; j += together) {
+      u32 words[4], old[4] = {};
+      if (EPILOGUE == RESIDUAL) {
+        const uint4 w = load_matrices<true>(place + j * 8 * OUT_ROW);
+        old[0] = w.x, old[1] = w.y, old[2] = w.z, old[3] = w.w;
+      }
+#pragma unroll
+      for (int i = 0; i < together; i++) {
+        float v[2][2];
+        finish(acc + first / 2 + 4 * (j + i), s.n * TOKENS + first + 8 * (j + i), v);
+#pragma unroll
+        for (int half = 0; half < 4 / together; half++) {
+          if (EPILOGUE == RESIDUAL) v[half][0] += low_float(old[2 * i + half]), v[half][1] += high_float(old[2 * i + half]);
+          words[4 / together * i + half] = pack2(v[half][0], v[half][1]);
+        }
+      }
+      store_matrices(place + j * 8 * OUT_ROW, words);
+    }
+    named_barrier(2 + warp / 4, 128);
+    each_piece(s, first, rows, warp, lane, [&](size_t to, int from) { *(uint4*)(Y + to) = *(const uint4*)(staging + from); });
+  }
+}
+#endif
 
 // Sums of a tile that begins in another CTA, left for it; and the owner's taking them in, in the order of the stages.
 DEVICE void leave_partial(const accumulator (&acc)[TOKENS / 2], uint4* partials, int* flags) {
@@ -357,8 +474,7 @@ DEVICE void give_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank
 #pragma unroll
   for (int j = 0; j < COLUMNS; j++) {
     const uint4 v = *(const uint4*)&acc[4 * j];
-    u32 to;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&sh.exchange[rank][j % OWNED][threadIdx.x])), "r"(j / OWNED));
+    const u32 to = address_in(shared_address(&sh.exchange[rank % PARTS][j % OWNED][threadIdx.x]), rank / PARTS * PARTS + j / OWNED);
     asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
   }
 }
@@ -366,7 +482,7 @@ DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
 #pragma unroll
   for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
 #pragma unroll
-  for (int from = 0; from < CLUSTER; from++)
+  for (int from = 0; from < PARTS; from++)
 #pragma unroll
     for (int j = 0; j < OWNED; j++) {
       const uint4 p = sh.exchange[from][j][threadIdx.x];
@@ -389,22 +505,28 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], LOADERS);
-      barrier_init(&sh.empty[i], WGS * 4);
+      barrier_init(&sh.empty[i], SHARE * WGS * 4);
     }
     fence_barriers();
   }
   __syncthreads();
+  if (SHARE > 1) cluster_arrive(), cluster_wait();  // the others' barriers are ready
   launch_dependents();
   if (warp >= WGS * 4) {
     if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (lane == 0) produce(sh, weights, records, x, n_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
-    if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+    if (PARTS > 1) cluster_arrive(), cluster_wait();
+    if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // nobody leaves whose shared memory another may still write
     return;
   }
   if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   wait_for_inputs();
+#if SKEW
+  if (warp >= 4)
+    for (const long long begin = clock64(); clock64() - begin < SKEW;) {}
+#endif
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
   Segment s;
@@ -412,6 +534,9 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     accumulator acc[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
+#if STAGED
+    if (EPILOGUE == RESIDUAL && s.begin == 0) fetch_residual(sh, s, 0, residual, rows, warp, lane);
+#endif
     u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
 #pragma unroll 1
@@ -422,13 +547,13 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
 #if FORMAT == FP8
-      if (before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
+      if (before >= 0) release(&sh.empty[before], lane);
       multiply_stage(acc, mine, b0, lane);
 #else
 #pragma unroll
       for (int block = 0; block < SB; block++) {
         wgmma_wait<SB == 1 ? 0 : 1>();  // what used these registers two blocks ago
-        if (block == (SB == 1 ? 0 : 1) && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
+        if (block == (SB == 1 ? 0 : 1) && before >= 0) release(&sh.empty[before], lane);
         load_block(a[block & 1], mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
@@ -441,25 +566,30 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     }
     wgmma_wait<0>();
     keep_behind(acc);
-    if (lane == 0) barrier_arrive(&sh.empty[before]);
-#if CLUSTER > 1
+    release(&sh.empty[before], lane);
+#if CLUSTER > SHARE
     const int rank = blockIdx.x % CLUSTER;
     cluster_arrive(), cluster_wait();  // all rings are done with
     give_sums(sh, acc, rank);
     cluster_arrive(), cluster_wait();
-    if (rank < OWNERS) {
+    if (rank % PARTS < OWNERS) {
       accumulator sum[OWNED * 4];
       take_sums(sh, sum);
-      write_tile<OWNED>(sum, s, rank * OWNED, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+      write_tile<OWNED>(sum, s, rank % PARTS * OWNED, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
     }
 #else
     if (SPLIT == LINE && s.begin > 0) {
       leave_partial(acc, partials, flags);
     } else {
       if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(acc, partials, flags, s, (unit - 1) / STAGE_COUNT, n_tiles);
+#if STAGED
+      write_staged(sh, acc, s, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+#else
       write_tile<COLUMNS>(acc, s, 0, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+#endif
     }
 #endif
   }
+  if (SHARE > 1 && PARTS == 1) cluster_arrive(), cluster_wait();
 #endif
 }
