@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
-from flyweight.kernels.gemv import EPILOGUES, FORMATS, VECTORS, Gemv, processors
+from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # What an SM does in a microsecond: tokens · 64 outputs · inputs; and how much slower it is with smaller tiles (tokens,
 # warpgroups). Cutting tiles anywhere instead of taking whole ones costs LINE_US, for the sums that have to be handed over.
-PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3}
+PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
+            "sparse-w8a8": 90e3}
 TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
 LINE_US = 12.0
 REGISTERS_SMALL = 96
@@ -70,10 +71,10 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
     if split is None:
-        split = CLUSTERS if rows <= (64 if kind == "w8a8" or (kind == "plain" and not large) else 32) else LINE
+        split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
     small = split == CLUSTERS
     if warpgroups is None:
-        three, two = kind == "int4" and large, kind == "w8a8" and outputs > 16384
+        three, two = kind == "int4" and large, kind in QUANTIZED and outputs > 16384
         warpgroups = 2 if not small or two else 3 if three else 1
     tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
@@ -82,15 +83,15 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
-    grouped = kind in ("int4", "int8")
+    grouped = kind in GROUPED
     limit = (memory or (SHARED_SMALL if small else SHARED)) - staged * warpgroups * STAGED_ROW
-    counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind == "w8a8" or tokens <= 64 else (1, 2)
+    counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
         if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
             continue
         records = 4 * warpgroups * math.ceil(span / group) * 64 if grouped else 0
-        stage = 4 * warpgroups * count * VECTORS[kind] * 512 + records + tokens * span * (1 if kind == "w8a8" else 2)
+        stage = 4 * warpgroups * count * BLOCK_BYTES[kind] + records + tokens * span * (1 if kind in QUANTIZED else 2)
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
@@ -134,13 +135,14 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, pack_rows: int, pack_warps: int) -> tuple[jit.Kernel, jit.Kernel]:
+            epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool) -> tuple[jit.Kernel, jit.Kernel]:
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
+    order = 0 if kind not in GROUPED else 2 if kind.startswith("sparse") else 1
     pack = jit.load("pack.cu", defines=common | {
-        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "ROWS": pack_rows,
+        "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order, "ROWS": pack_rows,
         "WARPS": pack_warps})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
-        "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
+        **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
         "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate})
@@ -183,10 +185,11 @@ def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual
     pack_rows, pack_warps = pack_shape(weight.in_features, padded)
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
-                         pack_warps=pack_warps, epilogue="silu" if weight.interleaved else "residual" if residual else "store")
+                         pack_warps=pack_warps, static=weight.static,
+                         epilogue="silu" if weight.interleaved else "residual" if residual else "store")
     return Call(pack, gemm, tokens=shape.tokens, pack_rows=pack_rows, pack_block=32 * pack_warps, grid=shape.grid(count),
                 block=(4 * shape.warpgroups + shape.loaders) * 32, shared=shape.shared, cluster=shape.cluster,
-                packed=buffer("packed", padded * blocks * 64 * (1 if weight.kind == "w8a8" else 2), device),
+                packed=buffer("packed", padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), device),
                 row_scale=buffer("row scale", padded * 4, device),
                 partials=buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device),
                 flags=buffer("flags", count * 4, device))
@@ -210,7 +213,7 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
     padded = -(-rows // call.tokens) * call.tokens
     call.pack.launch(padded // call.pack_rows, call.pack_block,
-                     (x, norm, call.packed, call.row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+                     (x, norm, call.packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale), pdl=pdl)
     call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, call.packed, call.row_scale,
                                              weight.bias, residual, out, call.partials, call.flags, rows),
                      shared=call.shared, pdl=pdl, cluster=call.cluster)

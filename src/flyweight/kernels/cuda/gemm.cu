@@ -8,7 +8,8 @@
 // A stage's weights go from shared memory to registers, become 16-bit floats there where they are codes (exact integers
 // less the zero point, times the scale, rounded once) and meet x, which stays in shared memory. pack.cu has written x in
 // the order that the matrix units want (core matrices; inputs permuted the way a lane holds its codes), with the norm
-// applied and, for W8A8, quantized. So both operands arrive by plain bulk copies.
+// applied and, for W8A8 and float8, quantized. So both operands arrive by plain bulk copies. 2:4 weights stay compressed: the
+// sparse matrix units take 64 inputs (8 bits) or 32 (16 bits) at a time, with a word that says which of them are kept.
 //
 // How the tiles are shared out (SPLIT):
 //   CLUSTERS, few rows: the inputs of a tile are cut over the CTAs of a cluster, which add up in each other's shared
@@ -24,8 +25,8 @@
 //
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS, CLUSTER,
-// STAGED
+// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
+// CLUSTER, STAGED
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -35,22 +36,22 @@
 #define CLUSTERS 2
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
-constexpr int VECTORS = FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;  // 16-byte words a lane reads of one block
-constexpr int BLOCK_BYTES = VECTORS * 512;
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = 4 * WGS, M_TILES = (TILES + MT - 1) / MT;
 constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
 constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
-constexpr int X_ROW = SB * 64 * (FORMAT == W8A8 ? 1 : 2), X_BYTES = TOKENS * X_ROW;
+constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
 constexpr bool WIDE = TOKENS == 256;                           // accumulators take most registers: the producers give theirs
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
-constexpr int STEPS = FORMAT == W8A8 ? 2 : 4;                  // matrix products a block of 64 inputs takes
+constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
+constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
+constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
@@ -116,10 +117,36 @@ DEVICE u32 decode(u32 codes, Scale s) {
   return mul2(add2(low, high), s.scale);
 }
 
-// The registers of one block of 64 inputs of this warp's tile: STEPS products of four words each.
-DEVICE void load_block(u32 (&a)[STEPS][4], const u8* tile, const u32* records, int stage, int block, int lane) {
+// Of 2:4 weights in 16 bits a lane has other fours than in 8 bits, and other words tell which are kept: lane t % 2 = 0 of the
+// four takes the even places of both rows, lane 1 the odd ones.
+DEVICE u32 regroup(uint2 places, int odd) {
+  u32 low = places.x >> (4 * odd) & 0x0f0f0f0f, high = places.y >> (4 * odd) & 0x0f0f0f0f;
+  low |= low >> 4, high |= high >> 4;
+  return __byte_perm(low, high, 0x6420);
+}
+// The registers of one block of 64 inputs of this warp's tile: STEPS products of WORDS words each.
+DEVICE void load_block(u32 (&a)[STEPS][WORDS], const u8* tile, const u32* records, int stage, int block, int lane) {
   const uint4* words = (const uint4*)(tile + block * BLOCK_BYTES) + lane;
-#if FORMAT == PLAIN || FORMAT == W8A8
+#if SPARSE
+  const u32* places = (const u32*)(tile + (block + 1) * BLOCK_BYTES - 128);
+#if FORMAT == W8A8
+  const uint4 w = words[0];
+  a[0][0] = w.x, a[0][1] = w.y, a[0][2] = w.z, a[0][3] = w.w, a[0][4] = places[lane];
+#else
+  const int g = lane / 4;
+  const uint2 q = FORMAT == INT4 ? ((const uint2*)(tile + block * BLOCK_BYTES))[lane] : make_uint2(0, 0);
+  const uint4 w = FORMAT == INT4 ? make_uint4(q.x, q.y, q.x >> 4, q.y >> 4) : words[0];
+  const u32 codes[4] = {w.x, w.y, w.z, w.w};  // rows g and g + 8 of the first half, then of the second
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32* r = records + group_in_stage(stage, block, half) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      a[half][i] = decode(__byte_perm(codes[2 * half + i % 2], 0, i / 2 ? 0x4342 : 0x4140), read_scale(r[g + 8 * (i % 2)]));
+    a[half][4] = regroup(((const uint2*)places)[2 * g + half], lane % 2);
+  }
+#endif
+#elif FORMAT == PLAIN || FORMAT == W8A8 || FORMAT == FP8
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
     const uint4 w = words[32 * i];
@@ -144,14 +171,39 @@ DEVICE void load_block(u32 (&a)[STEPS][4], const u8* tile, const u32* records, i
 }
 
 // The compiler must not touch sums before the products are done; it would then do the products one by one.
-DEVICE void keep_behind(float (&acc)[TOKENS / 2]) {
+template <int COUNT> DEVICE void keep_behind(float (&acc)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
-DEVICE void keep_behind(int (&acc)[TOKENS / 2]) {
+template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) asm volatile("" : "+r"(acc[i])::"memory");
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
+
+#if FORMAT == FP8
+// Float8 sums inside the matrix units have 14 bits, so a stage's are added to `acc` in full float32: PART tokens at a time, to
+// have the registers.
+constexpr int PART = TOKENS < 128 ? TOKENS : 128;
+DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int lane) {
+  u32 a[SB][STEPS][WORDS];
+#pragma unroll
+  for (int block = 0; block < SB; block++) load_block(a[block], mine, nullptr, 0, block, lane);
+#pragma unroll
+  for (int part = 0; part < TOKENS / PART; part++) {
+    float sum[PART / 2];
+    const u64 b = x + part * (PART * X_ROW >> 4);
+    wgmma_fence();
+    wgmma_first(sum, a[0][0], b);
+#pragma unroll
+    for (int i = 1; i < SB * STEPS; i++) wgmma(sum, a[i / STEPS][i % STEPS], b + i * (STEP_BYTES >> 4));
+    wgmma_commit();
+    wgmma_wait<0>();
+    keep_behind(sum);
+#pragma unroll
+    for (int i = 0; i < PART / 2; i++) acc[part * PART / 2 + i] += sum[i];
+  }
+}
+#endif
 
 // What part of which tile a CTA has.
 struct Segment {
@@ -243,17 +295,17 @@ struct Finish {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int channel = min(tile * 16 + 8 * half + lane / 4, NDIM - 1);
-      scale[half] = FORMAT == W8A8 ? channel_scale[channel] : 1.f;
+      scale[half] = QUANTIZED ? channel_scale[channel] : 1.f;
       offset[half] = BIAS ? to_float(bias[channel]) : 0.f;
     }
   }
   DEVICE void operator()(const accumulator* acc, int column, float (&v)[2][2]) const {
     float2 row = make_float2(1.f, 1.f);
-    if (FORMAT == W8A8) row = *(const float2*)(row_scale + column);  // of rows that do not exist too: nobody writes those
+    if (QUANTIZED) row = *(const float2*)(row_scale + column);  // of rows that do not exist too: nobody writes those
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float x = (float)acc[i];
-      if (FORMAT == W8A8) x *= scale[i / 2] * (i % 2 ? row.y : row.x);
+      if (QUANTIZED) x *= scale[i / 2] * (i % 2 ? row.y : row.x);
       v[i / 2][i % 2] = x + offset[i / 2];
     }
     if (EPILOGUE == SILU)
@@ -453,7 +505,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #if STAGED
     if (EPILOGUE == RESIDUAL && s.begin == 0) fetch_residual(sh, s, 0, residual, rows, warp, lane);
 #endif
-    u32 a[2][STEPS][4];
+    u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
 #pragma unroll 1
     for (int i = s.begin, stage = first_stage(s); i < s.end; i++, stage = next_stage(s, stage)) {
@@ -462,6 +514,10 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
+#if FORMAT == FP8
+      if (before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
+      multiply_stage(acc, mine, b0, lane);
+#else
 #pragma unroll
       for (int block = 0; block < SB; block++) {
         wgmma_wait<SB == 1 ? 0 : 1>();  // what used these registers two blocks ago
@@ -469,9 +525,10 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         load_block(a[block & 1], mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) wgmma(acc, a[block & 1][step], b0 + (block * STEPS + step) * (256 >> 4));
+        for (int step = 0; step < STEPS; step++) wgmma(acc, a[block & 1][step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
         wgmma_commit();
       }
+#endif
       before = slot;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }

@@ -1,21 +1,26 @@
-// x [rows, K] → the order in which gemm.cu's matrix units read it; the norm applied, and quantized to 8 bits for W8A8.
+// x [rows, K] → the order in which gemm.cu's matrix units read it; the norm applied, and quantized to 8 bits for W8A8 and float8.
 //
 // packed: [stage][8 rows][16-byte column][row][16 bytes]. Within 32 inputs the columns hold, for s, p in {0, 1} and
 // t = 0 … 3, input 8t + 4s + 2p and the next (ORDER 0), inputs 8t + 4s + p and + 2 (ORDER 1: how a lane takes its codes
-// apart), or bytes 8t + 4s … + 3 (QUANTIZE). Rows up to a whole tile of tokens are zeros.
+// apart), or bytes 8t + 4s … + 3 (QUANTIZE: 1 to int8, 2 to float8); the c-th holds inputs 4c … 4c + 3 and 16 further
+// (ORDER 2: 2:4 weights). Rows up to a whole tile of tokens are zeros.
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
 // that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 1, for few rows: a CTA has one row.
 // Threads keep what they read in registers between the sum over the row and the writing where that fits (KEPT).
 // Limit: bytes read and written / bandwidth; for few rows latency.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, ROWS, WARPS
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS
 #include "common.cuh"
 
 constexpr int EIGHTS = (KDIM + 63) / 64 * 8;                  // of a row
 constexpr int THREADS = WARPS * 32, TEAM = THREADS / ROWS;    // threads of a row
 constexpr int HELD = (EIGHTS + TEAM - 1) / TEAM;              // eights of a thread
 constexpr bool KEPT = HELD <= 16;
+#ifndef STATIC
+#define STATIC 0
+#endif
+constexpr float LARGEST = QUANTIZE == 2 ? 448.f : 127.f;      // code
 constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;           // of a stage
 
 struct Eight {
@@ -29,12 +34,18 @@ DEVICE Eight read_eight(const u16* row, int eight, bool exists) {
 DEVICE u32 round_bytes(const float (&f)[8], int first, float factor) {  // as to_int8, which runs at a sixteenth rate
   u32 bits[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(__fadd_rn(__fmul_rn(f[first + i], factor), 12582912.f));  // 1.5 · 2^23
+  for (int i = 0; i < 4; i++) {
+    const float code = __fmul_rn(f[first + i], factor);  // beyond 8 bits with a static scale only
+    bits[i] = __float_as_uint(__fadd_rn(STATIC ? fminf(fmaxf(code, -128.f), 127.f) : code, 12582912.f));  // 1.5 · 2^23
+  }
   return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+}
+DEVICE u32 float8_bytes(const float (&f)[8], int first, float factor) {
+  return to_float8(f[first] * factor, f[first + 1] * factor) | to_float8(f[first + 2] * factor, f[first + 3] * factor) << 16;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
-pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon) {
+pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale) {
   __shared__ float2 stats[WARPS][ROWS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = ROWS == 8 ? lane / 4 : 0, row = blockIdx.x * ROWS + place;
   const int thread = ROWS == 8 ? warp * 4 + lane % 4 : threadIdx.x;  // of the row's
@@ -74,8 +85,9 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     for (int i = 0; i < WARPS; i++) squares += stats[i][place].x, most = fmaxf(most, stats[i][place].y);
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
     if (QUANTIZE) {
-      if (thread == 0 && exists) row_scale[row] = fmaxf(most, 127e-12f) / 127.f * factor;
-      factor = 127.f / fmaxf(most, 127e-12f);
+      const float scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
+      if (thread == 0 && exists) row_scale[row] = STATIC ? scale : scale * factor;
+      factor = STATIC ? factor / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
     }
   }
   auto write = [&](const Eight& x, int eight) {
@@ -86,14 +98,17 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     if (NORM || QUANTIZE) normed(x, eight, f, QUANTIZE ? 1.f : factor);
     if constexpr (QUANTIZE) {
 #pragma unroll
-      for (int s = 0; s < 2; s++) to[32 * s] = round_bytes(f, 4 * s, factor);
+      for (int s = 0; s < 2; s++) to[32 * s] = QUANTIZE == 2 ? float8_bytes(f, 4 * s, factor) : round_bytes(f, 4 * s, factor);
     } else {
       u32 v[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] = NORM ? pack2(f[2 * i], f[2 * i + 1]) : x.word[i];
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        to[32 * i] = ORDER == 0 ? v[i] : __byte_perm(v[i / 2 * 2], v[i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
+      for (int i = 0; i < 4; i++) {
+        const int four = 2 * t + i / 2;  // of the 32 inputs
+        if (ORDER == 2) to[32 * (four % 4) + four / 4 * 2 + i % 2 - t] = v[i];
+        else to[32 * i] = ORDER == 0 ? v[i] : __byte_perm(v[i / 2 * 2], v[i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
+      }
     }
   };
 #pragma unroll
