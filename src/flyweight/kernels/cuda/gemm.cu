@@ -29,8 +29,8 @@
 //
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
-// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS, CLUSTER, SHARE,
-// STAGED. A cluster is CLUSTER / SHARE parts of the inputs (CLUSTERS; else one) × SHARE tiles.
+// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
+// CLUSTER, SHARE, STAGED. A cluster is CLUSTER / SHARE parts of the inputs (CLUSTERS; else one) × SHARE tiles.
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
