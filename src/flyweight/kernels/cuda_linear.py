@@ -18,7 +18,7 @@ from flyweight.kernels import gemm, gemv, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
 GEMV_ROWS = {"w8a8": 4, "fp8": 4}  # 8 for the others: 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
-WRITTEN_OUT = {"plain": 1024, "int8": 1024, "int4": 4096}  # rows from which on cuBLAS is worth the writing; never for the others
+WRITTEN_OUT = {"int8": 1024}  # rows from which on cuBLAS is worth the writing; the others' own kernel ends the product better
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -46,8 +46,8 @@ class CudaLinear:
         rows = x.shape[0]
         if rows in gemv.ROWS and rows <= GEMV_ROWS.get(self.weight.kind, 8) and self.weight.fits(rows):
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
-        few = rows < WRITTEN_OUT.get(self.weight.kind, 1 << 40)
-        if few and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
+        written_out = rows >= WRITTEN_OUT.get(self.weight.kind, rows + 1)
+        if not written_out and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 

@@ -17,6 +17,12 @@ from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, G
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
+# What an SM does in a microsecond: tokens · 64 outputs · inputs; and how much slower it is with smaller tiles (tokens,
+# warpgroups). Cutting tiles anywhere instead of taking whole ones costs LINE_US, for the sums that have to be handed over.
+PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3,
+            "fp8": 64e3, "sparse-int4": 40e3, "sparse-int8": 40e3, "sparse-w8a8": 80e3}  # these four not measured yet
+TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
+LINE_US = 12.0
 REGISTERS_SMALL = 96
 WHOLE, LINE, CLUSTERS = range(3)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
@@ -39,69 +45,77 @@ class Shape:
     stage_blocks: int
     stages: int
     split: int
-    parts: int  # of the inputs, one for each of so many CTAs
-    share: int  # CTAs that have the same x
+    cluster: int  # CTAs that have a part of the inputs each
     staged: int  # tokens whose results go through shared memory at a time
-    sets: int  # of tiles that share x
+    tiles: int
     shared: int
     skew: int = 0
+    side: int = 8
+    rotate: int = 0
 
     @property
     def loaders(self) -> int:
         return 2 if self.split == CLUSTERS else 4
 
-    @property
-    def cluster(self) -> int:
-        return self.parts * self.share
-
     def grid(self, processors: int) -> int:
-        if self.split == LINE:
-            return processors
-        return self.cluster * (self.sets if self.split == CLUSTERS else min(processors // self.share, self.sets))
+        return {CLUSTERS: self.tiles * self.cluster, WHOLE: min(processors, self.tiles), LINE: processors}[self.split]
 
 
 @functools.cache
-def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, tokens: int | None = None,
-              warpgroups: int | None = None, stage_blocks: int | None = None, parts: int | None = None,
-              share: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0) -> Shape | None:
+def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
+              tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
+              cluster: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0, side: int = 8,
+              memory: int | None = None, rotate: int = 0) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
-    tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
+    large = outputs * columns > 1 << 25
+    if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
+        tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
     if split is None:
-        split = CLUSTERS if rows <= min(tokens, 64 if kind in QUANTIZED else 32) else LINE
-    small, large = split == CLUSTERS, outputs * columns > 1 << 25
+        split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
+    small = split == CLUSTERS
     if warpgroups is None:
-        warpgroups = 2 if not small else 1 if not large or (kind != "int4" and outputs <= 16384) else 3 if kind == "int4" else 2
+        three, two = kind == "int4" and large, kind in QUANTIZED and outputs > 16384
+        warpgroups = 2 if not small or two else 3 if three else 1
+    tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
-    if split == LINE and _used(m_tiles * math.ceil(rows / tokens), processors) >= 0.8:
-        split = WHOLE  # at most a fifth of the SMs is idle
-    share = (min(2, m_tiles) if split == WHOLE else 1) if share is None else share
-    sets = math.ceil(m_tiles / share) * math.ceil(rows / tokens)
-    if parts is None or not small:
+    if cluster is None or not small:
         room = 2 * processors if m_tiles <= processors // 2 and kind == "int4" and large else max(processors, 2 * m_tiles)
-        parts = max(1, min(8 // share, room // m_tiles)) if small and m_tiles <= processors else 1
+        cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     if staged is None:
-        staged = 64 if not small and tokens >= 64 and outputs % 16 == 0 else 0
+        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
-    limit = (SHARED_SMALL if small else SHARED) - staged * warpgroups * STAGED_ROW
+    limit = (memory or (SHARED_SMALL if small else SHARED)) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
-        if total % count or (grouped and group < columns and span % group and group % span) or total // count < parts:
+        if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
             continue
         records = 4 * warpgroups * math.ceil(span / group) * 64 if grouped else 0
         stage = 4 * warpgroups * count * BLOCK_BYTES[kind] + records + tokens * span * (1 if kind in QUANTIZED else 2)
-        owned = tokens // 8 // min(8, tokens // 8, 1 << (parts.bit_length() - 1))
-        exchange = parts * owned * warpgroups * 128 * 16 if parts > 1 else 0
+        owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
+        exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
         if stages >= (3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
-            return Shape(tokens, warpgroups, count, stages, split, parts, share, staged, sets, shared, skew)
+            tiles = m_tiles * math.ceil(rows / tokens)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, skew, side, rotate)
     return None
 
 
-def _used(tiles: int, processors: int) -> float:
-    """The share of the SMs' time in which they have a tile."""
-    return tiles / (math.ceil(tiles / processors) * processors)
+def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int) -> tuple[int, int, int]:
+    """Tokens, warpgroups and split by their estimated time: rounds of whole tiles, or all work shared out evenly."""
+    rate = PRODUCTS[kind]
+
+    def tiles(tokens: int, warpgroups: int) -> int:
+        return math.ceil(outputs / (64 * warpgroups)) * math.ceil(rows / tokens)
+
+    found = []
+    if tiles(256, 2) <= 2 * processors:
+        found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE)))
+    for (tokens, warpgroups), slower in TILES.items():
+        rounds = math.ceil(tiles(tokens, warpgroups) / processors)
+        found.append((rounds * tokens * warpgroups * columns * slower / rate, (tokens, warpgroups, WHOLE)))
+    return min(found)[1]
 
 
 def why_not(weight: Gemv, rows: int, device: torch.device) -> str | None:
@@ -130,8 +144,8 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
-        "CLUSTER": shape.cluster, "SHARE": shape.share, "STAGED": shape.staged, "LOADERS": shape.loaders,
-        "SKEW": shape.skew})
+        "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
+        "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
@@ -140,7 +154,7 @@ def pack_shape(columns: int, padded: int) -> tuple[int, int]:
     eights = math.ceil(columns / 64) * 8
     if padded <= 512:
         return 1, 8 if eights <= 1024 else 16
-    return 8, max(8, min(24, math.ceil(eights / (32 if eights <= 1024 else 64))))
+    return 8, max(8, min(24, math.ceil(eights / 64)))
 
 
 @dataclass(frozen=True)
@@ -164,7 +178,8 @@ class Call:
 
 def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, choices: dict[str, int]) -> Call:
     count = processors(device.index or 0)
-    shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, **choices)
+    shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, residual=residual,
+                      **choices)
     assert shape is not None
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
     pack_rows, pack_warps = pack_shape(weight.in_features, padded)

@@ -20,17 +20,13 @@
 //   WHOLE: CTAs take tiles in turn, neighbours sharing rows and columns so that L2 serves most reads.
 // Sums are added in a fixed order: the same bits every time.
 //
-// SHARE CTAs of a cluster have the same columns and different outputs: each fetches its part of x for all of them (multicast).
-// A tile of 128 outputs × 256 tokens at the matrix units' full rate asks L2 for 48 bytes a cycle and SM, which is more than it
-// has (about 28); with two CTAs sharing x it is 32, with four 24. Few rows have the same trouble: every CTA reads all of x.
-//
 // STAGED tokens at a time (0: none) go through shared memory when a tile is done, so that whole lines are written; where that is
 // the whole tile, the residual waits there from the tile's beginning on.
 //
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, SHARE, STAGED. A cluster is CLUSTER / SHARE parts of the inputs (CLUSTERS; else one) × SHARE tiles.
+// CLUSTER, STAGED
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -44,7 +40,6 @@ constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = 4 * WGS, M_TILES = (TILES + MT - 1) / MT;
-constexpr int PARTS = CLUSTER / SHARE, M_SETS = (M_TILES + SHARE - 1) / SHARE;  // parts of the inputs; tiles that share x
 constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
 constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
 constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
@@ -52,7 +47,7 @@ constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
 constexpr bool WIDE = TOKENS == 256;                           // accumulators take most registers: the producers give theirs
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
-constexpr int MOST_OWNERS = PARTS < COLUMNS ? PARTS : COLUMNS;
+constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
@@ -60,8 +55,6 @@ constexpr int WORDS = 4 + SPARSE;                              // of a lane: cod
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
-static_assert(SPLIT == CLUSTERS || PARTS == 1, "only clusters cut the inputs");
-static_assert(SPLIT != LINE || SHARE == 1, "parts of a line differ in length");
 static_assert(!STAGED || (SPLIT != CLUSTERS && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
@@ -83,7 +76,7 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 struct __align__(128) Shared {
   union {
     u8 ring[STAGES][STAGE_BYTES];
-    uint4 exchange[PARTS][PARTS > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
+    uint4 exchange[CLUSTER][CLUSTER > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
   };
   u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
   u64 full[STAGES], empty[STAGES];
@@ -93,26 +86,6 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
 }
-// The same into the same place of every CTA in `mask`; each one's own barrier counts the bytes.
-DEVICE void bulk_copy_shared(void* to, const void* from, u32 bytes, u64* full, u16 mask) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)), "h"(mask) : "memory");
-}
-DEVICE u32 address_in(u32 address, int rank) {  // the same place in another CTA of the cluster
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-// A slot is free when the consumers of all CTAs that share x are done with it.
-DEVICE void release(u64* empty, int lane) {
-  if (SHARE == 1) {
-    if (lane == 0) barrier_arrive(empty);
-  } else if (lane < SHARE) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
-                 ::"r"(address_in(shared_address(empty), lane * PARTS + blockIdx.x % PARTS)) : "memory");
-  }
-}
-
 // Two 16-bit floats at a time.
 DEVICE u32 add2(u32 a, u32 b) {
   u32 r;
@@ -238,16 +211,16 @@ struct Segment {
 };
 DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
 DEVICE Segment place(int tile, int n_tiles) {
-  constexpr int side = 8;  // token tiles side by side, for L2
-  const int group = tile / (side * M_SETS), inside = tile % (side * M_SETS), width = min(side, n_tiles - group * side);
-  return {inside / width * SHARE + (int)(blockIdx.x % SHARE), group * side + inside % width, 0, STAGE_COUNT};
+  constexpr int side = SIDE;  // token tiles side by side, for L2
+  const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);
+  return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
 }
 // The i-th segment of this CTA; `units` counts on through them. False after the last.
 DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
 #if SPLIT == CLUSTERS
   if (unit < 0) return false;
-  const int rank = unit % CLUSTER, part = rank % PARTS;
-  s = {unit / CLUSTER * SHARE + rank / PARTS, 0, part * STAGE_COUNT / PARTS, (part + 1) * STAGE_COUNT / PARTS};
+  const int rank = unit % CLUSTER;
+  s = {unit / CLUSTER, 0, rank * STAGE_COUNT / CLUSTER, (rank + 1) * STAGE_COUNT / CLUSTER};
   unit = -1;
 #elif SPLIT == LINE
   const int end = unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT);
@@ -257,16 +230,19 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
   s.end = min(STAGE_COUNT, s.begin + end - unit);
   unit += s.end - s.begin;
 #else
-  if (unit >= M_SETS * n_tiles) return false;
+  if (unit >= M_TILES * n_tiles) return false;
   s = place(unit, n_tiles);
-  unit += gridDim.x / SHARE;
+  unit += gridDim.x;
 #endif
   return true;
 }
-DEVICE int first_unit(int n_tiles) {
-  if (SPLIT == LINE) return unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT);
-  return SPLIT == WHOLE ? blockIdx.x / SHARE : blockIdx.x;
+// Neighbouring CTAs go through the stages from different ones on, so that they do not all want the same part of x at once.
+DEVICE int first_stage(const Segment& s) {
+  if (!ROTATE || SPLIT == LINE) return s.begin;
+  return s.begin + (int)((long long)(blockIdx.x / CLUSTER) * (s.end - s.begin) / (gridDim.x / CLUSTER));
 }
+DEVICE int next_stage(const Segment& s, int stage) { return stage + 1 == s.end ? s.begin : stage + 1; }
+DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
 
 // A loader warp's part of a stage: a quarter of the tiles, and of x. One lane does it.
 DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* records, const Segment& s, int stage, int loader) {
@@ -282,15 +258,8 @@ DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* reco
   }
 }
 DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage, int n_tiles, int loader) {
-  constexpr int part = X_BYTES / LOADERS / SHARE;
-  const int rank = blockIdx.x % CLUSTER, at = (rank / PARTS * LOADERS + loader) * part;
-  u8* to = slot + WEIGHT_BYTES + RECORD_BYTES + at;
-  const u8* from = x + ((size_t)stage * n_tiles + s.n) * X_BYTES + at;
-  u32 sharers = 0;
-#pragma unroll
-  for (int i = 0; i < SHARE; i++) sharers |= 1 << i * PARTS;
-  if (SHARE == 1) bulk_copy(to, from, part, full);
-  else bulk_copy_shared(to, from, part, full, (u16)(sharers << rank % PARTS));
+  constexpr int part = X_BYTES / LOADERS;
+  bulk_copy(slot + WEIGHT_BYTES + RECORD_BYTES + loader * part, x + ((size_t)stage * n_tiles + s.n) * X_BYTES + loader * part, part, full);
 }
 // The ring's first weights are fetched before this kernel's inputs are there, its x after.
 DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8* x, int n_tiles, int loader) {
@@ -298,7 +267,7 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
   for (int pass = 0; pass < 2; pass++) {
     int unit = first_unit(n_tiles), at = 0;
     while (next_segment(s, unit, n_tiles)) {
-      for (int stage = s.begin; stage < s.end; stage++, at++) {
+      for (int i = s.begin, stage = first_stage(s); i < s.end; i++, at++, stage = next_stage(s, stage)) {
         const int slot = at % STAGES;
         if (pass == 0) {
           if (at == STAGES) goto filled;
@@ -474,7 +443,8 @@ DEVICE void give_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank
 #pragma unroll
   for (int j = 0; j < COLUMNS; j++) {
     const uint4 v = *(const uint4*)&acc[4 * j];
-    const u32 to = address_in(shared_address(&sh.exchange[rank % PARTS][j % OWNED][threadIdx.x]), rank / PARTS * PARTS + j / OWNED);
+    u32 to;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&sh.exchange[rank][j % OWNED][threadIdx.x])), "r"(j / OWNED));
     asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
   }
 }
@@ -482,7 +452,7 @@ DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
 #pragma unroll
   for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
 #pragma unroll
-  for (int from = 0; from < PARTS; from++)
+  for (int from = 0; from < CLUSTER; from++)
 #pragma unroll
     for (int j = 0; j < OWNED; j++) {
       const uint4 p = sh.exchange[from][j][threadIdx.x];
@@ -505,20 +475,18 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], LOADERS);
-      barrier_init(&sh.empty[i], SHARE * WGS * 4);
+      barrier_init(&sh.empty[i], WGS * 4);
     }
     fence_barriers();
   }
   __syncthreads();
-  if (SHARE > 1) cluster_arrive(), cluster_wait();  // the others' barriers are ready
   launch_dependents();
   if (warp >= WGS * 4) {
     if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (lane == 0) produce(sh, weights, records, x, n_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
-    if (PARTS > 1) cluster_arrive(), cluster_wait();
-    if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // nobody leaves whose shared memory another may still write
+    if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
   if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -540,24 +508,24 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
 #pragma unroll 1
-    for (int stage = s.begin; stage < s.end; stage++) {
+    for (int i = s.begin, stage = first_stage(s); i < s.end; i++, stage = next_stage(s, stage)) {
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
 #if FORMAT == FP8
-      if (before >= 0) release(&sh.empty[before], lane);
+      if (before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
       multiply_stage(acc, mine, b0, lane);
 #else
 #pragma unroll
       for (int block = 0; block < SB; block++) {
         wgmma_wait<SB == 1 ? 0 : 1>();  // what used these registers two blocks ago
-        if (block == (SB == 1 ? 0 : 1) && before >= 0) release(&sh.empty[before], lane);
+        if (block == (SB == 1 ? 0 : 1) && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
         load_block(a[block & 1], mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) wgmma(acc, a[block & 1][i], b0 + (block * STEPS + i) * (STEP_BYTES >> 4));
+        for (int step = 0; step < STEPS; step++) wgmma(acc, a[block & 1][step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
         wgmma_commit();
       }
 #endif
@@ -566,16 +534,16 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     }
     wgmma_wait<0>();
     keep_behind(acc);
-    release(&sh.empty[before], lane);
-#if CLUSTER > SHARE
+    if (lane == 0) barrier_arrive(&sh.empty[before]);
+#if CLUSTER > 1
     const int rank = blockIdx.x % CLUSTER;
     cluster_arrive(), cluster_wait();  // all rings are done with
     give_sums(sh, acc, rank);
     cluster_arrive(), cluster_wait();
-    if (rank % PARTS < OWNERS) {
+    if (rank < OWNERS) {
       accumulator sum[OWNED * 4];
       take_sums(sh, sum);
-      write_tile<OWNED>(sum, s, rank % PARTS * OWNED, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+      write_tile<OWNED>(sum, s, rank * OWNED, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
     }
 #else
     if (SPLIT == LINE && s.begin > 0) {
@@ -590,6 +558,5 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     }
 #endif
   }
-  if (SHARE > 1 && PARTS == 1) cluster_arrive(), cluster_wait();
 #endif
 }

@@ -45,7 +45,7 @@ DEVICE u32 codes_of(const float (&f)[8], int first, float scale, float factor) {
   return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
 pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale) {
   __shared__ float2 stats[WARPS][ROWS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = ROWS == 8 ? lane / 4 : 0, row = blockIdx.x * ROWS + place;
