@@ -46,8 +46,8 @@ class CudaLinear:
         rows = x.shape[0]
         if rows in gemv.ROWS and rows <= GEMV_ROWS.get(self.weight.kind, 8) and self.weight.fits(rows):
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
-        written_out = rows >= WRITTEN_OUT.get(self.weight.kind, rows + 1)
-        if not written_out and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
+        few = rows < WRITTEN_OUT.get(self.weight.kind, 1 << 40)
+        if few and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 

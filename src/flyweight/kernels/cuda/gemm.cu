@@ -425,8 +425,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #endif
     u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
-#pragma unroll 1
-    for (int i = s.begin, stage = first_stage(s); i < s.end; i++, stage = next_stage(s, stage)) {
+    int stage = first_stage(s);
+    auto multiply = [&](int turn) {  // with the stage in `slot`
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
@@ -437,18 +437,29 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       multiply_stage(acc, mine, b0, lane);
 #else
 #pragma unroll
-      for (int block = 0; block < SB; block++) {
-        wgmma_wait<SB == 1 ? 0 : 1>();  // what used these registers two blocks ago
-        if (block == (SB == 1 ? 0 : 1) && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
-        load_block(a[block & 1], mine, records_here, stage, block, lane);
+      for (int block = 0; block < SB; block++) {  // loaded while the products of the one before run
+        u32(&words)[STEPS][WORDS] = a[(turn + block) & 1];
+        load_block(words, mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) wgmma(acc, a[block & 1][step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
+        for (int step = 0; step < STEPS; step++) wgmma(acc, words[step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
         wgmma_commit();
+        wgmma_wait<1>();  // the block before is done, and with the first one the stage before
+        if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
       }
 #endif
-      before = slot;
+      before = slot, stage = next_stage(s, stage);
       if (++slot == STAGES) slot = 0, parity ^= 1;
+    };
+    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers have to be known when this is compiled
+#pragma unroll 1
+    for (int i = s.begin; i + turns <= s.end; i += turns) {
+      multiply(0);
+      if (turns == 2) multiply(1);
+    }
+    if (turns == 2 && (s.end - s.begin) % 2) {
+      wgmma_wait<0>();
+      multiply(0);
     }
     wgmma_wait<0>();
     keep_behind(acc);
