@@ -31,6 +31,12 @@ CASES = [
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, ROWS=8, SLOTS=2, BIAS=1, QK_NORM=0, STAGES=6)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=0, FP16=1, KDIM=576, NDIM=960, WARPS=8, STAGE_BLOCKS=9, HEADS=9, KV_HEADS=3,
                                       HEAD_DIM=64, ROTARY=32, HEAD_CTAS=20, WINDOW=128)),
+    *(("experts.cu", GEMV | dict(FORMAT=kind, NORM=0, EPILOGUE=0, PER_SLOT=1, KDIM=2560, NDIM=3584)) for kind in range(4)),
+    ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=2, PER_SLOT=0, KDIM=3584, NDIM=5120, ROWS=8, SLOTS=2, STAGE_BLOCKS=28)),
+    *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=16, SPLIT=0, EPILOGUE=2, EXPERTS=1)) for kind in range(4)),
+    ("pack.cu", dict(FP16=0, KDIM=3584, SB=2, NORM=1, QUANTIZE=0, ORDER=1, PER_CTA=8, BESIDE=1, TILE=16)),
+    ("route.cu", dict(FP16=0, KDIM=3584, EXPERTS=64, CHOSEN=8, GATE=1, NORMALIZE=0, ROWS=1, TILE=1, BY_TOKEN=1)),
+    ("route.cu", dict(FP16=1, KDIM=2048, EXPERTS=60, CHOSEN=4, GATE=0, NORMALIZE=1, ROWS=8, TILE=128, BY_TOKEN=0)),
     ("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]

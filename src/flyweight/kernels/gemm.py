@@ -99,16 +99,26 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, per_cta: int) -> tuple[jit.Kernel, jit.Kernel]:
+            epilogue: str, bias: bool, per_cta: int, experts: bool = False) -> tuple[jit.Kernel, jit.Kernel]:
+    """`experts`: rows in tiles of one expert each (experts.py)."""
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "PER_CTA": per_cta,
-        "BESIDE": int(per_cta == 8 and kind != "w8a8")})
+        "BESIDE": int(per_cta == 8 and kind != "w8a8"), "TILE": shape.tokens if experts else 0})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
-        "CLUSTER": shape.cluster, "LOADERS": shape.loaders})
+        "CLUSTER": shape.cluster, "LOADERS": shape.loaders, "EXPERTS": int(experts)})
     return pack.kernel("pack"), gemm.kernel("gemm")
+
+
+def rows_packed_at_once(weight: Gemv, padded: int) -> int:
+    """By a CTA of pack.cu."""
+    if padded <= 512:
+        return 1
+    pieces = math.ceil(math.ceil(weight.in_features / 64) * 2 / 3)
+    team = 1 << max(5, (pieces - 1).bit_length())  # threads of a row that keep three pieces of 32 inputs each
+    return max(1, 256 // team) if weight.kind == "w8a8" else 8
 
 
 def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
@@ -121,21 +131,19 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    quantize = weight.kind == "w8a8"
-    team = 1 << max(5, (math.ceil(blocks * 2 / 3) - 1).bit_length())  # threads of a row that keep three pieces of 32 inputs each
-    per_cta = 1 if padded <= 512 else max(1, 256 // team) if quantize else 8
+    quantize, per_cta = weight.kind == "w8a8", rows_packed_at_once(weight, padded)
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, per_cta=per_cta,
                          epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
     packed = buffer("packed", padded * blocks * 64 * (1 if quantize else 2), device)
     row_scale = buffer("row scale", padded * 4, device)
-    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, rows, padded // 8, float(epsilon)), pdl=pdl)
+    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, None, None, rows, padded // 8, float(epsilon)), pdl=pdl)
 
     partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
     flags = buffer("flags", count * 4, device)
     grid = {CLUSTERS: shape.tiles * shape.cluster, WHOLE: min(count, shape.tiles), LINE: count}[shape.split]
     args = (weight.weights, weight.records, weight.channel_scale, packed, row_scale, weight.bias, residual, out, partials, flags,
-            rows)
+            None, None, rows)
     gemm.launch(grid, (4 * shape.warpgroups + shape.loaders) * 32, args, shared=shape.shared, pdl=pdl,
                 cluster=shape.cluster if shape.cluster > 1 else None)
     return out

@@ -9,8 +9,14 @@
 // registers between the sum over the row and the writing where they are few, and reads them again where not.
 // Limit: bytes read and written / bandwidth; for few rows latency.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, PER_CTA, BESIDE
+// TILE: rows go to experts (route.cu). There are as many as `tiles` of TILE rows, and row r is row source[r] of x, zeros where
+// that is -1; source may be missing where x lies in this order already.
+//
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, ORDER, PER_CTA, BESIDE, TILE (0 where it is not given)
 #include "common.cuh"
+#ifndef TILE
+#define TILE 0
+#endif
 
 constexpr int PIECES = (KDIM + 63) / 64 * 2;        // of 32 inputs
 constexpr int TEAM = 256 / PER_CTA;
@@ -36,7 +42,8 @@ DEVICE void multiply_norm(u32 (&v)[16], const u16* norm, int piece, float factor
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, int groups, float epsilon) {
+pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, const int* source, const int* tiles, int rows, int groups,
+     float epsilon) {
   constexpr int ROWS = BESIDE ? PER_CTA : 1;                    // of a warp
   constexpr int WARPS = BESIDE ? 8 : TEAM / 32;                 // of a row
   __shared__ float2 stats[8][ROWS];
@@ -44,12 +51,19 @@ pack(const u16* X, const u16* norm, uint4* packed, float* row_scale, int rows, i
   const int thread = BESIDE ? threadIdx.x / PER_CTA : threadIdx.x % TEAM;
   launch_dependents();
   wait_for_inputs();
-  const u16* from = X + (size_t)row * KDIM;
+  int from_row = row;
+  if (TILE) {
+    rows = tiles[0] * TILE;
+    if (blockIdx.x * PER_CTA >= rows) return;
+    if (source) from_row = source[row];
+  }
+  const bool exists = row < rows && from_row >= 0;
+  const u16* from = X + (size_t)from_row * KDIM;
   u32 kept[KEPT ? OWN : 1][16];
   auto fetch = [&](u32(&v)[16], int piece) {
 #pragma unroll
     for (int i = 0; i < 16; i++) v[i] = 0;
-    if (row < rows && piece < PIECES) load_piece(v, from, piece);
+    if (exists && piece < PIECES) load_piece(v, from, piece);
   };
 #pragma unroll
   for (int p = 0; p < (KEPT ? OWN : 0); p++) fetch(kept[p], thread + p * TEAM);
