@@ -28,8 +28,9 @@ def make_layer(kind, *, count=12, chosen=3, gate=True, normalize=False, dtype=to
     gate_up = [CudaLinear(first, dtype=dtype, gated=True) for first, _ in tensors]
     down = [CudaLinear(second, dtype=dtype) for _, second in tensors]
     assert experts.why_not(gate_up, gate_up[0].weight.weights.device) is None
+    ready = torch.zeros(1, dtype=torch.int32, device="cuda")
     router = torch.randn(count + gate, HIDDEN, device="cuda") * HIDDEN**-0.5
-    return experts.Grouped(experts.stack(gate_up), experts.stack(down), router, count, chosen, normalize), tensors
+    return experts.Grouped(experts.stack(gate_up), experts.stack(down), router, ready, count, chosen, normalize), tensors
 
 
 def make_input(tokens, load, dtype=torch.bfloat16):

@@ -20,6 +20,7 @@ from flyweight.kernels.cuda_linear import GEMV_ROWS, CudaLinear
 from flyweight.kernels.gemv import ROWS, WARPS, Gemv, processors
 
 STACKED = ("weights", "records", "channel_scale")
+TILES = {"plain": (16, 32, 64, 128), **dict.fromkeys(("int4", "int8", "w8a8"), (16, 32, 64, 128, 256))}  # rows
 TOKENS_AT_ONCE = 8192  # more are done in turns: by then every expert has enough rows, and rows cost memory
 
 
@@ -68,22 +69,35 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
             return "an expert has a bias, or outputs that are no multiple of 16"
     if len(scheme) > 1:
         return "the experts of a layer have more than one scheme"
-    return gemm.why_not(weight, 16, device)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "needs Hopper's matrix units"
+    if any(shape_for(weight, 16, tile, 1) is None for tile in TILES[weight.kind]):
+        return f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"
+    return None
+
+
+def shape_for(weight: Gemv, rows: int, tile: int, processors: int) -> gemm.Shape | None:
+    return gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors, tokens=tile,
+                          split=gemm.WHOLE)
 
 
 def tile_rows(pairs: int, experts: int, kind: str) -> int:
     """Rows of a tile: about what an expert gets, so that few are empty and most weights are read once."""
-    most = 128 if kind == "plain" or pairs < 1024 * experts else 256
-    return min(most, max(16, 1 << (math.ceil(pairs / experts * 1.25) - 1).bit_length()))
+    fitting = [tile for tile in TILES[kind] if tile >= pairs / experts * 1.25]
+    return fitting[0] if fitting else TILES[kind][-1]
 
 
 @dataclass(frozen=True, eq=False)
 class Grouped:
-    """silu(gate) · up and down of every expert, the router before and the weighted sum after them."""
+    """silu(gate) · up and down of every expert, the router before and the weighted sum after them.
+
+    A layer must not follow itself directly: the next `route` of few tokens could begin before `combine` has taken `ready` down.
+    """
 
     gate_up: Gemv  # stacked
     down: Gemv
     router: Tensor  # float32 [experts, hidden], and the shared expert's gate as one row more
+    ready: Tensor  # int32 [1]: 0 but between `route` and `combine` of few tokens
     experts: int
     chosen: int
     normalize: bool
@@ -108,7 +122,7 @@ class Grouped:
         gates = table(tokens, dtype=torch.float32) if self.gated else None
         source = None if by_token else table(most * tile)
         found = Route(table(tokens, self.chosen, dtype=torch.float32), gates, table(tokens, self.chosen), source, table(most),
-                      table(1), tile)
+                      self.ready if by_token else table(1), tile)
         rows = min(8, 1 << (tokens - 1).bit_length())
         groups = math.ceil(tokens / rows)
         outputs = len(self.router)
@@ -123,7 +137,7 @@ class Grouped:
     def combine(self, y: Tensor, route: Route, residual: Tensor, out: Tensor, *, shared: Tensor | None = None) -> None:
         """out = residual + each token's experts by their shares (+ the shared expert by its gate)."""
         count = math.ceil(residual.numel() / 512)
-        args = (y, route.place, route.shares, shared, route.gates, residual, out, len(residual))
+        args = (y, route.place, route.shares, shared, route.gates, residual, out, route.tiles, len(residual))
         grid = max(min(count, 16 * processors(y.device.index or 0)), processors(y.device.index or 0))
         self._kernel("combine", residual, 1, 16, False).launch(grid, 256, args, pdl=True)
 
@@ -158,8 +172,7 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
               epsilon: float = 1e-6) -> Tensor:
     """pack.cu and gemm.cu. x [tokens, in] with `source`, or [rows, in] in the order of the route."""
     rows, device, count = route.rows, x.device, processors(x.device.index or 0)
-    shape = gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, tokens=route.tile,
-                           split=gemm.WHOLE)
+    shape = shape_for(weight, rows, route.tile, count)
     assert shape is not None
     per_cta = gemm.rows_packed_at_once(weight, rows)
     names = weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16, weight.scale_fp16
@@ -172,7 +185,8 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
     out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=x.dtype, device=device)
     args = (x, norm, packed, row_scale, source, route.tiles, rows, rows // 8, float(epsilon))
     pack.launch(rows // per_cta, 256, args, pdl=True)
-    product.launch(min(count, shape.tiles), (4 * shape.warpgroups + shape.loaders) * 32, (
+    beside = 2 if shape.shared <= gemm.SHARED_SMALL + 2048 else 1
+    product.launch(min(beside * count, shape.tiles), (4 * shape.warpgroups + shape.loaders) * 32, (
         weight.weights, weight.records, weight.channel_scale, packed, row_scale, None, None, out, None, None, route.expert_of,
         route.tiles, rows), shared=shape.shared, pdl=True)
     return out

@@ -50,7 +50,7 @@ class Shape:
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, tokens: int | None = None,
               warpgroups: int | None = None, stage_blocks: int | None = None, cluster: int | None = None,
-              split: int | None = None) -> Shape | None:
+              split: int | None = None, limit: int | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     tokens = tokens or min(256 if kind != "plain" else 128, max(16, 1 << (rows - 1).bit_length()))
     if split is None:
@@ -66,7 +66,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         room = 2 * processors if m_tiles <= processors // 2 and kind == "int4" and large else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     grouped = kind in ("int4", "int8")
-    limit = SHARED_SMALL if small else SHARED
+    limit = limit or (SHARED_SMALL if small else SHARED)
     for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if kind in ("int4", "int8") and tokens <= 64 else (2, 1):
         span = count * 64
         if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:

@@ -86,7 +86,8 @@ class Experts:
             return reason
         rows = [self.router] if self.shared_gate is None else [self.router, self.shared_gate.float()]
         gate_up, down = (experts.stack(cast(list[CudaLinear], part)) for part in parts)
-        self.grouped = experts.Grouped(gate_up, down, torch.cat(rows), count, self.config.experts_per_token,
+        ready = torch.zeros(1, dtype=torch.int32, device=self.router.device)
+        self.grouped = experts.Grouped(gate_up, down, torch.cat(rows), ready, count, self.config.experts_per_token,
                                        self.config.normalize_weights)
         return None
 

@@ -7,8 +7,10 @@
 // expert that it was not sent to. PER_SLOT: each slot has rows of its own (the second linear of an expert).
 //
 // Work split: the tiles of all slots lie in one line that is cut evenly over the CTAs; each loads the rows of a slot when
-// it comes to it, while the ring goes on. Which weights these are is known only when the kernel before this one has ended,
-// so the ring begins empty. Limit: bytes of the weights in use / bandwidth.
+// it comes to it, while the ring goes on. Which weights these are is known as soon as `slots` is not 0, which is long before the
+// kernel before this one has ended where that is the shared expert or the experts' first linear: so the ring is filled then.
+// Waiting for it is safe: route's CTAs have all begun before any of this kernel may.
+// Limit: bytes of the weights in use / bandwidth.
 //
 // defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES
 #include "gemv.cuh"
@@ -23,8 +25,9 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   LinearShared& sh = *(LinearShared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_linear(sh);
-  wait_for_inputs();
-  const int used = slots[0], tiles = used * TILES;
+  int used;
+  while (!(used = load_acquire(slots))) {}
+  const int tiles = used * TILES;
   const int first = (int)((long long)blockIdx.x * tiles / gridDim.x), count = (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first;
   auto tile_at = [=](int i) {
     const int slot = min((first + i) / TILES, used - 1), tile = (first + i) % TILES;

@@ -288,14 +288,13 @@ DEVICE void leave_partial(const accumulator (&acc)[TOKENS / 2], uint4* partials,
   for (int i = 0; i < TOKENS / 8; i++) to[i * THREADS] = *(const uint4*)&acc[4 * i];
   __threadfence();
   named_barrier(1, THREADS);
-  if (threadIdx.x == 0) asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(flags + blockIdx.x), "r"(1) : "memory");
+  if (threadIdx.x == 0) store_release(flags + blockIdx.x, 1);
 }
 DEVICE void take_partials(accumulator (&acc)[TOKENS / 2], const uint4* partials, int* flags, const Segment& s, int tile, int n_tiles) {
   const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
   for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
     if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
-    int ready = 0;
-    while (!ready) asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(ready) : "l"(flags + cta) : "memory");
+    while (!load_acquire(flags + cta)) {}
     const uint4* from = partials + (size_t)cta * (TOKENS / 8) * THREADS + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) {

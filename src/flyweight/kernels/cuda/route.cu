@@ -8,7 +8,8 @@
 // tiles as its tokens fill, and rows that nobody fills have source -1; or (BY_TOKEN, for few tokens) one tile, row t being
 // token t. Tokens of an expert come in any order: no product depends on its neighbours. The router and all sums are float32;
 // x is normed and rounded as the other kernels do it. The gate of the shared expert is the router's last row.
-// combine adds in the order of the choices: the same bits every time.
+// combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
+// how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
 // Limit: latency; of combine with many tokens bytes / bandwidth.
 //
 // defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN
@@ -42,45 +43,42 @@ DEVICE bool is_last(u32* arrived, int count) {
   return last;
 }
 
-// One warp, one token.
-DEVICE void choose(const float* logits, int* chosen, float* shares, float* gate, int lane) {
-  float value[OWN], most = LOWEST, sum = 0;
-  u64 key[OWN];
+// One warp, one token. An expert's place among the chosen is the number of experts that rank before it.
+DEVICE void choose(const float* logits, u64* keys, int* chosen, float* shares, float* gate, int lane) {
+  float value[OWN], most = LOWEST, sum = 0, kept = 0;
+  int before[OWN] = {};
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     const int e = lane + 32 * i;
     value[i] = e < EXPERTS ? __ldcg(logits + e) : LOWEST;
-    key[i] = e < EXPERTS ? rank(value[i], e) : 0;
+    if (e < EXPERTS) keys[e] = rank(value[i], e);
     most = fmaxf(most, value[i]);
   }
   most = warp_max(most);
+  __syncwarp();
+#pragma unroll 8
+  for (int e = 0; e < EXPERTS; e++) {
+    const u64 other = keys[e];
 #pragma unroll
-  for (int i = 0; i < OWN; i++) sum += __expf(value[i] - most);
-  sum = warp_sum(sum);
-  int expert = 0;
-  float share = 0;
-  for (int j = 0; j < CHOSEN; j++) {
-    u64 best = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) best = max(best, key[i]);
-#pragma unroll
-    for (int o = 16; o; o >>= 1) best = max(best, __shfl_xor_sync(~0u, best, o));
-    const int winner = (int)~(u32)best;
-    float logit = LOWEST;
-#pragma unroll
-    for (int i = 0; i < OWN; i++)
-      if (key[i] == best) key[i] = 0, logit = value[i];
-    logit = __shfl_sync(~0u, logit, winner % 32);
-    if (lane == j) expert = winner, share = __expf(logit - most) / sum;
+    for (int i = 0; i < OWN; i++) before[i] += other > rank(value[i], lane + 32 * i);
   }
-  if (NORMALIZE) share /= warp_sum(share);
-  if (lane < CHOSEN) chosen[lane] = expert, shares[lane] = share;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    value[i] = __expf(value[i] - most);
+    sum += value[i];
+    if (before[i] >= CHOSEN || lane + 32 * i >= EXPERTS) value[i] = 0, before[i] = -1;
+    kept += value[i];
+  }
+  const float all = warp_sum(NORMALIZE ? kept : sum);
+#pragma unroll
+  for (int i = 0; i < OWN; i++)
+    if (before[i] >= 0) chosen[before[i]] = lane + 32 * i, shares[before[i]] = value[i] / all;
   if (GATE && lane == 0) *gate = 1.f / (1.f + __expf(-__ldcg(logits + EXPERTS)));
 }
 
 // One CTA: from the experts of all pairs to places, sources, and the expert of each tile.
 DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, int* tiles, int pairs) {
-  __shared__ int counts[EXPERTS], begins[EXPERTS], taken[EXPERTS];
+  __shared__ int counts[EXPERTS], begins[EXPERTS], taken[EXPERTS], total;
   const int lane = threadIdx.x % 32;
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = taken[e] = 0;
   __syncthreads();
@@ -96,13 +94,18 @@ DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, 
       const int other = __shfl_up_sync(~0u, before, o);
       if (lane >= o) before += other;
     }
-    if (lane == 31) tiles[0] = before;
+    if (lane == 31) total = before;
     before -= mine;
     for (int i = 0; i < OWN && lane * OWN + i < EXPERTS; i++) begins[lane * OWN + i] = before, before += tiles_of(lane * OWN + i);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS)
     for (int i = 0; i < tiles_of(e); i++) expert_of[begins[e] + i] = e;
+  if (BY_TOKEN) {  // experts.cu waits for no more than this
+    __threadfence();
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) store_release(tiles, total);
   for (int i = threadIdx.x; i < pairs; i += THREADS) {
     const int e = __ldcg(chosen + i), at = begins[e] * TILE + (BY_TOKEN ? i / CHOSEN : atomicAdd(&taken[e], 1));
     place[i] = at;
@@ -182,16 +185,20 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   }
   if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return;
   const int own = blockIdx.y * ROWS + warp;
+  __shared__ u64 keys[ROWS][EXPERTS];
   if (warp < ROWS && own < tokens)
-    choose(logits + (size_t)own * OUTPUTS, chosen + own * CHOSEN, shares + own * CHOSEN, gates + own, lane);
-  if (is_last(arrived + gridDim.y, gridDim.y)) arrange(chosen, place, source, expert_of, tiles, tokens * CHOSEN);
+    choose(logits + (size_t)own * OUTPUTS, keys[warp], chosen + own * CHOSEN, shares + own * CHOSEN, gates + own, lane);
+  __syncthreads();
+  if (gridDim.y == 1 || is_last(arrived + gridDim.y, gridDim.y)) arrange(chosen, place, source, expert_of, tiles, tokens * CHOSEN);
 }
 
 // Two outputs a thread, CTAs striding over all of them.
 extern "C" __global__ void __launch_bounds__(THREADS)
-combine(const u16* y, const int* place, const float* shares, const u16* shared, const float* gates, const u16* residual, u16* out, int tokens) {
+combine(const u16* y, const int* place, const float* shares, const u16* shared, const float* gates, const u16* residual, u16* out,
+        int* tiles, int tokens) {
   launch_dependents();
   wait_for_inputs();
+  if (blockIdx.x == 0 && threadIdx.x == 0) tiles[0] = 0;
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < tokens * (KDIM / 2); i += gridDim.x * THREADS) {
     const int token = i / (KDIM / 2), column = i % (KDIM / 2);
     const u32 old = ((const u32*)residual)[i];
