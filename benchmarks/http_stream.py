@@ -68,40 +68,60 @@ async def call(port: int, path: str, body: dict[str, Any] | None = None) -> dict
         writer.close()
 
 
+@dataclass(frozen=True)
+class Served:
+    port: int
+    pid: int  # of the server
+    engine: int  # pid of its engine
+    facts: dict[str, Any]  # what it said when the engine was ready
+
+
 @contextlib.contextmanager
-def server(model: str, *options: str) -> Iterator[tuple[int, int, int]]:
-    """(port, pid of the server, pid of its engine) of a `flyweight serve` that is ready."""
+def server(model: str, *options: str) -> Iterator[Served]:
+    """A `flyweight serve` that is ready."""
     command = [sys.executable, "-m", "flyweight.cli", "serve", model, "--port", "0", "--log-format", "json", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None
-    port = engine = 0
+    drain, port, facts = None, 0, None
     try:
-        while not engine:
+        while facts is None:
             line = process.stderr.readline()
             if not line:
                 raise SystemExit("the server ended before it was ready")
             event = json.loads(line) if line.startswith("{") else {}
+            if not event:
+                print(line, end="", file=sys.stderr)
             port = event.get("port", port)
-            engine = event["pid"] if event.get("event") == "engine_ready" else 0
+            facts = event if event.get("event") == "engine_ready" else None
         with open(os.devnull, "w") as nowhere:
             drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=nowhere)  # its log must not fill the pipe
-        yield port, process.pid, engine
+        yield Served(port, process.pid, facts["pid"], facts)
     finally:
         process.terminate()
         process.wait()
-        drain.wait()
+        if drain is not None:
+            drain.wait()
+
+
+def resident(pid: int) -> int:
+    """MB in memory."""
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) * 1024 // 10**6 for line in file if line.startswith("VmRSS"))
+
+
+def gpu_memory() -> int | None:
+    """MB in use on the device, by all."""
+    from flyweight.bench.environment import nvidia
+
+    used = nvidia("memory.used")
+    return round(int(used.split()[0]) * 1.048576) if used else None
 
 
 def about(model: str) -> dict[str, Any]:
     """What every row about a model says."""
-    from flyweight.checkpoint.hub import resolve
-    from flyweight.checkpoint.reader import Checkpoint
+    from flyweight.bench.facts import Variant, facts_of
 
-    checkpoint = Checkpoint(resolve(model))
-    quantized = checkpoint.config.get("quantization_config", {}).get("quant_method")
-    stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
-    return {"model": model, "checkpoint": checkpoint.hash(), "weights": "trained", "backend": "native",
-            "scheme": quantized or stored.replace("bfloat", "bf").replace("float", "fp")}
+    return facts_of(Variant(model)).fields() | {"backend": "native"}
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

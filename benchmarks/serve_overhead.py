@@ -1,11 +1,12 @@
 """What HTTP costs: tok/s through the server against the engine's own, on the same work, taking turns.
 
-    python benchmarks/serve_overhead.py [--model smollm2-135m] [--rounds 3] [-o benchmarks/cpu/serve_overhead.jsonl]
+    python benchmarks/serve_overhead.py [--model smollm2-135m] [--rounds 7] [-o benchmarks/cpu/serve_overhead.jsonl]
 
 Both run in fresh processes that stay up for all rounds, one of them idle while the other works. The engine's own rate is
 `LLM.generate` of the same token ids, lengths and sampling; through HTTP every request streams, a chunk a token, and the
-clients are in this process. Both count from the first submit to the last token, prefill included. A ratio is the median of
-the rounds' ratios; the order changes from round to round.
+clients are in this process. Both count from the first submit to the last token, prefill included. In each round every
+concurrency has its turn, on both sides one right after the other, and who is first changes from round to round: what else
+the machine does hits both. A ratio is the median of the rounds' ratios; all of them are in the row.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import multiprocessing
 import random
 import statistics
 import time
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,61 @@ from flyweight.bench.rows import environment_row, make_row
 GOALS = {1: 0.97, 64: 0.90}  # share of the engine's own tok/s, by concurrency
 
 
-def engine(connection: Connection, model: str, options: dict[str, Any]) -> None:
+class Engine:
     """A process with nothing but an LLM: prompts in, seconds out."""
+
+    def __init__(self, model: str, options: dict[str, Any]):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=answer, args=(theirs, model, options), daemon=True)
+        self.process.start()
+
+    def seconds(self, prompts: list[list[int]], output: int) -> float:
+        self.connection.send((prompts, output))
+        return self.connection.recv()
+
+    def stop(self) -> None:
+        self.connection.send(None)
+        self.process.join()
+
+
+def answer(connection: Connection, model: str, options: dict[str, Any]) -> None:
     from flyweight import LLM, SamplingParams
 
     llm = LLM(model, **options)
-    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    connection.send("ready")
+    llm.warm_up()
     while (work := connection.recv()) is not None:
         prompts, output = work
         begin = time.perf_counter()
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True))
         connection.send(time.perf_counter() - begin)
+
+
+@dataclass
+class Turns:
+    """What came of one concurrency, round by round."""
+
+    concurrency: int
+    engine: list[float] = field(default_factory=list)  # seconds
+    http: list[float] = field(default_factory=list)
+    times: dict[str, list[float]] = field(default_factory=lambda: {"ttft": [], "tpot": []})
+
+    def take(self, own: Engine, port: int, *, input: int, output: int, seed: int) -> None:
+        dice = random.Random(f"{self.concurrency} {seed}")
+        prompts = [[dice.randrange(10, 250) for _ in range(input)] for _ in range(self.concurrency)]
+        for engine_now in (seed % 2 == 0, seed % 2 == 1):
+            if engine_now:
+                self.engine.append(own.seconds(prompts, output))
+            else:
+                self.http.append(asyncio.run(through_http(port, prompts, output, self.times)))
+
+    def figures(self, output: int) -> dict[str, Any]:
+        tokens = self.concurrency * output
+        ratios = [own / http for own, http in zip(self.engine, self.http, strict=True)]
+        return {"output_tok_s": round(tokens / statistics.median(self.http), 2),
+                "engine_tok_s": round(tokens / statistics.median(self.engine), 2),
+                "share_of_engine": round(statistics.median(ratios), 4), "goal": GOALS[self.concurrency],
+                "share_of_engine_samples": [round(ratio, 4) for ratio in ratios]}
 
 
 async def through_http(port: int, prompts: list[list[int]], output: int, times: dict[str, list[float]]) -> float:
@@ -59,46 +104,31 @@ async def through_http(port: int, prompts: list[list[int]], output: int, times: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--input", type=int, default=16)
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "cpu" / "serve_overhead.jsonl")
     parser.add_argument("--flag", action="append", default=[], help="what is wrong with this run, for the row")
     given = parser.parse_args()
-    seats, dice = max(GOALS), random.Random(0)
-    options = {"max_num_seqs": seats, "max_model_len": 512, "prefix_cache": False}
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=engine, args=(theirs, given.model, options), daemon=True)
-    process.start()
-    ours.recv()
-    environment = environment_row()
-    rows = [environment]
-    flags = ["--max-num-seqs", str(seats), "--max-model-len", "512", "--no-prefix-cache"]
-    with server(given.model, *flags) as (port, _, _):
-        for concurrency, goal in GOALS.items():
-            seconds: dict[str, list[float]] = {"engine": [], "http": []}
-            times: dict[str, list[float]] = {"ttft": [], "tpot": []}
-            for turn in range(given.rounds):
-                prompts = [[dice.randrange(100, 40_000) for _ in range(given.input)] for _ in range(concurrency)]
-                for who in ("engine", "http") if turn % 2 else ("http", "engine"):
-                    if who == "engine":
-                        ours.send((prompts, given.output_tokens))
-                        seconds[who].append(ours.recv())
-                    else:
-                        seconds[who].append(asyncio.run(through_http(port, prompts, given.output_tokens, times)))
-            tokens = concurrency * given.output_tokens
-            ratios = [own / http for own, http in zip(seconds["engine"], seconds["http"], strict=True)]
-            figures = {"output_tok_s": round(tokens / statistics.median(seconds["http"]), 2),
-                       "engine_tok_s": round(tokens / statistics.median(seconds["engine"]), 2),
-                       "share_of_engine": round(statistics.median(ratios), 4), "goal": goal,
-                       "share_of_engine_samples": [round(ratio, 4) for ratio in ratios]}
-            rows.append(make_row("serve", environment["id"], **about(given.model), concurrency=concurrency, arrivals="at once",
-                                 dataset=f"random {given.input} in, {given.output_tokens} out", sampling="greedy",
-                                 flags=given.flag, ttft_ms=percentiles(times["ttft"]),
-                                 tpot_ms=percentiles(times["tpot"]), **figures))
-            print(json.dumps({"concurrency": concurrency, **figures}))
-    ours.send(None)
-    process.join()
+    seats, context = max(GOALS), given.input + given.output_tokens + 16
+    own = Engine(given.model, {"max_num_seqs": seats, "max_model_len": context, "prefix_cache": False})
+    flags = ["--max-num-seqs", str(seats), "--max-model-len", str(context), "--no-prefix-cache"]
+    with server(given.model, *flags) as served:
+        every = [Turns(concurrency) for concurrency in GOALS]
+        for turns in every:  # a round that does not count: whatever is still to be compiled or allocated
+            Turns(turns.concurrency).take(own, served.port, input=given.input, output=8, seed=0)
+        for turn in range(given.rounds):
+            for turns in every:
+                turns.take(own, served.port, input=given.input, output=given.output_tokens, seed=turn + 1)
+    own.stop()
+    rows = [environment := environment_row(served.facts["device"])]
+    for turns in every:
+        figures = turns.figures(given.output_tokens)
+        rows.append(make_row("serve", environment["id"], **about(given.model), concurrency=turns.concurrency, arrivals="at once",
+                             dataset=f"random {given.input} in, {given.output_tokens} out", sampling="greedy",
+                             flags=given.flag, ttft_ms=percentiles(turns.times["ttft"]),
+                             tpot_ms=percentiles(turns.times["tpot"]), **figures))
+        print(json.dumps({"concurrency": turns.concurrency, **figures}))
     given.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -83,6 +83,16 @@ def test_a_reader_that_does_not_read_stalls_nobody(tiny):
     idler.close()
 
 
+def test_a_message_larger_than_a_sockets_buffer_arrives_whole(tiny):
+    """uvloop makes the engine's socket non-blocking: half a message looked like a dead engine."""
+    body = dict(prompt=[7, 8, 9, 10] * 1000, max_tokens=0, echo=True, logprobs=20)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(tiny.post, "/v1/completions", **body) for _ in range(4)]
+        answers = [future.result() for future in asked]
+    assert [len(answer.json()["choices"][0]["logprobs"]["tokens"]) for answer in answers] == [4000] * 4
+    assert tiny.engine.restarts == 0 and tiny.engine.state == "ready"
+
+
 def test_an_answer_that_takes_too_long_is_504(frozen, monkeypatch):
     monkeypatch.setattr(frozen.engine, "timeout", 0.3)
     before = frozen.metric("request_errors_total")

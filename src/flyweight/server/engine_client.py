@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import math
 import multiprocessing
+import os
 import signal
 import time
 from collections import deque
@@ -67,6 +68,8 @@ class EngineClient:
         self.process.start()
         theirs.close()  # so that the socket closes with the process
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self._read)
+        # uvloop has just made it non-blocking, and a message larger than the socket's buffer would be cut in two.
+        os.set_blocking(self.connection.fileno(), True)
 
     def stop(self) -> None:
         """At once; draining has been waited for before."""

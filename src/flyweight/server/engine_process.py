@@ -61,9 +61,10 @@ def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> N
 
 
 def warm_up(llm: LLM) -> None:
-    """Compile, capture and allocate before the first request: a greedy and a sampled one, of more than one chunk."""
+    """Compile, capture and allocate before the first request: decode steps of every size, a greedy and a sampled request."""
     from flyweight.engine.request import SamplingParams
 
+    llm.warm_up()
     length = min(llm.engine.max_model_len - 8, llm.engine.scheduler.max_num_batched_tokens + 1)
     prompts = [[1] * max(1, length), [1, 1, 1]]
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),

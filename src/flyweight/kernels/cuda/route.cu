@@ -144,7 +144,10 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     factors[i] = piece < PIECES ? ((const uint4*)norm)[piece] : none;
   }
   wait_for_inputs();
-  if (blockIdx.x >= OUTPUTS) return;  // here only so that the next kernel finds all SMs alike
+  if (blockIdx.x >= OUTPUTS) {  // here, and to the end, only so that the next kernel finds all SMs alike
+    while (BY_TOKEN && threadIdx.x == 0 && !load_acquire(tiles)) {}
+    return;
+  }
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
