@@ -79,6 +79,19 @@ def test_every_token_has_a_place_with_each_of_its_experts(count, chosen, gate, n
         assert not gemm.buffer("tickets", 4 * -(-tokens // 8) + 4, x.device).any()
 
 
+def test_rows_that_nobody_uses_need_no_expert():
+    layer, _ = make_layer("plain", count=60, chosen=4)
+    for tokens, used in ((8, 3), (32, 17), (4, 0)):
+        x, norm = make_input(tokens, "any")
+        lengths = (torch.arange(tokens, device="cuda") < used).int()
+        out = torch.full_like(x, float("nan"))
+        route = layer.route(x, norm=norm, epsilon=EPSILON, lengths=lengths)
+        wanted = expected_route(layer, norm_of(x, norm))[1][: max(used, 1)]  # the first row is there in any case
+        assert set(route.expert_of[: int(route.tiles)].tolist()) == set(wanted.flatten().tolist())
+        layer.combine(layer.multiply(x, route, norm=norm, epsilon=EPSILON), route, x, out, shared=x)
+        assert torch.equal(out[max(used, 1) :], x[max(used, 1) :]) and out.isfinite().all()
+
+
 @pytest.mark.parametrize("load", ["any", "one"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_adds_up_its_experts_by_their_shares(kind, load):

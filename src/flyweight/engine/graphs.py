@@ -108,7 +108,7 @@ class Step:
             self._attention(block, i)
             self.project(block.o, self.attended, hidden, residual=hidden)
             if block.experts is not None:
-                block.experts.fused(hidden, hidden, norm=block.post_norm.weight, epsilon=block.epsilon)
+                block.experts.fused(hidden, hidden, norm=block.post_norm.weight, epsilon=block.epsilon, lengths=self.lengths)
                 continue
             self.project(block.gate_up, hidden, self.gated, norm=block.post_norm, gated=True)
             self.project(block.down, self.gated, hidden, residual=hidden)

@@ -110,8 +110,8 @@ class Grouped:
         """Whether experts.cu takes them."""
         return tokens in ROWS and tokens <= GEMV_ROWS[self.down.kind] and self.gate_up.fits(tokens) and self.down.fits(tokens)
 
-    def route(self, x: Tensor, *, norm: Tensor, epsilon: float) -> Route:
-        """x [tokens, hidden], before the norm."""
+    def route(self, x: Tensor, *, norm: Tensor, epsilon: float, lengths: Tensor | None = None) -> Route:
+        """x [tokens, hidden], before the norm; rows whose length is 0 are padding and need no expert."""
         tokens, pairs, by_token, device = len(x), len(x) * self.chosen, self.few(len(x)), x.device
         tile = tokens if by_token else tile_rows(pairs, self.experts, self.down.kind)
         most = min(self.experts, pairs) + (0 if by_token else pairs // tile)
@@ -130,7 +130,7 @@ class Grouped:
         grid = (max(outputs, processors(device.index or 0)) if groups == 1 else outputs, groups)
         logits, chosen = table(tokens, outputs, dtype=torch.float32), table(tokens, self.chosen)
         args = (x, norm, self.router, logits, chosen, found.shares, gates, found.place, source, found.expert_of, found.tiles,
-                gemm.buffer("tickets", 4 * groups + 4, device), tokens, float(epsilon))
+                gemm.buffer("tickets", 4 * groups + 4, device), lengths, tokens, float(epsilon))
         self._kernel("route", x, rows, tile, by_token).launch(grid, 256, args, pdl=True)
         return found
 

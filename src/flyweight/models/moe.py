@@ -91,12 +91,13 @@ class Experts:
                                        self.config.normalize_weights)
         return None
 
-    def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor, epsilon: float) -> Tensor:
-        """x + experts(norm(x)), [tokens, hidden], through the grouped kernels; out may be x."""
-        assert self.grouped is not None
+    def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor, epsilon: float,
+              lengths: Tensor | None = None) -> Tensor:
+        """x + experts(norm(x)), [tokens, hidden], through the grouped kernels; out may be x. Rows of length 0 are padding."""
+        assert self.grouped is not None and (lengths is None or len(x) <= experts.TOKENS_AT_ONCE)
         out = torch.empty_like(x) if out is None else out
         for part, end in zip(x.split(experts.TOKENS_AT_ONCE), out.split(experts.TOKENS_AT_ONCE), strict=True):
-            route = self.grouped.route(part, norm=norm, epsilon=epsilon)
+            route = self.grouped.route(part, norm=norm, epsilon=epsilon, lengths=lengths)
             shared = None if self.shared_gate is None else self.run("shared_expert", part, norm=norm, epsilon=epsilon)
             y = self.grouped.multiply(part, route, norm=norm, epsilon=epsilon)
             self.grouped.combine(y, route, part, end, shared=shared)

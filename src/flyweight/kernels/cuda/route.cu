@@ -7,7 +7,8 @@
 // token; the last of these lays the tiles of the grouped product out, TILE rows of one expert each. An expert has as many
 // tiles as its tokens fill, and rows that nobody fills have source -1; or (BY_TOKEN, for few tokens) one tile, row t being
 // token t. Tokens of an expert come in any order: no product depends on its neighbours. The router and all sums are float32;
-// x is normed and rounded as the other kernels do it. The gate of the shared expert is the router's last row.
+// x is normed and rounded as the other kernels do it. The gate of the shared expert is the router's last row. Rows of length 0
+// are nobody's: they go to no expert (their shares are 0), but for the first, so that there is a tile.
 // combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
 // how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
 // Limit: latency; of combine with many tokens bytes / bandwidth.
@@ -82,7 +83,8 @@ DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, 
   const int lane = threadIdx.x % 32;
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = taken[e] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += THREADS) atomicAdd(&counts[__ldcg(chosen + i)], 1);
+  for (int i = threadIdx.x; i < pairs; i += THREADS)
+    if (const int e = __ldcg(chosen + i); e >= 0) atomicAdd(&counts[e], 1);
   __syncthreads();
   auto tiles_of = [&](int e) { return e >= EXPERTS ? 0 : BY_TOKEN ? counts[e] > 0 : (counts[e] + TILE - 1) / TILE; };
   if (threadIdx.x < 32) {
@@ -107,9 +109,9 @@ DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, 
   }
   if (threadIdx.x == 0) store_release(tiles, total);
   for (int i = threadIdx.x; i < pairs; i += THREADS) {
-    const int e = __ldcg(chosen + i), at = begins[e] * TILE + (BY_TOKEN ? i / CHOSEN : atomicAdd(&taken[e], 1));
+    const int e = __ldcg(chosen + i), at = e < 0 ? 0 : begins[e] * TILE + (BY_TOKEN ? i / CHOSEN : atomicAdd(&taken[e], 1));
     place[i] = at;
-    if (!BY_TOKEN) source[at] = i / CHOSEN;
+    if (!BY_TOKEN && e >= 0) source[at] = i / CHOSEN;
   }
   for (int i = threadIdx.x; i < (BY_TOKEN ? 0 : EXPERTS * TILE); i += THREADS) {  // the empty rows of last tiles
     const int e = i / TILE, last = tiles_of(e) - 1;
@@ -120,7 +122,7 @@ DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, 
 // arrived [token groups + 1] is zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS)
 route(const u16* X, const u16* norm, const float* router, float* logits, int* chosen, float* shares, float* gates, int* place, int* source,
-      int* expert_of, int* tiles, u32* arrived, int tokens, float epsilon) {
+      int* expert_of, int* tiles, u32* arrived, const int* lengths, int tokens, float epsilon) {
   __shared__ float sums[2][WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp / PER_ROW, part = warp % PER_ROW;
   const int token = blockIdx.y * ROWS + row;
@@ -189,7 +191,10 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return;
   const int own = blockIdx.y * ROWS + warp;
   __shared__ u64 keys[ROWS][EXPERTS];
-  if (warp < ROWS && own < tokens)
+  if (warp < ROWS && own < tokens && lengths && own && !lengths[own]) {
+    if (lane < CHOSEN) chosen[own * CHOSEN + lane] = -1, shares[own * CHOSEN + lane] = 0;
+    if (GATE && lane == 0) gates[own] = 0;
+  } else if (warp < ROWS && own < tokens)
     choose(logits + (size_t)own * OUTPUTS, keys[warp], chosen + own * CHOSEN, shares + own * CHOSEN, gates + own, lane);
   __syncthreads();
   if (gridDim.y == 1 || is_last(arrived + gridDim.y, gridDim.y)) arrange(chosen, place, source, expert_of, tiles, tokens * CHOSEN);
