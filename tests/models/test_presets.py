@@ -29,6 +29,18 @@ def test_the_stretched_presets_hold_the_longest_input_and_its_answer(name):
     assert tensor_shapes(plain) == tensor_shapes(long)
 
 
+@pytest.mark.parametrize("model", ["qwen2-72b:int4", "qwen2-72b:w8a16", "qwen2-57b-a14b:bf16", "qwen2-57b-a14b:int4-sym",
+                                   "qwen1.5-32b:bf16"])
+def test_the_large_presets_fit_a_gpu_of_139_gib_with_the_longest_context(model):
+    """Weights, KV of 32,768 tokens, and 8 GB for a step; the engine leaves a tenth free."""
+    name, scheme = model.split(":")
+    config = ModelConfig.from_dict(preset_config(name))
+    bits = SCHEMES[scheme]((128, 1024), 0, "cpu", dtype=torch.bfloat16).bits_per_weight
+    weights = sum(torch.Size(shape).numel() * (bits if "_proj" in name else 16) / 8 for name, shape in tensor_shapes(config).items())
+    kv = 32768 * config.layers * 2 * config.kv_heads * config.head_dim * 2
+    assert weights + kv + 8e9 < 0.9 * 139 * 2**30
+
+
 def test_the_mixture_of_experts_has_its_57_billion():
     config = ModelConfig.from_dict(preset_config("qwen2-57b-a14b"))
     expert = 3 * config.hidden_size * config.moe.intermediate_size * config.moe.experts
