@@ -36,7 +36,8 @@ def test_the_large_presets_fit_a_gpu_of_139_gib_with_the_longest_context(model):
     name, scheme = model.split(":")
     config = ModelConfig.from_dict(preset_config(name))
     bits = SCHEMES[scheme]((128, 1024), 0, "cpu", dtype=torch.bfloat16).bits_per_weight
-    weights = sum(torch.Size(shape).numel() * (bits if "_proj" in name else 16) / 8 for name, shape in tensor_shapes(config).items())
+    weights = sum(torch.Size(shape).numel() * (bits if "_proj" in tensor else 16) / 8
+                  for tensor, shape in tensor_shapes(config).items())
     kv = 32768 * config.layers * 2 * config.kv_heads * config.head_dim * 2
     assert weights + kv + 8e9 < 0.9 * 139 * 2**30
 
