@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -120,6 +121,30 @@ def test_alike_projections_merge_into_one_weight(kind):
     parts = [RANDOM[kind]((64, 128)), RANDOM[kind]((32, 128)), RANDOM[kind]((32, 128))]
     merged = merge(parts)
     assert len(merged) == 1 and torch.equal(merged[0].dequantize(), rows_of(parts))
+
+
+def test_static_float8_projections_merge_where_they_share_the_scale_of_their_input():
+    first, second, other = (Float8.random((64, 128), seed, activation="static") for seed in range(3))
+    first, second = (dataclasses.replace(t, input_scale=torch.tensor([0.5])) for t in (first, second))
+    other = dataclasses.replace(other, input_scale=torch.tensor([0.25]))
+    merged = merge([first, second, other])
+    assert [segment.matrix_shape[0] for segment in merged] == [128, 64]
+    x = torch.randn(3, 128)
+    expected = torch.cat([t.matmul_reference(x) for t in (first, second)], -1)
+    assert torch.equal(merged[0].matmul_reference(x), expected)
+
+
+def test_a_dense_weight_that_is_two_of_four_is_found():
+    sparse = Sparse24.random((24, 64), inner=IntGroup, group_size=32)
+    dense = sparse.to_dense()
+    found = Sparse24.find(dense)
+    assert isinstance(found, Sparse24) and torch.equal(found.dequantize(), sparse.dequantize())
+    values = dense.values()
+    values[20, :4] = 15  # beyond the rows that are looked at first
+    changed = IntGroup.from_values(values, dense.scales, dense.zeros, bits=4, group_size=32)
+    assert Sparse24.find(changed) is changed
+    plain = Plain.random((8, 64))
+    assert Sparse24.find(plain) is plain
 
 
 def test_unlike_projections_stay_segments_in_order():

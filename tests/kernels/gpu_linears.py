@@ -1,22 +1,41 @@
 """Weights of every kind for the tests of the linears on a GPU."""
 
+import dataclasses
+
 import torch
 
-from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel"]
+FUSED_KINDS = ["plain", "w8a8", "int4:128", "int8:64", "fp8", "fp8-static", "sparse-w8a8", "sparse-int8:64",
+               "sparse-int4:128"]
+KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel", "fp8",
+         "fp8-static", "w8a8-static", "sparse-w8a8", "sparse-int8:128", "sparse-int8:32", "sparse-int8:channel",
+         "sparse-int4:128", "sparse-int4:64", "sparse-int4:32"]
 
 
 def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
-    columns = shape[1]
+    """A random weight; of every second seed symmetric, or (fp8) with one scale for the whole tensor."""
+    columns, sparse = shape[1], kind.startswith("sparse-")
+    if kind.endswith("-static"):  # x beyond three times its deviation is cut off
+        scale = torch.tensor([3 / (448 if kind == "fp8-static" else 127)], device="cuda")
+        tensor = make(kind.removesuffix("-static"), shape, seed, dtype)
+        return dataclasses.replace(tensor, input_scale=scale, **({"activation": "static"} if kind == "fp8-static" else {}))
+    if kind == "fp8":
+        tensor = Float8.random(shape, seed, "cuda")
+        return dataclasses.replace(tensor, scales=tensor.scales[:1]) if seed % 2 else tensor
+    if kind == "sparse-w8a8":
+        return Sparse24.random(shape, seed, "cuda")
     if kind == "plain":
         return Plain.random(shape, seed, "cuda", dtype=dtype)
     if kind == "w8a8":
         return Int8Channel.random(shape, seed, "cuda")
-    bits, group = kind.split(":")
+    bits, group = kind.removeprefix("sparse-").split(":")
     size = columns if group == "channel" else int(group) if columns % int(group) == 0 else 32
-    return IntGroup.random(shape, seed, "cuda", bits=int(bits[3:]), group_size=size, dtype=dtype, symmetric=seed % 2 == 1)
+    options = dict(bits=int(bits[3:]), group_size=size, dtype=dtype, symmetric=seed % 2 == 1)
+    if sparse:
+        return Sparse24.random(shape, seed, "cuda", inner=IntGroup, **options)
+    return IntGroup.random(shape, seed, "cuda", **options)
 
 
 def relative_error(got, want):

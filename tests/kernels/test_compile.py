@@ -10,33 +10,48 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 LINEAR = dict(FP16=0, SCALE_FP16=0, KDIM=4096, NDIM=6144, GROUP=128)
 GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STAGE_BLOCKS=16, SLOTS=3, SHARED_BYTES=220_000)
-GEMM = LINEAR | dict(EPILOGUE=0, BIAS=0, TOKENS=64, WGS=2, SB=2, STAGES=2, SPLIT=1, LOADERS=4, CLUSTER=1)
+GEMM = LINEAR | dict(EPILOGUE=0, BIAS=0, TOKENS=64, WGS=2, SB=2, STAGES=2, SPLIT=1, LOADERS=4, CLUSTER=1, STAGED=64, SIDE=8,
+                     ROTATE=1)
 HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 CASES = [
     *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
     ("gemv.cu", GEMV | dict(FORMAT=1, FP16=1, SCALE_FP16=1, ROWS=8, EPILOGUE=2, BIAS=1, SLOTS=2)),
     ("gemv.cu", GEMV | dict(FORMAT=2, KDIM=576, NDIM=1000, GROUP=32, EPILOGUE=1, STAGE_BLOCKS=9)),
+    *(("gemv.cu", GEMV | dict(FORMAT=4, WARPS=8, STATIC=static)) for static in (0, 1)),
+    *(("gemv.cu", GEMV | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),
+    ("gemv.cu", GEMV | dict(FORMAT=2, SPARSE=1, GROUP=32, ROWS=8, SLOTS=2)),
+    ("untile.cu", LINEAR | dict(FORMAT=4, INTERLEAVED=0)),
+    *(("untile.cu", LINEAR | dict(FORMAT=kind, SPARSE=1, INTERLEAVED=kind % 2)) for kind in (1, 2, 3)),
+    ("gemm.cu", GEMM | dict(FORMAT=4)),
+    ("gemm.cu", GEMM | dict(FORMAT=4, TOKENS=256, SPLIT=0)),
+    *(("gemm.cu", GEMM | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),
+    ("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=2, STATIC=1, ORDER=0, ROWS=8, WARPS=16)),
+    ("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=0, QUANTIZE=0, ORDER=2, ROWS=1, WARPS=8)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, INTERLEAVED=kind % 2)) for kind in range(4)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind)) for kind in range(4)),
-    ("gemm.cu", GEMM | dict(FORMAT=2, KDIM=7392, GROUP=32, TOKENS=16, WGS=4, SPLIT=0, EPILOGUE=1)),
-    *(("gemm.cu", GEMM | dict(FORMAT=kind, SPLIT=2, CLUSTER=6, LOADERS=1)) for kind in range(4)),
+    ("gemm.cu", GEMM | dict(FORMAT=2, KDIM=7392, GROUP=32, TOKENS=16, WGS=4, SPLIT=0, EPILOGUE=1, STAGED=0)),
+    *(("gemm.cu", GEMM | dict(FORMAT=kind, SPLIT=2, CLUSTER=6, STAGED=0, LOADERS=1)) for kind in range(4)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=256, SPLIT=0, EPILOGUE=2, BIAS=1)) for kind in (1, 3)),
-    *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=quantize, ORDER=1, PER_CTA=4 << quantize, BESIDE=quantize))
+    *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=quantize, ORDER=1, ROWS=1 + 7 * quantize, WARPS=8 << quantize))
       for quantize in (0, 1)),
-    ("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, PER_CTA=1, BESIDE=0)),
+    ("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=8, WARPS=24)),
+    ("rope.cu", HEADS),
+    ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
     ("attention.cu", HEADS),
     ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),
     *(("qkv_attention.cu", FUSED | dict(FORMAT=kind)) for kind in range(4)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, ROWS=8, SLOTS=2, BIAS=1, QK_NORM=0, STAGES=6)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=0, FP16=1, KDIM=576, NDIM=960, WARPS=8, STAGE_BLOCKS=9, HEADS=9, KV_HEADS=3,
                                       HEAD_DIM=64, ROTARY=32, HEAD_CTAS=20, WINDOW=128)),
-    *(("experts.cu", GEMV | dict(FORMAT=kind, NORM=0, EPILOGUE=0, PER_SLOT=1, KDIM=2560, NDIM=3584)) for kind in range(4)),
+    ("qkv_attention.cu", FUSED | dict(FORMAT=4, WARPS=8)),
+    *(("experts.cu", GEMV | dict(FORMAT=kind, NORM=0, EPILOGUE=0, PER_SLOT=1, KDIM=2560, NDIM=3584)) for kind in range(5)),
     ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=2, PER_SLOT=0, KDIM=3584, NDIM=5120, ROWS=8, SLOTS=2, STAGE_BLOCKS=28)),
-    *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=16, SPLIT=0, EPILOGUE=2, EXPERTS=1)) for kind in range(4)),
-    ("pack.cu", dict(FP16=0, KDIM=3584, SB=2, NORM=1, QUANTIZE=0, ORDER=1, PER_CTA=8, BESIDE=1, TILE=16)),
+    *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=16, SPLIT=0, STAGED=0, EPILOGUE=2, EXPERTS=1)) for kind in range(5)),
+    ("pack.cu", dict(FP16=0, KDIM=3584, SB=2, NORM=1, QUANTIZE=0, ORDER=1, ROWS=8, WARPS=8, TILE=16)),
     ("route.cu", dict(FP16=0, KDIM=3584, EXPERTS=64, CHOSEN=8, GATE=1, NORMALIZE=0, ROWS=1, TILE=1, BY_TOKEN=1)),
     ("route.cu", dict(FP16=1, KDIM=2048, EXPERTS=60, CHOSEN=4, GATE=0, NORMALIZE=1, ROWS=8, TILE=128, BY_TOKEN=0)),
+    ("qkv_attention.cu", FUSED | dict(FORMAT=3, SPARSE=1, WARPS=8)),
     ("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]

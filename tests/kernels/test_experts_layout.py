@@ -33,13 +33,11 @@ def test_experts_of_several_schemes_are_not_stacked():
 @pytest.mark.parametrize("tokens", [1, 9, 16, 100, 256, 2048, 8192])
 def test_there_is_room_for_any_load(tokens):
     count, chosen = 64, 8
-    for kind in gemv.FORMATS:
-        pairs, generator = tokens * chosen, torch.Generator().manual_seed(tokens)
-        tile = experts.tile_rows(pairs, count, kind)
-        assert tile & (tile - 1) == 0 and 16 <= tile <= (128 if kind == "plain" else 256)
-        most = min(count, pairs) + pairs // tile
-        weights = torch.rand(count, generator=generator) ** 8  # a few experts get nearly all
-        for loads in (torch.ones(count), weights, torch.eye(count)[0]):
-            chosen_by = torch.multinomial(loads + 1e-9, pairs, replacement=True, generator=generator)
-            needed = sum(-(-int(load) // tile) for load in torch.bincount(chosen_by, minlength=count))
-            assert needed <= most
+    pairs, generator = tokens * chosen, torch.Generator().manual_seed(tokens)
+    tile = experts.tile_rows(pairs, count)
+    most = min(count, pairs) + pairs // tile
+    weights = torch.rand(count, generator=generator) ** 8  # a few experts get nearly all
+    for loads in (torch.ones(count), weights, torch.eye(count)[0]):
+        chosen_by = torch.multinomial(loads + 1e-9, pairs, replacement=True, generator=generator)
+        needed = sum(-(-int(load) // tile) for load in torch.bincount(chosen_by, minlength=count))
+        assert needed <= most

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flyweight.kernels import gemv
-from flyweight.tensors import Int8Channel, IntGroup, Plain
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
 LANES = torch.arange(32)
 
@@ -25,6 +25,8 @@ def unlayout(prepared: gemv.Gemv) -> torch.Tensor:
                         value = byte >> 4 if half else byte & 15
                     elif prepared.kind == "int8":
                         value = raw.view(tiles, blocks, 2, 32, 4, 4)[:, :, half, :, 2 * step + j, i]
+                    elif prepared.kind == "fp8":
+                        value = raw.view(tiles, blocks, 2, 32, 4, 4)[:, :, half, :, 2 * step + j, i].view(torch.float8_e4m3fn)
                     elif prepared.kind == "w8a8":
                         value = raw.view(tiles, blocks, 2, 32, 4, 4)[:, :, half, :, 2 * step + j, i].view(torch.int8)
                     else:
@@ -34,13 +36,81 @@ def unlayout(prepared: gemv.Gemv) -> torch.Tensor:
     return codes.view(tiles * 16, blocks * 64)
 
 
+def read_sparse(prepared: gemv.Gemv) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, which are kept), both [tiles · 16, blocks · 64], as mma.sp.m16n8k64 takes its registers and places."""
+    tiles, blocks = -(-prepared.out_features // 16), -(-prepared.in_features // 64)
+    raw = prepared.weights.view(tiles, blocks, -1)
+    values, places = raw[..., :-128], raw[..., -128:].contiguous().view(torch.int32).view(tiles, blocks, 8, 4)
+    if prepared.kind == "sparse-int4":
+        words = values.reshape(tiles, blocks, 32, 2, 4)
+        words = torch.stack([words & 15, words >> 4], 3)  # half, row g or g + 8
+    else:
+        words = values.reshape(tiles, blocks, 32, 2, 2, 4)
+    signed = words.view(torch.int8) if prepared.kind == "sparse-w8a8" else words
+    codes, kept = torch.zeros(tiles, blocks, 16, 64), torch.zeros(tiles, blocks, 16, 64, dtype=torch.bool)
+    for row in range(16):
+        for four in range(16):  # as the matrix unit counts them
+            half, lane = four // 8, row % 8 * 4 + four % 8 // 2
+            nibble = places[:, :, row % 8, 2 * half + row // 8] >> four % 8 * 4
+            # B's register i of lane t is inputs 16 i + 4 t …; there lie the inputs 32 (i / 2) + 8 t + 4 (i % 2) … of x
+            start = 32 * (four // 8) + 8 * (four % 4) + 4 * (four // 4 % 2)
+            for i in range(2):
+                column = (start + (nibble >> 2 * i & 3)).long()[..., None]
+                code = signed[:, :, lane, half, row // 8, four % 2 * 2 + i].float()[..., None]
+                codes[:, :, row].scatter_(2, column, code)
+                kept[:, :, row].scatter_(2, column, True)
+    return tuple(part.transpose(1, 2).reshape(tiles * 16, blocks * 64) for part in (codes, kept))
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (40, 192), (24, 72)])
+@pytest.mark.parametrize("options", [{}, dict(inner=IntGroup, bits=8, group_size=64), dict(inner=IntGroup, group_size=-1)])
+def test_sparse_layouts_hold_every_kept_code_where_the_sparse_matrix_unit_reads_it(shape, options):
+    rows, columns = shape
+    tensor = Sparse24.random(shape, 5, **options)
+    prepared = gemv.prepare(tensor, dtype=torch.bfloat16)
+    codes, kept = read_sparse(prepared)
+    inner = tensor.inner.codes if isinstance(tensor.inner, Int8Channel) else tensor.inner.values()
+    want = torch.zeros(shape).scatter_(1, tensor.columns(), inner.float())
+    assert torch.equal(codes[:rows, :columns], want)
+    assert torch.equal(kept[:rows, :columns], torch.zeros(shape).scatter_(1, tensor.columns(), 1.0).bool())
+    assert (kept.unflatten(1, (-1, 4)).sum(-1) == 2).all(), "padding keeps two of four as well"
+    assert prepared.weights.numel() == gemv.BLOCK_BYTES[prepared.kind] * kept.numel() // 1024
+
+
+def regrouped(places: torch.Tensor, odd: int) -> torch.Tensor:
+    """gemm.cu's `regroup`: the even or odd places of two rows [..., 2] as one word."""
+    found = places >> 4 * odd & 0x0F0F0F0F
+    found = found | found >> 4
+    low, high = ((found & 0xFF) | (found >> 16 & 0xFF) << 8).unbind(-1)
+    return low | high << 16
+
+
+def test_sparse_weights_in_16_bits_meet_the_inputs_that_pack_has_put_there():
+    """wgmma.sp.m64nNk32: registers of gemm.cu's load_block, places by its regroup, columns of B by pack.cu's ORDER 2."""
+    tensor = Sparse24.random((16, 64), 3, inner=IntGroup, bits=8, group_size=-1)
+    raw = gemv.prepare(tensor, dtype=torch.bfloat16).weights
+    values, words = raw[:512].view(32, 2, 2, 4), raw[512:].view(torch.int32).view(8, 2, 2).long() & 0xFFFFFFFF
+    inputs = torch.cat([start + torch.arange(4) for c in range(4) for start in (4 * c, 16 + 4 * c)])  # of 32, by place in B
+    read = torch.zeros(16, 64)
+    for half in range(2):
+        for row in range(16):
+            for four in range(8):
+                lane, register = row % 8 * 4 + four % 4, four // 4
+                word = regrouped(words[row % 8, half], four // 4)  # of lane 0 for fours 0 to 3, of lane 1 for the others
+                nibble = word >> 16 * (row // 8) + 4 * (four % 4)
+                for i in range(2):
+                    column = inputs[4 * four + int(nibble >> 2 * i & 3)]
+                    read[row, 32 * half + column] = values[lane, half, row // 8, 2 * register + i].float()
+    assert torch.equal(read, torch.zeros(16, 64).scatter_(1, tensor.columns(), tensor.inner.values().float()))
+
+
 @pytest.mark.parametrize("shape", [(32, 128), (40, 192), (24, 72)])
 def test_layouts_hold_every_code_where_the_matrix_unit_reads_it(shape):
     rows, columns = shape
     for tensor, codes in [
         (t := IntGroup.random(shape, group_size=32), t.values()),
         (t := IntGroup.random(shape, bits=8, group_size=-1), t.values()),
-        (t := Int8Channel.random(shape), t.codes), (t := Plain.random(shape), t.weight),
+        (t := Int8Channel.random(shape), t.codes), (t := Plain.random(shape), t.weight), (t := Float8.random(shape), t.weight),
     ]:
         read = unlayout(gemv.prepare(tensor, dtype=torch.bfloat16))
         assert torch.equal(read[:rows, :columns], codes.float())
@@ -64,5 +134,5 @@ def test_plans_cover_the_weight_and_stay_within_shared_memory():
             for group in (32, 64, 128, columns):
                 plan = gemv.plan(kind, columns, group, 1, tiles=12, warps=16, limit=gemv.SHARED_LIMIT)
                 assert plan is not None and plan.stages >= 2 and plan.shared <= gemv.SHARED_LIMIT
-                if kind.startswith("int") and group < columns:
+                if kind in gemv.GROUPED and group < columns:
                     assert plan.stage_blocks * 64 % group == 0 or group % (plan.stage_blocks * 64) == 0

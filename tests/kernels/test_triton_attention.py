@@ -84,12 +84,16 @@ def test_long_contexts_are_cut_into_parts_and_added_up(monkeypatch):
         assert len(launches) == 2 and all(launch.parts > 2 for launch in launches)
 
 
-def test_prompts_of_one_length_are_one_call_of_torch_and_nothing_else():
+def test_neighbouring_prompts_are_one_call_of_torch_and_nothing_else(monkeypatch):
     plan = check([(12, 0), (12, 0), (12, 0)], heads=4, kv_heads=2, size=64)
     assert list(plan.held.values()) == [([attention.Run(0, 36, 12)], [])]
-    plan = check([(12, 0), (14, 0), (14, 0), (3, 0)], heads=4, kv_heads=2, size=64)
-    ((runs, launches),) = plan.held.values()
-    assert runs == [attention.Run(0, 12, 12), attention.Run(12, 40, 14)] and len(launches) == 1
+    plan = check([(12, 0), (14, 0), (14, 0), (3, 0), (11, 0)], heads=4, kv_heads=2, size=64)
+    (((unequal, alone), launches),) = plan.held.values()
+    assert (unequal.begin, unequal.end, unequal.length, unequal.starts.tolist()) == (0, 40, 14, [0, 12, 26, 40])
+    assert alone == attention.Run(43, 54, 11) and len(launches) == 1
+    monkeypatch.setattr(attention, "LONG", 13)
+    plan = check([(12, 0), (14, 0), (14, 0)], heads=4, kv_heads=2, size=64)
+    assert list(plan.held.values()) == [([attention.Run(0, 12, 12), attention.Run(12, 40, 14)], [])]
 
 
 def test_strided_views_of_a_merged_qkv_are_read_in_place():

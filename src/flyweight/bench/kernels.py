@@ -78,6 +78,7 @@ FORMATS: dict[str, Callable[[Case, tuple[int, int], torch.device], QuantTensor]]
     "w8a8": lambda case, shape, device: Int8Channel.random(shape, 0, device, dtype=case.dtype),
     "fp8": lambda case, shape, device: Float8.random(shape, 0, device),
     "w8a8-2:4": lambda case, shape, device: Sparse24.random(shape, 0, device, dtype=case.dtype),
+    "w8a16-2:4": _grouped(8, sparse=True),
     "w4a16-2:4": _grouped(4, sparse=True),
     "vptq": lambda case, shape, device: VectorQuant.random(shape, 0, device, length=case.vector_length, main=case.books[0],
                                                            residual=case.books[1] or None, dtype=case.dtype),

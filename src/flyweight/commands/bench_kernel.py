@@ -21,8 +21,8 @@ Measure = Callable[..., Iterator["Row"]]  # keyword arguments: device, samples, 
 
 
 def kernel(
-    format: Annotated[str | None, typer.Option(help="bf16, w4a16, w8a16, w8a8, fp8, w8a8-2:4, w4a16-2:4, vptq or attention; "
-                                                    "several with commas. Default: w4a16, vptq for the seeds' grids.")] = None,
+    format: Annotated[str | None, typer.Option(help="bf16, w4a16, w8a16, w8a8, fp8, w8a8-2:4, w8a16-2:4, w4a16-2:4, vptq or "
+                                                    "attention, with commas. Default: w4a16, vptq for the seeds' grids.")] = None,
     shapes: Annotated[str, typer.Option(help="seed-000, seed-001, a preset such as qwen3-8b, or KxN; several with commas.")]
         = "qwen3-8b",
     rows: Annotated[str, typer.Option(help="Rows of x (for attention: sequences), several with commas.")] = "1",

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.kernels import gemm, gemv, jit
-from flyweight.tensors import QuantTensor, quantize_int8_rows
+from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
-GEMV_ROWS = {"plain": 8, "int8": 8, "int4": 8, "w8a8": 4}  # 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
-WRITTEN_OUT = {"plain": 1024, "int8": 1024, "int4": 4096, "w8a8": 1 << 40}  # rows from which on cuBLAS is worth the writing
+GEMV_ROWS = {"w8a8": 4, "fp8": 4}  # 8 for the others: 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
+WRITTEN_OUT = {"int8": 1024}  # rows from which on cuBLAS is worth the writing; the others' own kernel ends the product better
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -44,9 +44,10 @@ class CudaLinear:
               residual: Tensor | None = None) -> Tensor:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after."""
         rows = x.shape[0]
-        if rows in gemv.ROWS and rows <= GEMV_ROWS[self.weight.kind] and self.weight.fits(rows):
+        if rows in gemv.ROWS and rows <= GEMV_ROWS.get(self.weight.kind, 8) and self.weight.fits(rows):
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
-        if rows < WRITTEN_OUT[self.weight.kind] and gemm.why_not(self.weight, rows, x.device) is None:
+        few = rows < WRITTEN_OUT.get(self.weight.kind, 1 << 40)
+        if few and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 
@@ -67,21 +68,30 @@ class CudaLinear:
         """Through cuBLAS; a gated weight gives [gate | up]."""
         weight = self.weight
         dense = untile(weight, scratch(weight.out_features * weight.in_features, weight.dtype, x.device))
-        if weight.kind != "w8a8":
+        if weight.kind not in gemv.QUANTIZED:
             y = F.linear(x, dense)
         else:
-            codes, scale = quantize_int8_rows(x)
             assert weight.channel_scale is not None
-            shrink = 2.0**-13 if weight.dtype == torch.float16 else 1.0  # exact, and keeps sums below fp16's largest
-            sums = F.linear((codes * shrink).to(weight.dtype), dense)
-            y = (sums.float() * (scale / shrink) * gemv.deinterleave(weight.channel_scale, weight.interleaved)).to(weight.dtype)
+            channels, static = weight.channel_scale.split([weight.out_features, int(weight.static)])
+            codes, scale = quantize_rows(x, weight.kind, static if weight.static else None)
+            shrink = 2.0**-15 if weight.dtype == torch.float16 else 1.0  # exact, and keeps sums below fp16's largest
+            sums = F.linear((codes.float() * shrink).to(weight.dtype), dense)
+            y = (sums.float() * (scale / shrink) * gemv.deinterleave(channels, weight.interleaved)).to(weight.dtype)
         return y if self.bias is None else y.add_(self.bias)
+
+
+def quantize_rows(x: Tensor, kind: str, static: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes of x and their scale, of each row or the one given: what pack.cu does."""
+    if static is None:
+        return quantize_float8_rows(x) if kind == "fp8" else quantize_int8_rows(x)
+    scaled = x.float() / static
+    return (scaled.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8) if kind == "fp8" else scaled.round().clamp(-128, 127)), static
 
 
 def untile(weight: gemv.Gemv, out: Tensor) -> Tensor:
     """The weight row-major [out_features, in_features] in its 16-bit type."""
     defines = {
-        "FORMAT": gemv.FORMATS[weight.kind], "FP16": int(weight.dtype == torch.float16), "SCALE_FP16": int(weight.scale_fp16),
+        **gemv.format_defines(weight.kind), "FP16": int(weight.dtype == torch.float16), "SCALE_FP16": int(weight.scale_fp16),
         "KDIM": weight.in_features, "NDIM": weight.out_features, "GROUP": weight.group, "INTERLEAVED": int(weight.interleaved),
     }
     units = math.ceil(weight.out_features / 16) * math.ceil(weight.in_features / 64)

@@ -5,6 +5,7 @@ perplexity) keep the plain rope and torch's attention.
 """
 
 from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
+from flyweight.kernels.rope import rope_norm_write
 from flyweight.kernels.triton_attention import paged_attention, plan_attention
 from flyweight.kernels.triton_ops import (
     add_rms_norm,
@@ -12,7 +13,6 @@ from flyweight.kernels.triton_ops import (
     norm_quantize,
     quantize_rows,
     rms_norm,
-    rope_norm_write,
     silu_mul,
     silu_quantize,
 )

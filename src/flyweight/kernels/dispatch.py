@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flyweight.kernels import cpu, gemv, reference, vptq
 from flyweight.kernels.cuda_linear import CudaLinear
-from flyweight.tensors import Plain, QuantTensor, VectorQuant
+from flyweight.tensors import Float8, Plain, QuantTensor, Sparse24, VectorQuant
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,13 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
     `gated` marks a merged gate/up, whose rows a CUDA kernel may pair up.
     """
     if tensor.device.type == "cuda" and not exact:
+        tensor = Sparse24.find(tensor)
         kind = gemv.format_of(tensor, dtype)
         if kind is not None and (not gated or tensor.matrix_shape[0] % 32 == 0):
             on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
             why = "up to 8 rows through gemv.cu, more through gemm.cu or, written out in 16 bits, cuBLAS"
+            if isinstance(tensor, Sparse24):
+                why = "two of four inputs kept, multiplied by the sparse matrix units; " + why
             return Prepared(on_cuda, f"gemv.{kind}", why, tensor.shape, on_cuda.weight.nbytes, adds_bias=True)
         if isinstance(tensor, VectorQuant) and tensor.experts is None:
             vectors = vptq.prepare(tensor, dtype=dtype)
@@ -61,13 +64,23 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
     if isinstance(tensor, Plain):
         weight, why = tensor.weight.to(dtype), "plain weight"
     else:
-        weight, why = tensor.dequantize(dtype), f"no kernel for {tensor.kind} here: dequantized once at load"
+        weight, why = tensor.dequantize(dtype), f"no kernel for {tensor.kind} here{because(tensor)}: dequantized once at load"
     linear = functools.partial(torch.nn.functional.linear, weight=weight)
 
     def run_quantized(x: Tensor) -> Tensor:
         return linear(tensor.quantize_input(x).to(dtype))
 
     return Prepared(linear if isinstance(tensor, Plain) else run_quantized, "torch.linear", why, tensor.shape, weight.nbytes)
+
+
+def because(tensor: QuantTensor) -> str:
+    """What of a weight of a known kind the kernels cannot take."""
+    if isinstance(tensor, Float8) and tensor.device.type == "cuda":
+        if tensor.block is not None or tensor.activation not in ("token", "static"):
+            return f" (activations: {tensor.activation}, blocks: {tensor.block})"
+        if not gemv.has_float8(tensor.device):
+            return " (a GPU before sm_89)"
+    return ""
 
 
 def decoder_ops(device: torch.device | str) -> ModuleType:

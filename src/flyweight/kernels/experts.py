@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flyweight.kernels import gemm, jit
 from flyweight.kernels.cuda_linear import GEMV_ROWS, CudaLinear
-from flyweight.kernels.gemv import ROWS, WARPS, Gemv, processors
+from flyweight.kernels.gemv import QUANTIZED, ROWS, WARPS, Gemv, processors
 
 STACKED = ("weights", "records", "channel_scale")
-TILES = {"plain": (16, 32, 64, 128), **dict.fromkeys(("int4", "int8", "w8a8"), (16, 32, 64, 128, 256))}  # rows
+TILES = (16, 32, 64, 128, 256)  # rows
 TOKENS_AT_ONCE = 8192  # more are done in turns: by then every expert has enough rows, and rows cost memory
 
 
@@ -65,13 +65,13 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
             return "some expert's format has no kernel for few rows"
         weight = linear.weight
         scheme.add((weight.kind, weight.group, weight.dtype, weight.scale_fp16, weight.interleaved))
-        if weight.bias is not None or weight.out_features % 16:
-            return "an expert has a bias, or outputs that are no multiple of 16"
+        if weight.bias is not None or weight.out_features % 16 or weight.static:
+            return "an expert has a bias, a scale of its own for the input, or outputs that are no multiple of 16"
     if len(scheme) > 1:
         return "the experts of a layer have more than one scheme"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "needs Hopper's matrix units"
-    if any(shape_for(weight, 16, tile, 1) is None for tile in TILES[weight.kind]):
+    if any(shape_for(weight, 16, tile, 1) is None for tile in TILES):
         return f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"
     return None
 
@@ -81,10 +81,9 @@ def shape_for(weight: Gemv, rows: int, tile: int, processors: int) -> gemm.Shape
                           split=gemm.WHOLE)
 
 
-def tile_rows(pairs: int, experts: int, kind: str) -> int:
+def tile_rows(pairs: int, experts: int) -> int:
     """Rows of a tile: about what an expert gets, so that few are empty and most weights are read once."""
-    fitting = [tile for tile in TILES[kind] if tile >= pairs / experts * 1.25]
-    return fitting[0] if fitting else TILES[kind][-1]
+    return next((tile for tile in TILES if tile >= pairs / experts * 1.25), TILES[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +107,13 @@ class Grouped:
 
     def few(self, tokens: int) -> bool:
         """Whether experts.cu takes them."""
-        return tokens in ROWS and tokens <= GEMV_ROWS[self.down.kind] and self.gate_up.fits(tokens) and self.down.fits(tokens)
+        few = tokens in ROWS and tokens <= GEMV_ROWS.get(self.down.kind, 8)
+        return few and self.gate_up.fits(tokens) and self.down.fits(tokens)
 
     def route(self, x: Tensor, *, norm: Tensor, epsilon: float, lengths: Tensor | None = None) -> Route:
         """x [tokens, hidden], before the norm; rows whose length is 0 are padding and need no expert."""
         tokens, pairs, by_token, device = len(x), len(x) * self.chosen, self.few(len(x)), x.device
-        tile = tokens if by_token else tile_rows(pairs, self.experts, self.down.kind)
+        tile = tokens if by_token else tile_rows(pairs, self.experts)
         most = min(self.experts, pairs) + (0 if by_token else pairs // tile)
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -174,19 +174,18 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
     rows, device, count = route.rows, x.device, processors(x.device.index or 0)
     shape = shape_for(weight, rows, route.tile, count)
     assert shape is not None
-    per_cta = gemm.rows_packed_at_once(weight, rows)
+    pack_rows, pack_warps = gemm.pack_shape(weight.in_features, rows)
     names = weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16, weight.scale_fp16
     pack, product = gemm.kernels(
-        *names, shape, norm=norm is not None, bias=False, per_cta=per_cta, experts=True,
+        *names, shape, norm=norm is not None, bias=False, pack_rows=pack_rows, pack_warps=pack_warps, static=False, experts=True,
         epilogue="silu" if weight.interleaved else "store")
     blocks = math.ceil(weight.in_features / 64)
-    packed = torch.empty(rows * blocks * 64 * (1 if weight.kind == "w8a8" else 2), dtype=torch.uint8, device=device)
+    packed = torch.empty(rows * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), dtype=torch.uint8, device=device)
     row_scale = torch.empty(rows, dtype=torch.float32, device=device)
     out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=x.dtype, device=device)
-    args = (x, norm, packed, row_scale, source, route.tiles, rows, rows // 8, float(epsilon))
-    pack.launch(rows // per_cta, 256, args, pdl=True)
-    beside = 2 if shape.shared <= gemm.SHARED_SMALL + 2048 else 1
-    product.launch(min(beside * count, shape.tiles), (4 * shape.warpgroups + shape.loaders) * 32, (
+    args = (x, norm, packed, row_scale, rows, rows // 8, float(epsilon), None, source, route.tiles)
+    pack.launch(rows // pack_rows, 32 * pack_warps, args, pdl=True)
+    product.launch(shape.grid(count), (4 * shape.warpgroups + shape.loaders) * 32, (
         weight.weights, weight.records, weight.channel_scale, packed, row_scale, None, None, out, None, None, route.expert_of,
         route.tiles, rows), shared=shape.shared, pdl=True)
     return out

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
-from flyweight.kernels.gemv import EPILOGUES, FORMATS, VECTORS, Gemv, processors
+from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
+STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
+# What an SM does in a microsecond: tokens · 64 outputs · inputs; and how much slower it is with smaller tiles (tokens,
+# warpgroups). Cutting tiles anywhere instead of taking whole ones costs LINE_US, for the sums that have to be handed over.
+PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
+            "sparse-w8a8": 90e3}
+TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
+LINE_US = 12.0
 REGISTERS_SMALL = 96
 WHOLE, LINE, CLUSTERS = range(3)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
@@ -38,48 +45,77 @@ class Shape:
     stage_blocks: int
     stages: int
     split: int
-    cluster: int
+    cluster: int  # CTAs that have a part of the inputs each
+    staged: int  # tokens whose results go through shared memory at a time
     tiles: int
     shared: int
+    skew: int = 0
+    side: int = 8
+    rotate: int = 0
 
     @property
     def loaders(self) -> int:
         return 2 if self.split == CLUSTERS else 4
 
+    def grid(self, processors: int) -> int:
+        return {CLUSTERS: self.tiles * self.cluster, WHOLE: min(processors, self.tiles), LINE: processors}[self.split]
+
 
 @functools.cache
-def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, tokens: int | None = None,
-              warpgroups: int | None = None, stage_blocks: int | None = None, cluster: int | None = None,
-              split: int | None = None, limit: int | None = None) -> Shape | None:
+def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
+              tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
+              cluster: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0, side: int = 8,
+              memory: int | None = None, rotate: int = 0) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
-    tokens = tokens or min(256 if kind != "plain" else 128, max(16, 1 << (rows - 1).bit_length()))
+    large = outputs * columns > 1 << 25
+    if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
+        tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
     if split is None:
-        split = CLUSTERS if rows <= min(tokens, 64 if kind == "w8a8" else 32) else LINE
-    small, large = split == CLUSTERS, outputs * columns > 1 << 25
+        split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
+    small = split == CLUSTERS
     if warpgroups is None:
-        warpgroups = 2 if not small else 1 if not large or (kind != "int4" and outputs <= 16384) else 3 if kind == "int4" else 2
+        three, two = kind == "int4" and large, kind in QUANTIZED and outputs > 16384
+        warpgroups = 2 if not small or two else 3 if three else 1
+    tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
-    tiles = m_tiles * math.ceil(rows / tokens)
-    if split == LINE and tiles / (math.ceil(tiles / processors) * processors) >= 0.8:
-        split = WHOLE  # at most a fifth of the SMs is idle
     if cluster is None or not small:
         room = 2 * processors if m_tiles <= processors // 2 and kind == "int4" and large else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
-    grouped = kind in ("int4", "int8")
-    limit = limit or (SHARED_SMALL if small else SHARED)
-    for count in (stage_blocks,) if stage_blocks else (4, 2, 1) if kind in ("int4", "int8") and tokens <= 64 else (2, 1):
+    if staged is None:
+        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
+    grouped = kind in GROUPED
+    limit = (memory or (SHARED_SMALL if small else SHARED)) - staged * warpgroups * STAGED_ROW
+    counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
+    for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
         if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
             continue
         records = 4 * warpgroups * math.ceil(span / group) * 64 if grouped else 0
-        stage = 4 * warpgroups * count * VECTORS[kind] * 512 + records + tokens * span * (1 if kind == "w8a8" else 2)
+        stage = 4 * warpgroups * count * BLOCK_BYTES[kind] + records + tokens * span * (1 if kind in QUANTIZED else 2)
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
         if stages >= (3 if count == 4 else 2):
-            shared = max(exchange, stages * stage) + 16 * stages + 512
-            return Shape(tokens, warpgroups, count, stages, split, cluster, tiles, shared)
+            shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
+            tiles = m_tiles * math.ceil(rows / tokens)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, skew, side, rotate)
     return None
+
+
+def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int) -> tuple[int, int, int]:
+    """Tokens, warpgroups and split by their estimated time: rounds of whole tiles, or all work shared out evenly."""
+    rate = PRODUCTS[kind]
+
+    def tiles(tokens: int, warpgroups: int) -> int:
+        return math.ceil(outputs / (64 * warpgroups)) * math.ceil(rows / tokens)
+
+    found = []
+    if tiles(256, 2) <= 2 * processors:
+        found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE)))
+    for (tokens, warpgroups), slower in TILES.items():
+        rounds = math.ceil(tiles(tokens, warpgroups) / processors)
+        found.append((rounds * tokens * warpgroups * columns * slower / rate, (tokens, warpgroups, WHOLE)))
+    return min(found)[1]
 
 
 def why_not(weight: Gemv, rows: int, device: torch.device) -> str | None:
@@ -99,51 +135,88 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, per_cta: int, experts: bool = False) -> tuple[jit.Kernel, jit.Kernel]:
+            epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool,
+            experts: bool = False) -> tuple[jit.Kernel, jit.Kernel]:
     """`experts`: rows in tiles of one expert each (experts.py)."""
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
+    order = 0 if kind not in GROUPED else 2 if kind.startswith("sparse") else 1
     pack = jit.load("pack.cu", defines=common | {
-        "NORM": int(norm), "QUANTIZE": int(kind == "w8a8"), "ORDER": int(kind in ("int4", "int8")), "PER_CTA": per_cta,
-        "BESIDE": int(per_cta == 8 and kind != "w8a8"), "TILE": shape.tokens if experts else 0})
+        "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order, "ROWS": pack_rows,
+        "WARPS": pack_warps, "TILE": shape.tokens if experts else 0})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
-        "FORMAT": FORMATS[kind], "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
+        **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
-        "CLUSTER": shape.cluster, "LOADERS": shape.loaders, "EXPERTS": int(experts)})
+        "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
+        "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate, "EXPERTS": int(experts)})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
-def rows_packed_at_once(weight: Gemv, padded: int) -> int:
-    """By a CTA of pack.cu."""
+def pack_shape(columns: int, padded: int) -> tuple[int, int]:
+    """Rows and warps of a packing CTA: 8 rows that fill whole lines, or one where there are few."""
+    eights = math.ceil(columns / 64) * 8
     if padded <= 512:
-        return 1
-    pieces = math.ceil(math.ceil(weight.in_features / 64) * 2 / 3)
-    team = 1 << max(5, (pieces - 1).bit_length())  # threads of a row that keep three pieces of 32 inputs each
-    return max(1, 256 // team) if weight.kind == "w8a8" else 8
+        return 1, 8 if eights <= 1024 else 16
+    return 8, max(8, min(24, math.ceil(eights / 64)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about multiplying one weight with up to so many rows that does not change from call to call."""
+
+    pack: jit.Kernel
+    gemm: jit.Kernel
+    tokens: int
+    pack_rows: int
+    pack_block: int
+    grid: int
+    block: int
+    shared: int
+    cluster: int
+    packed: Tensor
+    row_scale: Tensor
+    partials: Tensor
+    flags: Tensor
+
+
+def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, choices: dict[str, int]) -> Call:
+    count = processors(device.index or 0)
+    shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, residual=residual,
+                      **choices)
+    assert shape is not None
+    padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
+    pack_rows, pack_warps = pack_shape(weight.in_features, padded)
+    pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
+                         weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
+                         pack_warps=pack_warps, static=weight.static,
+                         epilogue="silu" if weight.interleaved else "residual" if residual else "store")
+    return Call(pack, gemm, tokens=shape.tokens, pack_rows=pack_rows, pack_block=32 * pack_warps, grid=shape.grid(count),
+                block=(4 * shape.warpgroups + shape.loaders) * 32, shared=shape.shared, cluster=shape.cluster,
+                packed=buffer("packed", padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), device),
+                row_scale=buffer("row scale", padded * 4, device),
+                partials=buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device),
+                flags=buffer("flags", count * 4, device))
+
+
+def padded_rows(rows: int) -> int:
+    """Calls with so many rows are alike: the next power of two, or multiple of the largest tile."""
+    return max(16, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 256) * 256
 
 
 def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
              residual: Tensor | None = None, pdl: bool = True, **choices: int) -> Tensor:
     """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
-    rows, device = x.shape[0], x.device
-    count = processors(device.index or 0)
-    shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, **choices)
-    assert shape is not None
+    rows, most = x.shape[0], padded_rows(x.shape[0])
+    key = (most, norm is None, residual is None, *choices.items())
+    call = weight.calls.get(key)
+    if call is None:
+        call = weight.calls[key] = _call(weight, most, x.device, norm=norm is not None, residual=residual is not None,
+                                         choices=choices)
     if out is None:
-        out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=device)
-    padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    quantize, per_cta = weight.kind == "w8a8", rows_packed_at_once(weight, padded)
-    pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
-                         weight.scale_fp16, shape, norm=norm is not None, bias=weight.bias is not None, per_cta=per_cta,
-                         epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
-    packed = buffer("packed", padded * blocks * 64 * (1 if quantize else 2), device)
-    row_scale = buffer("row scale", padded * 4, device)
-    pack.launch(padded // per_cta, 256, (x, norm, packed, row_scale, None, None, rows, padded // 8, float(epsilon)), pdl=pdl)
-
-    partials = buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device)
-    flags = buffer("flags", count * 4, device)
-    grid = {CLUSTERS: shape.tiles * shape.cluster, WHOLE: min(count, shape.tiles), LINE: count}[shape.split]
-    args = (weight.weights, weight.records, weight.channel_scale, packed, row_scale, weight.bias, residual, out, partials, flags,
-            None, None, rows)
-    gemm.launch(grid, (4 * shape.warpgroups + shape.loaders) * 32, args, shared=shape.shared, pdl=pdl,
-                cluster=shape.cluster if shape.cluster > 1 else None)
+        out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
+    padded = -(-rows // call.tokens) * call.tokens
+    args = (x, norm, call.packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
+    call.pack.launch(padded // call.pack_rows, call.pack_block, args, pdl=pdl)
+    call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, call.packed, call.row_scale,
+                                             weight.bias, residual, out, call.partials, call.flags, None, None, rows),
+                     shared=call.shared, pdl=pdl, cluster=call.cluster)
     return out

@@ -1,4 +1,4 @@
-"""Few rows times a weight of any integer, plain or W8A8 kind: host side of cuda/gemv.cu.
+"""Few rows times a weight of any integer, float8 or plain kind: host side of cuda/gemv.cu.
 
 `prepare` re-lays a weight out once, in the order in which the matrix units read it; `Gemv.__call__` launches. Norm
 before, and bias, residual or silu·mul after, are fused: they are compile-time choices of the call.
@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
-from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor
+from flyweight.packing import unpack
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
-FORMATS = {"plain": 0, "int4": 1, "int8": 2, "w8a8": 3}
+FORMATS = {"plain": 0, "int4": 1, "int8": 2, "w8a8": 3, "fp8": 4, "sparse-int4": 1, "sparse-int8": 2, "sparse-w8a8": 3}
 EPILOGUES = {"store": 0, "residual": 1, "silu": 2}
-VECTORS = {"plain": 4, "int4": 1, "int8": 2, "w8a8": 2}  # 16-byte words a lane reads of a 16 × 64 block
+BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 1024,  # of 16 outputs × 64 inputs
+               "sparse-int4": 384, "sparse-int8": 640, "sparse-w8a8": 640}
+GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
+QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
 # Warps that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a token of
 # Qwen3-8B, W8A8 2.35 instead of 2.62, with 8 instead of 16).
-WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8}
+WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 16, "sparse-int8": 8, "sparse-w8a8": 8}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 ROWS = (1, 2, 4, 8)
@@ -31,15 +36,29 @@ def format_of(tensor: QuantTensor, dtype: torch.dtype) -> str | None:
     """The kernel's name for this weight, or None where it has no such path."""
     if tensor.experts is not None or tensor.matrix_shape[1] % 8 or dtype not in (torch.float16, torch.bfloat16):
         return None
+    if isinstance(tensor, Sparse24):
+        kind = _format_of(tensor.inner, stretch=2)
+        return kind and f"sparse-{kind}"
+    return _format_of(tensor)
+
+
+def _format_of(tensor: QuantTensor, stretch: int = 1) -> str | None:
+    """`stretch`: inputs for one column of the weight."""
     if isinstance(tensor, Plain):
         return "plain"
-    if isinstance(tensor, Int8Channel) and tensor.input_scale is None:
+    if isinstance(tensor, Float8) and tensor.activation in ("token", "static") and tensor.block is None:
+        return "fp8" if has_float8(tensor.device) else None
+    if isinstance(tensor, Int8Channel) and tensor.input_zero is None:
         return "w8a8"
     if isinstance(tensor, IntGroup) and tensor.bits in (4, 8) and tensor.g_idx is None:
-        group = tensor.group_size
-        if group in (32, 64) or group % 128 == 0 or group >= tensor.in_features:
+        group = stretch * tensor.group_size
+        if group in (32, 64) or group % 128 == 0 or group >= stretch * tensor.in_features:
             return f"int{tensor.bits}"
     return None
+
+
+def has_float8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def blocks(values: Tensor, *, interleave: bool) -> Tensor:
@@ -62,6 +81,7 @@ ORDER = {
     "int4": (TILE, BLOCK, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN, HALF),
     "int8": (TILE, BLOCK, HALF, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN),
     "w8a8": (TILE, BLOCK, HALF, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN),
+    "fp8": (TILE, BLOCK, HALF, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN),
 }
 
 
@@ -72,6 +92,32 @@ def layout(values: Tensor, kind: str, *, interleave: bool = False) -> Tensor:
         pairs = ordered.view(-1, 2)
         return pairs[:, 0] | (pairs[:, 1] << 4)
     return ordered.view(-1).view(torch.uint8)
+
+
+def sparse_layout(kept: Tensor, places: Tensor, kind: str, *, interleave: bool = False) -> Tensor:
+    """Kept codes and their places among four neighbours, both [out, in / 2]: of each block the codes, then a word for each lane.
+
+    The sparse matrix units see the fours of 32 inputs in the order 0, 2, 4, 6, 1, 3, 5, 7: so x can lie as for the others.
+    """
+    rows, half = kept.shape
+    tiles, blocks = math.ceil(rows / 16), math.ceil(half / 32)
+
+    def fours(values: Tensor, fill: tuple[int, int]) -> Tensor:
+        """→ [tile, half row, row, block, half, four, kept], fours in the order of the matrix units."""
+        padded = torch.tensor(fill, dtype=values.dtype, device=values.device).repeat(16 * tiles, 16 * blocks)
+        padded[:rows, :half] = interleave_rows(values) if interleave else values
+        return padded.view(tiles, 2, 8, blocks, 2, 4, 2, 2).transpose(5, 6).flatten(5, 6)
+
+    codes = fours(kept.view(torch.uint8), (0, 0)).unflatten(5, (4, 2))  # four → lane column, four of the lane
+    if kind == "sparse-int4":
+        codes = codes[:, :, :, :, 0] | codes[:, :, :, :, 1] << 4
+        codes = codes.permute(0, 3, 2, 4, 1, 5, 6)  # tile, block, row, column, half row, four, kept
+    else:
+        codes = codes.permute(0, 3, 2, 5, 4, 1, 6, 7)  # tile, block, row, column, half, half row, four, kept
+    bits = fours(places, (0, 1)).flatten(5)  # two for each kept code
+    words = (bits.long() << 2 * torch.arange(16, device=bits.device)).sum(-1).int()
+    words = words.permute(0, 3, 2, 4, 1).contiguous()  # tile, block, row, half, half row
+    return torch.cat([codes.flatten(2), words.view(torch.uint8).flatten(2)], 2).flatten()
 
 
 def group_records(tensor: IntGroup, *, interleave: bool) -> Tensor:
@@ -106,8 +152,7 @@ def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: i
          stage_bytes: int = 16384, more: int = 0) -> Plan | None:
     """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides."""
     total = math.ceil(columns / 64)
-    block_bytes = VECTORS[kind] * 512
-    grouped = kind in ("int4", "int8")
+    block_bytes, grouped = BLOCK_BYTES[kind], kind in GROUPED
     step = max(1, min(group, columns) // 64) if grouped and group < columns else (2 if grouped else 1)
     count = max(1, round(total * block_bytes / stage_bytes))
     stage_blocks = min(math.ceil(math.ceil(total / count) / step) * step, math.ceil(total / step) * step)
@@ -128,7 +173,7 @@ class Gemv:
     kind: str
     weights: Tensor  # uint8, tiles
     records: Tensor | None  # group scales and zero points
-    channel_scale: Tensor | None  # float32 [out], W8A8
+    channel_scale: Tensor | None  # float32 [out], W8A8 and float8; then one for x where it is `static`
     bias: Tensor | None
     out_features: int
     in_features: int
@@ -136,10 +181,16 @@ class Gemv:
     interleaved: bool
     dtype: torch.dtype
     scale_fp16: bool
+    static: bool = False
+    calls: dict[tuple, Any] = field(default_factory=dict, repr=False)  # what gemm.py has made ready for it, by rows and epilogue
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.weights, self.records, self.channel_scale, self.bias) if t is not None)
+
+    @property
+    def static_scale(self) -> Tensor | None:
+        return self.channel_scale[self.out_features:] if self.static and self.channel_scale is not None else None
 
     def fits(self, rows: int) -> bool:
         return self.plan(rows, tiles=1) is not None
@@ -153,7 +204,8 @@ class Gemv:
     def defines(self, rows: int, chosen: Plan, *, warps: int, norm: bool, epilogue: str = "store") -> dict[str, int]:
         """What gemv.cuh is compiled for."""
         return {
-            "FORMAT": FORMATS[self.kind], "FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16),
+            **format_defines(self.kind), "STATIC": int(self.static), "FP16": int(self.dtype == torch.float16),
+            "SCALE_FP16": int(self.scale_fp16),
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group, "NORM": int(norm),
             "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None), "WARPS": warps, "STAGES": chosen.stages,
             "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared, "SLOTS": chosen.slots,
@@ -177,6 +229,10 @@ class Gemv:
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon))
         kernel.launch(grid, 32 * (warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
+
+
+def format_defines(kind: str) -> dict[str, int]:
+    return {"FORMAT": FORMATS[kind]} | ({"SPARSE": 1} if kind.startswith("sparse") else {})
 
 
 def interleave_rows(rows: Tensor) -> Tensor:
@@ -203,17 +259,24 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         bias = interleave_rows(bias)
     records = channel_scale = None
     group, scale_fp16 = 64, False
-    if isinstance(tensor, Plain):
-        codes = tensor.weight.to(dtype)
-    elif isinstance(tensor, Int8Channel):
-        codes = tensor.codes
-        channel_scale = tensor.scales.float().flatten()
+    inner = tensor.inner if isinstance(tensor, Sparse24) else tensor
+    if isinstance(inner, Plain):
+        codes = inner.weight.to(dtype)
+    elif isinstance(inner, Int8Channel | Float8):
+        codes = inner.codes if isinstance(inner, Int8Channel) else inner.weight.view(torch.uint8)
+        channel_scale = inner.scales.float().expand(rows, 1).flatten()
         if interleave:
             channel_scale = interleave_rows(channel_scale)
+        if inner.input_scale is not None:
+            channel_scale = torch.cat([channel_scale, inner.input_scale.float().view(1)])
     else:
-        assert isinstance(tensor, IntGroup)
-        codes = tensor.values().to(torch.uint8)
-        records, group = group_records(tensor, interleave=interleave), min(tensor.group_size, columns)
-        scale_fp16 = scale_dtype(tensor) == torch.float16
-    return Gemv(kind, layout(codes, kind, interleave=interleave), records, channel_scale,
-                None if bias is None else bias.to(dtype).contiguous(), rows, columns, group, interleave, dtype, scale_fp16)
+        assert isinstance(inner, IntGroup)
+        codes = inner.values().to(torch.uint8)
+        records, group = group_records(inner, interleave=interleave), min(columns // codes.shape[1] * inner.group_size, columns)
+        scale_fp16 = scale_dtype(inner) == torch.float16
+    if isinstance(tensor, Sparse24):
+        weights = sparse_layout(codes, unpack(tensor.positions, 2, codes.shape[1]), kind, interleave=interleave)
+    else:
+        weights = layout(codes, kind, interleave=interleave)
+    return Gemv(kind, weights, records, channel_scale, None if bias is None else bias.to(dtype).contiguous(), rows, columns,
+                group, interleave, dtype, scale_fp16, static=channel_scale is not None and len(channel_scale) > rows)

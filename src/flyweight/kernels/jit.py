@@ -11,7 +11,9 @@ import ctypes
 import functools
 import hashlib
 import os
+import struct
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,57 +83,77 @@ def compile_cubin(file: str, defines: Mapping[str, object], arch: str, registers
     return cubin
 
 
-class _TorchStream:
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream
-
-
-_STREAM = _TorchStream()
-
-
 @functools.cache
-def _launch_config(grid: tuple[int, ...], block: int, shared: int, pdl: bool, cluster: int | None) -> Any:
-    options: dict[str, Any] = dict(grid=grid, block=(block,), shmem_size=shared, programmatic_stream_serialization=pdl)
-    if cluster:
-        options |= dict(cluster=(cluster, 1, 1), grid=(grid[0] // cluster, *grid[1:]))  # cuda.core counts clusters
-    return _cuda_core().LaunchConfig(**options)
+def _launch_config(grid: tuple[int, ...], block: int, shared: int, pdl: bool, cluster: int, stream: int) -> Any:
+    from cuda.bindings import driver
+
+    config, attributes, ids = driver.CUlaunchConfig(), [], driver.CUlaunchAttributeID
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes, config.hStream = shared, driver.CUstream(stream)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+        attributes.append(attribute)
+    if pdl:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 class Kernel:
-    """One compiled function. Arguments: tensors (their pointer), None (null), int (32 bit), float (32 bit)."""
+    """One compiled function. Arguments: tensors (their pointer), None (null), int (32 bit), float (32 bit).
 
-    def __init__(self, handle: Any, name: str) -> None:
-        self.handle, self.name, self._shared = handle, name, 48 * 1024
+    A prefill pass launches hundreds of kernels from Python, so a launch does little: arguments are packed into a buffer of
+    the kernel's own, whose layout is made at the first launch, and configurations are kept.
+    """
+
+    def __init__(self, handle: int, name: str) -> None:
+        from cuda.bindings import driver
+
+        self.name, self._shared = name, 48 * 1024
+        self._driver, self._handle = driver, driver.CUfunction(handle)  # a CUkernel may stand for a CUfunction
+        self._format: struct.Struct | None = None
+        self._lock = threading.Lock()
 
     def _allow_shared(self, size: int) -> None:
         """More than 48 KB of dynamic shared memory must be asked for once."""
-        from cuda.bindings import driver
-
+        driver = self._driver
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = driver.CUdevice(torch.cuda.current_device())
-        (status,) = driver.cuKernelSetAttribute(attribute, size, driver.CUkernel(int(self.handle.handle)), device)
+        (status,) = driver.cuKernelSetAttribute(attribute, size, driver.CUkernel(int(self._handle)), device)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"{self.name} asks for {size} bytes of shared memory: {status}")
         self._shared = size
 
-    def launch(self, grid: int | Sequence[int], block: int, args: Sequence[Any], *, shared: int = 0, pdl: bool = False,
+    def _lay_out(self, args: Sequence[Any]) -> struct.Struct:
+        """Eight bytes an argument, and the addresses of all of them, as the driver wants them."""
+        self._format = struct.Struct("=" + "".join("f4x" if isinstance(a, float) else "i4x" if isinstance(a, int) else "Q"
+                                                   for a in args))
+        self._values = ctypes.create_string_buffer(max(8, self._format.size))
+        first = ctypes.addressof(self._values)
+        self._places = (ctypes.c_void_p * max(1, len(args)))(*(first + 8 * i for i in range(len(args))))
+        self._address = ctypes.addressof(self._places)
+        return self._format
+
+    def launch(self, grid: int | tuple[int, ...], block: int, args: Sequence[Any], *, shared: int = 0, pdl: bool = False,
                cluster: int | None = None) -> None:
         """Launch on torch's current stream (and so inside a graph that torch captures)."""
         if shared > self._shared:
             self._allow_shared(shared)
-        grid = (grid,) if isinstance(grid, int) else tuple(grid)
-        config = _launch_config(grid, block, shared, pdl, cluster)
-        _cuda_core().launch(_STREAM, config, self.handle, *map(_argument, args))
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    if value is None:
-        return 0
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    return ctypes.c_int(value)
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        config = _launch_config((grid,) if isinstance(grid, int) else tuple(grid), block, shared, pdl, cluster or 1, stream)
+        values = [0 if a is None else a if type(a) is int or type(a) is float else a.data_ptr() for a in args]
+        with self._lock:  # the driver takes its copy of the arguments before it returns
+            (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
+            (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._address, 0)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"{self.name} was not launched (grid {grid}, {block} threads, {shared} bytes of shared memory, "
+                              f"cluster {cluster}): {status}")
 
 
 class Module:
@@ -140,7 +162,7 @@ class Module:
 
     @functools.cache  # noqa: B019 (modules live as long as the process)
     def kernel(self, name: str) -> Kernel:
-        return Kernel(self._code.get_kernel(name), name)
+        return Kernel(int(self._code.get_kernel(name).handle), name)
 
 
 @functools.cache

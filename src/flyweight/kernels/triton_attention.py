@@ -3,7 +3,7 @@
     out = softmax(q Kᵀ · scale) V,  token at position p sees the cached tokens p − window < j ≤ p of its sequence
 
 Two ways. Sequences that begin in this step have all their keys in this step's own tensors: torch's attention takes
-them as they are, equal lengths in one call. All others go through the Triton kernel here, which reads pages through
+them as they are, neighbours in one call. All others go through the Triton kernel here, which reads pages through
 the block table. Its work split, made by the host from the lists of the batch, so that nothing waits for the device:
 
     tile      ROWS rows of one kv head: (token, query head) pairs of all heads that share it, so that a page is read
@@ -17,7 +17,6 @@ for few rows. Not measured yet: `benchmarks/prefill_ops.py` does it, and sweeps 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -34,7 +33,8 @@ from flyweight.kernels.gemv import processors
 
 Rows = list[tuple[int, ...]]
 LOWEST = tl.constexpr(-1.0e30)  # of a masked score; finite, since −∞ less −∞ is no number
-FRESH_FROM = 256  # new tokens; from here on torch's attention takes a sequence that begins in this step
+FRESH_FROM = 64  # new tokens; from here on torch's attention takes a sequence that begins in this step
+LONG = 2048  # tokens; from here on neighbours of different lengths are apart, since cuDNN's kernel is faster than one for all
 CUDNN_MULTIPLE = 128  # cuDNN plans each length anew (tens of ms): only for lengths that come again; others take flash attention
 SHORTEST_PART = 512  # cached tokens worth a program of their own
 
@@ -134,11 +134,12 @@ def _add_parts(parts, sums, merges, out, GROUP: tl.constexpr, HEAD_DIM: tl.const
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring sequences of equal length that begin in this step: one call of torch's attention."""
+    """Neighbouring sequences that begin in this step: one call of torch's attention."""
 
     begin: int  # the first and the end of their tokens
     end: int
-    length: int
+    length: int  # of the longest
+    starts: Tensor | None = None  # int32 [sequences + 1], from `begin` on; None: they are of equal length
 
 
 @dataclass(frozen=True)
@@ -178,13 +179,21 @@ class Plan:
         return self.held[key]
 
     def _runs(self) -> list[Run]:
+        def kind(i: int) -> tuple[bool, int]:
+            return self.fresh(i), self.spans[i][1] if self.spans[i][1] >= LONG else 0
+
         runs = []
-        keyed = itertools.groupby(range(len(self.spans)), key=lambda i: (self.fresh(i), self.spans[i][1]))
-        for (fresh, length), members in keyed:
-            begin = self.spans[next(members)][0]
+        for (fresh, _), members in itertools.groupby(range(len(self.spans)), key=kind):
             if fresh:
-                runs.append(Run(begin, begin + length * (1 + len(list(members))), length))
+                spans = [self.spans[i] for i in members]
+                starts, lengths = [start - spans[0][0] for start, *_ in spans], [length for *_, length in spans]
+                end, longest = spans[-1][0] + lengths[-1], max(lengths)
+                equal = min(lengths) == longest
+                runs.append(Run(spans[0][0], end, longest, None if equal else self._starts([*starts, end - spans[0][0]])))
         return runs
+
+    def _starts(self, starts: list[int]) -> Tensor:
+        return _upload([(start,) for start in starts], self.batch.tokens.device).flatten()
 
     def _launch(self, sequences: list[int], tile: Tile, group: int, kv_heads: int) -> Launch:
         tokens, device = tile.rows // group, self.batch.tokens.device
@@ -252,16 +261,42 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: Plan, *, scale: float
 
 
 def _attend_run(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:
+    if run.starts is not None:
+        return _attend_unequal(query, keys, values, run, scale)
     q, k, v = (x[run.begin : run.end].unflatten(0, (-1, run.length)).transpose(1, 2) for x in (query, keys, values))
-    with sdpa_kernel(_backends(run.length % CUDNN_MULTIPLE == 0), set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != keys.shape[1])
+    way = _way(q, k, v)
+    if way == SDPBackend.CUDNN_ATTENTION:
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
+    elif way == SDPBackend.FLASH_ATTENTION:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).reshape(run.end - run.begin, *query.shape[1:])
 
 
-@functools.cache
-def _backends(cudnn: bool) -> list[SDPBackend]:
-    flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    return [SDPBackend.CUDNN_ATTENTION, *flash] if cudnn else flash
+def _attend_unequal(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:
+    assert run.starts is not None
+    q, k, v = (x[run.begin : run.end] for x in (query, keys, values))
+    if q.is_cuda:
+        return torch.ops.aten._flash_attention_forward(q, k, v, run.starts, run.starts, run.length, run.length, 0.0, True, False,
+                                                       scale=scale)[0].contiguous()
+    return torch.cat([_attend_run(q, k, v, Run(begin, end, end - begin), scale)
+                      for begin, end in itertools.pairwise(run.starts.tolist())])
+
+
+_ways: dict[tuple[torch.dtype, bool, int, int, int], SDPBackend] = {}
+
+
+def _way(q: Tensor, k: Tensor, v: Tensor) -> SDPBackend:
+    """The backend that torch chooses, asked once: to ask for some through its context costs more than to launch a layer."""
+    if not q.is_cuda:
+        return SDPBackend.MATH
+    key = (q.dtype, q.shape[2] % CUDNN_MULTIPLE == 0, q.shape[1], k.shape[1], q.shape[3])
+    if key not in _ways:
+        wanted = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *wanted] if key[1] else wanted, set_priority=True):
+            _ways[key] = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=key[2] != key[3]))
+    return _ways[key]
 
 
 def _attend_tiles(query: Tensor, cache: KVStorage, out: Tensor, plan: Plan, launch: Launch, scale: float) -> None:

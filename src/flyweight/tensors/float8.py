@@ -57,8 +57,10 @@ class Float8(QuantTensor):
         return values.flatten(-2) if self.activation == "group" else values
 
     def _merge(self, others: Sequence[Any]) -> Self | None:
-        if self.activation == "static" or (self.block and self.matrix_shape[0] % self.block):
+        if self.block and self.matrix_shape[0] % self.block:
             return None
+        if self.input_scale is not None:
+            return self._merge_static(others)
         if self.block:
             return super()._merge(others)
         if any(not isinstance(o, Float8) for o in others):
@@ -66,6 +68,15 @@ class Float8(QuantTensor):
         # A scale per tensor becomes a scale per channel: the same numbers, and rows can follow each other.
         wide = [dataclasses.replace(t, scales=t.scales.expand(*t.weight.shape[:-1], 1)) for t in (self, *others)]
         return QuantTensor._merge(wide[0], wide[1:])
+
+    def _merge_static(self, others: Sequence[Any]) -> Self | None:
+        """Siblings share an input; calibrated alike, they share its scale."""
+        assert self.input_scale is not None
+        scales = [getattr(o, "input_scale", None) for o in others]
+        if any(scale is None or not torch.equal(scale, self.input_scale) for scale in scales):
+            return None
+        joined = dataclasses.replace(self, input_scale=None)._merge([dataclasses.replace(o, input_scale=None) for o in others])
+        return joined and dataclasses.replace(joined, input_scale=self.input_scale)
 
     @classmethod
     def random(cls, shape: Sequence[int], seed: int = 0, device: torch.device | str = "cpu", *, activation: str = "token",

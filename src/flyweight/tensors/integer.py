@@ -205,6 +205,18 @@ class Sparse24(QuantTensor):
             inner = dataclasses.replace(dense, codes=dense.codes.gather(1, columns))
         return cls(inner, pack(positions, 2))
 
+    @classmethod
+    def find(cls, dense: QuantTensor) -> QuantTensor:
+        """The 2:4 form of a weight that has it; a few rows decide for most weights that they have not."""
+        if not isinstance(dense, IntGroup | Int8Channel) or dense.experts is not None:
+            return dense
+        if isinstance(dense, IntGroup):
+            head: QuantTensor = dataclasses.replace(dense, codes=dense.codes[:8], scales=dense.scales[:8],
+                                                    zeros=None if dense.zeros is None else dense.zeros[:8])
+        else:
+            head = dataclasses.replace(dense, codes=dense.codes[:8], scales=dense.scales[:8])
+        return dense if cls.from_dense(head) is None else cls.from_dense(dense) or dense
+
     def to_dense(self) -> IntGroup | Int8Channel:
         """The same weight with its zeros written out, as other engines read it."""
         inner, columns, shape = self.inner, self.columns(), self.matrix_shape

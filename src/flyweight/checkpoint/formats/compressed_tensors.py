@@ -55,7 +55,7 @@ class CompressedTensors(Format):
         if scheme.float8:
             return _read_float8(checkpoint, prefix, scheme)
         tensor = _read_packed(checkpoint, prefix, scheme) if scheme.packed else _read_integers(checkpoint, prefix, scheme)
-        return _find_sparsity(tensor)
+        return Sparse24.find(tensor)
 
     # -- writing ----------------------------------------------------------------------------------------------
 
@@ -242,15 +242,3 @@ def _decompress(checkpoint: Source, prefix: str, *, dtypes: tuple[torch.dtype, .
     dense = torch.zeros(rows, 2 * half, dtype=raw.dtype)
     dense[mask] = raw.flatten()
     return dense.view(kept.dtype)
-
-
-def _find_sparsity(tensor: IntGroup | Int8Channel) -> QuantTensor:
-    """The 2:4 form of a weight that has it; a few rows decide for most weights that it has not."""
-    if isinstance(tensor, IntGroup) and tensor.g_idx is not None:
-        return tensor
-    rows = min(8, tensor.matrix_shape[0])
-    if isinstance(tensor, IntGroup):
-        head: QuantTensor = tensor.map(lambda part: part[:rows])
-    else:
-        head = Int8Channel(tensor.codes[:rows], tensor.scales[:rows])
-    return tensor if Sparse24.from_dense(head) is None else Sparse24.from_dense(tensor) or tensor

@@ -39,6 +39,13 @@ DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated
   asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(r) : "f"(f));
   return r;
 }
+DEVICE u32 to_float8(float low, float high) {  // two e4m3, rounded to nearest even, saturated
+  u16 r = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+#endif
+  return r;
+}
 
 // ---- matrix units: D[16 × 8] += A[16 × 16] · B[16 × 8], fp32 accumulators ----
 template <bool HALF> DEVICE void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -57,6 +64,27 @@ template <bool UNSIGNED> DEVICE void mma32(int (&d)[4], uint4 a, u32 b0, u32 b1)
   else
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+// The same over 64 inputs, of which A has two of four neighbours: `kept`, and in `which` two rising bits for the place of each.
+// Of lane (g, t), `which` is about row g + 8 · (t % 2) and inputs 32 · (t / 2) … + 31.
+template <bool UNSIGNED> DEVICE void mma64_sparse(int (&d)[4], uint4 kept, u32 which, uint4 b) {
+  if (UNSIGNED)
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.u8.s8.s32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0;"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
+  else
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0;"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
+}
+// D[16 × 8] += A[16 × 32] · B[32 × 8] in float8 (e4m3), fp32 accumulators: from sm_89 on
+DEVICE void mma32_float8(float (&d)[4], uint4 a, u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 890
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#endif
 }
 
 // Four 8 × 8 matrices of 16-bit values from shared memory: lane i gives the address of row i % 8 of matrix i / 8, and gets

@@ -33,18 +33,19 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
     const int slot = min((first + i) / TILES, used - 1), tile = (first + i) % TILES;
     return Tile{expert_of[slot] * TILES + tile, tile, slot * ROWS};
   };
-  const Linear a = {weights, records, channel_scale, X, norm, nullptr, nullptr, Y, epsilon};
+  Linear a = {weights, records, channel_scale, X, norm, nullptr, nullptr, Y, epsilon};
   if (warp == WARPS) return produce(sh, a, count, tile_at, [] {}, lane);
   Ring ring = {0, 0};
   if (!PER_SLOT) {
-    load_rows(sh, X, norm, warp, lane);
+    load_rows(sh, a, warp, lane);
     return consume(sh, a, 0, count, tile_at, ring, warp, lane);
   }
   for (int done = 0, end; done < count; done = end) {
     const int slot = (first + done) / TILES;
     end = min(count, (slot + 1) * TILES - first);
     if (done) named_barrier(1, THREADS);  // nobody reads the rows of the slot before any more
-    load_rows(sh, X + (size_t)slot * ROWS * KDIM, norm, warp, lane);
+    a.x = X + (size_t)slot * ROWS * KDIM;
+    load_rows(sh, a, warp, lane);
     consume(sh, a, done, end, tile_at, ring, warp, lane);
   }
 }

@@ -8,7 +8,8 @@
 // A stage's weights go from shared memory to registers, become 16-bit floats there where they are codes (exact integers
 // less the zero point, times the scale, rounded once) and meet x, which stays in shared memory. pack.cu has written x in
 // the order that the matrix units want (core matrices; inputs permuted the way a lane holds its codes), with the norm
-// applied and, for W8A8, quantized. So both operands arrive by plain bulk copies.
+// applied and, for W8A8 and float8, quantized. So both operands arrive by plain bulk copies. 2:4 weights stay compressed: the
+// sparse matrix units take 64 inputs (8 bits) or 32 (16 bits) at a time, with a word that says which of them are kept.
 //
 // How the tiles are shared out (SPLIT):
 //   CLUSTERS, few rows: the inputs of a tile are cut over the CTAs of a cluster, which add up in each other's shared
@@ -19,13 +20,16 @@
 //   WHOLE: CTAs take tiles in turn, neighbours sharing rows and columns so that L2 serves most reads.
 // Sums are added in a fixed order: the same bits every time.
 //
+// STAGED tokens at a time (0: none) go through shared memory when a tile is done, so that whole lines are written; where that is
+// the whole tile, the residual waits there from the tile's beginning on.
+//
 // EXPERTS: the weights of many experts are stacked, and a tile of tokens belongs to one of them. How many tiles there are, and
 // whose, route.cu has left in memory: nothing is fetched before that. Rows that fill up a tile are zeros.
 //
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS, CLUSTER,
-// EXPERTS (0 where it is not given)
+// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
+// CLUSTER, STAGED, EXPERTS (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -38,23 +42,26 @@
 #define CLUSTERS 2
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
-constexpr int VECTORS = FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;  // 16-byte words a lane reads of one block
-constexpr int BLOCK_BYTES = VECTORS * 512;
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = 4 * WGS, M_TILES = (TILES + MT - 1) / MT;
 constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
 constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
-constexpr int X_ROW = SB * 64 * (FORMAT == W8A8 ? 1 : 2), X_BYTES = TOKENS * X_ROW;
+constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
 constexpr bool WIDE = TOKENS == 256;                           // accumulators take most registers: the producers give theirs
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
-constexpr int STEPS = FORMAT == W8A8 ? 2 : 4;                  // matrix products a block of 64 inputs takes
+constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
+constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
+constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
+constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
+constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
+static_assert(!STAGED || (SPLIT != CLUSTERS && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
@@ -78,6 +85,7 @@ struct __align__(128) Shared {
     u8 ring[STAGES][STAGE_BYTES];
     uint4 exchange[CLUSTER][CLUSTER > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
   };
+  u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
   u64 full[STAGES], empty[STAGES];
 };
 
@@ -85,7 +93,6 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
 }
-
 // Two 16-bit floats at a time.
 DEVICE u32 add2(u32 a, u32 b) {
   u32 r;
@@ -117,10 +124,36 @@ DEVICE u32 decode(u32 codes, Scale s) {
   return mul2(add2(low, high), s.scale);
 }
 
-// The registers of one block of 64 inputs of this warp's tile: STEPS products of four words each.
-DEVICE void load_block(u32 (&a)[STEPS][4], const u8* tile, const u32* records, int stage, int block, int lane) {
+// Of 2:4 weights in 16 bits a lane has other fours than in 8 bits, and other words tell which are kept: lane t % 2 = 0 of the
+// four takes the even places of both rows, lane 1 the odd ones.
+DEVICE u32 regroup(uint2 places, int odd) {
+  u32 low = places.x >> (4 * odd) & 0x0f0f0f0f, high = places.y >> (4 * odd) & 0x0f0f0f0f;
+  low |= low >> 4, high |= high >> 4;
+  return __byte_perm(low, high, 0x6420);
+}
+// The registers of one block of 64 inputs of this warp's tile: STEPS products of WORDS words each.
+DEVICE void load_block(u32 (&a)[STEPS][WORDS], const u8* tile, const u32* records, int stage, int block, int lane) {
   const uint4* words = (const uint4*)(tile + block * BLOCK_BYTES) + lane;
-#if FORMAT == PLAIN || FORMAT == W8A8
+#if SPARSE
+  const u32* places = (const u32*)(tile + (block + 1) * BLOCK_BYTES - 128);
+#if FORMAT == W8A8
+  const uint4 w = words[0];
+  a[0][0] = w.x, a[0][1] = w.y, a[0][2] = w.z, a[0][3] = w.w, a[0][4] = places[lane];
+#else
+  const int g = lane / 4;
+  const uint2 q = FORMAT == INT4 ? ((const uint2*)(tile + block * BLOCK_BYTES))[lane] : make_uint2(0, 0);
+  const uint4 w = FORMAT == INT4 ? make_uint4(q.x, q.y, q.x >> 4, q.y >> 4) : words[0];
+  const u32 codes[4] = {w.x, w.y, w.z, w.w};  // rows g and g + 8 of the first half, then of the second
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32* r = records + group_in_stage(stage, block, half) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      a[half][i] = decode(__byte_perm(codes[2 * half + i % 2], 0, i / 2 ? 0x4342 : 0x4140), read_scale(r[g + 8 * (i % 2)]));
+    a[half][4] = regroup(((const uint2*)places)[2 * g + half], lane % 2);
+  }
+#endif
+#elif FORMAT == PLAIN || FORMAT == W8A8 || FORMAT == FP8
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
     const uint4 w = words[32 * i];
@@ -145,14 +178,39 @@ DEVICE void load_block(u32 (&a)[STEPS][4], const u8* tile, const u32* records, i
 }
 
 // The compiler must not touch sums before the products are done; it would then do the products one by one.
-DEVICE void keep_behind(float (&acc)[TOKENS / 2]) {
+template <int COUNT> DEVICE void keep_behind(float (&acc)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
-DEVICE void keep_behind(int (&acc)[TOKENS / 2]) {
+template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) asm volatile("" : "+r"(acc[i])::"memory");
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
+
+#if FORMAT == FP8
+// Float8 sums inside the matrix units have 14 bits, so a stage's are added to `acc` in full float32: PART tokens at a time, to
+// have the registers.
+constexpr int PART = TOKENS < 128 ? TOKENS : 128;
+DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int lane) {
+  u32 a[SB][STEPS][WORDS];
+#pragma unroll
+  for (int block = 0; block < SB; block++) load_block(a[block], mine, nullptr, 0, block, lane);
+#pragma unroll
+  for (int part = 0; part < TOKENS / PART; part++) {
+    float sum[PART / 2];
+    const u64 b = x + part * (PART * X_ROW >> 4);
+    wgmma_fence();
+    wgmma_first(sum, a[0][0], b);
+#pragma unroll
+    for (int i = 1; i < SB * STEPS; i++) wgmma(sum, a[i / STEPS][i % STEPS], b + i * (STEP_BYTES >> 4));
+    wgmma_commit();
+    wgmma_wait<0>();
+    keep_behind(sum);
+#pragma unroll
+    for (int i = 0; i < PART / 2; i++) acc[part * PART / 2 + i] += sum[i];
+  }
+}
+#endif
 
 // What part of which tile a CTA has.
 struct Segment {
@@ -161,7 +219,7 @@ struct Segment {
 };
 DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
 DEVICE Segment place(int tile, int n_tiles) {
-  constexpr int side = 8;  // token tiles side by side, for L2
+  constexpr int side = SIDE;  // token tiles side by side, for L2
   const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);
   return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
 }
@@ -187,6 +245,12 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_o
 #endif
   return true;
 }
+// Neighbouring CTAs go through the stages from different ones on, so that they do not all want the same part of x at once.
+DEVICE int first_stage(const Segment& s) {
+  if (!ROTATE || SPLIT == LINE) return s.begin;
+  return s.begin + (int)((long long)(blockIdx.x / CLUSTER) * (s.end - s.begin) / (gridDim.x / CLUSTER));
+}
+DEVICE int next_stage(const Segment& s, int stage) { return stage + 1 == s.end ? s.begin : stage + 1; }
 DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
 
 // A loader warp's part of a stage: a quarter of the tiles, and of x. One lane does it.
@@ -213,7 +277,7 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
   for (int pass = 0; pass < 2; pass++) {
     int unit = first_unit(n_tiles), at = 0;
     while (next_segment(s, unit, n_tiles, expert_of)) {
-      for (int stage = s.begin; stage < s.end; stage++, at++) {
+      for (int i = s.begin, stage = first_stage(s); i < s.end; i++, at++, stage = next_stage(s, stage)) {
         const int slot = at % STAGES;
         if (pass == 0) {
           if (at == STAGES) goto filled;
@@ -232,36 +296,49 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
   }
 }
 
-// D lies with outputs in rows g, g + 8 and tokens 8j + 2t, + 1; transposed in 8 × 8 pieces, a lane writes two outputs of
-// token 8j + g at once.
-// `acc` has the column groups from `first` on.
+// What becomes of the sums of a thread: outputs g and g + 8 of its warp's tile, tokens 2t and 2t + 1 of 8.
+struct Finish {
+  float scale[2], offset[2];  // of the two outputs
+  const float* row_scale;     // of token 2t
+  DEVICE Finish(int tile, const float* channel_scale, const float* rows_from, const u16* bias, int lane)
+      : row_scale(rows_from + 2 * (lane % 4)) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int channel = min(tile * 16 + 8 * half + lane / 4, NDIM - 1);
+      scale[half] = QUANTIZED ? channel_scale[channel] : 1.f;
+      offset[half] = BIAS ? to_float(bias[channel]) : 0.f;
+    }
+  }
+  DEVICE void operator()(const accumulator* acc, int column, float (&v)[2][2]) const {
+    float2 row = make_float2(1.f, 1.f);
+    if (QUANTIZED) row = *(const float2*)(row_scale + column);  // of rows that do not exist too: nobody writes those
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float x = (float)acc[i];
+      if (QUANTIZED) x *= scale[i / 2] * (i % 2 ? row.y : row.x);
+      v[i / 2][i % 2] = x + offset[i / 2];
+    }
+    if (EPILOGUE == SILU)
+#pragma unroll
+      for (int i = 0; i < 2; i++) v[0][i] = __fdividef(v[0][i], 1.f + __expf(-v[0][i])) * v[1][i];
+  }
+};
+
+// D transposed in 8 × 8 pieces: a lane writes two outputs of token 8j + g at once. `acc` has the column groups from `first` on.
 template <int COUNT>
 DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, int first, const float* channel_scale,
                        const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
   const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
   if (tile >= TILES) return;
-  float scale[2] = {1.f, 1.f}, offset[2] = {0.f, 0.f};
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int channel = min(tile * 16 + 8 * half + g, NDIM - 1);
-    if (FORMAT == W8A8) scale[half] = channel_scale[s.expert * NDIM + channel];
-    if (BIAS) offset[half] = to_float(bias[channel]);
-  }
+  const Finish finish(tile, channel_scale + s.expert * NDIM, row_scale, bias, lane);
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
     const int column = s.n * TOKENS + 8 * (first + j);
     if (column >= rows) break;
     float v[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float x = (float)acc[4 * j + i];
-      if (FORMAT == W8A8) x *= scale[i / 2] * row_scale[min(column + 2 * t + i % 2, rows - 1)];
-      v[i / 2][i % 2] = x + offset[i / 2];
-    }
+    finish(acc + 4 * j, column, v);
     const int token = column + g;
     if constexpr (EPILOGUE == SILU) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) v[0][i] = v[0][i] / (1.f + __expf(-v[0][i])) * v[1][i];
       const u32 pair = transpose8(pack2(v[0][0], v[0][1]));
       if (token < rows && tile * 8 + 2 * t < WIDTH) *(u32*)(Y + (size_t)token * WIDTH + tile * 8 + 2 * t) = pair;
     } else {
@@ -280,6 +357,66 @@ DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, in
     }
   }
 }
+
+#if STAGED
+// A warpgroup's results lie in shared memory token by token. Its warps write there, each its 16 outputs of all tokens; then
+// each takes a quarter of the tokens to global memory, in pieces of 16 bytes. The residual comes in the same way.
+template <class ACTION> DEVICE void each_piece(const Segment& s, int first, int rows, int warp, int lane, ACTION act) {
+  constexpr int lanes = OUT_BYTES / 16, quarter = STAGED / 4;
+#pragma unroll 4
+  for (int i = 0; i < quarter * lanes / 32; i++) {
+    const int token = warp % 4 * quarter + i * (32 / lanes) + lane / lanes, row = s.n * TOKENS + first + token;
+    const int n = (s.m * WGS + warp / 4) * (OUT_BYTES / 2) + lane % lanes * 8;
+    if (row < rows && n < WIDTH) act((size_t)row * WIDTH + n, token * OUT_ROW + lane % lanes * 16);
+  }
+}
+DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* residual, int rows, int warp, int lane) {
+  const u32 staging = shared_address(sh.staging[warp / 4]);
+  __syncwarp();
+  each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
+  copy_group();
+}
+DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {  // transposed; lane i has the address of row i % 8 of matrix i / 8
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
+                         const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
+  const u8* staging = sh.staging[warp / 4];
+  const Finish finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane);
+  const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
+  constexpr int together = EPILOGUE == SILU ? 4 : 2;  // groups of 8 tokens
+  const u32 place = shared_address(staging) + (8 * (EPILOGUE == SILU ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
+#pragma unroll
+  for (int first = 0; first < TOKENS; first += STAGED) {
+    if (s.n * TOKENS + first >= rows) break;
+    if (EPILOGUE == RESIDUAL && first > 0) fetch_residual(sh, s, first, residual, rows, warp, lane);
+    if (EPILOGUE == RESIDUAL) copy_wait<0>();
+    named_barrier(2 + warp / 4, 128);  // the residual is there, and what was here before is gone
+#pragma unroll
+    for (int j = 0; j < STAGED / 8; j += together) {
+      u32 words[4], old[4] = {};
+      if (EPILOGUE == RESIDUAL) {
+        const uint4 w = load_matrices<true>(place + j * 8 * OUT_ROW);
+        old[0] = w.x, old[1] = w.y, old[2] = w.z, old[3] = w.w;
+      }
+#pragma unroll
+      for (int i = 0; i < together; i++) {
+        float v[2][2];
+        finish(acc + first / 2 + 4 * (j + i), s.n * TOKENS + first + 8 * (j + i), v);
+#pragma unroll
+        for (int half = 0; half < 4 / together; half++) {
+          if (EPILOGUE == RESIDUAL) v[half][0] += low_float(old[2 * i + half]), v[half][1] += high_float(old[2 * i + half]);
+          words[4 / together * i + half] = pack2(v[half][0], v[half][1]);
+        }
+      }
+      store_matrices(place + j * 8 * OUT_ROW, words);
+    }
+    named_barrier(2 + warp / 4, 128);
+    each_piece(s, first, rows, warp, lane, [&](size_t to, int from) { *(uint4*)(Y + to) = *(const uint4*)(staging + from); });
+  }
+}
+#endif
 
 // Sums of a tile that begins in another CTA, left for it; and the owner's taking them in, in the order of the stages.
 DEVICE void leave_partial(const accumulator (&acc)[TOKENS / 2], uint4* partials, int* flags) {
@@ -368,6 +505,10 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
   }
   if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   wait_for_inputs();
+#if SKEW
+  if (warp >= 4)
+    for (const long long begin = clock64(); clock64() - begin < SKEW;) {}
+#endif
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
   Segment s;
@@ -375,15 +516,22 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     accumulator acc[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
-    u32 a[2][STEPS][4];
+#if STAGED
+    if (EPILOGUE == RESIDUAL && s.begin == 0) fetch_residual(sh, s, 0, residual, rows, warp, lane);
+#endif
+    u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
 #pragma unroll 1
-    for (int stage = s.begin; stage < s.end; stage++) {
+    for (int i = s.begin, stage = first_stage(s); i < s.end; i++, stage = next_stage(s, stage)) {
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
+#if FORMAT == FP8
+      if (before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
+      multiply_stage(acc, mine, b0, lane);
+#else
 #pragma unroll
       for (int block = 0; block < SB; block++) {
         wgmma_wait<SB == 1 ? 0 : 1>();  // what used these registers two blocks ago
@@ -391,9 +539,10 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         load_block(a[block & 1], mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) wgmma(acc, a[block & 1][i], b0 + (block * STEPS + i) * (256 >> 4));
+        for (int step = 0; step < STEPS; step++) wgmma(acc, a[block & 1][step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
         wgmma_commit();
       }
+#endif
       before = slot;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
@@ -415,7 +564,11 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       leave_partial(acc, partials, flags);
     } else {
       if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(acc, partials, flags, s, (unit - 1) / STAGE_COUNT, n_tiles);
+#if STAGED
+      write_staged(sh, acc, s, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+#else
       write_tile<COLUMNS>(acc, s, 0, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+#endif
     }
 #endif
   }

@@ -16,17 +16,17 @@
 // byte that sit in neighbouring columns of B; codes go into A as they are (int8) or masked (int4: the high nibbles of
 // a word are 16 times too large and have accumulators of their own). No code is ever converted to a float, and
 // total += s · s_x · (acc − z · sum x) is exact up to the scales. The norm's factor is applied at the end.
-// W8A8 quantizes x to 8 bits in the prologue, the same in every CTA; plain weights meet x in their own type.
+// W8A8 and float8 quantize x to 8 bits in the prologue, the same in every CTA; plain weights meet x in their own type.
+// Where two of four inputs are kept, the sparse matrix units pick x; a zero point then takes out the sum of the x picked,
+// which a second product, with ones for weights, gives.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
+// defines: FORMAT, SPARSE (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
 // SLOTS
 #include "common.cuh"
 #include "linear.cuh"
 
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
-constexpr int VECTORS = FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;  // 16-byte words a lane reads of one block
-constexpr int BLOCK_BYTES = VECTORS * 512;
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks a warp takes between two scalings
 constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * BLOCKS : (BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
@@ -35,6 +35,8 @@ constexpr int TILE_STAGES = (BLOCKS + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
 constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
+constexpr int SUMS = !SPARSE || !GROUPED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
+constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
 constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FORMAT == PLAIN ? BLOCKS * 128 + 64 : (BLOCKS | 1) * 64;  // neighbours hit different banks
@@ -66,7 +68,7 @@ struct __align__(128) LinearShared {
 struct Linear {
   const u8* weights;
   const u32* records;          // scale and zero point of each group of inputs
-  const float* channel_scale;  // W8A8
+  const float* channel_scale;  // W8A8, float8
   const u16 *x, *norm, *bias, *residual;
   u16* y;
   float epsilon;
@@ -74,7 +76,7 @@ struct Linear {
 
 // One 64-input block of one tile, times x; the halves of the block have accumulators of their own.
 template <typename Accumulator>
-DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[2][COLUMN_TILES][4], int lane) {
+DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[2 + SUMS][COLUMN_TILES][4], int lane) {
   const uint4* words = (const uint4*)w + lane;
 #if FORMAT == PLAIN
 #pragma unroll
@@ -82,6 +84,31 @@ DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[2][COLU
     const uint4 b = *(const uint4*)(xs + h * 64), a0 = words[h * 64], a1 = words[h * 64 + 32];
     mma16<FP16>(acc[h][0], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
     mma16<FP16>(acc[h][0], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
+  }
+#elif SPARSE
+  constexpr bool halves = FORMAT == INT4 || (GROUPED && GROUP == 32);  // have accumulators of their own
+  const u32 which = ((const u32*)(w + BLOCK_BYTES - 128))[lane];
+  uint4 a[2];
+#if FORMAT == INT4
+  const uint2 q = ((const uint2*)w)[lane];
+  a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, 0, 0);
+  a[1] = make_uint4(0, 0, q.x & 0xf0f0f0f0, q.y & 0xf0f0f0f0);
+#else
+  const uint4 q = words[0];
+  a[0] = halves ? make_uint4(q.x, q.y, 0, 0) : q;
+  a[1] = make_uint4(0, 0, q.z, q.w);
+#endif
+  constexpr u32 one = 0x01010101;
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    const uint4 b = *(const uint4*)(xs + n * 8 * XROW);
+    mma64_sparse<GROUPED>(acc[0][n], a[0], which, b);
+    if (halves) mma64_sparse<GROUPED>(acc[1][n], a[1], which, b);
+    if constexpr (SUMS == 1) mma64_sparse<true>(acc[2][n], make_uint4(one, one, one, one), which, b);
+    if constexpr (SUMS == 2) {
+      mma64_sparse<true>(acc[2][n], make_uint4(one, one, 0, 0), which, b);
+      mma64_sparse<true>(acc[3][n], make_uint4(0, 0, one, one), which, b);
+    }
   }
 #else
   uint4 a[2];
@@ -95,16 +122,21 @@ DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[2][COLU
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const uint4 b = *(const uint4*)(xs + n * 8 * XROW);
+#if FORMAT == FP8
+    mma32_float8(acc[0][n], a[0], b.x, b.y);
+    mma32_float8(acc[1][n], a[1], b.z, b.w);
+#else
     mma32<FORMAT != W8A8>(acc[0][n], a[0], b.x, b.y);
     mma32<FORMAT != W8A8>(acc[1][n], a[1], b.z, b.w);
+#endif
   }
 #endif
 }
 
 // total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
-// A record is the scale (low half) and the zero point (high half). `low`: 256 · hi + lo of the first half's accumulators.
-DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const u32* records, const XGroup* groups,
-                      int g, int t) {
+// A record is the scale (low half) and the zero point (high half). `kept` (SPARSE): the sum of x where weights are.
+DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const int (&kept)[COLUMN_TILES][2],
+                      const u32* records, const XGroup* groups, int g, int t) {
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const XGroup x = groups[min(t + 4 * n, ROWS - 1)];
@@ -112,28 +144,36 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
     for (int j = 0; j < 2; j++) {
       const u32 record = records[g + 8 * j];
       const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)) * x.scale;
-      total[n][j] += (float)(value[n][j] - (int)(record >> 16) * x.sum) * scale;
+      total[n][j] += (float)(value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
     }
   }
 }
 
+DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < PER_ROW; i++) squares += sh.row_stats[row][i].x;
+  return rsqrtf(squares / KDIM + epsilon);
+}
+
 // x into shared memory. Each row belongs to PER_ROW warps; the norm's weights are read ahead of the wait. Integer weights
 // want whole groups only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
-DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp, int lane) {
+DEVICE void load_rows(LinearShared& sh, const Linear& a, int warp, int lane) {
   const int row = warp / PER_ROW, part = warp % PER_ROW;
   uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
 #pragma unroll
   for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
-    weight[i] = piece < KDIM / 8 ? ((const uint4*)norm)[piece] : make_uint4(0, 0, 0, 0);
+    weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
   }
+  float squares = 0, most = STATIC ? LARGEST * a.channel_scale[NDIM] : 0.f, inverse = 1;
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
-    x[i] = piece < KDIM / 8 ? ((const uint4*)(X + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+    x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
   }
-  float v[PER_LANE][8], squares = 0, most = 0;
+  float v[PER_LANE][8];
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
@@ -147,18 +187,22 @@ DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp,
         v[i][j] *= j & 1 ? high_float(n[j / 2]) : low_float(n[j / 2]);
       }
     }
-    if (FORMAT == W8A8) {
+    if (QUANTIZED && !STATIC) {
 #pragma unroll
       for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[i][j]));
     }
   }
   if (NORM) squares = warp_sum(squares);
-  if (FORMAT == W8A8) most = warp_max(most);
+  if (QUANTIZED) most = warp_max(most);
   if (lane == 0) sh.row_stats[row][part] = make_float2(squares, most);
-  if (FORMAT == W8A8 && PER_ROW > 1) {
+  if (QUANTIZED && PER_ROW > 1) {
     named_barrier(1, THREADS);
 #pragma unroll
     for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[row][i].y);
+  }
+  if (STATIC && NORM) {
+    __syncwarp();
+    inverse = inverse_norm(sh, row, a.epsilon);
   }
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
@@ -169,10 +213,13 @@ DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp,
     } else {
       u8* to = sh.x + row * PLANES * XROW + piece / 8 * 64 + piece % 4 * 16 + piece / 4 % 2 * 8;  // a lane's two halves together
       u32 high[2] = {0, 0}, low[2] = {0, 0};
-      if constexpr (FORMAT == W8A8) {
-        const float factor = 127.f / fmaxf(most, 127e-12f);
+      if constexpr (QUANTIZED) {
+        const float factor = LARGEST / fmaxf(most, LARGEST * 1e-12f) * inverse;
 #pragma unroll
-        for (int j = 0; j < 8; j++) high[j / 4] |= (to_int8(v[i][j] * factor) & 0xff) << (8 * (j % 4));
+        for (int j = 0; j < (FORMAT == W8A8 ? 8 : 0); j++) high[j / 4] |= (to_int8(v[i][j] * factor) & 0xff) << (8 * (j % 4));
+#pragma unroll
+        for (int j = 0; j < (FORMAT == FP8 ? 8 : 0); j += 2)
+          high[j / 4] |= to_float8(v[i][j] * factor, v[i][j + 1] * factor) << (8 * (j % 4));
         if (piece < PIECES) *(uint2*)to = make_uint2(high[0], high[1]);
       } else {
         constexpr int lanes = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // that share a scale
@@ -211,11 +258,11 @@ DEVICE void load_rows(LinearShared& sh, const u16* X, const u16* norm, int warp,
 
 // What a finished sum of row `token` is multiplied with, the weights' own scales aside.
 DEVICE float row_factor(const LinearShared& sh, int token, float epsilon) {
-  float squares = 0, most = 0;
+  float most = 0;
 #pragma unroll
-  for (int i = 0; i < PER_ROW; i++) squares += sh.row_stats[token][i].x, most = fmaxf(most, sh.row_stats[token][i].y);
-  const float inverse = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
-  return FORMAT == W8A8 ? fmaxf(most, 127e-12f) / 127.f * inverse : inverse;
+  for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[token][i].y);
+  const float inverse = NORM && !STATIC ? inverse_norm(sh, token, epsilon) : 1.f;
+  return QUANTIZED ? fmaxf(most, LARGEST * 1e-12f) / LARGEST * inverse : inverse;
 }
 
 // Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has
@@ -250,7 +297,7 @@ template <typename TileAt> DEVICE Output begin_round(const Linear& a, int first,
     for (int half = 0; half < (EPILOGUE == SILU ? 2 : 1); half++) {
       const int channel = tile.weights * 16 + 8 * half + o.row;
       if (BIAS) o.bias[half] = to_float(a.bias[channel]);
-      if (FORMAT == W8A8) o.scale[half] = a.channel_scale[channel];
+      if (QUANTIZED) o.scale[half] = a.channel_scale[channel];
     }
   }
   return o;
@@ -271,7 +318,7 @@ DEVICE void end_round(const LinearShared& sh, const Output& o, u16* Y, float eps
       float sum = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) sum += sh.partial[o.slot][w][r][o.token];
-      v[half] = sum * factor;
+      v[half] = sum * (QUANTIZED ? factor * o.scale[half] : factor);
     }
     if (BIAS) v[half] += o.bias[half];
   }
@@ -313,7 +360,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, int count, TileAt tile_at
   if (stages <= STAGES) early(), wait_for_inputs();
 }
 
-#if FORMAT == PLAIN
+#if FORMAT == PLAIN || FORMAT == FP8
 typedef float accumulator;
 #else
 typedef int accumulator;
@@ -324,7 +371,7 @@ DEVICE float as_float(int v) { return __int_as_float(v); }
 // One stage of one tile, this warp's units of it: into `whole`, or scaled group by group into `total`.
 // `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
 DEVICE void multiply_stage(const LinearShared& sh, const u8* ring, const u8* xs, int start, float (&total)[COLUMN_TILES][2],
-                           accumulator (&whole)[2][COLUMN_TILES][4], int turn, int lane) {
+                           accumulator (&whole)[2 + SUMS][COLUMN_TILES][4], int turn, int lane) {
   const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, BLOCKS - start);
 #pragma unroll
   for (int unit = turn * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
@@ -334,25 +381,30 @@ DEVICE void multiply_stage(const LinearShared& sh, const u8* ring, const u8* xs,
     if constexpr (!GROUPED) {
       multiply_block(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, whole, lane);
     } else {
-      int acc[2][COLUMN_TILES][4] = {};
+      int acc[2 + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
       for (int b = 0; b < UNIT_BLOCKS; b++)
         if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
           multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
       const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
-      int value[2][COLUMN_TILES][2];
+      int value[2][COLUMN_TILES][2], kept[2][COLUMN_TILES][2] = {};
+#pragma unroll
+      for (int h = 0; h < SUMS; h++)
+#pragma unroll
+        for (int i = 0; i < COLUMN_TILES * 2; i++)
+          kept[h][i / 2][i % 2] = (256 * acc[2 + h][i / 2][i % 2 * 2] + acc[2 + h][i / 2][i % 2 * 2 + 1]) * (FORMAT == INT4 ? 16 : 1);
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 4; i++) {  // the planes of x, and then (int4) of the weights, at their true size
         const int h = i % 2, j = i / 2 % 2, c = i / 4;
         value[h][c][j] = (256 * acc[h][c][2 * j] + acc[h][c][2 * j + 1]) * (FORMAT == INT4 && h == 0 ? 16 : 1);
       }
       if constexpr (GROUP == 32) {
-        add_group(total, value[0], records, sh.groups[2 * block], g, t);
-        if (block * 2 + 1 < GROUPS) add_group(total, value[1], records + 16, sh.groups[2 * block + 1], g, t);
+        add_group(total, value[0], kept[0], records, sh.groups[2 * block], g, t);
+        if (block * 2 + 1 < GROUPS) add_group(total, value[1], kept[1], records + 16, sh.groups[2 * block + 1], g, t);
       } else {
 #pragma unroll
         for (int i = 0; i < COLUMN_TILES * 2; i++) value[0][i / 2][i % 2] += value[1][i / 2][i % 2];
-        add_group(total, value[0], records, sh.groups[block / UNIT_BLOCKS], g, t);
+        add_group(total, value[0], kept[0], records, sh.groups[block / UNIT_BLOCKS], g, t);
       }
     }
   }
@@ -387,7 +439,7 @@ DEVICE void consume(LinearShared& sh, const Linear& a, int done, int count, Tile
   u32 parity = ring.parity;
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
-    accumulator whole[2][COLUMN_TILES][4] = {};
+    accumulator whole[2 + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll 1
     for (int stage = 0; stage < TILE_STAGES; stage++) {
       barrier_wait(&sh.full[slot], parity);
@@ -435,7 +487,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
     produce(sh, a, count, tile_at, early, lane);
     return false;
   }
-  load_rows(sh, a.x, a.norm, warp, lane);
+  load_rows(sh, a, warp, lane);
   Ring ring = {0, 0};
   consume(sh, a, 0, count, tile_at, ring, warp, lane);
   return true;

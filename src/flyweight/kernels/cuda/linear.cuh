@@ -3,6 +3,19 @@
 #define INT4 1
 #define INT8 2
 #define W8A8 3
+#define FP8 4
 #define STORE 0
 #define RESIDUAL 1
 #define SILU 2
+
+// Two of four neighbouring inputs are kept (SPARSE): a 16 × 64 block is the kept codes, then a word for each lane that says
+// which they are, two bits for each.
+#ifndef SPARSE
+#define SPARSE 0
+#endif
+// x is quantized with a scale of its own for each row, or with the one that follows the channels' scales (STATIC).
+#ifndef STATIC
+#define STATIC 0
+#endif
+constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
+constexpr int BLOCK_BYTES = (FORMAT == INT4 ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;

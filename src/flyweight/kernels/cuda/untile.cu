@@ -1,21 +1,68 @@
 // A weight in the tiles of gemv.cu → row-major [NDIM, KDIM] in 16-bit floats, for the matrix product of many rows.
 //
 // One warp a 16 × 64 block, lane by lane as gemv.cu reads it: a lane's codes are 8 neighbouring inputs of a row, so each
-// store is 16 bytes. W8A8 codes come out as whole numbers (exact in bf16 and fp16), without their channel scale.
+// store is 16 bytes; of a 2:4 weight twice two kept ones of 4 neighbours. W8A8 and float8 codes come out as they are (exact
+// in bf16 and fp16), without their channel scale.
 // Limit: bytes read + written / bandwidth.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, INTERLEAVED (rows of gate and up take turns, eight by eight)
+// defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, INTERLEAVED (rows of gate and up take turns, eight by eight)
 #include "common.cuh"
 #include "linear.cuh"
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr int VECTORS = FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;
 constexpr int GROUPS = (KDIM + GROUP - 1) / GROUP;
+constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
+
+struct Scale {
+  float scale;
+  int zero;
+};
+DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
+  if (!GROUPED) return {1.f, 0};
+  const u32 record = records[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
+  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), (int)(record >> 16)};
+}
+DEVICE int place_of(int tile, int row) { return INTERLEAVED ? tile * 8 + row % 8 + NDIM / 2 * (row / 8) : tile * 16 + row; }
+DEVICE u32 float8_pair(u32 codes) {  // e4m3 → the 16-bit type
+  u32 r = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((u16)codes));
+#endif
+  return FP16 ? r : pack2(float_of<true>((u16)r), float_of<true>((u16)(r >> 16)));
+}
+
+// The kept codes of a lane: of rows g and g + 8 and each half of the inputs, those of two fours.
+DEVICE void expand(const u8* block_bytes, const u32* records, u16* out, int tile, int block, int lane) {
+  const u32* words = (const u32*)block_bytes + lane * (FORMAT == INT4 ? 2 : 4);
+  const u32* which = (const u32*)(block_bytes + BLOCK_BYTES - 128) + lane / 4 * 4;
+#pragma unroll
+  for (int part = 0; part < 8; part++) {
+    const int j = part % 2, half = part / 2 % 2, order = lane % 4 * 2 + part / 4, row = lane / 4 + 8 * j;
+    const int column = block * 64 + 32 * half + 8 * (order % 4) + 4 * (order / 4);
+    if (tile * 16 + row >= NDIM || column >= KDIM) continue;
+    const Scale s = read_scale(records, tile, row, column);
+    const u32 places = which[2 * half + j] >> (4 * order), codes = words[FORMAT == INT4 ? j : 2 * half + j] >> (16 * (part / 4));
+    float value[4] = {};
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const u32 code = FORMAT == INT4 ? codes >> (8 * e + 4 * half) & 15 : codes >> (8 * e) & 255;
+      const float v = FORMAT == W8A8 ? (float)((int)(code << 24) >> 24) : (float)((int)code - s.zero) * s.scale;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if ((places >> (2 * e) & 3) == i) value[i] = v;
+    }
+    *(uint2*)(out + (size_t)place_of(tile, row) * KDIM + column) = make_uint2(pack2(value[0], value[1]), pack2(value[2], value[3]));
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, const u32* records, u16* out) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int unit = blockIdx.x * 8 + threadIdx.x / 32, tile = unit / BLOCKS, block = unit % BLOCKS;
   if (tile >= TILES) return;
+#if SPARSE
+  expand((const u8*)weights + (size_t)unit * BLOCK_BYTES, records, out, tile, block, lane);
+#else
   uint4 words[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) words[v] = weights[((size_t)unit * VECTORS + v) * 32 + lane];
@@ -25,32 +72,29 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int row = tile * 16 + g + 8 * j, column = block * 64 + 32 * half + 8 * t;
-      const int place = INTERLEAVED ? tile * 8 + g + (NDIM / 2) * j : row;
       if (row >= NDIM || column >= KDIM) continue;
       uint4 result;
       u32* pair = (u32*)&result;
-      float scale = 1.f;
-      int zero = 0;
-      if (FORMAT == INT4 || FORMAT == INT8) {
-        const u32 record = records[((size_t)tile * GROUPS + column / GROUP) * 16 + g + 8 * j];
-        scale = float_of<SCALE_FP16>((u16)(record & 0xffff)), zero = record >> 16;
-      }
+      const Scale s = read_scale(records, tile, g + 8 * j, column);
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         if (FORMAT == PLAIN) {
           pair[i / 2] = word[(half * 2 + i / 4) * 4 + i / 2 % 2 * 2 + j];
+        } else if (FORMAT == FP8) {
+          pair[i / 2] = float8_pair(word[half * 4 + 2 * (i / 4) + j] >> (8 * (i % 4)) & 0xffff);
         } else {
           int q[2];
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             const int step = i / 4, byte = i % 4 + e;
-            if (FORMAT == INT4) q[e] = (int)(word[2 * step + j] >> (8 * byte + 4 * half) & 15) - zero;
-            else if (FORMAT == INT8) q[e] = (int)(word[half * 4 + 2 * step + j] >> (8 * byte) & 255) - zero;
+            if (FORMAT == INT4) q[e] = (int)(word[2 * step + j] >> (8 * byte + 4 * half) & 15) - s.zero;
+            else if (FORMAT == INT8) q[e] = (int)(word[half * 4 + 2 * step + j] >> (8 * byte) & 255) - s.zero;
             else q[e] = (int)(word[half * 4 + 2 * step + j] << (24 - 8 * byte)) >> 24;
           }
-          pair[i / 2] = pack2(q[0] * scale, q[1] * scale);
+          pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
         }
       }
-      *(uint4*)(out + (size_t)place * KDIM + column) = result;
+      *(uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column) = result;
     }
+#endif
 }

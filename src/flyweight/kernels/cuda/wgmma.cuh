@@ -37,23 +37,42 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define BIND_32(c, i) BIND_16(c, i), BIND_16(c, i + 16)
 #define BIND_64(c, i) BIND_32(c, i), BIND_32(c, i + 32)
 #define BIND_128(c, i) BIND_64(c, i), BIND_64(c, i + 64)
-#define WGMMA(N, COUNT, TYPE, BIND, SHAPE, KINDS, FLAGS, A0, A1, A2, A3, B)                                              \
-  DEVICE void wgmma(TYPE (&d)[COUNT], const u32 (&a)[4], u64 b) {                                                        \
+#define WGMMA(NAME, N, COUNT, TYPE, BIND, SHAPE, KINDS, KEEP, FLAGS, A0, A1, A2, A3, B)                                  \
+  DEVICE void NAME(TYPE (&d)[COUNT], const u32 (&a)[4], u64 b) {                                                         \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE KINDS " {" NAMES_##COUNT "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 \
-                 "}, %" #B ", 1" FLAGS ";" : BIND_##COUNT(BIND, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+                 "}, %" #B KEEP FLAGS ";" : BIND_##COUNT(BIND, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+  }
+// Twice as many inputs, of which A has two of four neighbours; the fifth word says which.
+#define WGMMA_SPARSE(N, COUNT, TYPE, BIND, SHAPE, KINDS, FLAGS, A0, A1, A2, A3, B, E)                                    \
+  DEVICE void wgmma(TYPE (&d)[COUNT], const u32 (&a)[5], u64 b) {                                                        \
+    asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SHAPE KINDS " {" NAMES_##COUNT "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 \
+                 "}, %" #B ", %" #E ", 0, 1" FLAGS ";"                                                                   \
+                 : BIND_##COUNT(BIND, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(a[4]));               \
   }
 #define FLOATS(v) "+f"(v)
+#define NEW_FLOATS(v) "=f"(v)
 #define INTEGERS(v) "+r"(v)
 #if FP16
 #define HALVES ".f32.f16.f16"
 #else
 #define HALVES ".f32.bf16.bf16"
 #endif
-#define BOTH(N, COUNT, A0, A1, A2, A3, B)                                          \
-  WGMMA(N, COUNT, float, FLOATS, "k16", HALVES, ", 1, 1, 0", A0, A1, A2, A3, B) \
-  WGMMA(N, COUNT, int, INTEGERS, "k32", ".s32.s8.s8", "", A0, A1, A2, A3, B)
-BOTH(16, 8, 8, 9, 10, 11, 12)
-BOTH(32, 16, 16, 17, 18, 19, 20)
-BOTH(64, 32, 32, 33, 34, 35, 36)
-BOTH(128, 64, 64, 65, 66, 67, 68)
-BOTH(256, 128, 128, 129, 130, 131, 132)
+#define EIGHTHS ".f32.e4m3.e4m3"
+#if SPARSE
+#define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                \
+  WGMMA_SPARSE(N, COUNT, float, FLOATS, "k32", HALVES, ", 1, 1, 0", A0, A1, A2, A3, B, E) \
+  WGMMA_SPARSE(N, COUNT, int, INTEGERS, "k64", ".s32.s8.s8", "", A0, A1, A2, A3, B, E)
+#elif FORMAT == FP8
+#define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                          \
+  WGMMA(wgmma, N, COUNT, float, FLOATS, "k32", EIGHTHS, ", 1", ", 1, 1", A0, A1, A2, A3, B)          \
+  WGMMA(wgmma_first, N, COUNT, float, NEW_FLOATS, "k32", EIGHTHS, ", 0", ", 1, 1", A0, A1, A2, A3, B)
+#else
+#define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                \
+  WGMMA(wgmma, N, COUNT, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 0", A0, A1, A2, A3, B) \
+  WGMMA(wgmma, N, COUNT, int, INTEGERS, "k32", ".s32.s8.s8", ", 1", "", A0, A1, A2, A3, B)
+#endif
+ALL(16, 8, 8, 9, 10, 11, 12, 13)
+ALL(32, 16, 16, 17, 18, 19, 20, 21)
+ALL(64, 32, 32, 33, 34, 35, 36, 37)
+ALL(128, 64, 64, 65, 66, 67, 68, 69)
+ALL(256, 128, 128, 129, 130, 131, 132, 133)

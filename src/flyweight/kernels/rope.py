@@ -1,0 +1,38 @@
+"""q/k norm, rope and KV write of prefill steps: host side of cuda/rope.cu, with the Triton op for what it does not take."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from flyweight.engine.batch import KVStorage
+from flyweight.kernels import jit, triton_ops
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, heads: int, kv_heads: int, size: int, half: int, norm: bool) -> jit.Kernel:
+    defines = {"FP16": int(dtype == torch.float16), "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": size, "ROTARY": 2 * half,
+               "QK_NORM": int(norm)}
+    return jit.load("rope.cu", defines=defines).kernel("rope")
+
+
+def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None,
+                    epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q/k norm and rope in place, K and V written to `slots` (a negative one is padding); returns views q, k, v of qkv.
+
+    qkv [tokens, heads + 2 · kv_heads, head_dim]; norm [heads + kv_heads, head_dim]; cos and sin from `reference.rope_rows`.
+    """
+    tokens, all_heads, size = qkv.shape
+    kv_heads, half = cache.keys.shape[2], cos.shape[-1] // 2
+    if not qkv.is_cuda or qkv.dtype == torch.float32 or half % 2 or size % 2:
+        return triton_ops.rope_norm_write(qkv, cache, slots, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon)
+    # rope_rows negates the sine of the first half of a row: both are read from the second half on
+    args = (qkv, cos[..., half:], sin[..., half:], slots, norm, cache.keys, cache.values, tokens, qkv.stride(0), cos.stride(0),
+            cache.keys.stride(1), float(epsilon))
+    if tokens:
+        kernel = _kernel(qkv.dtype, heads, kv_heads, size, half, norm is not None)
+        kernel.launch(math.ceil(tokens * all_heads / 8), 256, args, pdl=True)
+    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

@@ -1,0 +1,31 @@
+"""How the linear of many rows is cut into tiles, chosen on the host: no GPU needed."""
+
+import pytest
+
+from flyweight.kernels import gemm
+
+SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4608, 3584), (37888, 3584), (3584, 18944), (1000, 576)]
+LIMIT = 227 * 1024  # what a CTA may have of an SM's shared memory
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_every_shape_of_the_models_is_taken_at_any_number_of_rows(kind, residual):
+    for outputs, inputs in SHAPES:
+        for rows in (16, 32, 64, 128, 256, 512, 1024, 16384):
+            shape = gemm.shape_for(kind, outputs, inputs, 64, rows, 132, residual=residual)
+            assert shape is not None, (outputs, inputs, rows)
+            assert shape.shared <= LIMIT and shape.stages >= 2
+            assert shape.split != gemm.LINE or shape.tiles <= 2 * 132 or rows <= 64
+
+
+def test_few_rows_are_cut_along_the_inputs_and_many_into_whole_tiles():
+    assert gemm.shape_for("w8a8", 4096, 4096, 64, 16, 132).split == gemm.CLUSTERS
+    assert gemm.fastest_tile("w8a8", 4096, 4096, 256, 132) == (128, 1, gemm.WHOLE)  # 14.7 µs; 18.2 and 27.3 with larger ones
+    assert gemm.fastest_tile("w8a8", 24576, 4096, 2048, 132) == (256, 2, gemm.WHOLE)
+    assert gemm.fastest_tile("int4", 4096, 12288, 512, 132) == (256, 2, gemm.LINE)  # 96 µs; 118 in whole tiles
+
+
+@pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 512), (2048, 2048), (2049, 2304)])
+def test_calls_of_similar_numbers_of_rows_share_one_kernel(rows, alike):
+    assert gemm.padded_rows(rows) == alike

@@ -1,0 +1,59 @@
+"""What a launch hands to the driver, with a driver that only writes down what it gets: no GPU needed."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flyweight.kernels import jit
+
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+
+
+class Driver:
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def __init__(self, types):
+        self.types, self.launches, self.status = types, [], 0
+
+    def cuLaunchKernelEx(self, config, function, places, extra):
+        addresses = (ctypes.c_void_p * len(self.types)).from_address(places)
+        values = [kind.from_address(address).value for kind, address in zip(self.types, addresses, strict=True)]
+        self.launches.append((config, int(function), values))
+        return (self.status,)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    made = jit.Kernel(1234, "example")
+    made._driver = Driver([ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float])
+    return made
+
+
+def test_arguments_arrive_by_pointer_integer_and_float(kernel):
+    x = torch.zeros(4)
+    kernel.launch(3, 64, (x, None, -5, 0.5))
+    kernel.launch(3, 64, (None, x, 7, 1.0))
+    (_, function, first), (_, _, second) = kernel._driver.launches
+    assert function == 1234
+    assert first == [x.data_ptr(), 0, -5, 0.5] and second == [0, x.data_ptr(), 7, 1.0]
+
+
+def test_the_configuration_says_grid_stream_cluster_and_dependent_launch(kernel):
+    kernel.launch((4, 2), 128, (None, None, 1, 1.0), shared=1000, pdl=True, cluster=2)
+    ((config, _, _),) = kernel._driver.launches
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX) == (4, 2, 1, 128)
+    assert config.sharedMemBytes == 1000 and int(config.hStream) == 77
+    cluster, dependent = config.attrs
+    assert cluster.value.clusterDim.x == 2 and dependent.value.programmaticStreamSerializationAllowed == 1
+    kernel.launch((4, 2), 128, (None, None, 1, 1.0))
+    assert kernel._driver.launches[-1][0].numAttrs == 0
+
+
+def test_a_launch_that_fails_says_what_was_asked_for(kernel):
+    kernel._driver.status = 701
+    with pytest.raises(jit.KernelError, match=r"example was not launched \(grid 9, 256 threads.*701"):
+        kernel.launch(9, 256, (None, None, 1, 1.0))
