@@ -5,7 +5,7 @@ from flyweight.errors import OptionError
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, SCHEMES, PresetWeights, preset_config, tensor_shapes
-from flyweight.tensors import IntGroup, Plain
+from flyweight.tensors import IntGroup, Plain, Sparse24
 
 # Billions of parameters, as the model cards give them (embeddings once where they are tied).
 BILLIONS = {"qwen2-0.5b": 0.49, "qwen2-1.5b": 1.54, "qwen2-7b": 7.62, "qwen2-72b": 72.7, "qwen1.5-32b": 32.5, "qwen3-0.6b": 0.6,
@@ -57,6 +57,13 @@ def test_every_scheme_runs(scheme):
     assert logits.shape == (1, 5, 64) and logits.isfinite().all() and logits.std() > 0.1
     kind = type(weights.linear("model.layers.0.mlp.down_proj"))
     assert (kind is Plain) == (scheme in ("fp32", "fp16", "bf16"))
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name.startswith("sparse")])
+def test_sparse_schemes_keep_two_of_four(scheme):
+    tensor = PresetWeights(SMALL, scheme).linear("model.layers.0.mlp.down_proj")
+    assert isinstance(tensor, Sparse24)
+    assert (tensor.dequantize().unflatten(1, (-1, 4)).count_nonzero(-1) <= 2).all()
 
 
 def test_bytes_depend_on_seed_and_name_and_not_on_order():

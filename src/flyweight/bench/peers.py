@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flyweight.errors import MissingPackageError, OptionError, UnsupportedError, unknown
 from flyweight.packing import pack
-from flyweight.tensors import FLOAT8, FLOAT8_MAX, Float8, Int8Channel, IntGroup, Sparse24, quantize_int8_rows
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, quantize_float8_rows, quantize_int8_rows
 
 Run = Callable[[Tensor], Tensor]
 INSTALL = {"gemlite": "pip install gemlite", "vllm": "pip install vllm"}
@@ -86,13 +86,8 @@ def torch_fp8(tensor: Float8, *, rows: int, dtype: torch.dtype) -> Run:
 
 
 def _run_fp8(x: Tensor, *, weight: Tensor, scales: Tensor) -> Tensor:
-    codes, scale = quantize_fp8_rows(x)
+    codes, scale = quantize_float8_rows(x)
     return torch._scaled_mm(codes, weight.t(), scale_a=scale, scale_b=scales, out_dtype=x.dtype, use_fast_accum=True)
-
-
-def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = (x.float().abs().amax(-1, keepdim=True) / FLOAT8_MAX).clamp(min=1e-12)
-    return (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8), scale
 
 
 def cusparselt(tensor: Sparse24, *, rows: int, dtype: torch.dtype) -> Run:
@@ -161,7 +156,7 @@ def _run_cutlass(x: Tensor, *, weight: Tensor, scales: Tensor) -> Tensor:
         codes, scale = quantize_int8_rows(x)
         codes = codes.to(torch.int8)
     else:
-        codes, scale = quantize_fp8_rows(x)
+        codes, scale = quantize_float8_rows(x)
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     torch.ops._C.cutlass_scaled_mm(out, codes, weight.t(), scale, scales, None)
     return out

@@ -264,7 +264,7 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         codes = inner.weight.to(dtype)
     elif isinstance(inner, Int8Channel | Float8):
         codes = inner.codes if isinstance(inner, Int8Channel) else inner.weight.view(torch.uint8)
-        channel_scale = inner.scales.float().expand(rows, 1).flatten()
+        channel_scale = inner.scales.float().expand(rows, 1).reshape(-1).contiguous()
         if interleave:
             channel_scale = interleave_rows(channel_scale)
         if inner.input_scale is not None:

@@ -39,6 +39,12 @@ DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated
   asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(r) : "f"(f));
   return r;
 }
+// a / b as the division unit rounds it, for normal numbers; inverse = 1 / b. Codes then agree with the reference where x lies
+// halfway between two, as 16-bit numbers often do.
+DEVICE float quotient(float a, float b, float inverse) {
+  const float q = a * inverse;
+  return fmaf(fmaf(-q, b, a), inverse, q);
+}
 DEVICE u32 to_float8(float low, float high) {  // two e4m3, rounded to nearest even, saturated
   u16 r = 0;
 #if __CUDA_ARCH__ >= 890

@@ -93,89 +93,7 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
 }
-// Two 16-bit floats at a time.
-DEVICE u32 add2(u32 a, u32 b) {
-  u32 r;
-  if (FP16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-DEVICE u32 mul2(u32 a, u32 b) {
-  u32 r;
-  if (FP16) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-// Codes in the low byte of each half (4 or 8 bits) → (code − zero) · scale. An integer set into the mantissa of a power
-// of two is that power plus the integer, exactly; a bf16 mantissa has 7 bits, so bit 7 of a code goes in by itself.
-struct Scale {
-  u32 scale, offset;  // offset: −(power + zero)
-};
-DEVICE Scale read_scale(u32 record) {
-  const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)), power = FP16 ? 1024.f : 128.f;
-  const float offset = -(power + (float)(record >> 16));
-  return {pack2(scale, scale), pack2(offset, offset)};
-}
-DEVICE u32 decode(u32 codes, Scale s) {
-  constexpr u32 power = FP16 ? 0x64006400 : 0x43004300;
-  if (FORMAT == INT4) return mul2(add2(codes & 0x000f000f | power, s.offset), s.scale);
-  if (FP16) return mul2(add2(codes & 0x00ff00ff | power, s.offset), s.scale);
-  const u32 low = add2(codes & 0x007f007f | power, s.offset), high = add2(codes & 0x00800080 | power, 0xc300c300);
-  return mul2(add2(low, high), s.scale);
-}
-
-// Of 2:4 weights in 16 bits a lane has other fours than in 8 bits, and other words tell which are kept: lane t % 2 = 0 of the
-// four takes the even places of both rows, lane 1 the odd ones.
-DEVICE u32 regroup(uint2 places, int odd) {
-  u32 low = places.x >> (4 * odd) & 0x0f0f0f0f, high = places.y >> (4 * odd) & 0x0f0f0f0f;
-  low |= low >> 4, high |= high >> 4;
-  return __byte_perm(low, high, 0x6420);
-}
-// The registers of one block of 64 inputs of this warp's tile: STEPS products of WORDS words each.
-DEVICE void load_block(u32 (&a)[STEPS][WORDS], const u8* tile, const u32* records, int stage, int block, int lane) {
-  const uint4* words = (const uint4*)(tile + block * BLOCK_BYTES) + lane;
-#if SPARSE
-  const u32* places = (const u32*)(tile + (block + 1) * BLOCK_BYTES - 128);
-#if FORMAT == W8A8
-  const uint4 w = words[0];
-  a[0][0] = w.x, a[0][1] = w.y, a[0][2] = w.z, a[0][3] = w.w, a[0][4] = places[lane];
-#else
-  const int g = lane / 4;
-  const uint2 q = FORMAT == INT4 ? ((const uint2*)(tile + block * BLOCK_BYTES))[lane] : make_uint2(0, 0);
-  const uint4 w = FORMAT == INT4 ? make_uint4(q.x, q.y, q.x >> 4, q.y >> 4) : words[0];
-  const u32 codes[4] = {w.x, w.y, w.z, w.w};  // rows g and g + 8 of the first half, then of the second
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const u32* r = records + group_in_stage(stage, block, half) * 16;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      a[half][i] = decode(__byte_perm(codes[2 * half + i % 2], 0, i / 2 ? 0x4342 : 0x4140), read_scale(r[g + 8 * (i % 2)]));
-    a[half][4] = regroup(((const uint2*)places)[2 * g + half], lane % 2);
-  }
-#endif
-#elif FORMAT == PLAIN || FORMAT == W8A8 || FORMAT == FP8
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    const uint4 w = words[32 * i];
-    a[i][0] = w.x, a[i][1] = w.y, a[i][2] = w.z, a[i][3] = w.w;
-  }
-#else
-  const int g = lane / 4;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const uint4 w4 = words[FORMAT == INT8 ? 32 * half : 0];
-    const u32 w[4] = {w4.x, w4.y, w4.z, w4.w};  // (step 0, row g), (step 0, row g + 8), (step 1, g), (step 1, g + 8)
-    const u32* r = records + group_in_stage(stage, block, half) * 16;
-    const Scale scale[2] = {read_scale(r[g]), read_scale(r[g + 8])};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u32 code = FORMAT == INT4 && half ? w[i] >> 4 : w[i];
-      a[2 * half + i / 2][i % 2] = decode(code, scale[i % 2]);
-      a[2 * half + i / 2][2 + i % 2] = decode(code >> 8, scale[i % 2]);
-    }
-  }
-#endif
-}
+#include "fragments.cuh"
 
 // The compiler must not touch sums before the products are done; it would then do the products one by one.
 template <int COUNT> DEVICE void keep_behind(float (&acc)[COUNT]) {
@@ -521,8 +439,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #endif
     u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
-#pragma unroll 1
-    for (int i = s.begin, stage = first_stage(s); i < s.end; i++, stage = next_stage(s, stage)) {
+    int stage = first_stage(s);
+    auto multiply = [&](int turn) {  // with the stage in `slot`
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
@@ -533,18 +451,29 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       multiply_stage(acc, mine, b0, lane);
 #else
 #pragma unroll
-      for (int block = 0; block < SB; block++) {
-        wgmma_wait<SB == 1 ? 0 : 1>();  // what used these registers two blocks ago
-        if (block == (SB == 1 ? 0 : 1) && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
-        load_block(a[block & 1], mine, records_here, stage, block, lane);
+      for (int block = 0; block < SB; block++) {  // loaded while the products of the one before run
+        u32(&words)[STEPS][WORDS] = a[(turn + block) & 1];
+        load_block(words, mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) wgmma(acc, a[block & 1][step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
+        for (int step = 0; step < STEPS; step++) wgmma(acc, words[step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
         wgmma_commit();
+        wgmma_wait<1>();  // the block before is done, and with the first one the stage before
+        if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
       }
 #endif
-      before = slot;
+      before = slot, stage = next_stage(s, stage);
       if (++slot == STAGES) slot = 0, parity ^= 1;
+    };
+    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers have to be known when this is compiled
+#pragma unroll 1
+    for (int i = s.begin; i + turns <= s.end; i += turns) {
+      multiply(0);
+      if (turns == 2) multiply(1);
+    }
+    if (turns == 2 && (s.end - s.begin) % 2) {
+      wgmma_wait<0>();
+      multiply(0);
     }
     wgmma_wait<0>();
     keep_behind(acc);

@@ -20,8 +20,8 @@
 // Where two of four inputs are kept, the sparse matrix units pick x; a zero point then takes out the sum of the x picked,
 // which a second product, with ones for weights, gives.
 //
-// defines: FORMAT, SPARSE (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES, STAGE_BLOCKS,
-// SLOTS
+// defines: FORMAT, SPARSE (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
+// STAGE_BLOCKS, SLOTS
 #include "common.cuh"
 #include "linear.cuh"
 
@@ -37,6 +37,7 @@ constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
 constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
 constexpr int SUMS = !SPARSE || !GROUPED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
 constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
+constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)
 constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FORMAT == PLAIN ? BLOCKS * 128 + 64 : (BLOCKS | 1) * 64;  // neighbours hit different banks
@@ -156,6 +157,8 @@ DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
   return rsqrtf(squares / KDIM + epsilon);
 }
 
+DEVICE float input_scale(float most) { return STATIC ? most : fmaxf(most, LARGEST * 1e-12f) / LARGEST; }
+
 // x into shared memory. Each row belongs to PER_ROW warps; the norm's weights are read ahead of the wait. Integer weights
 // want whole groups only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
 DEVICE void load_rows(LinearShared& sh, const Linear& a, int warp, int lane) {
@@ -166,7 +169,7 @@ DEVICE void load_rows(LinearShared& sh, const Linear& a, int warp, int lane) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
     weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
   }
-  float squares = 0, most = STATIC ? LARGEST * a.channel_scale[NDIM] : 0.f, inverse = 1;
+  float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
@@ -214,12 +217,15 @@ DEVICE void load_rows(LinearShared& sh, const Linear& a, int warp, int lane) {
       u8* to = sh.x + row * PLANES * XROW + piece / 8 * 64 + piece % 4 * 16 + piece / 4 % 2 * 8;  // a lane's two halves together
       u32 high[2] = {0, 0}, low[2] = {0, 0};
       if constexpr (QUANTIZED) {
-        const float factor = LARGEST / fmaxf(most, LARGEST * 1e-12f) * inverse;
+        const float scale = input_scale(most), factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
 #pragma unroll
-        for (int j = 0; j < (FORMAT == W8A8 ? 8 : 0); j++) high[j / 4] |= (to_int8(v[i][j] * factor) & 0xff) << (8 * (j % 4));
+        for (int j = 0; j < 8; j += 2) {
+          float code[2] = {v[i][j], v[i][j + 1]};
 #pragma unroll
-        for (int j = 0; j < (FORMAT == FP8 ? 8 : 0); j += 2)
-          high[j / 4] |= to_float8(v[i][j] * factor, v[i][j + 1] * factor) << (8 * (j % 4));
+          for (int e = 0; e < 2; e++) code[e] = DIVIDED ? quotient(code[e] * inverse, scale, factor) : code[e] * factor;
+          const u32 two = FORMAT == FP8 ? to_float8(code[0], code[1]) : (to_int8(code[0]) & 0xff) | (to_int8(code[1]) & 0xff) << 8;
+          high[j / 4] |= two << (8 * (j % 4));
+        }
         if (piece < PIECES) *(uint2*)to = make_uint2(high[0], high[1]);
       } else {
         constexpr int lanes = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // that share a scale
@@ -262,7 +268,7 @@ DEVICE float row_factor(const LinearShared& sh, int token, float epsilon) {
 #pragma unroll
   for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[token][i].y);
   const float inverse = NORM && !STATIC ? inverse_norm(sh, token, epsilon) : 1.f;
-  return QUANTIZED ? fmaxf(most, LARGEST * 1e-12f) / LARGEST * inverse : inverse;
+  return QUANTIZED ? input_scale(most) * inverse : inverse;
 }
 
 // Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has
@@ -391,8 +397,10 @@ DEVICE void multiply_stage(const LinearShared& sh, const u8* ring, const u8* xs,
 #pragma unroll
       for (int h = 0; h < SUMS; h++)
 #pragma unroll
-        for (int i = 0; i < COLUMN_TILES * 2; i++)
-          kept[h][i / 2][i % 2] = (256 * acc[2 + h][i / 2][i % 2 * 2] + acc[2 + h][i / 2][i % 2 * 2 + 1]) * (FORMAT == INT4 ? 16 : 1);
+        for (int i = 0; i < COLUMN_TILES * 2; i++) {
+          const int* planes = acc[2 + h][i / 2] + i % 2 * 2;
+          kept[h][i / 2][i % 2] = (256 * planes[0] + planes[1]) * (FORMAT == INT4 ? 16 : 1);
+        }
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 4; i++) {  // the planes of x, and then (int4) of the weights, at their true size
         const int h = i % 2, j = i / 2 % 2, c = i / 4;

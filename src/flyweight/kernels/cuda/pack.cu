@@ -27,6 +27,7 @@ constexpr bool KEPT = HELD <= 16;
 #define STATIC 0
 #endif
 constexpr float LARGEST = QUANTIZE == 2 ? 448.f : 127.f;      // code
+constexpr bool DIVIDED = STATIC || QUANTIZE == 2;             // codes are x / scale, not x · (largest / most)
 constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;           // of a stage
 
 struct Eight {
@@ -37,17 +38,17 @@ DEVICE Eight read_eight(const u16* row, int eight, bool exists) {
   const uint4 w = exists && eight * 8 < KDIM ? *(const uint4*)(row + eight * 8) : make_uint4(0, 0, 0, 0);
   return {{w.x, w.y, w.z, w.w}};
 }
-DEVICE u32 round_bytes(const float (&f)[8], int first, float factor) {  // as to_int8, which runs at a sixteenth rate
+// Four codes of the eight inputs from `first` on. Rounding by addition: conversions to integers run at a sixteenth rate.
+DEVICE u32 codes_of(const float (&f)[8], int first, float scale, float factor) {
+  float code[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) code[i] = DIVIDED ? quotient(f[first + i], scale, factor) : __fmul_rn(f[first + i], factor);
+  if (QUANTIZE == 2) return to_float8(code[0], code[1]) | to_float8(code[2], code[3]) << 16;
   u32 bits[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float code = __fmul_rn(f[first + i], factor);  // beyond 8 bits with a static scale only
-    bits[i] = __float_as_uint(__fadd_rn(STATIC ? fminf(fmaxf(code, -128.f), 127.f) : code, 12582912.f));  // 1.5 · 2^23
-  }
+  for (int i = 0; i < 4; i++)  // beyond 8 bits with a static scale only
+    bits[i] = __float_as_uint(__fadd_rn(STATIC ? fminf(fmaxf(code[i], -128.f), 127.f) : code[i], 12582912.f));  // 1.5 · 2^23
   return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
-}
-DEVICE u32 float8_bytes(const float (&f)[8], int first, float factor) {
-  return to_float8(f[first] * factor, f[first + 1] * factor) | to_float8(f[first + 2] * factor, f[first + 3] * factor) << 16;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
@@ -69,7 +70,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   Eight kept[KEPT ? HELD : 1];
 #pragma unroll
   for (int p = 0; p < (KEPT ? HELD : 0); p++) kept[p] = read_eight(from, thread + p * TEAM, exists);
-  float factor = 1, most = 0, squares = 0;
+  float factor = 1, scale = 1, inverse = 1, most = 0, squares = 0;
   auto normed = [&](const Eight& x, int eight, float (&f)[8], float by) {
     Eight weight;
     if (NORM) weight = read_eight(norm, eight, true);
@@ -98,9 +99,10 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     for (int i = 0; i < WARPS; i++) squares += stats[i][place].x, most = fmaxf(most, stats[i][place].y);
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
     if (QUANTIZE) {
-      const float scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
+      scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
       if (thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
-      factor = STATIC ? factor / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
+      inverse = STATIC ? factor : 1.f;
+      factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
     }
   }
   auto write = [&](const Eight& x, int eight) {
@@ -108,10 +110,10 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     const int piece = eight / 4, t = eight % 4;
     u32* to = packed + ((((size_t)(piece / (2 * SB)) * groups + row / 8) * COLUMNS + piece % (2 * SB) * own) * 8 + row % 8) * 4 + t;
     float f[8];
-    if (NORM || QUANTIZE) normed(x, eight, f, QUANTIZE ? 1.f : factor);
+    if (NORM || QUANTIZE) normed(x, eight, f, QUANTIZE ? inverse : factor);
     if constexpr (QUANTIZE) {
 #pragma unroll
-      for (int s = 0; s < 2; s++) to[32 * s] = QUANTIZE == 2 ? float8_bytes(f, 4 * s, factor) : round_bytes(f, 4 * s, factor);
+      for (int s = 0; s < 2; s++) to[32 * s] = codes_of(f, 4 * s, scale, factor);
     } else {
       u32 v[4];
 #pragma unroll
