@@ -167,3 +167,11 @@ def test_unlike_projections_stay_segments_in_order():
     wide, narrow = Float8.random((32, 64)), Float8.random((32, 64))
     narrow = Float8(narrow.weight, narrow.scales[:1], "token")  # one scale for the whole tensor
     assert torch.equal(merge([wide, narrow])[0].dequantize(), rows_of([wide, narrow]))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 128), (4, -1), (8, 64)])
+def test_whole_groups_mean_the_same_as_columns_one_by_one(bits, group_size, symmetric):
+    tensor = IntGroup.random((24, 256), 1, bits=bits, group_size=group_size, symmetric=symmetric)
+    by_column = tensor.integers().float() * tensor.scales.float()[:, tensor.group_of_column()]
+    assert torch.equal(tensor.dequantize(), by_column)

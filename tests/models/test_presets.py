@@ -22,6 +22,25 @@ def test_presets_have_the_size_of_the_real_model(name):
     assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
+def test_the_stretched_preset_holds_the_longest_input_and_its_answer():
+    plain, long = (ModelConfig.from_dict(preset_config("qwen2-72b" + end)) for end in ("", "-yarn"))
+    assert plain.context_length == 32768 and long.context_length == 129024 + 2048
+    assert tensor_shapes(plain) == tensor_shapes(long)
+
+
+@pytest.mark.parametrize("model", ["qwen2-72b:int4", "qwen2-72b:w8a16", "qwen2-57b-a14b:bf16", "qwen2-57b-a14b:int4-sym",
+                                   "qwen1.5-32b:bf16"])
+def test_the_large_presets_fit_a_gpu_of_139_gib_with_the_longest_context(model):
+    """Weights, KV of 32,768 tokens, and 8 GB for a step; the engine leaves a tenth free."""
+    name, scheme = model.split(":")
+    config = ModelConfig.from_dict(preset_config(name))
+    bits = SCHEMES[scheme]((128, 1024), 0, "cpu", dtype=torch.bfloat16).bits_per_weight
+    weights = sum(torch.Size(shape).numel() * (bits if "_proj" in tensor else 16) / 8
+                  for tensor, shape in tensor_shapes(config).items())
+    kv = 32768 * config.layers * 2 * config.kv_heads * config.head_dim * 2
+    assert weights + kv + 8e9 < 0.9 * 139 * 2**30
+
+
 def test_the_mixture_of_experts_has_its_57_billion():
     config = ModelConfig.from_dict(preset_config("qwen2-57b-a14b"))
     expert = 3 * config.hidden_size * config.moe.intermediate_size * config.moe.experts

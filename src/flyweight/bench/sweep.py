@@ -137,7 +137,7 @@ class Sweep:
         self.listen(f"warming {case.title}, {title(workload)}")
         fresh, cut = itertools.count(), case.backend.warm_output or workload.output
         count, settled = warm_up(lambda: case.backend.generate(
-            self.prompts(case, workload, "warm", next(fresh)), min(cut, workload.output)).seconds)
+            self.prompts(case, workload, "warm", next(fresh))[: self.plan.sequences], min(cut, workload.output)).seconds)
         return [] if settled else [f"{count} warm-up runs did not settle within {STABLE:.0%}"]
 
     def measure(self, case: Case, workload: Workload, *, repeat: int, flags: list[str]) -> Row:

@@ -1,7 +1,8 @@
 """Decode steps of a whole model as CUDA graphs, one for each number of rows and way of sampling.
 
 A step is four kernels a layer (qkv with its norm before, and rope, KV write and attention behind it; o with the residual;
-gate/up with its norm and silu·mul; down with the residual), the head with its norm, and the choice of the next token.
+gate/up with its norm and silu·mul; down with the residual), the head with its norm, and the choice of the next token. In a
+layer with experts the last two are those of the shared expert, and more: routing, the experts' two linears, the sum.
 Where qkv and attention do not fit into one kernel they are two, and `Step.apart` says why. All that a step reads and writes
 lives in fixed buffers (`Rows`, and the activations here); lengths and block tables are read on the device, so it serves any
 context. Launches overlap (programmatic dependent launch): each kernel fetches its first weights while the one before it
@@ -37,8 +38,9 @@ def why_not(decoder: Decoder, page: int) -> str | None:
         return f"the attention kernel computes in 16 bits, not in {decoder.dtype}"
     if decoder.config.vocab_size % 8 or decoder.config.hidden_size % 8:
         return f"a vocabulary of {decoder.config.vocab_size} or a hidden size of {decoder.config.hidden_size} is no multiple of 8"
-    if any(block.experts is not None for block in decoder.blocks):
-        return "the tokens of each expert are counted on the host"
+    for block in decoder.blocks:
+        if block.experts is not None and block.experts.grouped is None:
+            return f"the tokens of each expert of layer {block.index} are counted on the host: {block.experts.why_not}"
     return head_shape(decoder, decoder.blocks[0], page).supported()
 
 
@@ -105,6 +107,9 @@ class Step:
         for i, block in enumerate(decoder.blocks):
             self._attention(block, i)
             self.project(block.o, self.attended, hidden, residual=hidden)
+            if block.experts is not None:
+                block.experts.fused(hidden, hidden, norm=block.post_norm.weight, epsilon=block.epsilon, lengths=self.lengths)
+                continue
             self.project(block.gate_up, hidden, self.gated, norm=block.post_norm, gated=True)
             self.project(block.down, self.gated, hidden, residual=hidden)
         self.project(decoder.head, hidden, self.logits, norm=decoder.norm)

@@ -62,6 +62,9 @@ def graph_bytes(decoder: Decoder, rows: int) -> int:
     """What captured steps of so many rows will take: activations, logits in both types, and room to sort them."""
     config = decoder.config
     widths = 2 * config.hidden_size + 2 * config.intermediate_size + (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    if config.moe is not None:  # rows of experts, packed and not; as many again may fill up tiles
+        widths += 4 * config.moe.experts_per_token * (config.hidden_size + config.moe.intermediate_size)
+        widths += config.moe.shared_intermediate_size or 0
     return GRAPH_OVERHEAD + rows * (widths * decoder.dtype.itemsize + config.vocab_size * (decoder.dtype.itemsize + 24))
 
 

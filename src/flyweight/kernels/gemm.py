@@ -135,17 +135,19 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool) -> tuple[jit.Kernel, jit.Kernel]:
+            epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool,
+            experts: bool = False) -> tuple[jit.Kernel, jit.Kernel]:
+    """`experts`: rows in tiles of one expert each (experts.py)."""
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     order = 0 if kind not in GROUPED else 2 if kind.startswith("sparse") else 1
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order, "ROWS": pack_rows,
-        "WARPS": pack_warps})
+        "WARPS": pack_warps, "TILE": shape.tokens if experts else 0})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
-        "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate})
+        "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate, "EXPERTS": int(experts)})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
@@ -212,9 +214,9 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
     padded = -(-rows // call.tokens) * call.tokens
-    call.pack.launch(padded // call.pack_rows, call.pack_block,
-                     (x, norm, call.packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale), pdl=pdl)
+    args = (x, norm, call.packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
+    call.pack.launch(padded // call.pack_rows, call.pack_block, args, pdl=pdl)
     call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, call.packed, call.row_scale,
-                                             weight.bias, residual, out, call.partials, call.flags, rows),
+                                             weight.bias, residual, out, call.partials, call.flags, None, None, rows),
                      shared=call.shared, pdl=pdl, cluster=call.cluster)
     return out

@@ -117,7 +117,8 @@ class Block:
         self.qk_norm = qk_norm  # [heads + kv_heads, head_dim]
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.epsilon, self.scale, self.window = config.epsilon, config.head_dim**-0.5, config.windows[index]
-        self.fusable = experts is None and all(isinstance(linear.single, CudaLinear) for linear in linears.values())
+        self.fusable = (experts is None or experts.grouped is not None) and all(
+            isinstance(linear.single, CudaLinear) for linear in linears.values())
 
     @classmethod
     def load(cls, weights: Weights, config: ModelConfig, index: int, *, device: torch.device | str, dtype: torch.dtype,
@@ -137,7 +138,7 @@ class Block:
         for group in groups:
             sizes, in_features, bias = shapes[group.name]
             linears[group.name] = Linear.load(weights, prefix, group.linears, sizes=sizes, in_features=in_features, bias=bias,
-                                              device=device, dtype=dtype, exact=exact, gated=group.name == "gate_up")
+                                              device=device, dtype=dtype, exact=exact, gated=group.name.endswith("gate_up"))
 
         def norm(name: str, width: int) -> Tensor:
             return load_tensor(weights, f"{prefix}{name}.weight", (width,), device=device, dtype=dtype)
@@ -174,11 +175,14 @@ class Block:
 
     def fused(self, hidden: Tensor, context: Context) -> Tensor:
         """As `forward`, norms, residuals and silu·mul being part of the linears."""
-        qkv, o, gate_up, down = (cast(CudaLinear, linear.single) for linear in (self.qkv, self.o, self.gate_up, self.down))
+        qkv, o = (cast(CudaLinear, linear.single) for linear in (self.qkv, self.o))
         x = hidden.reshape(-1, hidden.shape[-1])
         heads = qkv.fused(x, norm=self.input_norm.weight, epsilon=self.epsilon)
         attended = self.attend(heads.view(*hidden.shape[:-1], -1), context)
         x = o.fused(attended.reshape(len(x), -1), residual=x)
+        if self.experts is not None:
+            return self.experts.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon).view(hidden.shape)
+        gate_up, down = (cast(CudaLinear, linear.single) for linear in (self.gate_up, self.down))
         x = down.fused(gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon), residual=x)
         return x.view(hidden.shape)
 

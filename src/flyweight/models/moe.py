@@ -4,18 +4,20 @@
 
 Tokens are sorted by expert and each expert that has any runs once, so only the experts used are read. The products are
 laid down by (token, choice) and summed over the choices: no atomics, the same bytes every time. Counting the tokens of
-each expert brings the counts to the host once a layer.
+each expert brings the counts to the host once a layer; where kernels take all experts as one (`grouped`) nothing does.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flyweight.kernels import experts
+from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.models.layers import Linear, Weights, load_tensor
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class Experts:
         self.config, self.linears, self.ops = config, linears, ops
         self.router = router  # float32 [experts, hidden]
         self.shared_gate = shared_gate  # [1, hidden]
+        self.grouped: experts.Grouped | None = None
+        self.why_not = self._group()  # why it is None
 
     @classmethod
     def load(cls, weights: Weights, config: ModelConfig, prefix: str, linears: dict[str, Linear], *, ops: ModuleType,
@@ -68,6 +72,36 @@ class Experts:
         if moe.shared_intermediate_size:
             gate = load_tensor(weights, prefix + SHARED_GATE, (1, hidden), device=device, dtype=dtype)
         return cls(moe, linears, router=router, shared_gate=gate, ops=ops)
+
+    def _group(self) -> str | None:
+        """Stack the experts' weights, or say why not."""
+        if self.router.device.type != "cuda":
+            return "no CUDA device"
+        count = self.config.experts
+        parts = [[self.linears[f"experts.{i}.{part}"].single for i in range(count)] for part in PARTS]
+        shared = [self.linears[f"shared_expert.{part}"].single for part in PARTS] if self.shared_gate is not None else []
+        if not all(isinstance(linear, CudaLinear) for linear in shared):
+            return "the shared expert's format has no kernel for few rows"
+        if reason := next(filter(None, (experts.why_not(part, self.router.device) for part in parts)), None):
+            return reason
+        rows = [self.router] if self.shared_gate is None else [self.router, self.shared_gate.float()]
+        gate_up, down = (experts.stack(cast(list[CudaLinear], part)) for part in parts)
+        ready = torch.zeros(1, dtype=torch.int32, device=self.router.device)
+        self.grouped = experts.Grouped(gate_up, down, torch.cat(rows), ready, count, self.config.experts_per_token,
+                                       self.config.normalize_weights)
+        return None
+
+    def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor, epsilon: float,
+              lengths: Tensor | None = None) -> Tensor:
+        """x + experts(norm(x)), [tokens, hidden], through the grouped kernels; out may be x. Rows of length 0 are padding."""
+        assert self.grouped is not None and (lengths is None or len(x) <= experts.TOKENS_AT_ONCE)
+        out = torch.empty_like(x) if out is None else out
+        for part, end in zip(x.split(experts.TOKENS_AT_ONCE), out.split(experts.TOKENS_AT_ONCE), strict=True):
+            route = self.grouped.route(part, norm=norm, epsilon=epsilon, lengths=lengths)
+            shared = None if self.shared_gate is None else self.run("shared_expert", part, norm=norm, epsilon=epsilon)
+            y = self.grouped.multiply(part, route, norm=norm, epsilon=epsilon)
+            self.grouped.combine(y, route, part, end, shared=shared)
+        return out
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., hidden] → the same."""
@@ -94,5 +128,10 @@ class Experts:
                 begin += count
         return (products.view(*chosen.shape, -1) * shares.to(x.dtype)[..., None]).sum(1)
 
-    def run(self, name: str, x: Tensor) -> Tensor:
-        return self.linears[f"{name}.down"](self.ops.silu_mul(self.linears[f"{name}.gate_up"](x)))
+    def run(self, name: str, x: Tensor, *, norm: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
+        """One expert; the norm only where its linears have one."""
+        gate_up, down = (self.linears[f"{name}.{part}"] for part in PARTS)
+        if isinstance(gate_up.single, CudaLinear) and isinstance(down.single, CudaLinear) and gate_up.watch is None:
+            return down.single.fused(gate_up.single.fused(x, norm=norm, epsilon=epsilon))
+        assert norm is None
+        return down(self.ops.silu_mul(gate_up(x)))

@@ -22,6 +22,7 @@ from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor,
 QWEN = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=32768, dtype="bfloat16",
             bos_token_id=151643, eos_token_id=151645, vocab_size=152064, tie_word_embeddings=False)
 QWEN2 = dict(QWEN, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+YARN = dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768))  # of the model cards
 QWEN3 = dict(QWEN, model_type="qwen3", architectures=["Qwen3ForCausalLM"], max_position_embeddings=40960, head_dim=128,
              vocab_size=151936, num_key_value_heads=8)
 LLAMA31 = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5, rope_theta=5e5,
@@ -43,6 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-7b-yarn": QWEN2 | _sizes(3584, 18944, 28, 28, 4, rope_scaling=dict(  # as its model card has it for 131,072 tokens
         rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)),
     "qwen2-72b": QWEN2 | _sizes(8192, 29568, 80, 64, 8),
+    "qwen2-72b-yarn": QWEN2 | YARN | _sizes(8192, 29568, 80, 64, 8),
     "qwen2-57b-a14b": QWEN2 | _sizes(
         3584, 18944, 28, 28, 4, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], vocab_size=151936,
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=2560, shared_expert_intermediate_size=20480,

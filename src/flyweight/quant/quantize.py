@@ -41,6 +41,7 @@ from flyweight.quant.store import BlockStore, FinishedBlock
 from flyweight.tensors import QuantTensor
 
 NOTE = "flyweight.json"
+SHARD_BYTES = 1 << 30  # the host holds a shard twice while it is written
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,7 @@ class Job:
                     statistics.add(loop.ops.rms_norm(hidden, norm, self.config.epsilon))
                 statistics.check("lm_head")
             tensor = solve_group([weight], [layer], statistics, dtype=self.stored, seed=self.seed)[0]
-            moments = statistics.hessian if statistics else torch.eye(weight.shape[1], device=self.device)
-            error = layer_error(weight, tensor.dequantize(), moments)
+            error = layer_error(weight, tensor.dequantize(), statistics.hessian if statistics else None)
             report = {"layers": {"lm_head": {"error": error, "bits_per_weight": tensor.bits_per_weight}}}
             store.save("head", FinishedBlock({"lm_head": tensor}, {}, report))
         return store.load("head")
@@ -225,7 +225,7 @@ class Job:
         if self.recipe.embeddings != "keep":
             config.pop("torch_dtype", None)
             config["dtype"] = self.recipe.embeddings
-        with CheckpointWriter(self.output, overwrite=overwrite) as writer:
+        with CheckpointWriter(self.output, SHARD_BYTES, overwrite=overwrite) as writer:
             for name, tensor in self.tensors(store, finished, form):
                 writer.add(name, tensor)
             writer.flush()

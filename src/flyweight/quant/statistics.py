@@ -143,9 +143,13 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     raise NonFiniteError("the Hessian stays singular however much it is damped; use more calibration samples")
 
 
-def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²."""
-    difference = (weight - quantized).float()
-    above = ((difference @ hessian) * difference).sum(dtype=torch.float64)
-    below = ((weight.float() @ hessian) * weight).sum(dtype=torch.float64)
+def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor | None) -> float:
+    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²; of the weight where nothing is known of X."""
+    def power(of: Tensor) -> Tensor:
+        return ((of if hessian is None else of @ hessian) * of).sum(dtype=torch.float64)
+
+    above = below = torch.zeros((), dtype=torch.float64, device=weight.device)
+    rows = max(1, (1 << 24) // weight.shape[1])  # at a time: the sum is taken of a copy in float64
+    for part, other in zip(weight.split(rows), quantized.split(rows), strict=True):
+        above, below = above + power((part - other).float()), below + power(part.float())
     return float(above / below.clamp(min=1e-30))

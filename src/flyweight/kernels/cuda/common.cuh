@@ -178,6 +178,12 @@ DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];"
 // NaN that no conversion and no arithmetic makes; whoever waits for it reads it until it is something else. ----
 DEVICE void store_relaxed(u16* p, u16 v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
 DEVICE void store_relaxed(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
+DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE int load_acquire(const int* p) {
+  int v;
+  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 DEVICE void load_relaxed(const void* p, u32 (&w)[1]) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
 }

@@ -23,14 +23,20 @@
 // STAGED tokens at a time (0: none) go through shared memory when a tile is done, so that whole lines are written; where that is
 // the whole tile, the residual waits there from the tile's beginning on.
 //
+// EXPERTS: the weights of many experts are stacked, and a tile of tokens belongs to one of them. How many tiles there are, and
+// whose, route.cu has left in memory: nothing is fetched before that. Rows that fill up a tile are zeros.
+//
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, STAGED
+// CLUSTER, STAGED, EXPERTS (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
 
+#ifndef EXPERTS
+#define EXPERTS 0
+#endif
 #define WHOLE 0
 #define LINE 1
 #define CLUSTERS 2
@@ -57,6 +63,7 @@ constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
 static_assert(!STAGED || (SPLIT != CLUSTERS && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(BLOCKS % SB == 0, "stages are whole");
+static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 
 #if FORMAT == W8A8
@@ -126,6 +133,7 @@ DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int 
 // What part of which tile a CTA has.
 struct Segment {
   int m, n, begin, end;  // tile; stages
+  int expert = 0;
 };
 DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
 DEVICE Segment place(int tile, int n_tiles) {
@@ -134,7 +142,7 @@ DEVICE Segment place(int tile, int n_tiles) {
   return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
 }
 // The i-th segment of this CTA; `units` counts on through them. False after the last.
-DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
+DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_of) {
 #if SPLIT == CLUSTERS
   if (unit < 0) return false;
   const int rank = unit % CLUSTER;
@@ -150,6 +158,7 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles) {
 #else
   if (unit >= M_TILES * n_tiles) return false;
   s = place(unit, n_tiles);
+  if (EXPERTS) s.expert = expert_of[s.n];
   unit += gridDim.x;
 #endif
   return true;
@@ -168,23 +177,24 @@ DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* reco
                ::"r"(shared_address(full)), "r"(STAGE_BYTES / LOADERS) : "memory");
 #pragma unroll
   for (int i = 0; i < MT / LOADERS; i++) {
-    const int place = loader * (MT / LOADERS) + i, tile = min(s.m * MT + place, TILES - 1);
+    const int place = loader * (MT / LOADERS) + i, tile = s.expert * TILES + min(s.m * MT + place, TILES - 1);
     bulk_copy(slot + place * SB * BLOCK_BYTES, weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES, SB * BLOCK_BYTES, full);
     if (GROUPED)
       bulk_copy(slot + WEIGHT_BYTES + place * STAGE_GROUPS * 64, records + ((size_t)tile * GROUPS + first_group(stage)) * 16,
                 STAGE_GROUPS * 64, full);
   }
 }
-DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage, int n_tiles, int loader) {
+DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage, int x_tiles, int loader) {
   constexpr int part = X_BYTES / LOADERS;
-  bulk_copy(slot + WEIGHT_BYTES + RECORD_BYTES + loader * part, x + ((size_t)stage * n_tiles + s.n) * X_BYTES + loader * part, part, full);
+  bulk_copy(slot + WEIGHT_BYTES + RECORD_BYTES + loader * part, x + ((size_t)stage * x_tiles + s.n) * X_BYTES + loader * part, part, full);
 }
 // The ring's first weights are fetched before this kernel's inputs are there, its x after.
-DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8* x, int n_tiles, int loader) {
+DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8* x, const int* expert_of, int n_tiles, int x_tiles,
+                    int loader) {
   Segment s;
   for (int pass = 0; pass < 2; pass++) {
     int unit = first_unit(n_tiles), at = 0;
-    while (next_segment(s, unit, n_tiles)) {
+    while (next_segment(s, unit, n_tiles, expert_of)) {
       for (int i = s.begin, stage = first_stage(s); i < s.end; i++, at++, stage = next_stage(s, stage)) {
         const int slot = at % STAGES;
         if (pass == 0) {
@@ -195,7 +205,7 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
             barrier_wait(&sh.empty[slot], (at / STAGES + 1) & 1);
             copy_weights(sh.ring[slot], &sh.full[slot], weights, records, s, stage, loader);
           }
-          copy_x(sh.ring[slot], &sh.full[slot], x, s, stage, n_tiles, loader);
+          copy_x(sh.ring[slot], &sh.full[slot], x, s, stage, x_tiles, loader);
         }
       }
     }
@@ -238,7 +248,7 @@ DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, in
                        const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
   const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
   if (tile >= TILES) return;
-  const Finish finish(tile, channel_scale, row_scale, bias, lane);
+  const Finish finish(tile, channel_scale + s.expert * NDIM, row_scale, bias, lane);
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
     const int column = s.n * TOKENS + 8 * (first + j);
@@ -291,7 +301,7 @@ DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {  // transposed; lan
 DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
                          const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
   const u8* staging = sh.staging[warp / 4];
-  const Finish finish(s.m * MT + warp, channel_scale, row_scale, bias, lane);
+  const Finish finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane);
   const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
   constexpr int together = EPILOGUE == SILU ? 4 : 2;  // groups of 8 tokens
   const u32 place = shared_address(staging) + (8 * (EPILOGUE == SILU ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
@@ -333,14 +343,13 @@ DEVICE void leave_partial(const accumulator (&acc)[TOKENS / 2], uint4* partials,
   for (int i = 0; i < TOKENS / 8; i++) to[i * THREADS] = *(const uint4*)&acc[4 * i];
   __threadfence();
   named_barrier(1, THREADS);
-  if (threadIdx.x == 0) asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(flags + blockIdx.x), "r"(1) : "memory");
+  if (threadIdx.x == 0) store_release(flags + blockIdx.x, 1);
 }
 DEVICE void take_partials(accumulator (&acc)[TOKENS / 2], const uint4* partials, int* flags, const Segment& s, int tile, int n_tiles) {
   const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
   for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
     if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
-    int ready = 0;
-    while (!ready) asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(ready) : "l"(flags + cta) : "memory");
+    while (!load_acquire(flags + cta)) {}
     const uint4* from = partials + (size_t)cta * (TOKENS / 8) * THREADS + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) {
@@ -385,11 +394,11 @@ extern "C" __global__ void
 __launch_bounds__(THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
-     const u16* residual, u16* Y, uint4* partials, int* flags, int rows) {
+     const u16* residual, u16* Y, uint4* partials, int* flags, const int* expert_of, const int* tiles, int rows) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_tiles = (rows + TOKENS - 1) / TOKENS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_tiles = (rows + TOKENS - 1) / TOKENS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], LOADERS);
@@ -399,9 +408,14 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
   }
   __syncthreads();
   launch_dependents();
+  int n_tiles = x_tiles;
+  if (EXPERTS) {
+    wait_for_inputs();
+    n_tiles = tiles[0], rows = n_tiles * TOKENS;
+  }
   if (warp >= WGS * 4) {
     if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (lane == 0) produce(sh, weights, records, x, n_tiles, warp - WGS * 4);
+    if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
     if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
@@ -416,7 +430,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
   Segment s;
-  while (next_segment(s, unit, n_tiles)) {
+  while (next_segment(s, unit, n_tiles, expert_of)) {
     accumulator acc[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;

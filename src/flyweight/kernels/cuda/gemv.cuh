@@ -271,6 +271,14 @@ DEVICE float row_factor(const LinearShared& sh, int token, float epsilon) {
   return QUANTIZED ? input_scale(most) * inverse : inverse;
 }
 
+// Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has
+// all its tiles in order; of several stacked ones (experts.cu) these differ.
+struct Tile {
+  int weights, outputs, row;
+};
+DEVICE Tile place_of(int tile) { return {tile, tile, 0}; }
+DEVICE Tile place_of(Tile tile) { return tile; }
+
 // One output of a round of SLOTS tiles: every thread has at most one. What its end needs from memory is read when the
 // round begins, so that nothing waits for it between the last multiplication and the next kernel.
 constexpr int OUTPUTS = EPILOGUE == SILU ? 8 : 16, WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
@@ -285,14 +293,15 @@ template <typename TileAt> DEVICE Output begin_round(const Linear& a, int first,
   Output o = {};
   const int i = threadIdx.x;
   o.token = i % ROWS, o.row = i / ROWS % OUTPUTS, o.slot = i / ROWS / OUTPUTS;
-  const int tile = tile_at(first + o.slot), n = tile * OUTPUTS + o.row;
-  o.index = o.token * WIDTH + n;
+  const Tile tile = place_of(tile_at(first + o.slot));
+  const int n = tile.outputs * OUTPUTS + o.row;
+  o.index = (tile.row + o.token) * WIDTH + n;
   o.mine = o.slot < min(count - first, SLOTS) && n < WIDTH;
   if (o.mine) {
     if (EPILOGUE == RESIDUAL) o.residual = to_float(a.residual[o.index]);
 #pragma unroll
     for (int half = 0; half < (EPILOGUE == SILU ? 2 : 1); half++) {
-      const int channel = tile * 16 + 8 * half + o.row;
+      const int channel = tile.weights * 16 + 8 * half + o.row;
       if (BIAS) o.bias[half] = to_float(a.bias[channel]);
       if (QUANTIZED) o.scale[half] = a.channel_scale[channel];
     }
@@ -347,7 +356,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, int count, TileAt tile_at
   for (int i = 0; i < stages; i++) {
     if (i == STAGES) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const Stage s = stage_at(a, tile_at(i / TILE_STAGES), i % TILE_STAGES * STAGE_BLOCKS);
+    const Stage s = stage_at(a, place_of(tile_at(i / TILE_STAGES)).weights, i % TILE_STAGES * STAGE_BLOCKS);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
     copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
     if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
@@ -409,12 +418,13 @@ DEVICE void multiply_stage(const LinearShared& sh, const u8* ring, const u8* xs,
   }
 }
 
-// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear. The producer warp comes back with false and is done;
-// for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
-// ahead of the kernel before this one.
-template <typename TileAt, typename Early>
-DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+struct Ring {  // the stage that comes next
+  int slot;
+  u32 parity;
+};
+
+// Barriers, and the start of the kernel after this one.
+DEVICE void begin_linear(LinearShared& sh) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
@@ -424,20 +434,18 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   }
   __syncthreads();
   launch_dependents();  // at once: while this CTA is here, the SM has room for exactly one of the next kernel's
+}
 
-  if (warp == WARPS) {
-    produce(sh, a, count, tile_at, early, lane);
-    return false;
-  }
-  load_rows(sh, a, warp, lane);
-
+// Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded.
+template <typename TileAt>
+DEVICE void consume(LinearShared& sh, const Linear& a, int done, int count, TileAt tile_at, Ring& ring, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4;
   // Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; columns beyond the last row repeat it.
   const u8* xs = sh.x + min(g, ROWS * PLANES - 1) * XROW + t * 16;
-  int done = 0;  // tiles before this one are finished
-  Output output = begin_round(a, 0, count, tile_at);
-  int slot = 0, turn = warp;
-  u32 parity = 0;
-  for (int tile = 0; tile < count; tile++) {
+  Output output = begin_round(a, done, count, tile_at);
+  int slot = ring.slot, turn = warp;
+  u32 parity = ring.parity;
+  for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[2 + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll 1
@@ -473,5 +481,22 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
       }
     }
   }
+  ring = {slot, parity};
+}
+
+// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear. The producer warp comes back with false and is done;
+// for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
+// ahead of the kernel before this one.
+template <typename TileAt, typename Early>
+DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  begin_linear(sh);
+  if (warp == WARPS) {
+    produce(sh, a, count, tile_at, early, lane);
+    return false;
+  }
+  load_rows(sh, a, warp, lane);
+  Ring ring = {0, 0};
+  consume(sh, a, 0, count, tile_at, ring, warp, lane);
   return true;
 }

@@ -10,8 +10,14 @@
 // Threads keep what they read in registers between the sum over the row and the writing where that fits (KEPT).
 // Limit: bytes read and written / bandwidth; for few rows latency.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS
+// TILE: rows go to experts (route.cu). There are as many as `tiles` of TILE rows, and row r is row source[r] of x, zeros where
+// that is -1; source may be missing where x lies in this order already.
+//
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS, TILE (0)
 #include "common.cuh"
+#ifndef TILE
+#define TILE 0
+#endif
 
 constexpr int EIGHTS = (KDIM + 63) / 64 * 8;                  // of a row
 constexpr int THREADS = WARPS * 32, TEAM = THREADS / ROWS;    // threads of a row
@@ -46,14 +52,21 @@ DEVICE u32 codes_of(const float (&f)[8], int first, float scale, float factor) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
-pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale) {
+pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale,
+     const int* source, const int* tiles) {
   __shared__ float2 stats[WARPS][ROWS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = ROWS == 8 ? lane / 4 : 0, row = blockIdx.x * ROWS + place;
   const int thread = ROWS == 8 ? warp * 4 + lane % 4 : threadIdx.x;  // of the row's
   launch_dependents();
   wait_for_inputs();
-  const u16* from = X + (size_t)row * KDIM;
-  const bool exists = row < rows;
+  int from_row = row;
+  if (TILE) {
+    rows = tiles[0] * TILE;
+    if (blockIdx.x * ROWS >= rows) return;
+    if (source) from_row = source[row];
+  }
+  const u16* from = X + (size_t)from_row * KDIM;
+  const bool exists = row < rows && from_row >= 0;
   Eight kept[KEPT ? HELD : 1];
 #pragma unroll
   for (int p = 0; p < (KEPT ? HELD : 0); p++) kept[p] = read_eight(from, thread + p * TEAM, exists);
@@ -87,7 +100,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
     if (QUANTIZE) {
       scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
-      if (thread == 0 && exists) row_scale[row] = STATIC ? scale : scale * factor;
+      if (thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
       inverse = STATIC ? factor : 1.f;
       factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
     }

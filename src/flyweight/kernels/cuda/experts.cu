@@ -1,0 +1,51 @@
+// A linear of each expert that has tokens, for 1 to 8 tokens in all: gemv.cuh's tiles of many weights, stacked.
+//
+//      y[slot · ROWS + t, n] = sum_k x[t or slot · ROWS + t, k] · W[expert of slot][n, k]
+//
+// route.cu has listed the experts in use, one slot each. All tokens are multiplied with all of them: a column more of the
+// matrix unit costs nothing, and only weights that are needed are read. Nobody looks at the products of a token with an
+// expert that it was not sent to. PER_SLOT: each slot has rows of its own (the second linear of an expert).
+//
+// Work split: the tiles of all slots lie in one line that is cut evenly over the CTAs; each loads the rows of a slot when
+// it comes to it, while the ring goes on. Which weights these are is known as soon as `slots` is not 0, which is long before the
+// kernel before this one has ended where that is the shared expert or the experts' first linear: so the ring is filled then.
+// Waiting for it is safe: route's CTAs have all begun before any of this kernel may.
+// Limit: bytes of the weights in use / bandwidth.
+//
+// defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES
+#include "gemv.cuh"
+
+static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
+static_assert(NDIM % 16 == 0, "no tile belongs to two experts");
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, u16* Y,
+        const int* expert_of, const int* slots, float epsilon) {
+  extern __shared__ __align__(128) u8 raw[];
+  LinearShared& sh = *(LinearShared*)raw;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  begin_linear(sh);
+  int used;
+  while (!(used = load_acquire(slots))) {}
+  const int tiles = used * TILES;
+  const int first = (int)((long long)blockIdx.x * tiles / gridDim.x), count = (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first;
+  auto tile_at = [=](int i) {
+    const int slot = min((first + i) / TILES, used - 1), tile = (first + i) % TILES;
+    return Tile{expert_of[slot] * TILES + tile, tile, slot * ROWS};
+  };
+  Linear a = {weights, records, channel_scale, X, norm, nullptr, nullptr, Y, epsilon};
+  if (warp == WARPS) return produce(sh, a, count, tile_at, [] {}, lane);
+  Ring ring = {0, 0};
+  if (!PER_SLOT) {
+    load_rows(sh, a, warp, lane);
+    return consume(sh, a, 0, count, tile_at, ring, warp, lane);
+  }
+  for (int done = 0, end; done < count; done = end) {
+    const int slot = (first + done) / TILES;
+    end = min(count, (slot + 1) * TILES - first);
+    if (done) named_barrier(1, THREADS);  // nobody reads the rows of the slot before any more
+    a.x = X + (size_t)slot * ROWS * KDIM;
+    load_rows(sh, a, warp, lane);
+    consume(sh, a, done, end, tile_at, ring, warp, lane);
+  }
+}

@@ -1,0 +1,226 @@
+// The two ends of a layer of experts: which expert gets which token, and the sum of what they made of it.
+//
+//   route     logits = router · norm(x), shares = the CHOSEN largest of softmax(logits), and a place for each (token, choice)
+//   combine   out[t] = residual[t] + sum_j share[t, j] · y[place[t, j]]  (+ gate[t] · shared[t])
+//
+// Work split of route: a CTA a row of the router and ROWS tokens. The last CTA of those tokens chooses their experts, a warp a
+// token; the last of these lays the tiles of the grouped product out, TILE rows of one expert each. An expert has as many
+// tiles as its tokens fill, and rows that nobody fills have source -1; or (BY_TOKEN, for few tokens) one tile, row t being
+// token t. Tokens of an expert come in any order: no product depends on its neighbours. The router and all sums are float32;
+// x is normed and rounded as the other kernels do it. The gate of the shared expert is the router's last row. Rows of length 0
+// are nobody's: they go to no expert (their shares are 0), but for the first, so that there is a tile.
+// combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
+// how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
+// Limit: latency; of combine with many tokens bytes / bandwidth.
+//
+// defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN
+#include "common.cuh"
+
+constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
+constexpr int PER_ROW = WARPS / ROWS, PIECES = KDIM / 8;  // warps of a token; 8 inputs each
+constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
+constexpr int OWN = (EXPERTS + 31) / 32;  // experts of a lane
+static_assert(KDIM % 8 == 0 && CHOSEN <= 32 && CHOSEN <= EXPERTS, "sizes");
+
+struct Piece {
+  float v[8];
+};
+DEVICE Piece unpack(uint4 p) {
+  return {low_float(p.x), high_float(p.x), low_float(p.y), high_float(p.y), low_float(p.z), high_float(p.z), low_float(p.w), high_float(p.w)};
+}
+DEVICE float rounded(float v) { return to_float(to_bits(v)); }
+DEVICE u64 rank(float value, int index) {  // in an order that integers share; the first of equals is the largest
+  const u32 bits = __float_as_uint(value), ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (u64)ordered << 32 | (u32)~index;
+}
+// True in all threads of the CTA that comes last of `count`. The counter is zero again then.
+DEVICE bool is_last(u32* arrived, int count) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicInc(arrived, count - 1) == count - 1;
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+// One warp, one token. An expert's place among the chosen is the number of experts that rank before it.
+DEVICE void choose(const float* logits, u64* keys, int* chosen, float* shares, float* gate, int lane) {
+  float value[OWN], most = LOWEST, sum = 0, kept = 0;
+  int before[OWN] = {};
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int e = lane + 32 * i;
+    value[i] = e < EXPERTS ? __ldcg(logits + e) : LOWEST;
+    if (e < EXPERTS) keys[e] = rank(value[i], e);
+    most = fmaxf(most, value[i]);
+  }
+  most = warp_max(most);
+  __syncwarp();
+#pragma unroll 8
+  for (int e = 0; e < EXPERTS; e++) {
+    const u64 other = keys[e];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) before[i] += other > rank(value[i], lane + 32 * i);
+  }
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    value[i] = __expf(value[i] - most);
+    sum += value[i];
+    if (before[i] >= CHOSEN || lane + 32 * i >= EXPERTS) value[i] = 0, before[i] = -1;
+    kept += value[i];
+  }
+  const float all = warp_sum(NORMALIZE ? kept : sum);
+#pragma unroll
+  for (int i = 0; i < OWN; i++)
+    if (before[i] >= 0) chosen[before[i]] = lane + 32 * i, shares[before[i]] = value[i] / all;
+  if (GATE && lane == 0) *gate = 1.f / (1.f + __expf(-__ldcg(logits + EXPERTS)));
+}
+
+// One CTA: from the experts of all pairs to places, sources, and the expert of each tile.
+DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, int* tiles, int pairs) {
+  __shared__ int counts[EXPERTS], begins[EXPERTS], taken[EXPERTS], total;
+  const int lane = threadIdx.x % 32;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = taken[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < pairs; i += THREADS)
+    if (const int e = __ldcg(chosen + i); e >= 0) atomicAdd(&counts[e], 1);
+  __syncthreads();
+  auto tiles_of = [&](int e) { return e >= EXPERTS ? 0 : BY_TOKEN ? counts[e] > 0 : (counts[e] + TILE - 1) / TILE; };
+  if (threadIdx.x < 32) {
+    int mine = 0, before;
+    for (int i = 0; i < OWN; i++) mine += tiles_of(lane * OWN + i);
+    before = mine;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const int other = __shfl_up_sync(~0u, before, o);
+      if (lane >= o) before += other;
+    }
+    if (lane == 31) total = before;
+    before -= mine;
+    for (int i = 0; i < OWN && lane * OWN + i < EXPERTS; i++) begins[lane * OWN + i] = before, before += tiles_of(lane * OWN + i);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS)
+    for (int i = 0; i < tiles_of(e); i++) expert_of[begins[e] + i] = e;
+  if (BY_TOKEN) {  // experts.cu waits for no more than this
+    __threadfence();
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) store_release(tiles, total);
+  for (int i = threadIdx.x; i < pairs; i += THREADS) {
+    const int e = __ldcg(chosen + i), at = e < 0 ? 0 : begins[e] * TILE + (BY_TOKEN ? i / CHOSEN : atomicAdd(&taken[e], 1));
+    place[i] = at;
+    if (!BY_TOKEN && e >= 0) source[at] = i / CHOSEN;
+  }
+  for (int i = threadIdx.x; i < (BY_TOKEN ? 0 : EXPERTS * TILE); i += THREADS) {  // the empty rows of last tiles
+    const int e = i / TILE, last = tiles_of(e) - 1;
+    if (last >= 0 && last * TILE + i % TILE >= counts[e]) source[(begins[e] + last) * TILE + i % TILE] = -1;
+  }
+}
+
+// arrived [token groups + 1] is zero before and after.
+extern "C" __global__ void __launch_bounds__(THREADS)
+route(const u16* X, const u16* norm, const float* router, float* logits, int* chosen, float* shares, float* gates, int* place, int* source,
+      int* expert_of, int* tiles, u32* arrived, const int* lengths, int tokens, float epsilon) {
+  __shared__ float sums[2][WARPS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp / PER_ROW, part = warp % PER_ROW;
+  const int token = blockIdx.y * ROWS + row;
+  launch_dependents();
+  float4 weights[PER_LANE][2];
+  uint4 x[PER_LANE], factors[PER_LANE];
+  auto fetch = [&](int output) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int piece = (i * PER_ROW + part) * 32 + lane;
+        weights[i][h] = piece < PIECES ? ((const float4*)(router + (size_t)output * KDIM))[2 * piece + h] : make_float4(0, 0, 0, 0);
+      }
+  };
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  if (blockIdx.x < OUTPUTS) fetch(blockIdx.x);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int piece = (i * PER_ROW + part) * 32 + lane;
+    factors[i] = piece < PIECES ? ((const uint4*)norm)[piece] : none;
+  }
+  wait_for_inputs();
+  if (blockIdx.x >= OUTPUTS) {  // here, and to the end, only so that the next kernel finds all SMs alike
+    while (BY_TOKEN && threadIdx.x == 0 && !load_acquire(tiles)) {}
+    return;
+  }
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int piece = (i * PER_ROW + part) * 32 + lane;
+    x[i] = piece < PIECES && token < tokens ? ((const uint4*)(X + (size_t)token * KDIM))[piece] : none;
+    const Piece p = unpack(x[i]);
+#pragma unroll
+    for (int j = 0; j < 8; j++) squares += p.v[j] * p.v[j];
+  }
+  squares = warp_sum(squares);
+  if (lane == 0) sums[0][warp] = squares;
+  __syncthreads();
+  squares = 0;
+#pragma unroll
+  for (int i = 0; i < PER_ROW; i++) squares += sums[0][row * PER_ROW + i];
+  const float inverse = rsqrtf(squares / KDIM + epsilon);
+  for (int output = blockIdx.x; output < OUTPUTS; output += gridDim.x) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const Piece p = unpack(x[i]), f = unpack(factors[i]);
+      const float w[8] = {weights[i][0].x, weights[i][0].y, weights[i][0].z, weights[i][0].w,
+                          weights[i][1].x, weights[i][1].y, weights[i][1].z, weights[i][1].w};
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum += rounded(rounded(p.v[j] * inverse) * f.v[j]) * w[j];
+    }
+    if (output + gridDim.x < OUTPUTS) fetch(output + gridDim.x);
+    sum = warp_sum(sum);
+    if (lane == 0) sums[1][warp] = sum;
+    __syncthreads();
+    if (threadIdx.x < ROWS && blockIdx.y * ROWS + threadIdx.x < tokens) {
+      sum = 0;
+#pragma unroll
+      for (int i = 0; i < PER_ROW; i++) sum += sums[1][threadIdx.x * PER_ROW + i];
+      logits[(size_t)(blockIdx.y * ROWS + threadIdx.x) * OUTPUTS + output] = sum;
+    }
+    __syncthreads();
+  }
+  if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return;
+  const int own = blockIdx.y * ROWS + warp;
+  __shared__ u64 keys[ROWS][EXPERTS];
+  if (warp < ROWS && own < tokens && lengths && own && !lengths[own]) {
+    if (lane < CHOSEN) chosen[own * CHOSEN + lane] = -1, shares[own * CHOSEN + lane] = 0;
+    if (GATE && lane == 0) gates[own] = 0;
+  } else if (warp < ROWS && own < tokens)
+    choose(logits + (size_t)own * OUTPUTS, keys[warp], chosen + own * CHOSEN, shares + own * CHOSEN, gates + own, lane);
+  __syncthreads();
+  if (gridDim.y == 1 || is_last(arrived + gridDim.y, gridDim.y)) arrange(chosen, place, source, expert_of, tiles, tokens * CHOSEN);
+}
+
+// Two outputs a thread, CTAs striding over all of them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+combine(const u16* y, const int* place, const float* shares, const u16* shared, const float* gates, const u16* residual, u16* out,
+        int* tiles, int tokens) {
+  launch_dependents();
+  wait_for_inputs();
+  if (blockIdx.x == 0 && threadIdx.x == 0) tiles[0] = 0;
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < tokens * (KDIM / 2); i += gridDim.x * THREADS) {
+    const int token = i / (KDIM / 2), column = i % (KDIM / 2);
+    const u32 old = ((const u32*)residual)[i];
+    float low = 0, high = 0;
+#pragma unroll
+    for (int j = 0; j < CHOSEN; j++) {
+      const u32 pair = ((const u32*)y)[(size_t)place[token * CHOSEN + j] * (KDIM / 2) + column];
+      const float share = shares[token * CHOSEN + j];
+      low += share * low_float(pair), high += share * high_float(pair);
+    }
+    if (GATE) {
+      const u32 pair = ((const u32*)shared)[i];
+      low += gates[token] * low_float(pair), high += gates[token] * high_float(pair);
+    }
+    ((u32*)out)[i] = pack2(low_float(old) + low, high_float(old) + high);
+  }
+}

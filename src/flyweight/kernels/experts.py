@@ -1,0 +1,191 @@
+"""The experts of a layer as one: host side of cuda/route.cu and cuda/experts.cu, and of gemm.cu over rows sorted by expert.
+
+The weights of all experts lie stacked in gemv's tiles; the kernels find out on the device which of them a step needs, so
+nothing waits for the host and a step can be captured. Up to 8 tokens go through experts.cu (every token meets every
+expert in use), more through pack.cu and gemm.cu (rows sorted by expert, in tiles of one expert each).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight.kernels import gemm, jit
+from flyweight.kernels.cuda_linear import GEMV_ROWS, CudaLinear
+from flyweight.kernels.gemv import QUANTIZED, ROWS, WARPS, Gemv, processors
+
+STACKED = ("weights", "records", "channel_scale")
+TILES = (16, 32, 64, 128, 256)  # rows
+TOKENS_AT_ONCE = 8192  # more are done in turns: by then every expert has enough rows, and rows cost memory
+
+
+@dataclass(frozen=True)
+class Route:
+    """What route.cu leaves: `tiles[0]` tiles of `tile` rows, each of one expert, and where each (token, choice) is."""
+
+    shares: Tensor  # float32 [tokens, chosen]
+    gates: Tensor | None  # float32 [tokens], of the shared expert
+    place: Tensor  # int32 [tokens, chosen]: row
+    source: Tensor | None  # int32 [rows]: token, -1 for rows that fill up a tile; None: row t of a tile is token t
+    expert_of: Tensor  # int32 [most tiles]
+    tiles: Tensor  # int32 [1]
+    tile: int
+
+    @property
+    def rows(self) -> int:
+        """The most that there can be."""
+        return len(self.expert_of) * self.tile
+
+
+def stack(linears: Sequence[CudaLinear]) -> Gemv:
+    """One weight of all; the linears' own become views of it, each copy being freed as the next is made."""
+    first = linears[0].weight
+    stacked = {}
+    for name in STACKED:
+        if (part := getattr(first, name)) is None:
+            continue
+        stacked[name] = part.new_empty(len(linears), *part.shape)
+        del part
+        for i, linear in enumerate(linears):
+            stacked[name][i].copy_(getattr(linear.weight, name))
+            linear.weight = dataclasses.replace(linear.weight, **{name: stacked[name][i]})
+    return dataclasses.replace(first, **stacked)
+
+
+def why_not(linears: Sequence[object], device: torch.device) -> str | None:
+    """None, or why these experts' linears (all gate/up, or all down) cannot be one."""
+    scheme = set()
+    for linear in linears:
+        if not isinstance(linear, CudaLinear):
+            return "some expert's format has no kernel for few rows"
+        weight = linear.weight
+        scheme.add((weight.kind, weight.group, weight.dtype, weight.scale_fp16, weight.interleaved))
+        if weight.bias is not None or weight.out_features % 16 or weight.static:
+            return "an expert has a bias, a scale of its own for the input, or outputs that are no multiple of 16"
+    if len(scheme) > 1:
+        return "the experts of a layer have more than one scheme"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "needs Hopper's matrix units"
+    if any(shape_for(weight, 16, tile, 1) is None for tile in TILES):
+        return f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"
+    return None
+
+
+def shape_for(weight: Gemv, rows: int, tile: int, processors: int) -> gemm.Shape | None:
+    return gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors, tokens=tile,
+                          split=gemm.WHOLE)
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Rows of a tile: about what an expert gets, so that few are empty and most weights are read once."""
+    return next((tile for tile in TILES if tile >= pairs / experts * 1.25), TILES[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """silu(gate) · up and down of every expert, the router before and the weighted sum after them.
+
+    A layer must not follow itself directly: the next `route` of few tokens could begin before `combine` has taken `ready` down.
+    """
+
+    gate_up: Gemv  # stacked
+    down: Gemv
+    router: Tensor  # float32 [experts, hidden], and the shared expert's gate as one row more
+    ready: Tensor  # int32 [1]: 0 but between `route` and `combine` of few tokens
+    experts: int
+    chosen: int
+    normalize: bool
+
+    @property
+    def gated(self) -> bool:
+        return len(self.router) > self.experts
+
+    def few(self, tokens: int) -> bool:
+        """Whether experts.cu takes them."""
+        few = tokens in ROWS and tokens <= GEMV_ROWS.get(self.down.kind, 8)
+        return few and self.gate_up.fits(tokens) and self.down.fits(tokens)
+
+    def route(self, x: Tensor, *, norm: Tensor, epsilon: float, lengths: Tensor | None = None) -> Route:
+        """x [tokens, hidden], before the norm; rows whose length is 0 are padding and need no expert."""
+        tokens, pairs, by_token, device = len(x), len(x) * self.chosen, self.few(len(x)), x.device
+        tile = tokens if by_token else tile_rows(pairs, self.experts)
+        most = min(self.experts, pairs) + (0 if by_token else pairs // tile)
+
+        def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        gates = table(tokens, dtype=torch.float32) if self.gated else None
+        source = None if by_token else table(most * tile)
+        found = Route(table(tokens, self.chosen, dtype=torch.float32), gates, table(tokens, self.chosen), source, table(most),
+                      self.ready if by_token else table(1), tile)
+        rows = min(8, 1 << (tokens - 1).bit_length())
+        groups = math.ceil(tokens / rows)
+        outputs = len(self.router)
+        # Few tokens: a CTA on every SM, so that the next kernel finds all alike.
+        grid = (max(outputs, processors(device.index or 0)) if groups == 1 else outputs, groups)
+        logits, chosen = table(tokens, outputs, dtype=torch.float32), table(tokens, self.chosen)
+        args = (x, norm, self.router, logits, chosen, found.shares, gates, found.place, source, found.expert_of, found.tiles,
+                gemm.buffer("tickets", 4 * groups + 4, device), lengths, tokens, float(epsilon))
+        self._kernel("route", x, rows, tile, by_token).launch(grid, 256, args, pdl=True)
+        return found
+
+    def combine(self, y: Tensor, route: Route, residual: Tensor, out: Tensor, *, shared: Tensor | None = None) -> None:
+        """out = residual + each token's experts by their shares (+ the shared expert by its gate)."""
+        count = math.ceil(residual.numel() / 512)
+        args = (y, route.place, route.shares, shared, route.gates, residual, out, route.tiles, len(residual))
+        grid = max(min(count, 16 * processors(y.device.index or 0)), processors(y.device.index or 0))
+        self._kernel("combine", residual, 1, 16, False).launch(grid, 256, args, pdl=True)
+
+    def _kernel(self, name: str, x: Tensor, rows: int, tile: int, by_token: bool) -> jit.Kernel:
+        defines = {"FP16": int(x.dtype == torch.float16), "KDIM": x.shape[1], "EXPERTS": self.experts, "CHOSEN": self.chosen,
+                   "GATE": int(self.gated), "NORMALIZE": int(self.normalize), "ROWS": rows, "TILE": tile,
+                   "BY_TOKEN": int(by_token)}
+        return jit.load("route.cu", defines=defines).kernel(name)
+
+    def multiply(self, x: Tensor, route: Route, *, norm: Tensor, epsilon: float) -> Tensor:
+        """The experts' own answers [rows, hidden], in the places that the route gave them."""
+        if route.source is None:
+            return few_rows(self.down, few_rows(self.gate_up, x, route, norm=norm, epsilon=epsilon), route)
+        gated = many_rows(self.gate_up, x, route, source=route.source, norm=norm, epsilon=epsilon)
+        return many_rows(self.down, gated, route)
+
+
+def few_rows(weight: Gemv, x: Tensor, route: Route, *, norm: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
+    """experts.cu. x [tokens, in] for all experts, or [rows, in] with the rows of each."""
+    rows, warps, width = route.tile, WARPS[weight.kind], weight.out_features // (2 if weight.interleaved else 1)
+    plan = weight.plan(rows, tiles=16)
+    assert plan is not None
+    out = torch.empty(route.rows, width, dtype=x.dtype, device=x.device)
+    defines = weight.defines(rows, plan, warps=warps, norm=norm is not None, epilogue="silu" if weight.interleaved else "store")
+    kernel = jit.load("experts.cu", defines=defines | {"PER_SLOT": int(norm is None)}).kernel("experts")
+    args = (weight.weights, weight.records, weight.channel_scale, x, norm, out, route.expert_of, route.tiles, float(epsilon))
+    kernel.launch(processors(x.device.index or 0), 32 * (warps + 1), args, shared=plan.shared, pdl=True)
+    return out
+
+
+def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = None, norm: Tensor | None = None,
+              epsilon: float = 1e-6) -> Tensor:
+    """pack.cu and gemm.cu. x [tokens, in] with `source`, or [rows, in] in the order of the route."""
+    rows, device, count = route.rows, x.device, processors(x.device.index or 0)
+    shape = shape_for(weight, rows, route.tile, count)
+    assert shape is not None
+    pack_rows, pack_warps = gemm.pack_shape(weight.in_features, rows)
+    names = weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16, weight.scale_fp16
+    pack, product = gemm.kernels(
+        *names, shape, norm=norm is not None, bias=False, pack_rows=pack_rows, pack_warps=pack_warps, static=False, experts=True,
+        epilogue="silu" if weight.interleaved else "store")
+    blocks = math.ceil(weight.in_features / 64)
+    packed = torch.empty(rows * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), dtype=torch.uint8, device=device)
+    row_scale = torch.empty(rows, dtype=torch.float32, device=device)
+    out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=x.dtype, device=device)
+    args = (x, norm, packed, row_scale, rows, rows // 8, float(epsilon), None, source, route.tiles)
+    pack.launch(rows // pack_rows, 32 * pack_warps, args, pdl=True)
+    product.launch(shape.grid(count), (4 * shape.warpgroups + shape.loaders) * 32, (
+        weight.weights, weight.records, weight.channel_scale, packed, row_scale, None, None, out, None, None, route.expert_of,
+        route.tiles, rows), shared=shape.shared, pdl=True)
+    return out

@@ -1,0 +1,141 @@
+"""Routing and the grouped linears of experts against float64, with loads from even to all tokens on a few experts.
+
+torch fills what it hands out uninitialized with NaN here, so an output that nobody writes is found.
+"""
+
+import pytest
+import torch
+from gpu_linears import make, relative_error
+
+from flyweight.kernels import experts, gemm
+from flyweight.kernels.cuda_linear import CudaLinear
+
+pytestmark = pytest.mark.gpu
+HIDDEN, WIDTH, EPSILON = 320, 192, 1e-6
+KINDS = ["plain", "w8a8", "int4:64", "int4:32", "int8:64", "int8:channel"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_layer(kind, *, count=12, chosen=3, gate=True, normalize=False, dtype=torch.bfloat16):
+    """(the layer, its weights one by one)"""
+    tensors = [(make(kind, (2 * WIDTH, HIDDEN), 2 * i, dtype), make(kind, (HIDDEN, WIDTH), 2 * i, dtype)) for i in range(count)]
+    gate_up = [CudaLinear(first, dtype=dtype, gated=True) for first, _ in tensors]
+    down = [CudaLinear(second, dtype=dtype) for _, second in tensors]
+    assert experts.why_not(gate_up, gate_up[0].weight.weights.device) is None
+    ready = torch.zeros(1, dtype=torch.int32, device="cuda")
+    router = torch.randn(count + gate, HIDDEN, device="cuda") * HIDDEN**-0.5
+    return experts.Grouped(experts.stack(gate_up), experts.stack(down), router, ready, count, chosen, normalize), tensors
+
+
+def make_input(tokens, load, dtype=torch.bfloat16):
+    """Tokens that go anywhere, or all to the same experts: those whose router likes the first input best."""
+    x = torch.randn(tokens, HIDDEN, device="cuda")
+    if load == "one":
+        x[:, 0] = 100
+    return x.to(dtype), (1 + 0.1 * torch.randn(HIDDEN, device="cuda")).to(dtype)
+
+
+def norm_of(x, norm):
+    scaled = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype)
+    return (scaled.float() * norm.float()).to(x.dtype)
+
+
+def expected_route(layer, normed):
+    logits = normed.double() @ layer.router.double().T
+    shares, chosen = logits[:, : layer.experts].softmax(-1).topk(layer.chosen)
+    if layer.normalize:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares, chosen, logits[:, -1].sigmoid()
+
+
+@pytest.mark.parametrize("load", ["any", "one"])
+@pytest.mark.parametrize(("count", "chosen", "gate", "normalize"), [(12, 3, True, False), (60, 4, False, True),
+                                                                   (128, 8, True, True)])
+def test_every_token_has_a_place_with_each_of_its_experts(count, chosen, gate, normalize, load):
+    layer, _ = make_layer("plain", count=count, chosen=chosen, gate=gate, normalize=normalize)
+    for tokens in (1, 2, 3, 4, 8, 17, 100, 1000):
+        x, norm = make_input(tokens, load)
+        route = layer.route(x, norm=norm, epsilon=EPSILON)
+        shares, wanted, gates = expected_route(layer, norm_of(x, norm))
+        tiles, place = int(route.tiles), route.place.long()
+        assert 0 < tiles <= len(route.expert_of) and int(place.max()) < tiles * route.tile
+        assert torch.equal(route.expert_of[place // route.tile].long(), wanted)
+        assert (route.shares - shares).abs().max() < 1e-5
+        assert len(place.unique()) == place.numel()
+        token = torch.arange(tokens, device="cuda")[:, None].expand_as(place)
+        if route.source is None:
+            assert torch.equal(place % route.tile, token)
+        else:
+            assert torch.equal(route.source[place].long(), token)
+            assert int((route.source[: tiles * route.tile] >= 0).sum()) == place.numel()
+        if gate:
+            assert (route.gates - gates).abs().max() < 1e-5
+        assert not gemm.buffer("tickets", 4 * -(-tokens // 8) + 4, x.device).any()
+
+
+def test_rows_that_nobody_uses_need_no_expert():
+    layer, _ = make_layer("plain", count=60, chosen=4)
+    for tokens, used in ((8, 3), (32, 17), (4, 0)):
+        x, norm = make_input(tokens, "any")
+        lengths = (torch.arange(tokens, device="cuda") < used).int()
+        out = torch.full_like(x, float("nan"))
+        route = layer.route(x, norm=norm, epsilon=EPSILON, lengths=lengths)
+        wanted = expected_route(layer, norm_of(x, norm))[1][: max(used, 1)]  # the first row is there in any case
+        assert set(route.expert_of[: int(route.tiles)].tolist()) == set(wanted.flatten().tolist())
+        layer.combine(layer.multiply(x, route, norm=norm, epsilon=EPSILON), route, x, out, shared=x)
+        assert torch.equal(out[max(used, 1) :], x[max(used, 1) :]) and out.isfinite().all()
+
+
+@pytest.mark.parametrize("load", ["any", "one"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_adds_up_its_experts_by_their_shares(kind, load):
+    layer, tensors = make_layer(kind)
+    for tokens in (1, 2, 4, 8, 9, 40, 333):
+        x, norm = make_input(tokens, load)
+        shared, out = torch.randn_like(x), torch.full_like(x, float("nan"))
+        route = layer.route(x, norm=norm, epsilon=EPSILON)
+        y = layer.multiply(x, route, norm=norm, epsilon=EPSILON)
+        layer.combine(y, route, x, out, shared=shared)
+        normed = norm_of(x, norm)
+        shares, chosen, gates = expected_route(layer, normed)
+        want = gates[:, None] * shared.double()
+        for expert, (first, second) in enumerate(tensors):
+            token, choice = (chosen == expert).nonzero().T
+            if not len(token):
+                continue
+            gate, up = first.matmul_reference(normed[token]).chunk(2, -1)
+            product = second.matmul_reference((torch.nn.functional.silu(gate) * up).to(x.dtype))
+            got = y[route.place[token, choice].long()]
+            assert relative_error(got, product) < 1.5e-2, f"{tokens} tokens, expert {expert}"
+            want[token] += shares[token, choice, None] * product
+        assert relative_error(out.double() - x.double(), want) < 1.5e-2, f"{tokens} tokens"
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4:64", "w8a8"])
+def test_a_captured_layer_follows_its_input_and_repeats_its_bits(kind):
+    layer, _ = make_layer(kind, dtype=torch.float16)
+    for tokens in (2, 24):
+        x, norm = make_input(tokens, "any", torch.float16)
+        out = torch.empty_like(x)
+
+        def run(x=x, norm=norm, out=out):
+            route = layer.route(x, norm=norm, epsilon=EPSILON)
+            layer.combine(layer.multiply(x, route, norm=norm, epsilon=EPSILON), route, x, out, shared=x)
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for _ in range(20):  # other experts every time
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            replayed = out.clone()
+            run()
+            assert torch.equal(out, replayed)

@@ -1,0 +1,43 @@
+"""What the host prepares for the kernels of experts, without a GPU."""
+
+import pytest
+import torch
+
+from flyweight.kernels import experts, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.tensors import Int8Channel, IntGroup, Plain
+
+
+@pytest.mark.parametrize("kind", [Plain, Int8Channel, IntGroup])
+def test_stacked_experts_follow_each_other_tile_by_tile(kind):
+    tensors = [kind.random((64, 128), seed) for seed in range(3)]
+    alone = [gemv.prepare(tensor, dtype=torch.bfloat16, interleave=True) for tensor in tensors]
+    linears = [CudaLinear(tensor, dtype=torch.bfloat16, gated=True) for tensor in tensors]
+    stacked = experts.stack(linears)
+    assert stacked.out_features == 64 and stacked.weights.shape[0] == 3
+    for i, linear in enumerate(linears):
+        for name in experts.STACKED:
+            one, whole = getattr(alone[i], name), getattr(stacked, name)
+            assert (one is None) == (whole is None)
+            if one is not None:
+                assert torch.equal(whole[i], one)
+                assert getattr(linear.weight, name).data_ptr() == whole[i].data_ptr(), "a second copy"
+
+
+def test_experts_of_several_schemes_are_not_stacked():
+    linears = [CudaLinear(tensor, dtype=torch.bfloat16) for tensor in (Plain.random((64, 128)), Int8Channel.random((64, 128)))]
+    assert "more than one scheme" in experts.why_not(linears, torch.device("cpu"))
+    assert "no kernel" in experts.why_not([linears[0], None], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 16, 100, 256, 2048, 8192])
+def test_there_is_room_for_any_load(tokens):
+    count, chosen = 64, 8
+    pairs, generator = tokens * chosen, torch.Generator().manual_seed(tokens)
+    tile = experts.tile_rows(pairs, count)
+    most = min(count, pairs) + pairs // tile
+    weights = torch.rand(count, generator=generator) ** 8  # a few experts get nearly all
+    for loads in (torch.ones(count), weights, torch.eye(count)[0]):
+        chosen_by = torch.multinomial(loads + 1e-9, pairs, replacement=True, generator=generator)
+        needed = sum(-(-int(load) // tile) for load in torch.bincount(chosen_by, minlength=count))
+        assert needed <= most
