@@ -190,8 +190,7 @@ class Loop:
         hessian = None if statistics is None else statistics.hessian
         for name, weight, tensor in zip(group.linears, weights, solved, strict=True):
             work.quantized[name] = tensor
-            moments = torch.eye(weight.shape[1], device=weight.device) if hessian is None else hessian
-            error = layer_error(weight, tensor.dequantize(), moments)
+            error = layer_error(weight, tensor.dequantize(), hessian)
             report[name] = {"error": error, "bits_per_weight": tensor.bits_per_weight} | facts
             self.listen(Event("layer", work.index, self.config.layers, name, error, time.perf_counter() - started))
 

@@ -205,8 +205,7 @@ class Job:
                     statistics.add(loop.ops.rms_norm(hidden, norm, self.config.epsilon))
                 statistics.check("lm_head")
             tensor = solve_group([weight], [layer], statistics, dtype=self.stored, seed=self.seed)[0]
-            moments = statistics.hessian if statistics else torch.eye(weight.shape[1], device=self.device)
-            error = layer_error(weight, tensor.dequantize(), moments)
+            error = layer_error(weight, tensor.dequantize(), statistics.hessian if statistics else None)
             report = {"layers": {"lm_head": {"error": error, "bits_per_weight": tensor.bits_per_weight}}}
             store.save("head", FinishedBlock({"lm_head": tensor}, {}, report))
         return store.load("head")

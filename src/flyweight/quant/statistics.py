@@ -143,9 +143,9 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     raise NonFiniteError("the Hessian stays singular however much it is damped; use more calibration samples")
 
 
-def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²."""
-    difference = (weight - quantized).float()
-    above = ((difference @ hessian) * difference).sum(dtype=torch.float64)
-    below = ((weight.float() @ hessian) * weight).sum(dtype=torch.float64)
-    return float(above / below.clamp(min=1e-30))
+def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor | None) -> float:
+    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²; of the weight where nothing is known of X."""
+    def power(of: Tensor) -> Tensor:
+        return ((of if hessian is None else of @ hessian) * of).sum(dtype=torch.float64)
+
+    return float(power((weight - quantized).float()) / power(weight.float()).clamp(min=1e-30))
