@@ -41,6 +41,7 @@ from flyweight.quant.store import BlockStore, FinishedBlock
 from flyweight.tensors import QuantTensor
 
 NOTE = "flyweight.json"
+SHARD_BYTES = 1 << 30  # the host holds a shard twice while it is written
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Job:
         if self.recipe.embeddings != "keep":
             config.pop("torch_dtype", None)
             config["dtype"] = self.recipe.embeddings
-        with CheckpointWriter(self.output, overwrite=overwrite) as writer:
+        with CheckpointWriter(self.output, SHARD_BYTES, overwrite=overwrite) as writer:
             for name, tensor in self.tensors(store, finished, form):
                 writer.add(name, tensor)
             writer.flush()
