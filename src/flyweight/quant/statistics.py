@@ -148,4 +148,8 @@ def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor | None) -> fl
     def power(of: Tensor) -> Tensor:
         return ((of if hessian is None else of @ hessian) * of).sum(dtype=torch.float64)
 
-    return float(power((weight - quantized).float()) / power(weight.float()).clamp(min=1e-30))
+    above = below = torch.zeros((), dtype=torch.float64, device=weight.device)
+    rows = max(1, (1 << 24) // weight.shape[1])  # at a time: the sum is taken of a copy in float64
+    for part, other in zip(weight.split(rows), quantized.split(rows), strict=True):
+        above, below = above + power((part - other).float()), below + power(part.float())
+    return float(above / below.clamp(min=1e-30))
