@@ -107,7 +107,7 @@ class Loop:
                  listen: Listener = lambda event: None) -> None:
         self.source, self.recipe, self.store, self.config = source, recipe, store, config
         self.tables, self.ops, self.device, self.dtype, self.stored = tables, ops, device, dtype, stored
-        self.seed, self.listen = seed, listen
+        self.seed, self.budget, self.listen = seed, budget, listen
         self.hidden = ActivationCache(device, budget, store.folder, "hidden")
         # Learning and tuning aim at the original model, which therefore runs beside the quantized one.
         self.original = ActivationCache(device, budget, store.folder, "original") if recipe.follows_original else None
@@ -167,14 +167,14 @@ class Loop:
         if self.store.has(tuned_name(count - 1)):
             return
         assert self.original is not None and self.context is not None
-        original, rows = self.original, self.original[0].shape[0]
+        original, places = self.original, self.original.samples
         works = [WorkBlock.restore(self.store.load(block_name(i)), self.config, i, device=self.device, dtype=self.dtype)
                  for i in range(count)]
         norm, weight = (self.source.tensor(name).to(self.device, self.dtype) for name in ("model.norm.weight", head))
         settings = Tuning(self.recipe.tune_steps, self.recipe.tune_batch, self.recipe.tune_rate, self.recipe.tune_rounding,
                           seed=self.seed)
         facts = tune(works, lambda i: torch.nn.functional.embedding(tokens[i], embedding).to(self.device, self.dtype),
-                     lambda i: original[i // rows][i % rows], len(tokens), context=self.context, settings=settings,
+                     lambda i: original.sample(places[i]), len(tokens), context=self.context, settings=settings,
                      predictions=Predictions(norm, weight, self.config.epsilon),
                      listen=lambda step: self.listen(Event("tuned", step, settings.steps)))
         for i, work in enumerate(works):
@@ -226,13 +226,13 @@ class Loop:
 
     def learn(self, work: WorkBlock) -> dict[str, float]:
         assert self.original is not None and self.context is not None
-        targets = ActivationCache(self.device, Budget(), self.store.folder, "target")
+        targets = ActivationCache(self.device, self.budget, self.store.folder, "target")
         block = self.load(work.index).build()
         for x in self.original:
             targets.append(block.forward(x, self.context))
         settings = Learning(self.recipe.learn_steps, self.recipe.learn_batch, self.recipe.learn_rate, seed=self.seed,
                             relative=self.recipe.relative)
-        before, after = learn_rounding(work, self.hidden, targets, self.context, settings)  # type: ignore[arg-type]
+        before, after = learn_rounding(work, self.hidden, targets, self.context, settings)
         targets.close()
         return {"before": before, "after": after}
 

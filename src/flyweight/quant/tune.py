@@ -25,7 +25,7 @@ from flyweight.kernels import reference
 from flyweight.models.decoder import Context
 from flyweight.quant.rounding import straight_round
 from flyweight.quant.work import WorkBlock, input_quantizer
-from flyweight.tensors import IntGroup, QuantTensor
+from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
 
 ROWS = 1024  # tokens whose logits are held at a time
 HELD_OUT = 16  # one sample of so many
@@ -62,35 +62,43 @@ class Movable:
 
 
 class Part:
-    """One quantized weight with what may move in it."""
+    """One quantized weight with what may move in it; codes lie unpacked, one byte each (indices of vectors: eight)."""
 
     def __init__(self, tensor: QuantTensor, *, rounding: bool) -> None:
         self.tensor = tensor
         self.moves = {name: Movable(getattr(tensor, name), alike=name in BOOKS)
                       for name in FIELDS.get(tensor.kind, ()) if getattr(tensor, name) is not None}
-        self.nudge: Tensor | None = None
-        if rounding and isinstance(tensor, IntGroup):
-            self.nudge = torch.zeros(tensor.matrix_shape, dtype=torch.float16, device=tensor.device, requires_grad=True)
+        self.integers = self.indices = self.nudge = None
+        if isinstance(tensor, IntGroup):
+            self.integers = tensor.integers().to(torch.int8 if tensor.bits < 8 else torch.int16)
+            if rounding:
+                self.nudge = torch.zeros(tensor.matrix_shape, dtype=torch.float16, device=tensor.device, requires_grad=True)
+        elif isinstance(tensor, VectorQuant):
+            self.indices = tensor.split_indices()
 
-    def codes(self, tensor: IntGroup, round_to: Callable[[Tensor], Tensor]) -> Tensor:
-        """Unsigned codes [out, in], each moved to a neighbour where its nudge is beyond a half."""
-        values = tensor.values()
-        return values if self.nudge is None else (values + round_to(self.nudge.float())).clamp(0, 2**tensor.bits - 1)
+    def nudged(self, round_to: Callable[[Tensor], Tensor]) -> Tensor:
+        """Codes less their zero points [out, in], each moved to a neighbour where its nudge is beyond a half."""
+        assert isinstance(self.tensor, IntGroup) and self.integers is not None
+        if self.nudge is None:
+            return self.integers.float()
+        zeros = 2 ** (self.tensor.bits - 1) if self.tensor.zeros is None else self.tensor.zeros.float()[..., None]
+        pieces = (self.integers + round_to(self.nudge.float())).unflatten(1, (self.tensor.groups, -1))
+        return torch.clamp(pieces, -torch.as_tensor(zeros), 2**self.tensor.bits - 1 - torch.as_tensor(zeros)).flatten(1)
 
     def weight(self) -> Tensor:
-        tensor = dataclasses.replace(self.tensor, **{name: field.value() for name, field in self.moves.items()})
-        if not isinstance(tensor, IntGroup) or tensor.g_idx is not None:
-            return tensor.dequantize()
-        pieces = self.codes(tensor, straight_round).float().unflatten(1, (tensor.groups, -1))  # [out, groups, size]
-        zeros = 2 ** (tensor.bits - 1) if tensor.zeros is None else tensor.zeros.float()[..., None]
-        return ((pieces - zeros) * tensor.scales[..., None]).flatten(1)
+        values = {name: field.value() for name, field in self.moves.items()}
+        if isinstance(self.tensor, IntGroup) and self.tensor.g_idx is None:
+            return (self.nudged(straight_round).unflatten(1, (self.tensor.groups, -1)) * values["scales"][..., None]).flatten(1)
+        tensor = dataclasses.replace(self.tensor, **values)
+        return tensor.decode(*self.indices) if isinstance(tensor, VectorQuant) and self.indices else tensor.dequantize()
 
     @torch.no_grad()
     def result(self) -> QuantTensor:
         made = dataclasses.replace(self.tensor, **{name: field.result() for name, field in self.moves.items()})
         if self.nudge is None or not isinstance(made, IntGroup):
             return made
-        return IntGroup.from_values(self.codes(made, torch.round).int(), made.scales, made.zeros, bits=made.bits,
+        zeros = 2 ** (made.bits - 1) if made.zeros is None else made.zeros.int()[:, made.group_of_column()]
+        return IntGroup.from_values(self.nudged(torch.round).int() + zeros, made.scales, made.zeros, bits=made.bits,
                                     group_size=made.group_size)
 
 
