@@ -200,6 +200,8 @@ class Loop:
         return [self.recipe.layer_for(f"model.layers.{work.index}.{name}") for name in group.linears]
 
     def solve(self, work: WorkBlock, stage: list[Group], report: dict[str, Any]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # stages need pieces of other sizes: what the last one left would only add up
         found: dict[str, Statistics] = {}
         needing = [group for group in stage if self.recipe.sparse
                    or any(layer.needs_statistics for layer in self.layers(work, group))]

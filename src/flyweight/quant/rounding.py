@@ -15,15 +15,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flyweight.kernels import reference
-from flyweight.models.decoder import Block, Context
+from flyweight.models.decoder import Block, Context, Group
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.grid import stored
+from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, root_mean_square
 from flyweight.tensors import IntGroup, QuantTensor, merge
 
 TOKENS_TOGETHER = 1 << 14  # in one forward and backward pass on a GPU
+# Attention whose gradients are the same every time.
+SAME_GRADIENTS = functools.partial(sdpa_kernel, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,14 @@ class Nudged:
     backward pass; what it means for nudges and factors is worked out here, in a fifth of the launches that autograd takes.
     """
 
-    def __init__(self, tensors: Sequence[IntGroup], weights: Sequence[Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Sequence[QuantTensor], weights: Sequence[Tensor]) -> None:
+        self.tensors = [tensor for tensor in tensors if isinstance(tensor, IntGroup)]
         joined = merge(tensors)[0]
         assert isinstance(joined, IntGroup) and joined.g_idx is None
         self.steps, groups = 2**joined.bits - 1, joined.groups
         self.scales = joined.scales.float()[..., None]
-        self.zeros = torch.full_like(self.scales, 2 ** (joined.bits - 1)) if joined.zeros is None else joined.zeros.float()[..., None]
+        middle = torch.full_like(self.scales, 2 ** (joined.bits - 1))
+        self.zeros = middle if joined.zeros is None else joined.zeros.float()[..., None]
         codes = joined.values().float().unflatten(1, (groups, -1))
         ideal = torch.cat(list(weights)).unflatten(1, (groups, -1)) / self.scales + self.zeros
         # Where the solver moved away from the nearest code, start at the edge that is closest to the original weight.
@@ -105,16 +110,28 @@ def learn_rounding(work: WorkBlock, inputs: ActivationCache, targets: Activation
     if not nudged or settings.steps < 1:
         return before, before
     original = dict(work.quantized)
-    block = trainable(work)
+    with matmul_precision("high"), SAME_GRADIENTS():
+        descend(work, nudged, inputs, targets, context, settings)
+    for group, item in nudged.items():
+        work.quantized |= dict(zip(group.linears, item.result(), strict=True))
+    after = output_error(work, inputs, targets, context, relative=settings.relative)
+    if not after < before:
+        work.quantized = original
+        after = before
+    return before, after
+
+
+def descend(work: WorkBlock, nudged: dict[Group, Nudged], inputs: ActivationCache, targets: ActivationCache, context: Context,
+            settings: Learning) -> None:
+    """Sign-SGD on the nudges."""
+    block, samples = trainable(work), inputs.samples
     generator = torch.Generator().manual_seed(settings.seed + work.index)
     rate = settings.rate or 1 / settings.steps
-    samples = inputs.samples
     together = max(1, TOKENS_TOGETHER // inputs[0].shape[1]) if work.device.type == "cuda" else 1
     for step in range(settings.steps):
+        for group, item in nudged.items():
+            block.linears[group.name].single = functools.partial(F.linear, weight=item.make(work.dtype))
         picked = torch.randperm(len(samples), generator=generator)[: settings.batch].tolist()
-        weights = {group.name: item.make(work.dtype) for group, item in nudged.items()}
-        for name, weight in weights.items():
-            block.linears[name].single = functools.partial(F.linear, weight=weight)
         for begin in range(0, len(picked), together):  # memory is bounded by so many tokens
             some = [samples[place] for place in picked[begin : begin + together]]
             x, target = (torch.stack([cache.sample(place) for place in some]) for cache in (inputs, targets))
@@ -124,13 +141,6 @@ def learn_rounding(work: WorkBlock, inputs: ActivationCache, targets: Activation
         now = rate * (1 - step / settings.steps)
         for item in nudged.values():
             item.move(now, now * settings.scale_rate)
-    for group, item in nudged.items():
-        work.quantized |= dict(zip(group.linears, item.result(), strict=True))
-    after = output_error(work, inputs, targets, context, relative=settings.relative)
-    if not after < before:
-        work.quantized = original
-        after = before
-    return before, after
 
 
 def learnable(siblings: Sequence[QuantTensor]) -> bool:

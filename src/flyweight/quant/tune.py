@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flyweight.kernels import reference
 from flyweight.models.decoder import Context
-from flyweight.quant.rounding import straight_round
+from flyweight.quant.rounding import SAME_GRADIENTS, straight_round
+from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
 from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
 
@@ -213,7 +213,7 @@ def tune(works: Sequence[WorkBlock], inputs: Callable[[int], Tensor], targets: C
 
     before, generator = loss(), torch.Generator().manual_seed(settings.seed)
     blocks = [TunedBlock(work, context, settings) for work in works]
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # those whose gradients are the same every time
+    with matmul_precision("high"), SAME_GRADIENTS():
         for step in range(settings.steps):
             picked = [used[i] for i in torch.randperm(len(used), generator=generator)[: settings.batch].tolist()]
             x, wanted = batch(picked)
