@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.interop
-pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'flyweight[lm-eval]'")
-
 from flyweight import LLM, SamplingParams
 from flyweight.commands.evaluate import load_subject
 from flyweight.quant.lm_eval import evaluate_tasks, score_continuation
+
+pytestmark = [pytest.mark.interop, pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval")]
 
 ROWS = [{"question": f"What walks over the {place} hill?", "choices": ["Ann", "a stone", "nobody"], "answer": i % 3}
         for i, place in enumerate(("green", "old", "far", "steep"))]
@@ -58,7 +58,8 @@ def results(model, tmp_path_factory):
     engine = LLM(str(model), device="cpu")
     params = SamplingParams(max_tokens=6, temperature=0, stop=["?"])
     answers = [engine.generate([row["question"]], params)[0].text for row in ROWS]
-    rows = [row | {"answer_text": answer if i else answer + "!"} for i, (row, answer) in enumerate(zip(ROWS, answers, strict=True))]
+    answers[0] += "!"  # one that is wrong
+    rows = [row | {"answer_text": answer} for row, answer in zip(ROWS, answers, strict=True)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, body in TASKS.items():
         (folder / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "

@@ -18,7 +18,7 @@ from flyweight.models.rope import rope_tables
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.rtn import rtn
-from flyweight.quant.tune import Part, Predictions, TunedBlock, Tuning, tune
+from flyweight.quant.tune import Part, Predictions, TunedBlock, Tuning
 from flyweight.quant.work import WorkBlock
 from flyweight.tensors import IntGroup, VectorQuant
 
@@ -107,21 +107,8 @@ def test_gradients_block_by_block_are_those_of_the_whole(model):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-7)
 
 
-def test_two_runs_of_tuning_are_the_same(model):
-    results = []
-    for _ in range(2):
-        source = Checkpoint(model)
-        config, device = ModelConfig.from_dict(source.config), torch.device("cpu")
-        works = []
-        for index in range(2):
-            work = WorkBlock.load(source, config, index, device=device, dtype=torch.float32)
-            layer = Recipe.from_dict({"base": "rtn-int4", "group_size": 32}, "x").layer.integers(torch.float32)
-            work.quantized = {name: rtn(weight, layer) for name, weight in work.weights.items()}
-            works.append(work)
-        context = Whole(12, rope_tables(config, device), reference)
-        samples = torch.randn(8, 2, 12, 64, generator=torch.Generator().manual_seed(1))
-        predictions = Predictions(source.tensor("model.norm.weight"), source.tensor("model.embed_tokens.weight"), config.epsilon)
-        tune(works, lambda i: samples[i, 0], lambda i: samples[i, 1], 8, predictions, context, Tuning(steps=3, batch=4))
-        results.append(works)
-    for first, second in zip(*results, strict=True):
-        assert all(torch.equal(first.quantized[name].scales, second.quantized[name].scales) for name in first.quantized)
+def test_two_runs_of_tuning_are_the_same(model, tmp_path):
+    for run in ("a", "b"):
+        make(model, tmp_path, run, base="rtn-int4", tune_steps=3)
+    first, second = (Checkpoint(tmp_path / run) for run in ("a", "b"))
+    assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.names())

@@ -6,7 +6,7 @@
 3. Given the assignments, both books are fitted to the layer's output by conjugate gradients (a linear least-squares
    problem); coordinate descent then reassigns, column by column. Each step is kept only if the error falls.
 
-Shapes are chosen so that all stored bits, books and norms included, stay within the named bits + 0.3: a big book fits
+Shapes are chosen so that all stored bits, books and norms included, stay within the named bits + 0.25: a big book fits
 a big layer. Column order costs nothing where there are neither outlier columns nor column groups: it is not stored then.
 """
 
@@ -26,7 +26,7 @@ from flyweight.quant.kmeans import exact_sums, fused, kmeans, nearest, parts_for
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import VectorQuant
 
-ALLOWANCE = 0.3  # bits above the named ones that books, norms, permutation and outliers may take
+ALLOWANCE = 0.25  # bits above the named ones that books, norms, permutation and outliers may take: as groups of 64 do
 POINTS_PER_CENTROID = 48
 
 
