@@ -31,7 +31,7 @@ def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, ac
 # scheme → (what comes before rounding, what rounds, the integers)
 LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rtn-int4": ("", "rtn", integers(4)),
-    "rtn-int8": ("", "rtn", integers(8, group=None)),
+    "rtn-int8": ("", "rtn", integers(8)),
     "gptq-int3": ("", "gptq", integers(3)),
     "gptq-int4": ("", "gptq", integers(4)),
     "awq-int3": ("awq", "rtn", integers(3, symmetric=False)),

@@ -262,7 +262,7 @@ class Loop:
     def smooth(self, work: WorkBlock, group: Group, statistics: dict[str, Statistics], samples: Samples) -> float:
         weights, found = [work.weights[name] for name in group.linears], statistics[group.name]
         if self.recipe.smooth == "search":
-            alpha, scales = search_alpha(samples.inputs(group), found.largest, weights)
+            alpha, scales = search_alpha(samples.inputs(group), (found.largest, found.importance.sqrt()), weights)
         elif group.source.endswith("norm"):  # the published method smooths what follows a norm
             alpha = float(self.recipe.smooth or 0)
             scales = smooth_scales(found.largest, weights, alpha)
