@@ -40,6 +40,7 @@ constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of 
 constexpr int XROW = FORMAT == PLAIN ? BLOCKS * 128 + 64 : (BLOCKS | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32;
 constexpr bool FULL = BLOCKS % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
+constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr int PER_ROW = WARPS / ROWS;                               // warps that load one row of x
 constexpr int PIECES = BLOCKS * 8;                                  // 8 inputs each
 constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
@@ -312,11 +313,12 @@ DEVICE float as_float(float v) { return v; }
 DEVICE float as_float(int v) { return __int_as_float(v); }
 
 // One stage of one tile, this warp's units of it: into `whole`, or scaled group by group into `total`.
+// `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
 DEVICE void multiply_stage(const LinearShared& sh, const u8* ring, const u8* xs, int start, float (&total)[COLUMN_TILES][2],
-                           accumulator (&whole)[2][COLUMN_TILES][4], int warp, int lane) {
+                           accumulator (&whole)[2][COLUMN_TILES][4], int turn, int lane) {
   const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, BLOCKS - start);
 #pragma unroll
-  for (int unit = warp * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
+  for (int unit = turn * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
        n++, unit += WARPS * UNIT_BLOCKS) {
     if (!FULL && unit >= blocks) break;
     const int block = start + unit;
@@ -373,7 +375,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   const u8* xs = sh.x + min(g, ROWS * PLANES - 1) * XROW + t * 16;
   int done = 0;  // tiles before this one are finished
   Output output = begin_round(a, 0, count, tile_at);
-  int slot = 0;
+  int slot = 0, turn = warp;
   u32 parity = 0;
   for (int tile = 0; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
@@ -381,7 +383,8 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
 #pragma unroll 1
     for (int stage = 0; stage < TILE_STAGES; stage++) {
       barrier_wait(&sh.full[slot], parity);
-      multiply_stage(sh, sh.ring[slot], xs, stage * STAGE_BLOCKS, total, whole, warp, lane);
+      multiply_stage(sh, sh.ring[slot], xs, stage * STAGE_BLOCKS, total, whole, turn, lane);
+      if (!FULL) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       __syncwarp();
       if (lane == 0) barrier_arrive(&sh.empty[slot]);
       if (++slot == STAGES) slot = 0, parity ^= 1;

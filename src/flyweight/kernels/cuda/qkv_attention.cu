@@ -298,9 +298,12 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
   const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS, split = cta % SPLITS;
-  if (head >= KV_HEADS) {
+  if (head >= KV_HEADS) {  // stays until the next kernel has surely taken the room that the one before this left on every SM
     launch_dependents();
     wait_for_inputs();
+    u32 last[1];
+    if (threadIdx.x == 0) do load_relaxed(qkv + NDIM - 2, last);
+      while (missing<true>(last));
     return;
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
