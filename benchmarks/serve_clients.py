@@ -5,8 +5,10 @@
 
 Each client is a command line, so that it can live in an environment of its own. All ask one server for the same work
 (random prompts, fixed lengths, greedy, so many at once), one after the other, in every round in another order; their result
-files are read as `flyweight report` reads them, which converts definitions. A figure is the median of the rounds; `ratio` is
-the median of each round's own, against `flyweight bench serve` in the same round. Fails if a request of any client failed.
+files are read as `flyweight report` reads them, which converts definitions. What else the machine does changes from run to
+run, so each client's medians are divided by those that the server itself wrote down for the very same requests
+(`of_server`, the median of the rounds), and these are compared: `against_ours` is a client's share by that of `flyweight
+bench serve`. Fails if a request of any client failed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from flyweight.bench.rows import environment_row, make_row
 from flyweight.checkpoint.hub import resolve
 from flyweight.report.read import read_one
 
-FIGURES = ("ttft_sent_ms", "tpot_ms")
+FIGURES = {"ttft_sent_ms": "ttft_ms", "tpot_ms": "predicted_per_token_ms"}  # in a row, in the server's log
 
 
 def ours(given: argparse.Namespace, url: str, folder: Path, result: Path) -> list[str]:
@@ -63,21 +65,31 @@ Arguments = Callable[[argparse.Namespace, str, Path, Path], list[Any]]
 CLIENTS: dict[str, Arguments] = {"flyweight": ours, "vllm": vllm, "sglang": sglang, "guidellm": guidellm}
 
 
-def measure(name: str, given: argparse.Namespace, url: str, folder: Path, round_: int) -> dict[str, Any]:
-    """One client's row of one run."""
+def measure(name: str, given: argparse.Namespace, url: str, folder: Path, log: Path) -> dict[str, tuple[float, float]]:
+    """(the client's median, the server's own) of each figure, of one run."""
+    begin = log.stat().st_size
     with tempfile.TemporaryDirectory() as place:
         result = Path(place) / ("result.json" if name != "flyweight" else "result.jsonl")
-        arguments = CLIENTS[name](given, url, folder, result) + (["--seed", round_] if name != "guidellm" else [])
-        command = [*shlex.split(getattr(given, name)), *map(str, arguments)]
+        command = [*shlex.split(getattr(given, name)), *map(str, CLIENTS[name](given, url, folder, result))]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not result.exists():
             said = done.stdout[-2000:] + done.stderr[-3000:]
             raise SystemExit(f"{name} ended with {done.returncode}:\n{shlex.join(command)}\n{said}")
         row = read_one(result).rows[0]
-    if row.get("completed") not in (None, given.requests):
-        raise SystemExit(f"{name}: {row['completed']} of {given.requests} requests were answered")
-    print(f"round {round_} {name}: " + ", ".join(f"{figure} p50 {row[figure]['p50']:.2f}" for figure in FIGURES), flush=True)
-    return row
+    answered = requests(log, begin)[-given.requests :]  # those to warm up came first
+    if row.get("completed") not in (None, given.requests) or any(one["status"] != 200 for one in answered):
+        raise SystemExit(f"{name}: {row.get('completed')} of {given.requests} requests were answered")
+    found = {mine: (row[mine]["p50"], statistics.median(one[its] for one in answered)) for mine, its in FIGURES.items()}
+    print(name, {figure: f"{mine:.1f} ms, the server {its:.1f}" for figure, (mine, its) in found.items()}, flush=True)
+    return found
+
+
+def requests(log: Path, begin: int) -> list[dict[str, Any]]:
+    """What the server wrote down about answers since then."""
+    with log.open() as file:
+        file.seek(begin)
+        events = [json.loads(line) for line in file if line.startswith("{")]
+    return [event for event in events if event["event"] == "request" and event["path"] == "/v1/completions"]
 
 
 def main() -> None:
@@ -97,27 +109,29 @@ def main() -> None:
     given = parser.parse_args()
     given.name = Path(given.model).name  # what the server calls it
     names = [name for name in CLIENTS if getattr(given, name)]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with server(given.model, "--no-prefix-cache", "--max-model-len", "512") as served:
-        for round_ in range(given.rounds):
-            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-                runs[name].append(measure(name, given, f"http://127.0.0.1:{served.port}", resolve(given.model), round_))
-    environment = environment_row(served.facts["device"])
-    rows = [environment]
-    versions = dict(pair.split("=", 1) for pair in given.version)
+    runs: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in names}
+    with tempfile.NamedTemporaryFile() as log, server(
+            given.model, "--no-prefix-cache", "--max-model-len", "512", log=log.name) as served:
+        for turn in range(given.rounds):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                url = f"http://127.0.0.1:{served.port}"
+                runs[name].append(measure(name, given, url, resolve(given.model), Path(log.name)))
+    rows = [environment := environment_row(served.facts["device"])]
+    versions, shares = dict(pair.split("=", 1) for pair in given.version), dict[str, dict[str, float]]()
     for name in names:
-        medians = {figure: [row[figure]["p50"] for row in runs[name]] for figure in FIGURES}
-        ratios = {figure: [mine / row[figure]["p50"] for mine, row in zip(medians[figure], runs["flyweight"], strict=True)]
-                  for figure in FIGURES}
-        figures = {figure: {"p50": round(statistics.median(medians[figure]), 3)} for figure in FIGURES}
+        samples = {figure: [mine / its for mine, its in (run[figure] for run in runs[name])] for figure in FIGURES}
+        shares[name] = {figure: statistics.median(values) for figure, values in samples.items()}
+        against = {figure: share / shares["flyweight"][figure] for figure, share in shares[name].items()}
+        found = {"of_server": {figure: round(share, 4) for figure, share in shares[name].items()},
+                 "against_ours": {figure: round(share, 4) for figure, share in against.items()},
+                 "of_server_samples": {figure: [round(value, 4) for value in values] for figure, values in samples.items()}}
         rows.append(make_row(
             "serve", environment["id"], **about(given.model), client=name, client_version=versions.get(name),
             concurrency=given.concurrency, arrivals="closed", requests=given.requests * given.rounds,
             completed=given.requests * given.rounds, failed=0, sampling="greedy",
-            dataset=f"random {given.input} in, {given.output_tokens} out", flags=given.flag, **figures,
-            ratio={figure: round(statistics.median(values), 4) for figure, values in ratios.items()},
-            ratio_samples={figure: [round(value, 4) for value in values] for figure, values in ratios.items()}))
-        print(name, json.dumps({"ratio": rows[-1]["ratio"]} | figures))
+            dataset=f"random {given.input} in, {given.output_tokens} out", flags=given.flag, **found,
+            **{figure: {"p50": round(statistics.median(run[figure][0] for run in runs[name]), 3)} for figure in FIGURES}))
+        print(name, json.dumps(found["against_ours"]))
     given.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
