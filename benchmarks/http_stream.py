@@ -77,8 +77,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def server(model: str, *options: str) -> Iterator[Served]:
-    """A `flyweight serve` that is ready."""
+def server(model: str, *options: str, log: str = os.devnull) -> Iterator[Served]:
+    """A `flyweight serve` that is ready; what it logs from then on goes to `log`."""
     command = [sys.executable, "-m", "flyweight.cli", "serve", model, "--port", "0", "--log-format", "json", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     assert process.stderr is not None
@@ -93,8 +93,8 @@ def server(model: str, *options: str) -> Iterator[Served]:
                 print(line, end="", file=sys.stderr)
             port = event.get("port", port)
             facts = event if event.get("event") == "engine_ready" else None
-        with open(os.devnull, "w") as nowhere:
-            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=nowhere)  # its log must not fill the pipe
+        with open(log, "w") as file:
+            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=file)  # its log must not fill the pipe
         yield Served(port, process.pid, facts["pid"], facts)
     finally:
         process.terminate()

@@ -166,6 +166,9 @@ async def watch(served: Served, begin: float, every: float, found: list[dict[str
 
 async def run(served: Served, prompts: list[Prompt], given: argparse.Namespace) -> dict[str, Any]:
     references = {prompt: await reference(served.port, prompt, given.longest) for prompt in prompts}
+    different = len({token for right in references.values() for token in right.tokens})
+    if different < len(prompts):
+        raise SystemExit(f"{len(prompts)} answers have {different} different tokens: whether one is wrong could not be told")
     begin, memory = time.perf_counter(), list[dict[str, Any]]()
     storm = Storm(served.port, begin + given.seconds, given.longest, given.tie, references, Tally())
     watcher = asyncio.create_task(watch(served, begin, given.seconds / SAMPLES, memory))
@@ -181,7 +184,8 @@ async def run(served: Served, prompts: list[Prompt], given: argparse.Namespace) 
         "concurrency": given.clients, "arrivals": "closed", "requests": tally.completed + tally.disconnected,
         "completed": tally.completed, "disconnected": tally.disconnected, "refused_429": tally.refused,
         "failed": len(tally.lost), "lost": tally.lost[:5], "wrong": len(tally.wrong), "wrong_examples": tally.wrong[:5],
-        "tie_below": given.tie, "ties": tally.ties, "largest_tie": round(max(tally.left.values(), default=0.0), 4),
+        "different_tokens": different, "tie_below": given.tie, "ties": tally.ties,
+        "largest_tie": round(max(tally.left.values(), default=0.0), 4),
         "rescored": {"answers": len(left), "tokens": tally.rescored, "not_the_likeliest": len(tally.not_best),
                      "furthest_behind": round(max(tally.not_best, default=0.0), 4)},
         "leaked_blocks": state["kv_blocks_used"], "kv_blocks": state["kv_blocks"],

@@ -32,6 +32,12 @@ def test_random_weights_keep_a_unit_input_near_one(kind):
     assert out.dtype == torch.float64 and 0.4 < out.std() < 2.5
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_random_weights_with_zero_points_lean_to_no_side(bits):
+    weight = IntGroup.random((256, 512), bits=bits, group_size=32).dequantize()
+    assert abs(weight.mean()) < 0.02 * weight.std(), "a deep model of weights that do says one token whatever it is asked"
+
+
 @pytest.mark.parametrize("kind", RANDOM)
 def test_experts_are_a_stack_of_weights(kind):
     tensor = RANDOM[kind]((3, 96, 128))

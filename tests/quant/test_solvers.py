@@ -195,7 +195,7 @@ def test_smoothing_is_never_worse_than_none_and_folds_away():
     weight, _, x = problem()
     x[:, 5] *= 60  # one outlier channel
     largest = x.abs().amax(0)
-    alpha, scales = search_alpha(x, largest, [weight])
+    alpha, scales = search_alpha(x, [largest], [weight])
     assert alpha > 0
     assert w8a8_error(x, [weight], scales) < 0.5 * w8a8_error(x, [weight], torch.ones(96))
     fixed = smooth_scales(largest, [weight], 0.8)

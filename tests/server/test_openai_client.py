@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 openai = pytest.importorskip("openai", reason="the official client is not installed: pip install openai")
@@ -170,6 +171,19 @@ def test_json_comes_back_as_json(client):
     assert set(person) == {"name", "age"} and isinstance(person["age"], int) and answer.choices[0].finish_reason == "stop"
     free = client.chat.completions.create(**ask | {"max_tokens": 12}, response_format={"type": "json_object"})
     assert free.choices[0].message.content.startswith("{")
+
+
+def test_the_other_endpoints_answer_the_same_client(client):
+    def ask(path, **body):
+        call = client.post if body else client.get
+        return call("../" + path, cast_to=httpx.Response, **({"body": body} if body else {}))
+
+    tokens = ask("tokenize", model=MODEL, prompt=PARIS["prompt"]).json()
+    assert tokens["count"] == len(tokens["tokens"]) == 5 and tokens["max_model_len"] == 512
+    assert ask("detokenize", model=MODEL, tokens=tokens["tokens"]).json()["prompt"] == PARIS["prompt"]
+    assert ask("health").json()["status"] == "ok" and ask("ready").json()["status"] == "ready"
+    assert "flyweight_time_to_first_token_seconds_count" in ask("metrics").text
+    assert "/v1/chat/completions" in ask("docs").text
 
 
 def test_embeddings_and_nonsense_are_refused_clearly(client):

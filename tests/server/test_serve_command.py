@@ -118,6 +118,7 @@ def test_a_second_sigterm_exits_at_once(processes):
     (["--log-format", "xml"], "unknown log format 'xml'"), (["--api-key", ""], "--api-key is empty"),
     (["--backend", "vlm"], "unknown backend 'vlm'; did you mean 'vllm'?"),
     (["--backend", "vllm", "--strict"], "--strict is an option of the native server"),
+    (["--tensor-parallel", "2"], "are for --backend vllm or sglang: the native engine runs on one GPU"),
     (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
 ])
 def test_wrong_options_are_one_line(capsys, arguments, message):
@@ -130,19 +131,22 @@ def test_wrong_options_are_one_line(capsys, arguments, message):
 def test_vllm_gets_equivalent_arguments():
     argv, environment = handover.command(
         "vllm", "Qwen/Qwen3-8B", host="0.0.0.0", port=81, names=("a", "b"), keys=("k",), max_model_len=4096, memory_fraction=0.8,
-        max_num_seqs=64, max_num_batched_tokens=None, dtype="bfloat16", prefix_cache=False)
+        max_num_seqs=64, max_num_batched_tokens=None, dtype="bfloat16", prefix_cache=False, tensor_parallel=4,
+        quantization="awq_marlin")
     assert argv == ["-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Qwen3-8B", "--host", "0.0.0.0", "--port", "81",
                     "--max-model-len", "4096", "--gpu-memory-utilization", "0.8", "--max-num-seqs", "64", "--dtype", "bfloat16",
-                    "--served-model-name", "a", "b", "--no-enable-prefix-caching"]
+                    "--tensor-parallel-size", "4", "--quantization", "awq_marlin", "--served-model-name", "a", "b",
+                    "--no-enable-prefix-caching"]
     assert environment == {"VLLM_API_KEY": "k"}
 
 
 def test_sglang_gets_equivalent_arguments():
     argv, environment = handover.command("sglang", "m", host="::1", port=80, names=("a",), keys=("k",), max_model_len=10,
-                                         memory_fraction=0.5, max_num_seqs=2, max_num_batched_tokens=9, dtype=None)
+                                         memory_fraction=0.5, max_num_seqs=2, max_num_batched_tokens=9, dtype=None,
+                                         tensor_parallel=2)
     assert argv == ["-m", "sglang.launch_server", "--model-path", "m", "--host", "::1", "--port", "80", "--context-length", "10",
                     "--mem-fraction-static", "0.5", "--max-running-requests", "2", "--chunked-prefill-size", "9",
-                    "--served-model-name", "a", "--api-key", "k"]
+                    "--tp-size", "2", "--served-model-name", "a", "--api-key", "k"]
     assert environment == {}
 
 

@@ -6,6 +6,8 @@ import random
 import pytest
 
 from flyweight.server.messages import FAILED, REFUSED, Delta
+from flyweight.server.prompts import Prompts
+from flyweight.server.protocol import ChatRequest
 from flyweight.server.reasoning import ReasoningSplitter
 from flyweight.server.refusals import BadRequest, EngineFailed, TookTooLong
 from flyweight.server.ticket import Ticket
@@ -32,6 +34,15 @@ def test_thinking_is_told_from_the_answer_wherever_the_text_is_cut(case):
         splitter = ReasoningSplitter(inside=inside)
         found = [splitter.add(piece, last=at == len(pieces) - 1) for at, piece in enumerate(pieces)]
         assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == expected
+
+
+def test_a_preset_takes_token_ids_and_says_that_it_reads_no_text():
+    prompts = Prompts(None)  # random weights have no tokenizer
+    assert asyncio.run(prompts.encode([[1, 2], [3]])) == [[1, 2], [3]]
+    chat = ChatRequest(messages=[{"role": "user", "content": "hello"}])
+    for asked in (prompts.encode(["hello"]), prompts.chat(chat)):
+        with pytest.raises(BadRequest, match="no tokenizer: give /v1/completions a prompt of token ids"):
+            asyncio.run(asked)
 
 
 def test_a_ticket_gives_what_came_then_how_it_ended():

@@ -45,6 +45,7 @@ def events(answer):
     ("/v1/completions", ASK | {"response_format": {"type": "json_schema"}}, "json_schema, and no other", "response_format"),
     ("/v1/completions", ASK | {"response_format": {"type": "json_object"}, "ignore_eos": True}, "contradict", "ignore_eos"),
     ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "function"}}, "no call can be forced", "tool_choice"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, "no call can be forced", "tool_choice"),
     ("/v1/chat/completions", CHAT | {"reasoning_effort": "high"}, "reasoning_effort is not supported", "reasoning_effort"),
     ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
     ("/v1/chat/completions", CHAT | {"max_completion_tokens": 9}, "two names of one thing", "max_tokens"),

@@ -38,6 +38,8 @@ def serve(
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
+    tensor_parallel: Annotated[int | None, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")] = None,
+    quantization: Annotated[str | None, typer.Option(help="By the engine's own name, such as awq_marlin (vllm, sglang).")] = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API does; / is a page to chat with it, /docs lists the endpoints.
 
@@ -47,7 +49,7 @@ def serve(
 
         flyweight serve ./my-model --host 0.0.0.0 --port 8080 --served-name assistant --max-model-len 4096
 
-        flyweight serve Qwen/Qwen3-8B --backend vllm --memory-fraction 0.9
+        flyweight serve Qwen/Qwen3-32B --backend vllm --tensor-parallel 4 --memory-fraction 0.9
     """
     engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype}
@@ -57,8 +59,12 @@ def serve(
     if backend != "native":
         from flyweight.server.handover import hand_over
 
-        hand_over(backend, model, context=context, host=host, port=port, keys=keys, names=tuple(served_name or ()), **engine)
+        hand_over(backend, model, context=context, host=host, port=port, keys=keys, names=tuple(served_name or ()),
+                  tensor_parallel=tensor_parallel, quantization=quantization, **engine)
         return
+    if (tensor_parallel or 1) > 1 or quantization:
+        raise OptionError("--tensor-parallel and --quantization are for --backend vllm or sglang: the native engine runs on one "
+                          "GPU, and takes the quantization from the model's own files")
     run(model, engine, host=host, port=port, log_format=log_format, api_keys=keys, names=tuple(served_name or ()), strict=strict,
         max_queue=max_queue, max_body=int(max_body_mb * 2**20), timeout=timeout, drain=drain, allow_reset=allow_reset,
         log_prompts=log_prompts)

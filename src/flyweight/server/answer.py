@@ -19,6 +19,7 @@ from flyweight.server.refusals import Refusal
 from flyweight.server.ticket import Ticket
 
 DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)  # `json.dumps` would make one for every event
 
 
 class Answer:
@@ -78,7 +79,7 @@ class Answer:
 
 
 def encode_event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {ENCODER.encode(chunk)}\n\n".encode()
 
 
 def timings(ticket: Ticket) -> dict[str, Any]:

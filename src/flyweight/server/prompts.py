@@ -42,7 +42,7 @@ class Prompts:
 
     def need(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise BadRequest("this model has no tokenizer; give the prompt as token ids", param="prompt")
+            raise BadRequest("this model has no tokenizer: give /v1/completions a prompt of token ids", param="prompt")
         return self.tokenizer
 
     async def encode(self, prompts: Sequence[str] | Sequence[list[int]], *, special: bool = True) -> list[list[int]]:

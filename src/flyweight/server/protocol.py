@@ -196,10 +196,10 @@ class ChatRequest(SamplingFields, ChatFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tool_choice: Literal["auto", "none"] | dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto or none: no call can be forced.")
 
     def check(self, *, strict: bool) -> list[str]:
-        if isinstance(self.tool_choice, dict):
+        if self.tool_choice not in (None, "auto", "none"):
             raise UnsupportedField("tool_choice is supported only as auto or none: no call can be forced", param="tool_choice")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")

@@ -99,9 +99,12 @@ class IntGroup(QuantTensor):
         scales = (0.75 + torch.rand(*lead, groups, generator=generator, device=device) / 2) / spread
         zeros = None
         if not symmetric:
+            # Around the codes' own mean, half a code below the middle: else every row had the same small offset, and a deep
+            # model of such weights says one and the same token whatever it is asked.
             middle = 1 << (bits - 1)
-            low, high = middle - middle // 4, middle + middle // 4
-            zeros = torch.randint(low, high + 1, (*lead, groups), generator=generator, device=device).to(torch.uint8)
+            room = max(1, middle // 4)
+            size = (*lead, groups)
+            zeros = torch.randint(middle - room, middle + room, size, generator=generator, device=device).to(torch.uint8)
         g_idx = None
         if act_order:
             order = torch.rand(*lead[:-1], columns, generator=generator, device=device).argsort(-1)
