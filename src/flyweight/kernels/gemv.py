@@ -220,7 +220,7 @@ class Gemv:
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
         tiles = math.ceil(self.out_features / 16)
-        grid = grid or min(tiles, processors(x.device.index or 0))
+        grid = grid or processors(x.device.index or 0)  # one on every SM, so that all offer the same room
         chosen = self.plan(rows, tiles=math.ceil(tiles / grid), warps=warps, limit=limit, stage_bytes=stage_bytes)
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")

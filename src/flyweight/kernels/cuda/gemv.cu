@@ -9,6 +9,7 @@ gemv(const u8* weights, const u32* records, const float* channel_scale, const u1
      const u16* residual, u16* Y, float epsilon) {
   extern __shared__ __align__(128) u8 raw[];
   const int first = (int)((long long)blockIdx.x * TILES / gridDim.x), last = (int)((long long)(blockIdx.x + 1) * TILES / gridDim.x);
+  if (first == last) return stay();
   const Linear arguments = {weights, records, channel_scale, X, norm, bias, residual, Y, epsilon};
   linear(*(LinearShared*)raw, arguments, last - first, [=](int i) { return first + i; }, [] {});
 }
