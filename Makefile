@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?= smollm2-135m
 
-.PHONY: demo test test-interop lint clean
+.PHONY: demo test test-interop lint results clean
 
 # torch goes first and pinned, so that nothing pulls another build of it.
 .venv/installed: pyproject.toml constraints.txt
@@ -47,6 +47,10 @@ test-interop: .venv-interop/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Every table and picture of the rows in benchmarks/h200/.
+results: .venv/installed
+	$(BIN)/python benchmarks/results.py
 
 clean:
 	rm -rf .venv .venv-interop build dist

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from linear_chain import replay_times
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from flyweight.bench.replay import graph_sampler
 from flyweight.bench.rows import environment_row, make_row
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.kernels import reference, triton_attention, triton_ops
@@ -54,6 +54,13 @@ def each_of(copies: int, make: Callable[[], tuple], op: Callable) -> Callable[[]
     return lambda: [op(*arguments) for arguments in inputs]
 
 
+def replay_times(launch: Callable[[], object], repeats: int = 15) -> list[float]:
+    """Microseconds of each replay of a graph of `launch`, after three to warm up."""
+    launch()
+    sample = graph_sampler(launch, 1)
+    return [sample() for _ in range(repeats + 3)][3:]
+
+
 def ops_at(rows: int, preset: str):
     """(name, width, bytes moved, make inputs, the op, the plain op)"""
     hidden, middle, heads, kv_heads, size = shape_of(preset)
@@ -62,7 +69,6 @@ def ops_at(rows: int, preset: str):
     cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(rows, device="cuda"))
     cache = KVStorage(random(-(-rows // 16), 16, kv_heads, size), random(-(-rows // 16), 16, kv_heads, size))
     slots = torch.randperm(rows, device="cuda")
-    vocabulary = PRESETS[preset]["vocab_size"]
 
     def row(width: int) -> Callable[[], tuple]:
         return lambda: (random(rows, width),)
@@ -77,15 +83,10 @@ def ops_at(rows: int, preset: str):
     rope = dict(cos=cos, sin=sin, heads=heads, norm=qk_norm, epsilon=1e-6)
     yield "rms_norm", hidden, 4 * hidden * rows, row(hidden), *both("rms_norm", norm, 1e-6)
     yield "add_rms_norm", hidden, 8 * hidden * rows, pair, *both("add_rms_norm", norm, epsilon=1e-6)
-    yield "norm_quantize", hidden, 7 * hidden * rows, pair, *both("norm_quantize", norm, 1e-6)
-    yield "quantize_rows", heads * size, 3 * heads * size * rows, row(heads * size), *both("quantize_rows")
     yield "silu_mul", middle, 6 * middle * rows, row(2 * middle), *both("silu_mul")
-    yield "silu_quantize", middle, 5 * middle * rows, row(2 * middle), *both("silu_quantize")
     moved = (2 * all_heads * size + 2 * (heads + 3 * kv_heads) * size + 8 * size) * rows
     yield ("rope_norm_write", all_heads * size, moved, lambda: (random(rows, all_heads, size), cache, slots),
            *both("rope_norm_write", **rope))
-    if rows <= 64:
-        yield "argmax", vocabulary, 2 * vocabulary * rows, row(vocabulary), triton_ops.argmax, lambda x: x.argmax(-1)
 
 
 def measure_ops(rows: int, preset: str):

@@ -1,7 +1,8 @@
 """The published packages, on the same model and the same calibration tokens: (job, model, tokens) → a model folder.
 
 Group size 64 (the default model's widths are no multiple of 128) and symmetry are those of our scheme of the same name;
-everything else is what the package does by default or in its documentation's example of the method.
+everything else is what the package does by default or in its documentation's example of the method. Where its ranges can
+be searched too (`mse`, `imatrix`), that stands beside the default.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ GROUP = 64
 BATCH = 8  # sequences of one length together: the packages' default of one is several times slower and gives the same
 
 
-def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, activations: bool = False) -> dict[str, Any]:
-    """A scheme of compressed-tensors; without a group one scale per channel."""
+def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, activations: bool = False,
+             observer: str | None = None) -> dict[str, Any]:
+    """A scheme of compressed-tensors; without a group one scale per channel, without an observer the default's whole range."""
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel",
-               "group_size": group}
+               "group_size": group} | ({"observer": observer} if observer else {})
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if activations else None
     return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
 
@@ -31,9 +33,12 @@ def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, ac
 # scheme → (what comes before rounding, what rounds, the integers)
 LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rtn-int4": ("", "rtn", integers(4)),
-    "rtn-int8": ("", "rtn", integers(8, group=None)),
+    "rtn-int4-mse": ("", "rtn", integers(4, observer="memoryless_mse")),
+    "rtn-int8": ("", "rtn", integers(8)),
     "gptq-int3": ("", "gptq", integers(3)),
+    "gptq-int3-imatrix": ("", "gptq", integers(3, observer="imatrix_mse")),
     "gptq-int4": ("", "gptq", integers(4)),
+    "gptq-int4-imatrix": ("", "gptq", integers(4, observer="imatrix_mse")),
     "awq-int3": ("awq", "rtn", integers(3, symmetric=False)),
     "awq-int4": ("awq", "rtn", integers(4, symmetric=False)),
     "w8a8-smooth": ("smooth", "rtn", integers(8, group=None, activations=True)),
@@ -46,12 +51,14 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
 SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
 # Ours → the peers' that it is held against, at the same group size and symmetry and no more stored bits.
 RIVALS: dict[str, list[tuple[str, str]]] = {
-    **{scheme: [("llm-compressor", scheme)] for scheme in LLM_COMPRESSOR},
-    "int4-best-symmetric": [("auto-round", "autoround-int4"), ("llm-compressor", "gptq-int4"), ("llm-compressor", "rtn-int4")],
+    **{ours: [("llm-compressor", name) for name in LLM_COMPRESSOR if name in (ours, f"{ours}-mse", f"{ours}-imatrix")]
+       for ours in LLM_COMPRESSOR},
+    "int4-best-symmetric": [("auto-round", "autoround-int4"), ("llm-compressor", "gptq-int4"),
+                            ("llm-compressor", "gptq-int4-imatrix"), ("llm-compressor", "rtn-int4")],
     "int4-best": [("auto-round", "autoround-int4-asym"), ("auto-round", "autoround-int4"), ("llm-compressor", "awq-int4"),
-                  ("llm-compressor", "gptq-int4"), ("llm-compressor", "rtn-int4")],
+                  ("llm-compressor", "gptq-int4"), ("llm-compressor", "gptq-int4-imatrix"), ("llm-compressor", "rtn-int4")],
     "vptq-3bit": [("flyweight", "gptq-int3"), ("flyweight", "awq-int3"), ("llm-compressor", "gptq-int3"),
-                  ("llm-compressor", "awq-int3")],
+                  ("llm-compressor", "gptq-int3-imatrix"), ("llm-compressor", "awq-int3")],
 }
 
 

@@ -110,7 +110,8 @@ class Worker:
         files = dict(self.setting.recipes)
         chosen = recipe.load(Path(files[job.scheme])) if job.scheme in files else recipe.find(job.scheme)
         if chosen.learn_steps and self.setting.learn_steps:
-            chosen = dataclasses.replace(chosen, learn_steps=self.setting.learn_steps)
+            chosen = dataclasses.replace(chosen, learn_steps=self.setting.learn_steps,
+                                         tune_steps=min(chosen.tune_steps, self.setting.learn_steps))
         batch = 16 if self.setting.device.startswith("cuda") else 4
         return quantize(self.setting.model, output=output, recipe=chosen, calibration=self.calibration(job.seed), seed=job.seed,
                         device=self.setting.device, batch=batch, overwrite=True).output

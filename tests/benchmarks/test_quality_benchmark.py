@@ -102,7 +102,13 @@ def test_vllm_agrees_where_only_near_ties_fall_the_other_way():
         return {best: (1, -0.1), own: (1 if own == best else 2, logprob)}
 
     near = [place(1, 1, float(expected[0, 1])), place(0, 0, float(expected[1, 0]))]
-    facts = vllm_agreement.compare(expected, near, ids, 0.1)
+    facts = vllm_agreement.compare(expected, near, ids)
     assert facts["agrees"] and facts["first_difference"] == {"position": 1, "top2_gap": pytest.approx(0.05, abs=1e-4)}
     far = [place(0, 1, float(expected[0, 1])), place(2, 0, float(expected[1, 0]))]
-    assert not vllm_agreement.compare(expected, far, ids, 0.1)["agrees"]
+    assert not vllm_agreement.compare(expected, far, ids)["agrees"]
+
+    # As far from ours as ours is from itself when its inputs are rounded: no nearer could be asked for.
+    other = torch.log_softmax(torch.tensor([[2.0, 1.95, 0.0], [0.0, 0.0, 3.0]]), -1)
+    place_of_other = [place(0, 1, float(other[0, 1])), place(2, 0, float(other[1, 0]))]
+    facts = vllm_agreement.compare(expected, place_of_other, ids, other)
+    assert facts["agrees"] and facts["floor_same_argmax"] == facts["same_argmax"] == 1

@@ -132,3 +132,19 @@ def test_the_command_prints_what_it_did(tmp_path):
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["modules"] == {"int": 2} and facts["format"] == "compressed-tensors" and facts["bytes_after"] > 0
+
+
+@pytest.mark.parametrize(("scheme", "format"), [("int4", "awq"), ("w8a8", "compressed-tensors"), ("bf16", None)])
+def test_a_preset_s_folder_gives_the_tokens_of_the_preset(scheme, format, tmp_path, monkeypatch):
+    from flyweight import LLM, SamplingParams
+    from flyweight.checkpoint.random_folder import write_preset
+    from flyweight.models import presets
+
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 vocab_size=256, head_dim=16, max_position_embeddings=64)
+    monkeypatch.setitem(presets.PRESETS, "tiny", presets.PRESETS["qwen2-7b"] | sizes)
+    folder = write_preset(f"preset:tiny:{scheme}", tmp_path / "folder", format=format)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    settings = dict(device="cpu", max_model_len=32, max_num_seqs=1)
+    one, other = (LLM(model, **settings).generate([[5, 6, 7]], params)[0] for model in (f"preset:tiny:{scheme}", folder))
+    assert one.completions[0].token_ids == other.completions[0].token_ids

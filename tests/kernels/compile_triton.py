@@ -8,7 +8,7 @@ from triton.compiler import ASTSource
 
 from flyweight.kernels import triton_attention, triton_ops
 
-FLOAT, CODES, SCALES, TABLE = "*bf16", "*i8", "*fp32", "*i32"
+FLOAT, SCALES, TABLE = "*bf16", "*fp32", "*i32"
 NORM = dict(x=FLOAT, residual=FLOAT, weight=FLOAT, out=FLOAT, total=FLOAT)
 ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, positions="*i64", slots="*i64", norm=FLOAT, keys=FLOAT, values=FLOAT, HEADS=32,
             KV_HEADS=8, HEAD_DIM=128, HALF=64, BLOCK=64, REST_BLOCK=1, HEAD_BLOCK=16)
@@ -28,12 +28,9 @@ def tile(size: int) -> dict:
 
 CASES = [
     (triton_ops._norm, NORM | row(4096)),
-    (triton_ops._norm, NORM | row(20480, out=CODES, scales=SCALES)),
-    (triton_ops._silu_mul, dict(gate_up=FLOAT, out=CODES, scales=SCALES, INTERLEAVED=True) | row(12288)),
-    (triton_ops._quantize, dict(x=FLOAT, out=CODES, scales=SCALES) | row(4096)),
+    (triton_ops._norm, NORM | row(20480)),
+    (triton_ops._silu_mul, dict(gate_up=FLOAT, out=FLOAT, SIZE=12288, BLOCK=1024)),
     (triton_ops._rope_norm_write, ROPE),
-    (triton_ops._argmax_part, dict(logits=FLOAT, most=SCALES, places=TABLE, SIZE=151936, BLOCK=4096)),
-    (triton_ops._argmax_merge, dict(most=SCALES, places=TABLE, out="*i64", PARTS=38, BLOCK=64)),
     (triton_attention._attend, ATTEND | tile(128)),
     (triton_attention._attend, ATTEND | tile(256) | dict(HEAD_DIM=256, BLOCK=256)),
     (triton_attention._attend, ATTEND | tile(128) | PARTS | dict(ROWS=16, GROUP=7, HEAD_DIM=96, WINDOW=4096)),

@@ -27,12 +27,6 @@ def relative_error(got, want):
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
-def check_codes(got, want):
-    torch.testing.assert_close(got[1], want[1], rtol=1e-2, atol=0)
-    off = (got[0].float() - want[0].float()).abs()
-    assert off.max() <= 1 and (off > 0).float().mean() < 0.02
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows, size", [(1, 4096), (64, 4096), (2048, 4096), (300, 576), (33, 20480), (16384, 2560)])
 def test_norms(rows, size, dtype):
@@ -42,24 +36,13 @@ def test_norms(rows, size, dtype):
     got, total = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
     assert torch.equal(total, x + residual)
     assert relative_error(got, reference.rms_norm(total.float(), weight.float(), 1e-6)) < TOLERANCE[dtype]
-    check_codes(ops.norm_quantize(x, residual, weight, 1e-6), reference.norm_quantize(x, residual, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows, size", [(1, 12288), (64, 12288), (2048, 12288), (7, 29568), (100, 1536)])
-def test_silu_and_codes(rows, size, dtype):
+def test_silu_mul(rows, size, dtype):
     gate_up = random(rows, 2 * size, dtype=dtype)
-    want = reference.silu_mul(gate_up.float())
-    assert relative_error(ops.silu_mul(gate_up), want) < TOLERANCE[dtype]
-    check_codes(ops.silu_quantize(gate_up), reference.silu_quantize(gate_up))
-    want = reference.silu_mul(gate_up.float(), interleaved=True)
-    assert relative_error(ops.silu_mul(gate_up, interleaved=True), want) < TOLERANCE[dtype]
-    check_codes(ops.silu_quantize(gate_up, interleaved=True), reference.silu_quantize(gate_up, interleaved=True))
-    codes, plain = ops.quantize_rows(gate_up)[0], reference.quantize_rows(gate_up)[0]
-    assert torch.equal(codes, plain)
-    for got, want in zip(ops.quantize_rows(gate_up, dtype=torch.float8_e4m3fn),
-                         reference.quantize_rows(gate_up, dtype=torch.float8_e4m3fn), strict=True):
-        torch.testing.assert_close(got.float(), want.float(), rtol=2e-7 if got.dtype == torch.float32 else 0.125, atol=2**-9)
+    assert relative_error(ops.silu_mul(gate_up), reference.silu_mul(gate_up.float())) < TOLERANCE[dtype]
 
 
 def test_the_number_of_rows_compiles_nothing_anew():
@@ -138,18 +121,18 @@ def test_a_layer_of_a_step_never_waits_for_the_device():
     try:
         plan = ops.plan_attention(batch, cache, None)
         ops.paged_attention(query, cache, plan, scale=0.1, new=new)
-        ops.norm_quantize(x, x, weight, 1e-6)
-        ops.silu_quantize(gate_up)
+        ops.add_rms_norm(x, x, weight, epsilon=1e-6)
+        ops.silu_mul(gate_up)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_ops_are_captured_by_graphs():
-    x, residual, weight, logits = random(16, 4096), random(16, 4096), random(4096), random(16, 151936)
+    x, residual, weight = random(16, 4096), random(16, 4096), random(4096)
 
     def step():
         normed, total = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
-        return normed, total, *ops.silu_quantize(normed), ops.argmax(logits)
+        return normed, total, ops.silu_mul(normed)
 
     step()
     torch.cuda.synchronize()
@@ -157,8 +140,7 @@ def test_ops_are_captured_by_graphs():
     with torch.cuda.graph(graph):
         captured = step()
     for _ in range(3):
-        for fresh in (x, residual, logits):
+        for fresh in (x, residual):
             fresh.normal_()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
-        assert torch.equal(captured[-1], logits.argmax(-1))

@@ -26,7 +26,7 @@ def die() -> None:
 
 
 def arm(moment: str) -> object:
-    """Make this process kill itself: `layer N` or `block N`, the Nth event of that kind; or at the Nth call of a function."""
+    """Make this process kill itself: at the Nth event (`layer N`, `block N`, `tuned N`) or the Nth call of a function."""
     kind, number = moment.split()
     left = [int(number)]
 
@@ -50,7 +50,7 @@ def arm(moment: str) -> object:
         before(writer.CheckpointWriter, "add")
     elif kind == "cleanup":  # the output is in place, the work folder still there
         before(store.BlockStore, "close")
-    wanted = {"layer": "layer", "block": "finished"}.get(kind)
+    wanted = {"layer": "layer", "block": "finished", "tuned": "tuned"}.get(kind)
     return lambda event: count() if event.kind == wanted else None
 
 

@@ -25,7 +25,7 @@ from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Layer, Recipe, named
 from flyweight.quant.work import WorkBlock
 
-LEARNED = 'base = "int4-best"\nlearn_steps = 4\nlearn_batch = 2\nsweeps = 1\n'
+LEARNED = 'base = "int4-best"\nlearn_steps = 4\nlearn_batch = 2\nsweeps = 1\ntune_steps = 2\ntune_batch = 2\n'
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def digest(folder):
 def fast(name):
     """The scheme, with learning cut down to a few steps."""
     recipe = named()[name]
-    return Recipe.from_dict(recipe.to_dict() | ({"learn_steps": 3, "learn_batch": 2} if recipe.learn_steps else {}), name)
+    few = {"learn_steps": min(3, recipe.learn_steps), "learn_batch": 2, "tune_steps": min(2, recipe.tune_steps), "tune_batch": 2}
+    return Recipe.from_dict(recipe.to_dict() | few, name)
 
 
 @pytest.mark.parametrize("name", list(named()))
@@ -81,8 +82,8 @@ def test_two_runs_give_the_same_bytes(name, model, text, tmp_path):
 MOMENTS = ("layer 1", "layer 9", "block 1", "rename 3", "tensor 5", "cleanup 1", "block 1,layer 3,rename 2,tensor 20")
 
 
-@pytest.mark.parametrize(("recipe", "moments"), [('base = "gptq-int4"', MOMENTS), (LEARNED, ("block 2,layer 2",))],
-                         ids=["gptq", "learned"])
+@pytest.mark.parametrize(("recipe", "moments"), [
+    ('base = "gptq-int4"', MOMENTS), (LEARNED, ("block 2,layer 2,tuned 1,rename 3",))], ids=["gptq", "learned"])
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(recipe, moments, model, text, tmp_path):
     (tmp_path / "recipe.toml").write_text(recipe)
     script = Path(__file__).with_name("interrupt.py")

@@ -195,7 +195,7 @@ def test_smoothing_is_never_worse_than_none_and_folds_away():
     weight, _, x = problem()
     x[:, 5] *= 60  # one outlier channel
     largest = x.abs().amax(0)
-    alpha, scales = search_alpha(x, largest, [weight])
+    alpha, scales = search_alpha(x, [largest], [weight])
     assert alpha > 0
     assert w8a8_error(x, [weight], scales) < 0.5 * w8a8_error(x, [weight], torch.ones(96))
     fixed = smooth_scales(largest, [weight], 0.8)
@@ -252,3 +252,17 @@ def test_vptq_beats_rounding_at_three_bits():
     rounded = rtn(weight, Integers(3, 32))
     assert tensor.bits_per_weight <= 3.3 < rounded.bits_per_weight
     assert error(weight, tensor, statistics) < error(weight, rounded, statistics)
+
+
+def test_rounding_some_rows_at_a_time_gives_the_same_bytes(monkeypatch):
+    weight, settings = torch.randn(40, 256), Integers(bits=4, group_size=64)
+    whole = rtn(weight, settings)
+    monkeypatch.setattr("flyweight.quant.rtn.AT_ONCE", 7 * 256)
+    parts = rtn(weight, settings)
+    assert all(torch.equal(tensor, parts.tensors()[name]) for name, tensor in whole.tensors().items())
+
+
+def test_an_error_without_statistics_is_that_of_the_weight():
+    weight = torch.randn(8, 64)
+    quantized = weight + 0.1 * torch.randn_like(weight)
+    assert layer_error(weight, quantized, None) == pytest.approx(layer_error(weight, quantized, torch.eye(64)), rel=1e-5)

@@ -8,10 +8,20 @@ from flyweight.quant.gptq import GPTQ, gptq, walk
 from flyweight.quant.grid import Integers
 from flyweight.quant.kmeans import nearest
 from flyweight.quant.quantize import quantize
+from flyweight.quant.recipe import Recipe, find
 from flyweight.quant.statistics import Statistics, layer_error
-from flyweight.quant.vptq import VPTQ, vptq
+from flyweight.quant.vptq import VPTQ, Books, vptq
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    """What runs on the CPU here is tiny: many threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def random(*shape, seed=0):
@@ -59,6 +69,22 @@ def test_the_nearest_centroids_are_those_of_float64(points, length, entries):
     torch.testing.assert_close(distance.cpu().double(), exact.amin(1), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(("length", "entries", "residuals"), [(8, 4096, 256), (4, 300, 5), (4, 512, 0), (2, 256, 16)])
+def test_a_column_is_matched_with_pairs_as_close_as_on_the_cpu(length, entries, residuals):
+    points, main = random(70, length), random(entries, length, seed=1)
+    residual = random(residuals, length, seed=2) * 0.3 if residuals else None
+    books = Books(main.cuda(), None if residual is None else residual.cuda(), beam=4)
+    first, second = torch.zeros(2, 75, dtype=torch.int64, device="cuda")
+    scale, bias = torch.tensor([1.7, 0.3], device="cuda")
+    values = books.round_fused(points.cuda(), scale=scale, bias=bias, first=first, second=second)
+    decoded = books.decode(first[:70], second[:70] if residuals else None)
+    torch.testing.assert_close(values.view(70, length), decoded * scale + bias)
+    on_cpu = Books(main, residual, beam=4)
+    wanted = (on_cpu.decode(*on_cpu.match(points)) - points).square().sum(1)
+    found = (decoded.cpu() - points).square().sum(1)
+    assert found.mean() < 1.02 * wanted.mean() and not first[70:].any()
+
+
 @pytest.mark.parametrize("options", [GPTQ(), GPTQ(act_order=False), GPTQ(sweeps=2)])
 @pytest.mark.parametrize("settings", [Integers(ranges="importance"), Integers(bits=8, group_size=-1), Integers(symmetric=False)])
 def test_gptq_is_as_good_as_on_the_cpu(settings, options):
@@ -71,9 +97,9 @@ def test_gptq_is_as_good_as_on_the_cpu(settings, options):
 
 
 @pytest.mark.parametrize("shape", [
-    VPTQ(length=8, main=4096, residual=16), VPTQ(length=4, main=256), VPTQ(length=8, main=64, residual=8)])
+    VPTQ(length=8, main=1024, residual=16), VPTQ(length=4, main=256), VPTQ(length=8, main=64, residual=8)])
 def test_vptq_is_as_good_as_on_the_cpu_and_gives_the_same_bytes_twice(shape):
-    weight, inputs = layer(512, 128)
+    weight, inputs = layer(256, 96)
     hessian = statistics_of(inputs, "cpu").hessian
     errors = [layer_error(weight, vptq(weight.to(device), statistics_of(inputs, device), shape).dequantize().cpu(), hessian)
               for device in ("cpu", "cuda", "cuda")]
@@ -85,6 +111,9 @@ def test_vptq_is_as_good_as_on_the_cpu_and_gives_the_same_bytes_twice(shape):
     "gptq-int4", "awq-int4", "w8a8-smooth-gptq", "w4a16-sparse-gptq", "vptq-3bit", "int4-best", "fp8-static"])
 def test_every_kind_of_scheme_runs_on_a_gpu(scheme, tmp_path):
     model = make_tiny_model(tmp_path / "model")
-    summary = quantize(model, scheme, tmp_path / "out", device="cuda", samples=8, length=64)
+    recipe = find(scheme)
+    changes = {"learn_steps": 4, "tune_steps": 3} if recipe.learn_steps or recipe.tune_steps else {}
+    summary = quantize(model, recipe=Recipe.from_dict(recipe.to_dict() | changes, scheme), output=tmp_path / "out",
+                       device="cuda", samples=8, length=64)
     assert summary.finished
     assert summary.worst[1] < 0.5

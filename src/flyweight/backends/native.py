@@ -12,7 +12,10 @@ from flyweight.bench.timing import Answer, Run, clock
 from flyweight.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
+
     from flyweight.engine.llm import LLM
+    from flyweight.models.decoder import Decoder
 
 
 class Native:
@@ -34,17 +37,37 @@ class Native:
     def start(self, limits: Limits) -> None:
         if self.llm is not None and self.limits == limits:
             return
-        self.stop()
         from flyweight.engine.llm import LLM
 
         device = pick_device(self.options.device)
-        self.meter = Meter(device)
+        decoder = self._keep_decoder(device)
         self.meter.begin()
         settings = dict(device=device, dtype=self.options.dtype, max_model_len=limits.context, max_num_seqs=limits.batch,
-                        blocks=limits.tokens and limits.tokens // PAGE, block_size=PAGE, prefix_cache=False)
+                        blocks=limits.tokens and limits.tokens // PAGE, block_size=PAGE, prefix_cache=False, decoder=decoder)
         self.llm = LLM(self.model, **(settings | self.options.extra))
         self.meter.end()
         self.limits, self.kv_dtype = limits, str(self.llm.dtype).removeprefix("torch.")
+
+    def _keep_decoder(self, device: torch.device) -> Decoder | None:
+        """Of an engine for other limits only the weights are kept, and counted on."""
+        if self.llm is None:
+            self.meter = Meter(device)
+            return None
+        self.meter.begin()
+        decoder, self.llm = self.llm.decoder, None
+        gc.collect()
+        self.meter.end()
+        return decoder
+
+    def choices(self, prompts: Sequence[Sequence[int]], output: int) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+        """Greedy answers, and by how much the chosen tokens' logprobs are above the second best."""
+        from flyweight.engine.request import SamplingParams
+
+        assert self.llm is not None, "start comes first"
+        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, logprobs=2)
+        done = [result.completions[0] for result in self.llm.generate(list(prompts), params)]
+        gaps = [[max(one.top.values()) - min(one.top.values()) for one in answer.logprobs or ()] for answer in done]
+        return [tuple(one.token_ids) for one in done], gaps
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
         from flyweight.engine.request import SamplingParams

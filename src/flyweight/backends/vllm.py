@@ -34,7 +34,7 @@ def compressed(form: str, weight: dict[str, Any], activation: str | None = None)
 
 
 SCHEMES: dict[str, dict[str, Any] | None] = {  # scheme of a preset → quantization_config
-    "bf16": None, "fp16": None,
+    "bf16": None, "fp16": None, "fp32": None,
     "int4": dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"),
     "int4-sym": compressed("pack-quantized", weights(4)),
     "w8a16": compressed("pack-quantized", weights(8)),
@@ -49,7 +49,7 @@ def model_folder(model: str) -> tuple[str, dict[str, Any]]:
         from flyweight.checkpoint.hub import resolve
 
         return str(resolve(model)), {}
-    from flyweight.models.presets import preset_config
+    from flyweight.models.presets import FLOATS, preset_config
 
     _, preset, *scheme = model.split(":")
     name = scheme[0] if scheme else "bf16"
@@ -58,8 +58,7 @@ def model_folder(model: str) -> tuple[str, dict[str, Any]]:
     config = preset_config(preset)
     if (quantization := SCHEMES[name]) is not None:
         config["quantization_config"] = quantization
-    if name in ("int4", "fp16"):
-        config["dtype"] = "float16"
+    config["dtype"] = {"int4": "float16", **FLOATS}.get(name, config["dtype"])  # its AWQ kernels compute in float16
     config["torch_dtype"] = config["dtype"]
     folder = tempfile.mkdtemp(prefix="flyweight-vllm-")
     (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -77,6 +76,7 @@ class Vllm:
     name: str = "vllm"
     sized: ClassVar[bool] = False
     warm_output: ClassVar[int | None] = WARM_OUTPUT
+    temperature: float = 0
 
     def __init__(self, model: str, options: EngineOptions):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -101,7 +101,8 @@ class Vllm:
         from vllm import SamplingParams
 
         engine = self.inner.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=self.temperature, max_tokens=output, min_tokens=output, ignore_eos=True,
+                                detokenize=False)
         names = [f"{self.tokens}-{i}" for i in range(len(prompts))]
         self.tokens += 1
         chunks: dict[str, list[Chunk]] = {name: [] for name in names}

@@ -31,7 +31,8 @@ class Case:
 
     def key(self) -> Row:
         """What identifies its rows, before anything is loaded."""
-        return {name: getattr(self.facts, name) for name in ("model", "scheme", "checkpoint")} | {"backend": self.label}
+        facts = {name: getattr(self.facts, name) for name in ("model", "scheme", "checkpoint")}
+        return facts | {"backend": self.label, "gpus": self.gpus}
 
     def fields(self) -> Row:
         return self.facts.fields() | {"backend": self.label, "kv_dtype": self.backend.kv_dtype, "gpus": self.gpus}

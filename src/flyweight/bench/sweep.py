@@ -17,7 +17,7 @@ from flyweight.bench.cases import Case, Listen, attempt
 from flyweight.bench.check import SelfCheck
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
 from flyweight.bench.timing import STABLE, Run, batch_figures, outliers, random_prompts, seed_from, turns, warm_up
-from flyweight.bench.workloads import Workload
+from flyweight.bench.workloads import SPEED_OUTPUT, Workload
 from flyweight.errors import ResultError
 
 ALONE = "variants ran one after the other, not in turns"
@@ -34,7 +34,8 @@ class Table:
 TABLES = {table.bench: table for table in (
     Table("latency", lambda work: {"workload": work.name, "batch": work.batch, "input": work.input, "output": work.output},
           ("latency_s", "ttft_ms", "ttft_ms_last", "tpot_ms", "decode_tok_s", "overall_tok_s", "output_tok_s", "input_tok_s")),
-    Table("speed", lambda work: {"input": work.input, "output": work.output},
+    Table("speed", lambda work: {"input": work.input, "output": work.output, "setting": None if work.output == SPEED_OUTPUT
+                                 else f"{work.output} tokens generated"},
           ("output_tok_s", "decode_tok_s", "latency_s", "ttft_ms_last"), each_cell=True),
     Table("throughput", lambda work: {"prompts": work.batch, "input": work.input, "output": work.output},
           ("qps", "output_tok_s", "total_tok_s", "latency_s")),

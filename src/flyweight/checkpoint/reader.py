@@ -141,6 +141,11 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Folders of random weights have none and take token ids only."""
+        return any(next(self.folder.glob(pattern), None) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
+
     def tokenizer(self) -> Any:
         import transformers
 

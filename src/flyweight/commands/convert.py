@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A quantized model folder.")],
+    source: Annotated[str, typer.Argument(help="A quantized model folder, or preset:NAME:SCHEME.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
     format: Annotated[str, typer.Option("--format", help="gptq, gptq_v2, awq, compressed-tensors, fp8, vptq, or plain.")],
     dtype: Annotated[str | None, typer.Option(help="With plain: float32, float16 or bfloat16 (the model's own).")] = None,
@@ -31,13 +31,21 @@ def convert(
         flyweight convert model-gptq -o model-ct --format compressed-tensors
 
         flyweight convert model-vptq -o model-bf16 --format plain --dtype bfloat16
+
+        flyweight convert preset:qwen3-8b:int4 -o random-awq --format awq --device cuda
     """
     from flyweight.checkpoint.convert import convert as convert_folder
+    from flyweight.checkpoint.random_folder import write_preset
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("converting", total=None)
-        result = convert_folder(source, output, format=format, dtype=dtype, device=device, overwrite=overwrite,
-                                progress=lambda done, total: bar.update(task, completed=done, total=total))
+        options: dict[str, Any] = dict(format=format, device=device, overwrite=overwrite,
+                                       progress=lambda done, total: bar.update(task, completed=done, total=total))
+        if source.startswith("preset:"):
+            folder = write_preset(source, output, **options)
+            typer.echo(json.dumps({"target": str(folder)}) if as_json else f"{folder}: random weights of {source} as {format}")
+            return
+        result = convert_folder(source, output, dtype=dtype, **options)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result) | {"target": str(result.target)}))
         return

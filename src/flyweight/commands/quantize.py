@@ -121,9 +121,10 @@ class LiveView:
         self.progress.stop()
 
     def listen(self, event: Event) -> None:
-        text = f"{event.layer} error {event.error:.2e}" if event.kind == "layer" else "running finished blocks"
-        done = event.block if event.kind == "layer" else event.block + 1
-        self.progress.update(self.task, total=event.blocks, completed=done, description=f"{text}  {memory_text()}")
+        texts = {"layer": f"{event.layer} error {event.error:.2e}", "tuned": "steps of tuning the whole"}
+        done = event.block + (event.kind in ("finished", "resumed"))
+        self.progress.update(self.task, total=event.blocks, completed=done,
+                             description=f"{texts.get(event.kind, 'running finished blocks')}  {memory_text()}")
 
 
 def memory_text() -> str:

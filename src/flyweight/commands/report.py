@@ -21,6 +21,8 @@ def report(
     output: Annotated[list[Path] | None, typer.Option("--output", "-o", help="A .md, .rst, .csv or .html file.")] = None,
     layout: Annotated[str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")] = "full",
     baseline: Annotated[str | None, typer.Option(help="The scheme or backend that speed-ups are over; default: bf16.")] = None,
+    section: Annotated[list[str] | None, typer.Option(help="Only this part, such as latency, limits or steps; several can be "
+                                                           "given.")] = None,
     title: Annotated[str, typer.Option(help="The title of the page.")] = "Flyweight results",
     figures: Annotated[bool, typer.Option(help="Draw the figures of .md and .rst beside them.")] = True,
     pictures: Annotated[str, typer.Option(help="png or svg, for .md and .rst.")] = "png",
@@ -37,13 +39,16 @@ def report(
         flyweight report benchmarks/h200/*.jsonl -o report.html -o report.md
 
         flyweight report kernels.jsonl --layout seed -o kernels.rst
+
+        flyweight report benchmarks/h200/*.jsonl --section limits --section steps
     """
-    from flyweight.report.document import View, build
+    from flyweight.report.document import SECTIONS, View, build
     from flyweight.report.layouts import LAYOUTS
     from flyweight.report.read import dump, read
     from flyweight.report.render import terminal
 
-    for kind, name, known in (("layout", layout, LAYOUTS), ("picture format", pictures, PICTURES)):
+    for kind, name, known in (("layout", layout, LAYOUTS), ("picture format", pictures, PICTURES),
+                              *(("section", name, SECTIONS) for name in section or ())):
         if name not in known:
             raise OptionError(unknown(kind, name, known))
     results = read(files)
@@ -53,7 +58,7 @@ def report(
     here = {str(row.get(name)).lower() for row in results.rows for name in ("scheme", "backend") if row.get(name)}
     if baseline is not None and baseline.lower() not in here:
         raise OptionError(unknown("baseline", baseline, here))
-    blocks = build(View(results, layout=layout, baseline=baseline))
+    blocks = build(View(results, layout=layout, baseline=baseline, sections=tuple(section or ())))
     if not output:
         typer.echo(terminal(blocks), nl=False)
     for path in output or []:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,6 +20,9 @@ from flyweight.engine.request import Chunk, Output, Request, SamplingParams
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.config import DTYPES
+
+if TYPE_CHECKING:
+    from flyweight.models.decoder import Decoder
 
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
@@ -36,19 +39,20 @@ class LLM:
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     exact              no kernels that compute anything but the product with the dequantized weight
+    decoder            the model's own, where another LLM has loaded it already
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
-                 prefix_cache: bool = True, seed: int = 0, exact: bool = False):
+                 prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None):
         from flyweight.models.decoder import Decoder
 
         self.name = str(model)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        self.decoder = Decoder.load(self.weights, device=self.device, dtype=self.dtype, exact=exact)
+        self.decoder = decoder or Decoder.load(self.weights, device=self.device, dtype=self.dtype, exact=exact)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -213,7 +217,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     from flyweight.checkpoint.streamed import Streamed
 
     checkpoint = Checkpoint(resolve(name))
-    return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer())
+    return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer()) if checkpoint.has_tokenizer else None
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -6,18 +6,9 @@ perplexity) keep the plain rope and torch's attention.
 
 from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
 from flyweight.kernels.triton_attention import paged_attention, plan_attention
-from flyweight.kernels.triton_ops import (
-    add_rms_norm,
-    argmax,
-    norm_quantize,
-    quantize_rows,
-    rms_norm,
-    rope_norm_write,
-    silu_mul,
-    silu_quantize,
-)
+from flyweight.kernels.triton_ops import add_rms_norm, rms_norm, rope_norm_write, silu_mul
 
 __all__ = [
-    "add_rms_norm", "argmax", "causal_attention", "norm_quantize", "paged_attention", "plan_attention", "quantize_rows",
-    "rms_norm", "rope_norm_write", "rope_rows", "rotate", "silu_mul", "silu_quantize", "split_heads", "write_kv",
+    "add_rms_norm", "causal_attention", "paged_attention", "plan_attention", "rms_norm", "rope_norm_write", "rope_rows",
+    "rotate", "silu_mul", "split_heads", "write_kv",
 ]

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
-from flyweight.tensors import quantize_int8_rows
-from flyweight.tensors.float8 import quantize_float8_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -44,31 +42,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
     return rms_norm(total, weight, epsilon), total
 
 
-def silu_mul(gate_up: Tensor, *, interleaved: bool = False) -> Tensor:
-    """[..., 2 · size] → [..., size]: the gate half first, or gate and up by turns of eight (`gemv.interleave_rows`)."""
-    if interleaved:
-        gate, up = (half.flatten(-2) for half in gate_up.unflatten(-1, (-1, 2, 8)).unbind(-2))
-    else:
-        gate, up = gate_up.chunk(2, dim=-1)
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[..., 2 · size] → [..., size]; the gate is the first half."""
+    gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
-
-
-def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """x [..., size] as codes (int8, or float8 e4m3) and float32 scales [rows]."""
-    codes, scale = (quantize_int8_rows if dtype == torch.int8 else quantize_float8_rows)(x)
-    return codes.to(dtype), scale.flatten()
-
-
-def norm_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, *,
-                  dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of x + residual as codes and scales, and that sum (x itself without a residual)."""
-    total = x if residual is None else x + residual
-    return *quantize_rows(rms_norm(total, weight, epsilon), dtype=dtype), total
-
-
-def silu_quantize(gate_up: Tensor, *, interleaved: bool = False, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """`silu_mul` as codes and scales."""
-    return quantize_rows(silu_mul(gate_up, interleaved=interleaved), dtype=dtype)
 
 
 def rope_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-0.5b": QWEN2 | _sizes(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
     "qwen2-1.5b": QWEN2 | _sizes(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
     "qwen2-7b": QWEN2 | _sizes(3584, 18944, 28, 28, 4),
+    "qwen2-7b-yarn": QWEN2 | _sizes(3584, 18944, 28, 28, 4, rope_scaling=dict(  # as its model card has it for 131,072 tokens
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)),
     "qwen2-72b": QWEN2 | _sizes(8192, 29568, 80, 64, 8),
     "qwen2-57b-a14b": QWEN2 | _sizes(
         3584, 18944, 28, 28, 4, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], vocab_size=151936,

@@ -54,6 +54,17 @@ class ActivationCache:
         raw = torch.from_numpy(numpy.fromfile(path, dtype=numpy.uint8))
         return raw.view(dtype).view(shape).to(self.device)
 
+    @property
+    def samples(self) -> list[tuple[int, int]]:
+        """(batch, row) of every sequence, for `sample`."""
+        shapes = [slot.shape if isinstance(slot, Tensor) else slot[1] for slot in self.slots]
+        return [(i, row) for i, shape in enumerate(shapes) for row in range(shape[0])]
+
+    def sample(self, place: tuple[int, int]) -> Tensor:
+        """One sequence [tokens, hidden], without moving its whole batch to the device."""
+        slot = self.slots[place[0]]
+        return slot[place[1]].to(self.device) if isinstance(slot, Tensor) else self[place[0]][place[1]]
+
     def __setitem__(self, i: int, x: Tensor) -> None:
         slot = self.slots[i]
         if isinstance(slot, Tensor):

@@ -6,6 +6,7 @@
                             │                 it already quantized
                             │ 3. learning     rounding tuned on the whole block's output (where the recipe asks for it)
                             └ 4. save, then run the quantized block over all samples: input of the next
+    → predictions              5. tuning         scales and norms of all blocks together (where the recipe asks for it)
 
 A finished block is a file (`store.py`). Resuming runs the finished blocks over the samples again instead of storing
 activations; the arithmetic is the same, so the bytes are.
@@ -36,6 +37,7 @@ from flyweight.quant.smoothquant import search_alpha, smooth_scales
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
+from flyweight.quant.tune import Predictions, Tuning, tune
 from flyweight.quant.work import WorkBlock
 
 FEWEST_TOKENS = 32  # an expert that fewer calibration tokens reached is rounded to nearest
@@ -44,7 +46,7 @@ JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP,
 
 @dataclass(frozen=True)
 class Event:
-    """What the live view is told: a layer solved, a block finished, or a block run again after resuming."""
+    """What the live view is told: a layer solved, a block finished or run again after resuming, a step of tuning done."""
 
     kind: str
     block: int
@@ -55,6 +57,14 @@ class Event:
 
 
 Listener = Callable[[Event], None]
+
+
+def block_name(index: int) -> str:
+    return f"block-{index:04}"
+
+
+def tuned_name(index: int) -> str:
+    return f"tuned-{index:04}"
 
 
 @contextlib.contextmanager
@@ -97,10 +107,10 @@ class Loop:
                  listen: Listener = lambda event: None) -> None:
         self.source, self.recipe, self.store, self.config = source, recipe, store, config
         self.tables, self.ops, self.device, self.dtype, self.stored = tables, ops, device, dtype, stored
-        self.seed, self.listen = seed, listen
+        self.seed, self.budget, self.listen = seed, budget, listen
         self.hidden = ActivationCache(device, budget, store.folder, "hidden")
-        # Learning aims at the outputs of the original model, which therefore runs beside the quantized one.
-        self.original = ActivationCache(device, budget, store.folder, "original") if recipe.learn_steps else None
+        # Learning and tuning aim at the original model, which therefore runs beside the quantized one.
+        self.original = ActivationCache(device, budget, store.folder, "original") if recipe.follows_original else None
         self.context: Context | None = None
 
     def begin(self, tokens: Tensor, embedding: Tensor, *, batch: int) -> None:
@@ -116,7 +126,7 @@ class Loop:
         """Quantize the first `blocks` blocks; those that are on disk are only run."""
         done = []
         for index in range(blocks):
-            name, started = f"block-{index:04}", time.perf_counter()
+            name, started = block_name(index), time.perf_counter()
             with memory_errors(f"layer {index}"):
                 if self.store.has(name):
                     finished, kind = self.store.load(name), "resumed"
@@ -151,6 +161,25 @@ class Loop:
                                      "--dtype float32 or bfloat16")
             self.hidden[i] = x
 
+    def tune(self, tokens: Tensor, embedding: Tensor) -> None:
+        """All finished blocks together; the results lie beside them and stand in their place."""
+        count, head = self.config.layers, "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
+        if self.store.has(tuned_name(count - 1)):
+            return
+        assert self.original is not None and self.context is not None
+        original, places = self.original, self.original.samples
+        works = [WorkBlock.restore(self.store.load(block_name(i)), self.config, i, device=self.device, dtype=self.dtype)
+                 for i in range(count)]
+        norm, weight = (self.source.tensor(name).to(self.device, self.dtype) for name in ("model.norm.weight", head))
+        settings = Tuning(self.recipe.tune_steps, self.recipe.tune_batch, self.recipe.tune_rate, self.recipe.tune_rounding,
+                          seed=self.seed)
+        facts = tune(works, lambda i: torch.nn.functional.embedding(tokens[i], embedding).to(self.device, self.dtype),
+                     lambda i: original.sample(places[i]), len(tokens), context=self.context, settings=settings,
+                     predictions=Predictions(norm, weight, self.config.epsilon),
+                     listen=lambda step: self.listen(Event("tuned", step, settings.steps)))
+        for i, work in enumerate(works):
+            self.store.save(tuned_name(i), work.finished(facts))
+
     # -- one block --------------------------------------------------------------------------------------------
 
     def quantize(self, work: WorkBlock) -> dict[str, Any]:
@@ -171,6 +200,8 @@ class Loop:
         return [self.recipe.layer_for(f"model.layers.{work.index}.{name}") for name in group.linears]
 
     def solve(self, work: WorkBlock, stage: list[Group], report: dict[str, Any]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # stages need pieces of other sizes: what the last one left would only add up
         found: dict[str, Statistics] = {}
         needing = [group for group in stage if self.recipe.sparse
                    or any(layer.needs_statistics for layer in self.layers(work, group))]
@@ -190,20 +221,19 @@ class Loop:
         hessian = None if statistics is None else statistics.hessian
         for name, weight, tensor in zip(group.linears, weights, solved, strict=True):
             work.quantized[name] = tensor
-            moments = torch.eye(weight.shape[1], device=weight.device) if hessian is None else hessian
-            error = layer_error(weight, tensor.dequantize(), moments)
+            error = layer_error(weight, tensor.dequantize(), hessian)
             report[name] = {"error": error, "bits_per_weight": tensor.bits_per_weight} | facts
             self.listen(Event("layer", work.index, self.config.layers, name, error, time.perf_counter() - started))
 
     def learn(self, work: WorkBlock) -> dict[str, float]:
         assert self.original is not None and self.context is not None
-        targets = ActivationCache(self.device, Budget(), self.store.folder, "target")
+        targets = ActivationCache(self.device, self.budget, self.store.folder, "target")
         block = self.load(work.index).build()
         for x in self.original:
             targets.append(block.forward(x, self.context))
         settings = Learning(self.recipe.learn_steps, self.recipe.learn_batch, self.recipe.learn_rate, seed=self.seed,
                             relative=self.recipe.relative)
-        before, after = learn_rounding(work, self.hidden, targets, self.context, settings)  # type: ignore[arg-type]
+        before, after = learn_rounding(work, self.hidden, targets, self.context, settings)
         targets.close()
         return {"before": before, "after": after}
 
@@ -231,7 +261,7 @@ class Loop:
     def smooth(self, work: WorkBlock, group: Group, statistics: dict[str, Statistics], samples: Samples) -> float:
         weights, found = [work.weights[name] for name in group.linears], statistics[group.name]
         if self.recipe.smooth == "search":
-            alpha, scales = search_alpha(samples.inputs(group), found.largest, weights)
+            alpha, scales = search_alpha(samples.inputs(group), (found.largest, found.importance.sqrt()), weights)
         elif group.source.endswith("norm"):  # the published method smooths what follows a norm
             alpha = float(self.recipe.smooth or 0)
             scales = smooth_scales(found.largest, weights, alpha)

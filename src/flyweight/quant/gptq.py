@@ -122,7 +122,7 @@ def columnwise(columns: Tensor, upper: Tensor, round_column: Callable[[int, Tens
         errors = torch.empty_like(columns[begin:end])
         for j in range(begin, end):
             value = round_column(j, columns[j])
-            errors[j - begin] = (columns[j] - value) / upper[j, j]
+            torch.sub(columns[j], value, out=errors[j - begin]).div_(upper[j, j])
             columns[j + 1 : end].addr_(upper[j, j + 1 : end], errors[j - begin], alpha=-1)
             columns[j] = value
         columns[end:] -= upper[begin:end, end:].T @ errors

@@ -32,12 +32,12 @@ def exact_sums(index: Tensor, values: Tensor, bins: int) -> Tensor:
     return (sums.double() * factor).float()
 
 
-def nearest(points: Tensor, book: Tensor, split: Any = None) -> tuple[Tensor, Tensor]:
-    """Index [n] of the nearest centroid of each point, and the squared distance [n]; `split`: `split_book(book)`, if at hand."""
+def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
+    """Index [n] of the nearest centroid of each point, and the squared distance [n]."""
     if fused(points, book):
         from flyweight.kernels.triton_nearest import nearest_by_part
 
-        least, found = nearest_by_part(points, split or split_book(book), parts=parts_for(points, book))
+        least, found = nearest_by_part(points, split_book(book), parts=parts_for(points, book))
         if least.shape[1] == 1:
             return found[:, 0].long(), least[:, 0].clamp(min=0)
         distance, part = least.min(1, keepdim=True)
@@ -110,7 +110,7 @@ def kmeans(points: Tensor, weights: Tensor, count: int, *, seed: int = 0, iterat
         empty = (total[:, 0] <= 0).nonzero()[:, 0]
         if len(empty):  # a centroid without points starts anew where the error is
             book[empty] = points[draw(weights * distance, len(empty), generator)]
-        elif now >= before * (1 - 1e-4):
+        if now >= before * (1 - 5e-4):  # books are fitted to the output later: the last thousandth is not worth the time
             break
         before = now
     return book

@@ -27,12 +27,13 @@ def score_continuation(decoder: Any, context: Sequence[int], continuation: Seque
     return float(rows.gather(1, wanted[:, None]).sum(dtype=torch.float64)), bool((rows.argmax(1) == wanted).all())
 
 
-def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None, device: str | None = None,
-                   dtype: str | None = None) -> dict[str, Any]:
-    """lm-eval's results by task."""
+def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None, folder: str | None = None,
+                   device: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+    """lm-eval's results by task; `folder` holds task files of one's own."""
     try:
         import lm_eval
         from lm_eval.api.model import TemplateLM
+        from lm_eval.tasks import TaskManager
     except ImportError:
         raise MissingPackageError("tasks need lm-eval: pip install 'flyweight[lm-eval]'") from None
     from flyweight import LLM, SamplingParams
@@ -72,4 +73,5 @@ def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None
                 answers.append(self.engine.generate([prompt], params)[0].text)
             return answers
 
-    return lm_eval.simple_evaluate(Adapter(), tasks=list(tasks), limit=limit)["results"]
+    found = lm_eval.simple_evaluate(Adapter(), tasks=list(tasks), limit=limit, task_manager=TaskManager(include_path=folder))
+    return found["results"]

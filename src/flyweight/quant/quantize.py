@@ -31,7 +31,7 @@ from flyweight.models.presets import PresetWeights
 from flyweight.models.rope import rope_tables
 from flyweight.quant import recipe as recipes
 from flyweight.quant.cache import Budget
-from flyweight.quant.calibrate import FEWEST_TOKENS, Listener, Loop, memory_errors, reproducible
+from flyweight.quant.calibrate import FEWEST_TOKENS, Listener, Loop, block_name, memory_errors, reproducible, tuned_name
 from flyweight.quant.calibration import BUILT_IN, Samples, draw_samples, read_text
 from flyweight.quant.grid import fit_group_size
 from flyweight.quant.recipe import Recipe
@@ -41,6 +41,7 @@ from flyweight.quant.store import BlockStore, FinishedBlock
 from flyweight.tensors import QuantTensor
 
 NOTE = "flyweight.json"
+SHARD_BYTES = 1 << 30  # the host holds a shard twice while it is written
 
 
 @dataclass(frozen=True)
@@ -177,11 +178,15 @@ class Job:
         loop = Loop(self.source, self.recipe, store, config=self.config, tables=rope_tables(self.config, self.device),
                     ops=decoder_ops(self.device), device=self.device, dtype=self.dtype, stored=self.stored, seed=self.seed,
                     budget=budget, listen=listen)
-        if samples is not None:
-            loop.begin(samples.tokens, self.source.tensor("model.embed_tokens.weight").cpu(), batch=batch)
+        embedding = self.source.tensor("model.embed_tokens.weight").cpu() if samples is not None else None
+        if samples is not None and embedding is not None:
+            loop.begin(samples.tokens, embedding, batch=batch)
         count = min(self.config.layers, blocks or self.config.layers)
         done = loop.run(count)
         if count == self.config.layers:
+            if self.recipe.tune_steps and samples is not None and embedding is not None:
+                with memory_errors("tuning"):
+                    loop.tune(samples.tokens, embedding)
             with memory_errors("lm_head"):
                 done.append(self.head(loop, store))
         loop.hidden.close()
@@ -205,8 +210,7 @@ class Job:
                     statistics.add(loop.ops.rms_norm(hidden, norm, self.config.epsilon))
                 statistics.check("lm_head")
             tensor = solve_group([weight], [layer], statistics, dtype=self.stored, seed=self.seed)[0]
-            moments = statistics.hessian if statistics else torch.eye(weight.shape[1], device=self.device)
-            error = layer_error(weight, tensor.dequantize(), moments)
+            error = layer_error(weight, tensor.dequantize(), statistics.hessian if statistics else None)
             report = {"layers": {"lm_head": {"error": error, "bits_per_weight": tensor.bits_per_weight}}}
             store.save("head", FinishedBlock({"lm_head": tensor}, {}, report))
         return store.load("head")
@@ -225,11 +229,12 @@ class Job:
         if self.recipe.embeddings != "keep":
             config.pop("torch_dtype", None)
             config["dtype"] = self.recipe.embeddings
-        with CheckpointWriter(self.output, overwrite=overwrite) as writer:
+        with CheckpointWriter(self.output, SHARD_BYTES, overwrite=overwrite) as writer:
             for name, tensor in self.tensors(store, finished, form):
                 writer.add(name, tensor)
             writer.flush()
-            write_json(writer.staging / NOTE, fingerprint | {
+            tuned = {"tuned": store.load(tuned_name(0)).report} if self.recipe.tune_steps else {}
+            write_json(writer.staging / NOTE, fingerprint | tuned | {
                 "written_as": form.name, "bits_per_weight": bits_per_weight(quantized.values()), "layers": reports(finished),
                 "transforms": {f"model.layers.{i}": {key: part.report[key] for key in ("scales", "learned") if key in part.report}
                                for i, part in enumerate(finished[:-1])}})
@@ -244,7 +249,8 @@ class Job:
 
         yield "model.embed_tokens.weight", kept(self.source.tensor("model.embed_tokens.weight"))
         for index in range(self.config.layers):
-            block, prefix = store.load(f"block-{index:04}"), f"model.layers.{index}."
+            name = tuned_name(index) if self.recipe.tune_steps else block_name(index)
+            block, prefix = store.load(name), f"model.layers.{index}."
             for name, tensor in block.linears.items():
                 yield from form.write(prefix + name, tensor).items()
             for name, value in block.tensors.items():

@@ -2,7 +2,7 @@
 
     name = "mine"
     base = "gptq-int4"            # start from a named scheme
-    smooth = 0.8                  # keys of the whole model: smooth, scale_search, sparse, learn_*, embeddings
+    smooth = 0.8                  # keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, embeddings
 
     [[layers]]                    # the last line that fits a layer's full name wins, key by key
     match = "*.mlp.down_proj"
@@ -105,6 +105,10 @@ class Recipe:
     learn_steps: int = 0  # learned rounding
     learn_batch: int = 8
     learn_rate: float = 0.0  # 0: one over the number of steps
+    tune_steps: int = 0  # scales, books and norms of the whole model tuned on its predictions
+    tune_batch: int = 8
+    tune_rate: float = 1e-3
+    tune_rounding: float = 0.0  # how far codes may travel with them
     relative: bool = False  # an error counts by its share of the hidden state that it is added to, token by token
     embeddings: str = "keep"  # or a dtype to store embeddings and norms in
 
@@ -115,9 +119,14 @@ class Recipe:
             raise OptionError(f"recipe {self.name!r}: {unknown('embeddings', self.embeddings, ('keep', 'float16', 'bfloat16'))}")
 
     @property
+    def follows_original(self) -> bool:
+        """Whether the original model has to run beside the quantized one."""
+        return self.learn_steps > 0 or self.tune_steps > 0
+
+    @property
     def calibrated(self) -> bool:
         """Whether a text is needed at all."""
-        if self.smooth is not None or self.scale_search or self.sparse or self.learn_steps:
+        if self.smooth is not None or self.scale_search or self.sparse or self.learn_steps or self.tune_steps:
             return True
         layers = [self.layer, *(dataclasses.replace(self.layer, **changes) for _, changes in self.lines)]
         return any(layer.needs_statistics for layer in layers)

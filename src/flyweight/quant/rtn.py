@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 
 from flyweight.quant.grid import Integers, make_grid
-from flyweight.tensors import Int8Channel, IntGroup
+from flyweight.tensors import Int8Channel, IntGroup, merge
+
+AT_ONCE = 1 << 24  # weights: rows do not depend on each other, and a search holds several copies of what it looks at
 
 
 def rtn(weight: Tensor, settings: Integers, importance: Tensor | None = None) -> IntGroup:
     """weight [out, in] → integers on the grid that `settings` describes."""
-    grid = make_grid(weight, settings, importance)
-    return grid.tensor(grid.codes(weight.float()))
+    parts = []
+    for rows in weight.split(max(1, AT_ONCE // weight.shape[1])):
+        grid = make_grid(rows, settings, importance)
+        parts.append(grid.tensor(grid.codes(rows.float())))
+    (whole,) = merge(parts)
+    assert isinstance(whole, IntGroup)
+    return whole
 
 
 def to_int8_channel(tensor: IntGroup) -> Int8Channel:

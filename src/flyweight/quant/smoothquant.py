@@ -36,14 +36,20 @@ def w8a8_error(x: Tensor, weights: Sequence[Tensor], scales: Tensor, wanted: Seq
     return total
 
 
-def search_alpha(x: Tensor, largest: Tensor, weights: Sequence[Tensor], alphas: Sequence[float] = ALPHAS) -> tuple[float, Tensor]:
-    """(α, scales) with the least error on sample inputs x [tokens, in]; no smoothing at all is a candidate too (α = 0)."""
+def search_alpha(x: Tensor, sizes: Sequence[Tensor], weights: Sequence[Tensor], alphas: Sequence[float] = ALPHAS,
+                 ) -> tuple[float, Tensor]:
+    """(α, scales) with the least error on sample inputs x [tokens, in]; no smoothing at all is a candidate too (α = 0).
+
+    `sizes` are measures of the input columns [in] to try: the largest values come from a few tokens that say little of the
+    others, for which the root mean square speaks.
+    """
     x = x.float()
-    ones, wanted = torch.ones_like(largest), [x @ weight.float().T for weight in weights]
+    ones, wanted = torch.ones_like(sizes[0]), [x @ weight.float().T for weight in weights]
     best = (w8a8_error(x, weights, ones, wanted), 0.0, ones)
-    for alpha in alphas:
-        scales = smooth_scales(largest, weights, alpha)
-        error = w8a8_error(x, weights, scales, wanted)
-        if error < best[0]:
-            best = (error, alpha, scales)
+    for size in sizes:
+        for alpha in alphas:
+            scales = smooth_scales(size, weights, alpha)
+            error = w8a8_error(x, weights, scales, wanted)
+            if error < best[0]:
+                best = (error, alpha, scales)
     return best[1], best[2]

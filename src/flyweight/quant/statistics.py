@@ -6,7 +6,9 @@ a solver derives from the Hessian (the factor of its inverse) is made once and s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +19,17 @@ from flyweight.errors import FlyweightError
 
 class NonFiniteError(FlyweightError):
     """An activation or a Hessian holds NaN or infinity."""
+
+
+@contextlib.contextmanager
+def matmul_precision(kind: str) -> Iterator[None]:
+    """float32 products: "highest" as they are, "high" in TF32 (eight times as fast on a GPU, ten bits)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(kind)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def gram(x: Tensor) -> Tensor:
@@ -126,9 +139,7 @@ class Statistics:
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """Upper U with UᵀU = (H + λI)⁻¹, from one Cholesky of H read backwards: H = R·Rᵀ with R upper, U = R⁻¹."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # errors of TF32 would pile up over thousands of columns
-    try:
+    with matmul_precision("highest"):  # errors of TF32 would pile up over thousands of columns
         for _ in range(8):
             damped = hessian.flip(0, 1)
             damped.diagonal().add_(damping)
@@ -138,14 +149,16 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
                 if bool(torch.isfinite(upper).all()):
                     return upper
             damping = max(damping, 1e-6 * float(hessian.diagonal().mean())) * 10
-    finally:
-        torch.set_float32_matmul_precision(precision)
     raise NonFiniteError("the Hessian stays singular however much it is damped; use more calibration samples")
 
 
-def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²."""
-    difference = (weight - quantized).float()
-    above = ((difference @ hessian) * difference).sum(dtype=torch.float64)
-    below = ((weight.float() @ hessian) * weight).sum(dtype=torch.float64)
+def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor | None) -> float:
+    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²; of the weight where nothing is known of X."""
+    def power(of: Tensor) -> Tensor:
+        return ((of if hessian is None else of @ hessian) * of).sum(dtype=torch.float64)
+
+    above = below = torch.zeros((), dtype=torch.float64, device=weight.device)
+    rows = max(1, (1 << 24) // weight.shape[1])  # at a time: the sum is taken of a copy in float64
+    for part, other in zip(weight.split(rows), quantized.split(rows), strict=True):
+        above, below = above + power((part - other).float()), below + power(part.float())
     return float(above / below.clamp(min=1e-30))

@@ -6,7 +6,7 @@
 3. Given the assignments, both books are fitted to the layer's output by conjugate gradients (a linear least-squares
    problem); coordinate descent then reassigns, column by column. Each step is kept only if the error falls.
 
-Shapes are chosen so that all stored bits, books and norms included, stay within the named bits + 0.3: a big book fits
+Shapes are chosen so that all stored bits, books and norms included, stay within the named bits + 0.25: a big book fits
 a big layer. Column order costs nothing where there are neither outlier columns nor column groups: it is not stored then.
 """
 
@@ -26,7 +26,7 @@ from flyweight.quant.kmeans import exact_sums, fused, kmeans, nearest, parts_for
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import VectorQuant
 
-ALLOWANCE = 0.3  # bits above the named ones that books, norms, permutation and outliers may take
+ALLOWANCE = 0.25  # bits above the named ones that books, norms, permutation and outliers may take: as groups of 64 do
 POINTS_PER_CENTROID = 48
 
 
@@ -99,31 +99,35 @@ class Books:
     beam: int
 
     @functools.cached_property
-    def splits(self) -> list[Any]:
-        """Of both books, for the fused search."""
-        books = [book for book in (self.main, self.residual) if book is not None]
-        return [split_book(book) if fused(book, book) else None for book in books]
+    def split(self) -> Any:
+        """Of the main book, for the fused search."""
+        return split_book(self.main)
 
     def match(self, points: Tensor) -> tuple[Tensor, Tensor | None]:
         """points [n, length] → indices [n] into main and residual."""
         if self.residual is None:
-            return nearest(points, self.main, self.splits[0])[0], None
+            return nearest(points, self.main)[0], None
         first = self.candidates(points)  # [n, beam]
         left = points[:, None] - self.main[first]  # [n, beam, length]
-        second, distance = nearest(left.flatten(0, 1), self.residual, self.splits[1])
+        second, distance = nearest(left.flatten(0, 1), self.residual)
         pick = distance.view(first.shape).argmin(1, keepdim=True)
         return first.gather(1, pick)[:, 0], second.view(first.shape).gather(1, pick)[:, 0]
 
     def candidates(self, points: Tensor) -> Tensor:
-        """The main entries that are tried: the nearest ones; of a big book on a GPU, the nearest of its best parts."""
+        """The main entries that are tried: the nearest ones. (On a GPU: the nearest of the best parts of the book.)"""
         beam = min(self.beam, self.main.shape[0])
-        if fused(points, self.main) and self.main.shape[0] >= 1024 * beam:
-            from flyweight.kernels.triton_nearest import nearest_by_part
-
-            least, index = nearest_by_part(points, self.splits[0], parts=max(parts_for(points, self.main), 8 * beam))
-            return index.gather(1, least.topk(beam, dim=1, largest=False).indices).long()
         scores = torch.addmm(self.main.square().sum(1), points, self.main.T, alpha=-2)
         return scores.topk(beam, dim=1, largest=False).indices if beam > 1 else scores.argmin(1, keepdim=True)
+
+    def round_fused(self, points: Tensor, *, scale: Tensor, bias: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """A whole column on a GPU in two launches: its values; indices go to the rows `first` and `second`."""
+        from flyweight.kernels.triton_nearest import nearest_by_part
+        from flyweight.kernels.triton_pair import best_pairs
+
+        parts = parts_for(points, self.main)
+        found = nearest_by_part(points, self.split, parts=parts if self.residual is None else max(parts, 8 * self.beam))
+        return best_pairs(points, found, self.main, self.residual, beam=self.beam, scale=scale, bias=bias, first=first,
+                          second=second)
 
     def decode(self, main: Tensor, residual: Tensor | None) -> Tensor:
         vectors = self.main[main]
@@ -201,7 +205,10 @@ class Solver:
     def rounder(self, main: Tensor, residual: Tensor):
         def round_column(j: int, column: Tensor) -> Tensor:
             books = self.wide if j < self.outliers and self.wide else self.books
-            first, second = books.match(self.normalized(j, column))
+            points = self.normalized(j, column)
+            if fused(points, books.main):
+                return books.round_fused(points, scale=self.scale[j], bias=self.bias[j], first=main[j], second=residual[j])
+            first, second = books.match(points)
             main[j, : len(first)] = first
             if second is not None:
                 residual[j, : len(second)] = second

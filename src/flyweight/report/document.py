@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flyweight.report import figures, layouts
+from flyweight.report import figures, layouts, performance
 from flyweight.report.blocks import Block, Heading, Items, Paragraph, Table, make_table
 from flyweight.report.records import Record, add_speedups, make_record, tell_apart
 from flyweight.report.rows import Results, Row, group
@@ -24,6 +24,7 @@ class View:
     layout: str = "full"
     baseline: str | None = None
     most: int | None = None  # operators of a profile; None: all
+    sections: tuple[str, ...] = ()  # of SECTIONS; none: all
 
     @property
     def seed(self) -> bool:
@@ -194,7 +195,7 @@ def transpose(table: Table, *, strong: bool) -> Table:
 
 def profile(view: View) -> list[Block]:
     blocks: list[Block] = []
-    found = [{**row, "device_name": view.results.device(row)} for row in view.results.of("profile")]
+    found = [{**row, "device_name": view.results.device(row)} for row in view.results.of("profile") if row.get("level") != "part"]
     operators = [row for row in found if row.get("level") != "layer"]
     for (device, phase), rows in split(operators, lambda one: (one["device_name"], one.get("phase"))).items():
         records = [operator_record(part) for part in split(rows, lambda one: one["operator"]).values()]
@@ -222,15 +223,31 @@ def operator_record(rows: Sequence[Row]) -> Record:
 
 
 def quality(view: View) -> list[Block]:
-    records = view.records("quality")
+    records = [record for record in view.records("quality") if not record.get("check")]
     blocks: list[Block] = [make_table("Quality", layouts.QUALITY, records)] if records else []
     picture = figures.pareto(view.results)
     return [Heading("Quality"), *blocks, *picture] if blocks else []
 
 
+def checks(view: View) -> list[Block]:
+    """Whether an engine computes what it should: one table for each check, every row of it."""
+    found = [make_record(group(view.results, [row])[0]) for row in view.results.of("quality") if row.get("check")]
+    tables = [make_table(f"{name} on {device}", layouts.CHECKS, part)
+              for (name, device), part in split(found, lambda one: (one["check"], one["device_name"])).items()]
+    return [Heading("Checks on real weights"), *tables] if tables else []
+
+
 def quantize(view: View) -> list[Block]:
     records = view.records("quantize")
     return [Heading("Quantization"), make_table("Cost of quantization", layouts.QUANTIZE, records)] if records else []
+
+
+def limits(view: View) -> list[Block]:
+    return [] if view.seed else performance.limits(view.results)
+
+
+def steps(view: View) -> list[Block]:
+    return [] if view.seed else performance.step_table(view.results)
 
 
 def failures(view: View) -> list[Block]:
@@ -255,11 +272,15 @@ def fact_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else plain(value)
 
 
-SECTIONS = (quality, latency, serve, speed, throughput, kernel, profile, quantize, failures, environments)
+SECTIONS = {section.__name__: section for section in (
+    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, checks, failures, environments)}
 
 
 def build(view: View) -> list[Block]:
     """The whole report, with what a reader must know at its top."""
     notes = [Items(tuple((0, note) for note in view.results.notes))] if view.results.notes else []
-    sections = [block for section in SECTIONS for block in section(view) if not (view.seed and section is environments)]
+    names = view.sections or [name for name in SECTIONS if not (view.seed and name == "environments")]
+    sections = [block for name in names for block in SECTIONS[name](view)]
+    if view.sections:
+        return sections
     return [*sections, *notes] if view.seed else [*notes, *sections]  # a document's own layout begins with its own table

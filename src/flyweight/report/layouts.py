@@ -49,7 +49,9 @@ LATENCY = {
         Column("Input (tok/s)", "input_tok_s", "±.1f", optional=True),
         Column("of the limit", "share_of_limit", ".0%", optional=True),
         Column("Peak (GB)", "allocated_gb", ".2f", optional=True), Column("Size (GB)", "size_gb", ".2f", optional=True),
-        Column("Agreement with bf16", "agreement", ".3f", optional=True),
+        Column("Same tokens", "agreement", ".3f", optional=True),
+        Column("where the choice is clear", "agreement_clear", ".3f", optional=True),
+        Column("as", "agreement_with", optional=True),
         Column("Speed-up in {about} over {baseline} (×)", "speedup", ".2f", optional=True),
     ),
 }
@@ -124,6 +126,17 @@ QUALITY = (
     Column("of the original", "perplexity_original", ".3f", optional=True), Column("KL", "kl", ".4f", optional=True),
     Column("Same top token", "top1_agreement", ".1%", optional=True), Column("Text", "text", optional=True),
     Column("Window", "window", optional=True), Column("Tokens", "tokens", optional=True),
+)
+CHECKS = (
+    Column("Check", "check"), Column("Model", "label_model"), Column("Format", "scheme"),
+    Column("Setting", "setting", optional=True), Column("Kernel", "kernel", optional=True),
+    Column("Positions", "positions", optional=True),
+    Column("Mean error, prefill", "error_prefill", ".1e", optional=True),
+    Column("decode", "error_decode", ".1e", optional=True), Column("bound", "bound", ".2g"),
+    Column("Same likeliest token", "same_argmax", optional=True), Column("Requests", "requests", optional=True),
+    Column("Tokens", "tokens", optional=True), Column("Parted", "parted", optional=True),
+    Column("Not the best", "not_the_best", optional=True), Column("Preempted", "preempted", optional=True),
+    Column("Largest gap at a difference", "largest_gap_at_difference", ".3f", optional=True), Column("Agrees", "agrees"),
 )
 QUANTIZE = (
     Column("Model", "label_model"), Column("Scheme", "scheme"), Column("Device", "device", optional=True),

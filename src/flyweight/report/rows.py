@@ -51,7 +51,8 @@ TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backe
 NUMBERS = {"us", "us_p10", "us_p90", "us_hot", "torch_us", "ratio", "gb_s", "share_of_bandwidth", "relative_error", "latency_s",
            "ttft_ms_last", "tpot_ms", "decode_tok_s", "overall_tok_s", "input_tok_s", "share_of_limit", "output_tok_s",
            "total_tok_s", "qps", "request_s", "goodput_s", "weights_gb", "kv_gb", "allocated_gb", "reserved_gb", "device_gb",
-           "energy_j", "self_us", "total_us", "share", "perplexity", "perplexity_original", "perplexity_error", "kl",
+           "energy_j", "agreement", "agreement_clear", "agreement_free", "limit_tok_s",
+           "self_us", "total_us", "share", "perplexity", "perplexity_original", "perplexity_error", "kl",
            "top1_agreement", "seconds", "size_gb", "bits_per_weight", "batch", "input", "output", "rows", "in_features",
            "out_features", "main_centroids", "residual_centroids", "gpus", "prompts", "calls", "duration_s"}
 

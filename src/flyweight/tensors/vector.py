@@ -70,7 +70,10 @@ class VectorQuant(QuantTensor):
         return pack(joint, main_bits + residual_bits)
 
     def _dequantize(self) -> Tensor:
-        main, extra = self.split_indices()
+        return self.decode(*self.split_indices())
+
+    def decode(self, main: Tensor, extra: Tensor | None) -> Tensor:
+        """The weight [out, in] that these indices stand for."""
         group = torch.arange(main.shape[0], device=main.device)[:, None, None]
         vectors = self.codebook.float()[group, main]  # [groups, row blocks, columns, length]
         if extra is not None and self.residual is not None:

@@ -1,0 +1,239 @@
+"""Is the engine right on a GPU, on real weights? Three checks, a row each, with the cases counted.
+
+    python benchmarks/real_model.py OUT.jsonl --model smollm2-135m --text valid.txt [--checks logits served storm]
+
+logits   every format: 512 positions of the text, teacher-forced, most in one prefill pass and the last as captured decode
+         steps, against the CPU in float32 with dequantized weights: the mean relative error of a position's logits is below a
+         bound, and another token is likeliest only where the two best logprobs are within a gap. Where activations are
+         rounded, the smallest difference may turn into a whole step: the bound is then twice the error of the rounding
+         itself (the format's logits against the original's), because two roundings that fell differently both have it.
+served   greedy answers alone against the same requests together, in chunks, preempted, not captured, …: two answers may part
+         only where the two best logprobs are within GAP, because kernels differ by the number of rows.
+storm    a thousand random requests (lengths, sampling, cancels, stops) in a KV cache too small for them: every request ends,
+         every block comes back, and every token is the best after the tokens before it, or within GAP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "engine"))
+from gpu_models import make_engine, params, run
+
+from flyweight.bench.cases import attempt
+from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
+from flyweight.bench.timing import clock
+from flyweight.checkpoint.hub import resolve
+from flyweight.checkpoint.reader import Checkpoint
+from flyweight.checkpoint.streamed import Streamed
+from flyweight.commands.evaluate import encode
+from flyweight.engine.batch import Batch, KVStorage
+from flyweight.engine.graphs import DecodeGraphs
+from flyweight.engine.rows import Rows
+from flyweight.engine.sampling import gumbel_noise
+from flyweight.models.decoder import Decoder
+from flyweight.quant.quantize import quantize
+from flyweight.quant.recipe import Recipe
+
+GAP = 0.1  # natural log
+POSITIONS, DECODED, PAGE = 512, 64, 16
+# name → (recipe or scheme, file format). All but bf16 compute in float16.
+FORMATS: dict[str, tuple[dict[str, Any] | str | None, str | None]] = {
+    "bf16": (None, None), "fp16": (None, None),
+    "gptq-int4": ({"bits": 4}, "gptq"), "awq-int4": ({"bits": 4, "symmetric": False}, "awq"),
+    "w8a16": ({"bits": 8}, "compressed-tensors"),
+    "w8a8": ({"bits": 8, "group_size": -1, "activations": "int8"}, "compressed-tensors"),
+    "fp8": ({"solver": "fp8"}, "compressed-tensors"), "w4a16-2:4": ("w4a16-sparse-gptq", None),
+    "w8a8-2:4": ("w8a8-sparse-smooth-gptq", None), "vptq": ("vptq:v8-k256-256", None),
+}
+BOUNDS = {"bf16": (0.05, 0.5)}  # mean relative error, and gap where another token is likeliest; float16 has three bits more
+ROUNDED = ("w8a8", "fp8", "w8a8-2:4")  # activations, too
+SERVED: dict[str, dict[str, Any]] = {
+    "in a batch": {}, "in chunks": dict(max_num_batched_tokens=64), "preempted": dict(blocks=60),
+    "read at once": dict(overlap=False), "not captured": {}, "with a prefix cache": dict(prefix_cache=True),
+}
+
+
+class Checks:
+    def __init__(self, model: str, text: Path, work: Path, device: str):
+        self.model, self.work, self.device = resolve(model), work, torch.device(device)
+        self.ids = encode(Checkpoint(self.model).tokenizer(), text.read_text(encoding="utf-8"))[0]
+        self.tokens = torch.tensor(self.ids[:POSITIONS])
+
+    def folder(self, name: str) -> Path:
+        recipe, form = FORMATS[name]
+        folder = self.work / name.replace(":", "-")
+        if recipe is None:
+            return self.model
+        if not folder.exists():
+            options: dict[str, Any] = dict(output=folder, format=form, device=str(self.device))
+            if isinstance(recipe, str):
+                quantize(self.model, recipe, samples=4, length=256, **options)
+            else:
+                quantize(self.model, recipe=Recipe.from_dict({"name": name, "solver": "rtn"} | recipe, name), **options)
+        return folder
+
+    def load(self, name: str, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Decoder:
+        return Decoder.load(Streamed(Checkpoint(self.folder(name)), device), device=device, dtype=dtype, exact=exact)
+
+    def logits(self, name: str) -> dict[str, Any]:
+        want = self.on_cpu(name)
+        decoder = self.load(name, self.device, torch.bfloat16 if name == "bf16" else torch.float16)
+        got = torch.cat([*forced(decoder, self.tokens)]).float().cpu()
+        error = relative(got, want)
+        two = want.log_softmax(-1).topk(2).values
+        parted = got.argmax(-1) != want.argmax(-1)
+        worst = float((two[:, 0] - two[:, 1])[parted].max()) if parted.any() else 0.0
+        bound, gap = BOUNDS.get(name, (0.02, GAP))
+        if name in ROUNDED:
+            bound, gap = 2 * float(relative(want, self.on_cpu("bf16")).mean()), 99.0
+        means = {"error_prefill": float(error[:-DECODED].mean()), "error_decode": float(error[-DECODED:].mean())}
+        return {"kernel": decoder.blocks[0].down.segments[0].kernel, "positions": POSITIONS, "bound": bound, "gap_bound": gap,
+                **means, "error_most": float(error.max()), "same_argmax": int((~parted).sum()),
+                "largest_gap_at_difference": worst, "agrees": max(means.values()) < bound and worst < gap}
+
+    @functools.cache  # noqa: B019 (one object)
+    def on_cpu(self, name: str) -> torch.Tensor:
+        return self.load(name, torch.device("cpu"), torch.float32, exact=True).forward_whole(self.tokens[None])[0]
+
+    def served(self, name: str, setting: str) -> dict[str, Any]:
+        decoder = self.load(name, self.device, torch.bfloat16)
+        asked, options = [self.ids[i * 300 : i * 300 + 20 + 17 * i] for i in range(16)], params(logprobs=2)
+        engine = make_engine(decoder)
+        alone = []
+        for prompt in asked:
+            (request,) = engine.submit(prompt, options)
+            run(engine, [request])
+            alone.append(request)
+        other = make_engine(decoder, **SERVED[setting])
+        if setting == "not captured":
+            other.runner.steps = None
+        together = [other.submit(prompt, options)[0] for prompt in asked]
+        run(other, together)
+        gaps = [gap for pair in zip(alone, together, strict=True) if (gap := gap_where_parted(*pair)) is not None]
+        return {"setting": setting, "requests": len(asked), "tokens": sum(one.generated for one in together), "bound": GAP,
+                "parted": len(gaps), "largest_gap_at_difference": max(gaps, default=0.0),
+                "preempted": sum(one.preemptions for one in together), "agrees": all(gap < GAP for gap in gaps)}
+
+    def storm(self, name: str, requests: int = 1000) -> dict[str, Any]:
+        chance, decoder = random.Random(1), self.load(name, self.device, torch.float16)
+        engine = make_engine(decoder, blocks=40, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=256,
+                             prefix_cache=True, end_ids=self.ids[:2])
+        asked = []
+        for number in range(requests):
+            at, length = chance.randrange(len(self.ids) - 200), chance.randrange(1, 120)
+            options = params(max_tokens=chance.randrange(1, 40), temperature=chance.choice([0, 0, 0.7, 1.5]), seed=number,
+                             ignore_eos=chance.random() < 0.5, stop_token_ids=chance.sample(self.ids[:200], 2))
+            asked += engine.submit(self.ids[at : at + length], options)
+            for _ in range(chance.randrange(4)):
+                engine.step()
+            if number % 9 == 0:
+                engine.cancel([chance.choice(asked[-12:])])
+        run(engine, asked)  # asserts that every block came back
+        exact = self.load(name, self.device, torch.float32, exact=True)
+        gaps = [gap for request in asked for gap in gaps_of(exact, request)]
+        reasons = [str(request.finish_reason) for request in asked]
+        return {"requests": len(asked), "tokens": len(gaps), "not_the_best": sum(gap > 0 for gap in gaps), "bound": GAP,
+                "largest_gap_at_difference": max(gaps), "preempted": sum(request.preemptions for request in asked),
+                "ended": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
+                "agrees": max(gaps) < GAP and all(request.finished for request in asked)}
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+
+
+@torch.inference_mode()
+def forced(decoder: Decoder, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Logits of every position: the first in one pass, the rest step by step, alone and beside a row that nobody uses."""
+    config, device = decoder.config, decoder.device
+    known, pages = len(tokens) - DECODED if device.type == "cuda" else len(tokens), len(tokens) // PAGE
+    shape = (2 * pages, PAGE, config.kv_heads, config.head_dim)
+    caches = [KVStorage(*(torch.zeros(shape, dtype=decoder.dtype, device=device) for _ in range(2)))
+              for _ in range(config.layers)]
+    table = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(2))[:pages].to(device, torch.int32)
+    positions = torch.arange(known, device=device)
+    yield decoder.forward(Batch(tokens=tokens[:known].to(device), positions=positions,
+                                slots=table.long()[positions // PAGE] * PAGE + positions % PAGE, block_tables=table[None],
+                                query_starts=[0, known], kv_lengths=[known], output_rows=positions), caches)
+    if known == len(tokens):
+        return
+    rows = Rows(2, pages=pages, vocabulary=config.vocab_size, device=device)
+    graphs = DecodeGraphs(decoder, caches, rows)
+    rows.tables[:] = table
+    for at in range(known, len(tokens)):
+        rows.tokens[0], rows.lengths[0] = tokens[at].item(), at + 1
+        yield graphs.logits(1 + at % 2)[:1].clone()
+
+
+def gap_where_parted(one: Any, other: Any) -> float | None:
+    """How far apart the two best were where two answers part; more than any bound if the other token was neither."""
+    for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+        if ours.token_id != theirs.token_id:
+            best, second = sorted(ours.top.values(), reverse=True)
+            return best - second if theirs.token_id in ours.top else 99.0
+    return None
+
+
+@torch.inference_mode()
+def gaps_of(exact: Decoder, request: Any) -> list[float]:
+    """By how much each token of an answer is below the best after the tokens before it."""
+    prompt, answer = request.prompt, request.tokens[len(request.prompt) :]
+    if not answer:
+        return []
+    device = exact.device
+    scores = exact.forward_whole(torch.tensor([request.tokens[:-1]], device=device))[0, len(prompt) - 1 :].float()
+    if request.params.temperature:
+        positions = torch.arange(len(prompt), len(request.tokens), device=device)
+        seeds = torch.full_like(positions, request.seed)
+        noise = gumbel_noise(seeds, positions, torch.arange(scores.shape[1], device=device))
+        scores = scores / request.params.temperature + noise
+    chosen = scores.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
+    return (scores.amax(-1) - chosen).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--checks", nargs="+", default=["logits", "served", "storm"], choices=["logits", "served", "storm"])
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--work", type=Path, default=Path("real-model.work"))
+    options = parser.parse_args()
+    checks, file = Checks(options.model, options.text, options.work, options.device), ResultFile(options.out)
+    environment = environment_row(options.device)
+    file.append([environment])
+    work: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
+    if "served" in options.checks:
+        work += [("served", name, lambda name=name, setting=setting: checks.served(name, setting))
+                 for name in ("awq-int4", "w8a8") for setting in SERVED]
+    if "storm" in options.checks:
+        work.append(("storm", "awq-int4", lambda: checks.storm("awq-int4", options.requests)))
+    if "logits" in options.checks:
+        work += [("logits", name, lambda name=name: checks.logits(name)) for name in options.formats]
+    failed = 0
+    for check, name, measure in work:
+        begin = clock()
+        found, fault = attempt(measure)
+        checkpoint = Checkpoint(checks.folder(name)).hash() if found else None
+        fields = {"check": check, "model": Path(options.model).stem, "scheme": name, "checkpoint": checkpoint,
+                  "weights": "trained", "tool": "flyweight", "text": options.text.name, "seconds": clock() - begin}
+        file.append([make_row("quality", environment["id"], **rounded(fields | (found or fault or {})))])
+        failed += not (found or {}).get("agrees")
+        print(check, name, found or fault, f"{fields['seconds']:.1f} s", flush=True)
+    sys.exit(f"{failed} of {len(work)} checks do not agree" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

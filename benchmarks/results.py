@@ -1,0 +1,107 @@
+"""Everything that is shown of the rows in benchmarks/h200/, made again: `make results`.
+
+    docs/results/h200.md, .html      all rows
+    docs/results/NNN.md, .rst        the rows of NNN-*.jsonl in the layout of the document of that number
+    README.md, docs/performance.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, for the NAMEs of BLOCKS
+    docs/results/decode-speed-at-batch-1.png   the picture of the README
+
+Works with whatever files there are; no figure in those places is typed by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flyweight.commands.report import write
+from flyweight.report import performance
+from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Point, Series, Table
+from flyweight.report.document import View, build
+from flyweight.report.plot import draw
+from flyweight.report.read import read
+from flyweight.report.records import Record
+from flyweight.report.render import terminal
+from flyweight.report.rows import Results
+
+ROWS, DOCS = Path("benchmarks/h200"), Path("docs/results")
+DOCUMENTS = {"000": ".md", "001": ".md", "002": ".md", "003": ".md", "004": ".rst"}
+MODEL, SCHEMES = "qwen3-8b", ("bf16", "w8a8", "int4", "vptq")
+HEADLINE = (  # workload, metric, what it is called, digits
+    ("decode_bound", "decode_tok_s", "decode, batch 1 (256 in, 512 out), tok/s", 0),
+    ("decode_bound", "share_of_limit", "share of the memory's limit", 0),
+    ("prefill_bound", "ttft_ms_last", "first token after 2,048 tokens, ms", 1),
+    ("long_context", "ttft_ms_last", "first token after 16,384 tokens, ms", 0),
+    ("medium_batch", "overall_tok_s", "batch 8 (256 in, 128 out), tok/s in and out", 0),
+    ("base", "overall_tok_s", "batch 32 (256 in, 32 out)", 0),
+    ("high_concurrency", "overall_tok_s", "batch 64 (256 in, 128 out)", 0),
+)
+
+
+def cells_of(results: Results) -> dict[tuple[str, str], Record]:
+    """(workload, scheme) → the record of the headline's model in its own type."""
+    return {(one["work"], one["scheme"]): one for one in performance.beside(results, "latency")
+            if one["model"] == MODEL and one.get("kv_dtype") == "bfloat16"}
+
+
+def headline(results: Results) -> list[Block]:
+    found = cells_of(results)
+    schemes = [scheme for scheme in SCHEMES if ("decode_bound", scheme) in found]
+    lines = []
+    for work, metric, text, digits in HEADLINE:
+        line = [text]
+        for record in (found.get((work, scheme), {}) for scheme in schemes):
+            value, peer = record.get(metric), record.get(f"peer_{metric}")
+            shown = "–" if value is None else f"{value:.0%}" if metric == "share_of_limit" else f"{value:.{digits}f}"
+            line.append(shown + (f" (vLLM {peer:.{digits}f})" if peer else ""))
+        lines.append(tuple(line))
+    return [Table("", ("Qwen3-8B", *schemes), tuple(lines))]
+
+
+def picture(results: Results) -> Figure:
+    found = cells_of(results)
+    records = [found["decode_bound", scheme] for scheme in SCHEMES if ("decode_bound", scheme) in found]
+    series = [Series(name, tuple(Point(one["scheme"], one[key]) for one in records if one.get(key)))
+              for name, key in (("Flyweight", "decode_tok_s"), ("vLLM 0.24.0", "peer_decode_tok_s"),
+                                ("the memory's limit", "limit_tok_s"))]
+    return Figure("bars", "Decode speed at batch 1", "Qwen3-8B, 256 tokens in, 512 out, one H200", "tok/s", tuple(series))
+
+
+BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
+    "headline": headline, "limits": lambda results: performance.limits(results)[1:],
+    "steps": lambda results: performance.step_table(results)[1:],
+}
+
+
+def fill(path: Path, results: Results) -> None:
+    """Put the tables where the document marks their places."""
+    def made(match: re.Match[str]) -> str:
+        text = terminal(BLOCKS[match["name"]](results) or [Paragraph("Not measured yet.")]).strip()
+        return f"<!-- rows: {match['name']} -->\n{text}\n<!-- end -->"
+
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r"<!-- rows: (?P<name>\w+) -->.*?<!-- end -->", made, text, flags=re.DOTALL), encoding="utf-8")
+
+
+def without_runs(blocks: Sequence[Block]) -> list[Block]:
+    """The single runs are in the page and in the rows."""
+    return [block for block in blocks if not (isinstance(block, Items) and block.detail and block.title)
+            and not (isinstance(block, Heading) and block.text == "Detailed Results")]
+
+
+def main() -> None:
+    results = read(sorted(ROWS.glob("*.jsonl")))
+    blocks = build(View(results))
+    write(DOCS / "h200.md", without_runs(blocks), title="", draw=True, pictures="png")
+    write(DOCS / "h200.html", blocks, title="Flyweight on one H200", draw=False, pictures="png")
+    for number, ending in DOCUMENTS.items():
+        if files := sorted(ROWS.glob(f"{number}-*.jsonl")):
+            document = build(View(read(files), layout="seed"))
+            write(DOCS / f"{number}{ending}", document, title="", draw=False, pictures="png")
+    draw(picture(results), DOCS)
+    for path in (Path("README.md"), Path("docs/performance.md")):
+        fill(path, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""`flyweight bench step`: where the time of a decode step goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flyweight.commands.bench_sweep import Models, Out, close
+from flyweight.commands.generate import Device, Dtype
+
+if TYPE_CHECKING:
+    from flyweight.bench.facts import Variant
+    from flyweight.bench.profile import Workload
+    from flyweight.bench.rows import Row
+
+
+def step(
+    models: Models, out: Out = Path("result.jsonl"),
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; default: 1 and 64.")] = None,
+    input: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
+    output: Annotated[int, typer.Option("--output", min=8, help="Tokens of each answer: the steps.")] = 34,
+    device: Device = None, dtype: Dtype = None,
+) -> None:
+    """Linears, attention, the head, gaps between kernels and the host's work in one decode step, in microseconds.
+
+    Examples:
+
+        flyweight bench step preset:qwen3-8b:int4 preset:qwen3-8b:bf16 -o steps.jsonl
+
+        flyweight bench step ./my-model --batch 16 --input 2048
+    """
+    from flyweight.backends.native import pick_device
+    from flyweight.bench.facts import Variant, facts_of
+    from flyweight.bench.profile import Workload
+    from flyweight.bench.rows import ResultFile, environment_row
+    from flyweight.report.performance import step_table
+    from flyweight.report.render import terminal
+    from flyweight.report.rows import Results
+
+    file, environment, rows = ResultFile(out), environment_row(pick_device(device)), []
+    for variant in map(Variant.parse, models):
+        key = {name: getattr(facts_of(variant), name) for name in ("model", "scheme", "checkpoint")} | {"level": "part"}
+        works = [Workload(count, input, output) for count in batch or (1, 64)]
+        due = [work for work in works if not file.finished("profile", **key, **shape(work))]
+        if due:
+            typer.echo(f"loading {variant.model}", err=True)
+            file.append([environment] if not any(row["environment"] == environment["id"] for row in file.rows) else [])
+            file.append(measure(variant, due, environment["id"], device=device, dtype=dtype))
+        rows += [row for work in works for row in file.finished("profile", **key, **shape(work))]
+    typer.echo(terminal(step_table(Results(tuple(rows), {environment["id"]: environment}))).rstrip())
+    close(rows, out)
+
+
+def shape(work: Workload) -> Row:
+    return {"batch": work.batch, "input": work.input, "output": work.output}
+
+
+def measure(variant: Variant, works: list[Workload], environment: str, *, device: str | None, dtype: str | None) -> list[Row]:
+    """The rows of one model, loaded once; a model whose steps are not captured gives the reason."""
+    from flyweight.backends.base import PAGE, Limits
+    from flyweight.bench.cases import attempt
+    from flyweight.bench.facts import facts_of
+    from flyweight.bench.rows import make_row, rounded
+    from flyweight.bench.steps import measure_steps
+    from flyweight.engine.llm import LLM
+
+    limits = Limits.of((work.batch, work.input + work.output) for work in works)
+    facts, rows = facts_of(variant).fields() | {"backend": "native", "level": "part"}, []
+    llm = LLM(variant.model, device=device, dtype=dtype, max_num_seqs=limits.batch, max_model_len=limits.context,
+              blocks=(limits.tokens or 0) // PAGE, block_size=PAGE, prefix_cache=False)
+    facts["kv_dtype"] = str(llm.dtype).removeprefix("torch.")
+    for work in works:
+        found, fault = attempt(lambda work=work: measure_steps(llm, work))  # type: ignore[misc]
+        rows += [make_row("profile", environment, **rounded(facts | shape(work) | one)) for one in found or [fault or {}]]
+    return rows

@@ -1,0 +1,45 @@
+"""`make results`: figures go where the documents mark their places, and nowhere else."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "results.py"
+pytest.importorskip("matplotlib", reason="figures need matplotlib")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """The script as a module, in a repository of two rows."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"bench": "environment", "id": "e", "device": "a GPU"}]
+    for scheme, rate in (("bf16", 276.4), ("int4", 579.8)):
+        rows.append({"bench": "latency", "model": "qwen3-8b", "scheme": scheme, "checkpoint": "random:0", "backend": "native",
+                     "kv_dtype": "bfloat16", "workload": "decode_bound", "batch": 1, "input": 256, "output": 512,
+                     "latency_s": 512 / rate, "decode_tok_s": rate, "share_of_limit": 0.681})
+    common = [{"schema": 1, "run_id": str(i), "time": None, "environment": "e", "status": "ok"} for i in range(len(rows))]
+    Path("benchmarks/h200").mkdir(parents=True)
+    lines = [json.dumps(one | row) + "\n" for one, row in zip(common, rows, strict=True)]
+    Path("benchmarks/h200/latency.jsonl").write_text("".join(lines))
+    Path("docs").mkdir()
+    Path("README.md").write_text("# By hand\n\n<!-- rows: headline -->\nold\n<!-- end -->\n\nby hand\n")
+    Path("docs/performance.md").write_text("<!-- rows: limits -->\n<!-- end -->\n\n<!-- rows: steps -->\n<!-- end -->\n")
+    specification = importlib.util.spec_from_file_location("results_script", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_documents_get_their_figures_from_the_rows_and_keep_their_prose(results):
+    results.main()
+    text = Path("README.md").read_text()
+    assert text.startswith("# By hand") and text.endswith("by hand\n") and "old" not in text
+    assert "| 276" in text and "580" in text and "68%" in text
+    performance = Path("docs/performance.md").read_text()
+    assert "qwen3-8b on a GPU, by workload" in performance and "Not measured yet." in performance
+    assert Path("docs/results/h200.html").exists() and Path("docs/results/decode-speed-at-batch-1.png").exists()
+    before = {path: path.read_bytes() for path in Path(".").rglob("*.md")}
+    results.main()
+    assert {path: path.read_bytes() for path in Path(".").rglob("*.md")} == before
