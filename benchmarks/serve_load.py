@@ -9,7 +9,8 @@ size, and random weights in 16 bits leave many such places); it is wrong if it l
 without a finish reason or with an error. What an answer says after such a place is judged too, for up to `--rescored` of
 them: the model is given prompt and answer, alone, and every token must be its likeliest there, or as near to it as `--tie`.
 In the end every block must be free and nothing in flight. The memory of both processes is in the row from begin to end.
-On a CPU the KV cache takes memory when a block is first used: it is flat once every block was, so make the cache small.
+On a CPU the KV cache takes memory when a block is first used: it is flat once every block was, so make the cache small
+(`--option=--max-model-len=128`); docs/serve.md says what else may grow, and how far.
 """
 
 from __future__ import annotations

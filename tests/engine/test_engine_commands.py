@@ -90,10 +90,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(capsys):
 
 
 def test_ctrl_c_outside_an_answer_is_an_ordinary_one():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores the signal
     with interruptible():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_conversation_remembers_and_forgets(monkeypatch, capsys):

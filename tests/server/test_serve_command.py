@@ -105,7 +105,8 @@ def test_a_second_sigterm_exits_at_once(processes):
     server = processes["impatient"]
     engine = server.wait("engine_ready")["pid"]
     with server.stream(max_tokens=4000) as stream, contextlib.suppress(httpx.HTTPError):
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # the connection closes with this iterator
+        next(lines)
         os.kill(engine, signal.SIGSTOP)  # an answer that will not come by itself
         server.process.send_signal(signal.SIGTERM)
         server.wait("draining")
