@@ -19,14 +19,14 @@ import argparse
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "engine"))
-from gpu_models import make_engine, params, run
+from gpu_models import WAYS, both_ways, forced, gap_where_parted, make_engine, params, run
 
 from flyweight.bench.cases import attempt
 from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
@@ -35,16 +35,13 @@ from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.streamed import Streamed
 from flyweight.commands.evaluate import encode
-from flyweight.engine.batch import Batch, KVStorage
-from flyweight.engine.graphs import DecodeGraphs
-from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import gumbel_noise
 from flyweight.models.decoder import Decoder
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 
 GAP = 0.1  # natural log
-POSITIONS, DECODED, PAGE = 512, 64, 16
+POSITIONS, DECODED = 512, 64
 # name → (recipe or scheme, file format). All but bf16 compute in float16.
 FORMATS: dict[str, tuple[dict[str, Any] | str | None, str | None]] = {
     "bf16": (None, None), "fp16": (None, None),
@@ -56,10 +53,6 @@ FORMATS: dict[str, tuple[dict[str, Any] | str | None, str | None]] = {
 }
 BOUNDS = {"bf16": (0.05, 0.5)}  # mean relative error, and gap where another token is likeliest; float16 has three bits more
 ROUNDED = ("w8a8", "fp8", "w8a8-2:4")  # activations, too
-SERVED: dict[str, dict[str, Any]] = {
-    "in a batch": {}, "in chunks": dict(max_num_batched_tokens=64), "preempted": dict(blocks=60),
-    "read at once": dict(overlap=False), "not captured": {}, "with a prefix cache": dict(prefix_cache=True),
-}
 
 
 class Checks:
@@ -87,7 +80,7 @@ class Checks:
     def logits(self, name: str) -> dict[str, Any]:
         want = self.on_cpu(name)
         decoder = self.load(name, self.device, torch.bfloat16 if name == "bf16" else torch.float16)
-        got = torch.cat([*forced(decoder, self.tokens)]).float().cpu()
+        got = torch.cat([*forced(decoder, self.tokens, DECODED)]).float().cpu()
         error = relative(got, want)
         two = want.log_softmax(-1).topk(2).values
         parted = got.argmax(-1) != want.argmax(-1)
@@ -104,22 +97,11 @@ class Checks:
     def on_cpu(self, name: str) -> torch.Tensor:
         return self.load(name, torch.device("cpu"), torch.float32, exact=True).forward_whole(self.tokens[None])[0]
 
-    def served(self, name: str, setting: str) -> dict[str, Any]:
-        decoder = self.load(name, self.device, torch.bfloat16)
-        asked, options = [self.ids[i * 300 : i * 300 + 20 + 17 * i] for i in range(16)], params(logprobs=2)
-        engine = make_engine(decoder)
-        alone = []
-        for prompt in asked:
-            (request,) = engine.submit(prompt, options)
-            run(engine, [request])
-            alone.append(request)
-        other = make_engine(decoder, **SERVED[setting])
-        if setting == "not captured":
-            other.runner.steps = None
-        together = [other.submit(prompt, options)[0] for prompt in asked]
-        run(other, together)
+    def served(self, name: str, way: str) -> dict[str, Any]:
+        asked = [self.ids[i * 300 : i * 300 + 20 + 17 * i] for i in range(16)]
+        alone, together = both_ways(self.load(name, self.device, torch.bfloat16), asked, way)
         gaps = [gap for pair in zip(alone, together, strict=True) if (gap := gap_where_parted(*pair)) is not None]
-        return {"setting": setting, "requests": len(asked), "tokens": sum(one.generated for one in together), "bound": GAP,
+        return {"setting": way, "requests": len(asked), "tokens": sum(one.generated for one in together), "bound": GAP,
                 "parted": len(gaps), "largest_gap_at_difference": max(gaps, default=0.0),
                 "preempted": sum(one.preemptions for one in together), "agrees": all(gap < GAP for gap in gaps)}
 
@@ -149,38 +131,6 @@ class Checks:
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-
-
-@torch.inference_mode()
-def forced(decoder: Decoder, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Logits of every position: the first in one pass, the rest step by step, alone and beside a row that nobody uses."""
-    config, device = decoder.config, decoder.device
-    known, pages = len(tokens) - DECODED if device.type == "cuda" else len(tokens), len(tokens) // PAGE
-    shape = (2 * pages, PAGE, config.kv_heads, config.head_dim)
-    caches = [KVStorage(*(torch.zeros(shape, dtype=decoder.dtype, device=device) for _ in range(2)))
-              for _ in range(config.layers)]
-    table = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(2))[:pages].to(device, torch.int32)
-    positions = torch.arange(known, device=device)
-    yield decoder.forward(Batch(tokens=tokens[:known].to(device), positions=positions,
-                                slots=table.long()[positions // PAGE] * PAGE + positions % PAGE, block_tables=table[None],
-                                query_starts=[0, known], kv_lengths=[known], output_rows=positions), caches)
-    if known == len(tokens):
-        return
-    rows = Rows(2, pages=pages, vocabulary=config.vocab_size, device=device)
-    graphs = DecodeGraphs(decoder, caches, rows)
-    rows.tables[:] = table
-    for at in range(known, len(tokens)):
-        rows.tokens[0], rows.lengths[0] = tokens[at].item(), at + 1
-        yield graphs.logits(1 + at % 2)[:1].clone()
-
-
-def gap_where_parted(one: Any, other: Any) -> float | None:
-    """How far apart the two best were where two answers part; more than any bound if the other token was neither."""
-    for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
-        if ours.token_id != theirs.token_id:
-            best, second = sorted(ours.top.values(), reverse=True)
-            return best - second if theirs.token_id in ours.top else 99.0
-    return None
 
 
 @torch.inference_mode()
@@ -216,8 +166,8 @@ def main() -> None:
     file.append([environment])
     work: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
     if "served" in options.checks:
-        work += [("served", name, lambda name=name, setting=setting: checks.served(name, setting))
-                 for name in ("awq-int4", "w8a8") for setting in SERVED]
+        work += [("served", name, lambda name=name, way=way: checks.served(name, way))
+                 for name in ("awq-int4", "w8a8") for way in WAYS]
     if "storm" in options.checks:
         work.append(("storm", "awq-int4", lambda: checks.storm("awq-int4", options.requests)))
     if "logits" in options.checks:

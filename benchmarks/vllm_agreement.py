@@ -123,7 +123,8 @@ def main() -> None:
     rows = [environment]
     for name in options.folders:
         form, settings = FOLDERS[name]
-        shared = dict(tool="vllm", model=options.model, scheme=name, format=form, weights="trained", dtype=options.dtype)
+        shared = dict(check="vllm", tool="vllm", model=options.model, scheme=name, format=form, weights="trained",
+                      dtype=options.dtype)
         try:
             folder = options.work / name
             recipe = Recipe.from_dict({"name": name, "solver": "rtn"} | settings, name)

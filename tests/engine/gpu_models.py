@@ -6,14 +6,18 @@ Weights are made on the CPU for both devices, because random numbers differ betw
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.streamed import Streamed
+from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
+from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
+from flyweight.engine.rows import Rows
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 
@@ -21,6 +25,11 @@ CUDA = torch.device("cuda", 0)
 TINY = PRESETS["qwen3-0.6b"] | dict(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=3, head_dim=64,
                                     num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=1024)
 FOLDER = os.environ.get("FLYWEIGHT_MODEL")
+PAGE = 16
+WAYS = {  # of serving the same requests; name → what the engine gets
+    "in a batch": {}, "in chunks": dict(max_num_batched_tokens=64), "preempted": dict(blocks=52),
+    "read at once": dict(overlap=False), "not captured": {}, "with a prefix cache": dict(prefix_cache=True),
+}
 MODELS = ["tiny", *([FOLDER] if FOLDER else [])]
 
 
@@ -32,7 +41,7 @@ def load(model: str, scheme: str, device: torch.device | str, dtype: torch.dtype
 def make_engine(decoder: Decoder, **options) -> Engine:
     config = decoder.config
     shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.dtype)
-    defaults = dict(vocabulary=config.vocab_size, device=decoder.device, max_model_len=640, blocks=640, block_size=16,
+    defaults = dict(vocabulary=config.vocab_size, device=decoder.device, max_model_len=640, blocks=640, block_size=PAGE,
                     max_num_seqs=8, max_num_batched_tokens=2048, prefix_cache=False)
     return Engine(decoder, shape, **(defaults | options))
 
@@ -53,3 +62,53 @@ def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
     engine.scheduler.check_integrity()
     assert engine.pool.available == engine.pool.blocks, "blocks were lost"
     return [request.tokens[len(request.prompt) :] for request in requests]
+
+
+def both_ways(decoder: Decoder, asked: list[list[int]], way: str) -> tuple[list[Request], list[Request]]:
+    """The same greedy requests one after the other, and together in one of the WAYS."""
+    options, engine, alone = params(logprobs=2), make_engine(decoder), []
+    for prompt in asked:
+        (request,) = engine.submit(prompt, options)
+        run(engine, [request])
+        alone.append(request)
+    if decoder.device.type == "cuda":
+        assert engine.runner.steps is not None and engine.runner.steps.graphs, "alone, steps are captured"
+    other = make_engine(decoder, **WAYS[way])
+    if way == "not captured":
+        other.runner.steps = None
+    together = [other.submit(prompt, options)[0] for prompt in asked]
+    run(other, together)
+    return alone, together
+
+
+def gap_where_parted(one: Request, other: Request) -> float | None:
+    """How far apart the two best were where two answers part; more than any bound if the other token was neither."""
+    for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+        if ours.token_id != theirs.token_id:
+            best, second = sorted(ours.top.values(), reverse=True)
+            return best - second if theirs.token_id in ours.top else 99.0
+    return None
+
+
+@torch.inference_mode()
+def forced(decoder: Decoder, tokens: torch.Tensor, decoded: int) -> Iterator[torch.Tensor]:
+    """Logits of every position: the first in one pass, on a GPU the last as captured steps, alone and beside a row that
+    nobody uses."""
+    config, device = decoder.config, decoder.device
+    known, pages = len(tokens) - decoded if device.type == "cuda" else len(tokens), len(tokens) // PAGE
+    shape = (2 * pages, PAGE, config.kv_heads, config.head_dim)
+    caches = [KVStorage(*(torch.zeros(shape, dtype=decoder.dtype, device=device) for _ in range(2)))
+              for _ in range(config.layers)]
+    table = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(2))[:pages].to(device, torch.int32)
+    positions = torch.arange(known, device=device)
+    yield decoder.forward(Batch(tokens=tokens[:known].to(device), positions=positions,
+                                slots=table.long()[positions // PAGE] * PAGE + positions % PAGE, block_tables=table[None],
+                                query_starts=[0, known], kv_lengths=[known], output_rows=positions), caches)
+    if known == len(tokens):
+        return
+    rows = Rows(2, pages=pages, vocabulary=config.vocab_size, device=device)
+    graphs = DecodeGraphs(decoder, caches, rows)
+    rows.tables[:] = table
+    for at in range(known, len(tokens)):
+        rows.tokens[0], rows.lengths[0] = tokens[at].item(), at + 1
+        yield graphs.logits(1 + at % 2)[:1].clone()

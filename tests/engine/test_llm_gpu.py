@@ -6,16 +6,13 @@ closer than GAP; from there on they are different texts. How often that happens 
 
 import pytest
 import torch
-from gpu_models import CUDA, FOLDER, MODELS, load, make_engine, params, prompts, run
+from gpu_models import CUDA, FOLDER, MODELS, WAYS, both_ways, forced, gap_where_parted, load, make_engine, params, prompts, run
 
 from flyweight import LLM, SamplingParams
-from flyweight.engine.batch import Batch, KVStorage
-from flyweight.engine.graphs import DecodeGraphs
-from flyweight.engine.rows import Rows
 
 pytestmark = pytest.mark.gpu
 GAP = 0.1  # of the logprobs of the two best tokens
-POSITIONS, DECODED, PAGE = 512, 64, 16
+POSITIONS, DECODED = 512, 64
 # Relative error of the logits against float32 on the CPU. Rounded activations (w8a8, fp8) may fall to the other side.
 BOUND = {"bf16": 0.03, "fp16": 0.01, "int4": 0.03, "int4-sym": 0.03, "int8": 0.03, "w8a16": 0.03, "w8a8": 0.1, "fp8": 0.1,
          "vptq": 0.03, "sparse-int4": 0.03, "sparse-w8a8": 0.1}
@@ -27,25 +24,11 @@ def test_logits_are_those_of_the_cpu(model, scheme):
     """Teacher-forced: most positions in one prefill pass, the last ones as captured decode steps."""
     on_cpu = load(model, scheme, "cpu", torch.float32)
     decoder = load(model, scheme, CUDA, torch.float16 if scheme == "fp16" else torch.bfloat16)
-    config, known = decoder.config, POSITIONS - DECODED
-    tokens = torch.randint(10, config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(1))
+    known = POSITIONS - DECODED
+    tokens = torch.randint(10, decoder.config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(1))
     want = on_cpu.forward_whole(tokens[None])[0]
-    pages = POSITIONS // PAGE
-    caches = [KVStorage(*(torch.zeros(2 * pages, PAGE, config.kv_heads, config.head_dim, dtype=decoder.dtype, device=CUDA)
-                          for _ in range(2))) for _ in range(config.layers)]
-    table = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(2))[:pages].to(CUDA, torch.int32)
-    positions = torch.arange(known, device=CUDA)
-    slots = table.long()[positions // PAGE] * PAGE + positions % PAGE
-    batch = Batch(tokens=tokens[:known].to(CUDA), positions=positions, slots=slots,
-                  block_tables=table[None], query_starts=[0, known], kv_lengths=[known], output_rows=positions)
-    got = [decoder.forward(batch, caches)]
-    rows = Rows(2, pages=pages, vocabulary=config.vocab_size, device=CUDA)
-    graphs = DecodeGraphs(decoder, caches, rows)
-    rows.tables[:] = table
-    for at in range(known, POSITIONS):  # alone, and beside a row that nobody uses
-        rows.tokens[0], rows.lengths[0] = tokens[at].item(), at + 1
-        got.append(graphs.logits(1 + at % 2)[:1].float())
-    error = ((torch.cat(got).cpu() - want).norm(dim=-1) / want.norm(dim=-1))
+    got = torch.cat([*forced(decoder, tokens, DECODED)]).float().cpu()
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1)
     print(f"{model} {scheme}: prefill {error[:known].max():.4f}, decode {error[known:].max():.4f}")
     assert error.max() < BOUND.get(scheme, 0.1)
 
@@ -57,40 +40,13 @@ def decoder(request):
     return load(model, "int4", CUDA, getattr(torch, dtype))
 
 
-SETTINGS = {
-    "in a batch": {}, "in chunks": dict(max_num_batched_tokens=64), "preempted": dict(blocks=52, max_model_len=640),
-    "read at once": dict(overlap=False), "not captured": {}, "with a prefix cache": dict(prefix_cache=True),
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_greedy_tokens_are_the_same_however_a_request_is_served(decoder, setting):
-    asked, options = prompts(decoder.config, 8), params(logprobs=2)
-    engine = make_engine(decoder)
-    alone = []
-    for prompt in asked:
-        (request,) = engine.submit(prompt, options)
-        run(engine, [request])
-        alone.append(request)
-    assert engine.runner.steps is not None and engine.runner.steps.graphs, "alone, steps are captured"
-    other = make_engine(decoder, **SETTINGS[setting])
-    if setting == "not captured":
-        other.runner.steps = None
-    together = [other.submit(prompt, options)[0] for prompt in asked]
-    run(other, together)
-    assert (sum(request.preemptions for request in together) > 0) == (setting == "preempted")
-    parted = [first_difference(*pair) for pair in zip(alone, together, strict=True)]
-    print(f"{setting}: {sum(at is not None for at in parted)} of {len(parted)} part within a gap of {GAP}")
-
-
-def first_difference(one, other):
-    """Where the tokens part, which they may only do where the two best are close."""
-    for at, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
-        if ours.token_id != theirs.token_id:
-            best, second = sorted(ours.top.values(), reverse=True)
-            assert best - second < GAP and theirs.token_id in ours.top
-            return at
-    return None
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_tokens_are_the_same_however_a_request_is_served(decoder, way):
+    alone, together = both_ways(decoder, prompts(decoder.config, 8), way)
+    assert (sum(request.preemptions for request in together) > 0) == (way == "preempted")
+    gaps = [gap_where_parted(*pair) for pair in zip(alone, together, strict=True)]
+    print(f"{way}: {sum(gap is not None for gap in gaps)} of {len(gaps)} part within a gap of {GAP}")
+    assert all(gap is None or gap < GAP for gap in gaps)
 
 
 @pytest.mark.parametrize("options", [
@@ -153,7 +109,7 @@ def test_greedy_text_of_the_real_model_is_that_of_the_cpu(smollm2):
     alone = [gpu.generate(prompt, options)[0] for prompt in asked]
     for together in (gpu.generate(asked, options), alone):
         for ours, theirs in zip(together, on_cpu, strict=True):
-            first_difference(theirs.completions[0], ours.completions[0])
+            assert (gap_where_parted(theirs.completions[0], ours.completions[0]) or 0) < GAP
 
 
 def test_the_memory_that_is_planned_is_not_exceeded():
