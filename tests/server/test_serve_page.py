@@ -73,16 +73,24 @@ def chat(browser, server):
     browser.requests.clear()
     browser.size(1200, 800)
     browser.open(server.url + "/")
+    # Counted in the page: an answer, or a refusal, may begin and end between two looks at it.
+    browser.js("window.turns = {true: 0, false: 0}; new MutationObserver(() => turns[document.body.dataset.busy]++)"
+               ".observe(document.body, {attributeFilter: ['data-busy']})")
     return browser
 
 
 def ask(chat, text, *, wait=True):
     chat.js("document.getElementById('prompt').focus()")
+    begun = chat.js("turns.true")
     chat.write(text)
     chat.key("Enter", "Enter", text="\r")
-    chat.wait("document.body.dataset.busy === 'true' || document.querySelectorAll('article.assistant .facts button').length")
+    answered(chat, begun, wait=wait)
+
+
+def answered(chat, begun, *, wait=True):
+    chat.wait(f"turns.true > {begun}")
     if wait:
-        chat.wait("document.body.dataset.busy === 'false'")
+        chat.wait("turns.false === turns.true")
 
 
 def test_the_page_is_one_file_that_asks_for_nothing_else():
@@ -129,7 +137,7 @@ def test_escape_stops_and_the_blocks_come_back(chat, server):
     chat.wait("document.querySelectorAll('article.assistant .text p').length > 0")
     assert chat.js("!document.getElementById('stop').hidden && document.getElementById('send').hidden")
     chat.key("Escape", "Escape")
-    chat.wait("document.body.dataset.busy === 'false'")
+    chat.wait("turns.false === turns.true")
     assert "stopped" in chat.js("document.querySelector('article.assistant .facts').textContent")
     wait_for(lambda: server.engine.in_flight == 0, "the cancellation")
 
@@ -138,9 +146,9 @@ def test_thinking_folds_away_and_regenerate_replaces(chat):
     ask(chat, "think first")
     assert chat.js("document.querySelector('details.thinking').textContent").startswith("Thinkinghm, let me see")
     assert not chat.js("document.querySelector('details.thinking').open")
+    begun = chat.js("turns.true")
     chat.key("r", "KeyR", alt=True)
-    chat.wait("document.body.dataset.busy === 'true'")
-    chat.wait("document.body.dataset.busy === 'false'")
+    answered(chat, begun)
     assert chat.js("document.querySelectorAll('article').length") == 2
     assert chat.js("document.querySelector('article.assistant .text > p').textContent") == "An answer."
 
