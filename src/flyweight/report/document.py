@@ -278,7 +278,8 @@ def fact_text(value: Any) -> str:
 
 
 SECTIONS = {section.__name__: section for section in (
-    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, checks, sanitize, failures, environments)}
+    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, checks, sanitize, failures,
+    environments)}
 
 
 def build(view: View) -> list[Block]:
