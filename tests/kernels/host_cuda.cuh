@@ -24,7 +24,7 @@ typedef unsigned long long u64;
 #define FP16 0
 #endif
 #define __CUDA_ARCH__ 900
-#define DEVICE static inline
+#define DEVICE inline
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
@@ -159,11 +159,10 @@ template <bool HALF> static inline u16 bits16(float f) {
   const u32 v = __float_as_uint(f);
   return f != f ? 0x7fff : (u16)((v + 0x7fff + (v >> 16 & 1)) >> 16);
 }
-template <bool HALF> static inline u32 pack(float low, float high) { return bits16<HALF>(low) | (u32)bits16<HALF>(high) << 16; }
+DEVICE u32 pack2(float low, float high) { return bits16<FP16>(low) | (u32)bits16<FP16>(high) << 16; }
 DEVICE float to_float(u16 v) { return float_of<FP16>(v); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
 DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
-DEVICE u32 pack2(float low, float high) { return pack<FP16>(low, high); }
 DEVICE u16 to_bits(float f) { return bits16<FP16>(f); }
 DEVICE u32 to_int8(float f) { return (u32)(int)fminf(fmaxf(rintf(f), -128.f), 127.f); }
 DEVICE float quotient(float a, float b, float inverse) {

@@ -23,6 +23,7 @@ CASES = [
     ("gemv.cu", GEMV | dict(FORMAT=2, SPARSE=1, GROUP=32, ROWS=8, SLOTS=2)),
     ("untile.cu", LINEAR | dict(FORMAT=4, INTERLEAVED=0)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, SPARSE=1, INTERLEAVED=kind % 2)) for kind in (1, 2, 3)),
+    *(("densify.cu", dict(FORMAT=kind, SPARSE=1, KDIM=4096, GROUP=128)) for kind in (1, 2, 3)),
     ("gemm.cu", GEMM | dict(FORMAT=4)),
     ("gemm.cu", GEMM | dict(FORMAT=4, TOKENS=256, SPLIT=0)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),

@@ -5,6 +5,7 @@ import torch
 from gpu_linears import FUSED_KINDS, KINDS, TOLERANCE, make, relative_error
 
 from flyweight.kernels import gemm, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +73,15 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind):
     for _ in range(1000):
         graph.replay()
         assert torch.equal(buffers[-1], want)
+
+
+@pytest.mark.parametrize("kind", ["sparse-w8a8", "sparse-int8:64", "sparse-int4:32"])
+def test_zeros_written_out_change_nothing(kind):
+    tensor = make(kind, (1000, 1536), 4)
+    linear, x = CudaLinear(tensor, dtype=torch.bfloat16), torch.randn(300, 1536, device="cuda").bfloat16()
+    dense, sparse = (linear.fused(x, way=way) for way in ("dense", "gemm"))
+    assert relative_error(dense, tensor.matmul_reference(x)) < 1e-2
+    assert kind != "sparse-w8a8" or torch.equal(dense, sparse)
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "sparse-w8a8"])

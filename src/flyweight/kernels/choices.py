@@ -3,7 +3,7 @@
 A border is where one way becomes faster than another. Those that are not `measured` follow from bytes and from the rates of
 the matrix units. This command times every way of every format and prints the borders that it finds:
 
-    python benchmarks/crossovers.py --formats w8a8-2:4,w8a16-2:4,w4a16-2:4,fp8 -o benchmarks/h200/crossovers.jsonl
+    python benchmarks/crossovers.py benchmarks/h200/crossovers.jsonl
 
 2:4 weights stay compressed as long as nothing says that dense ones are faster: 5 and 3 bits a weight are memory saved in any
 case, and few rows are bound by bytes. Where the dense product of many rows turns out faster, `dense` writes the zeros out into
