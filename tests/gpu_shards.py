@@ -1,7 +1,8 @@
 """Tests of a GPU in several processes at once: most of their time goes into compiling kernels, which one process does one by one.
 
 Where `pytest -m gpu` has collected many tests on a machine with a GPU, it starts a pytest for each share of them and shows their
-reports as its own. Compiled kernels are shared through the cache on disk. GPU_SHARDS=1 runs all of them here.
+reports as its own. Compiled kernels are shared through the cache on disk. GPU_SHARDS=1 runs all of them here; reports are in
+GPU_SHARDS_FOLDER meanwhile, for a run that may be cut off.
 """
 
 import json
@@ -43,7 +44,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if count == 1:
         return None
     config = session.config
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_SHARDS_FOLDER")) as folder:
         dealt = shares([item.nodeid for item in session.items], count)
         files = [Path(folder, f"{i}.jsonl") for i in range(len(dealt))]
         running = [subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb", config.option.tbstyle, *ids],

@@ -140,3 +140,25 @@ def test_zeros_written_out_are_the_tiles_of_the_dense_weight(kind):
     assert (written.kind, written.group) == (dense.kind, dense.group)
     tiles, bytes_of_row = dense.weights.view(3, 3, -1), written.weights.view(3, 3, -1)
     assert torch.equal(tiles[:2], bytes_of_row[:2]), "the last tile has rows that do not exist"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary", "normed"), [(3, 1, 80, 32, True), (2, 2, 256, 256, False)])
+def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, kv_heads, size, rotary, normed):
+    pytest.importorskip("triton", reason="the Triton twin of this op is imported beside it")
+    from flyweight.engine.batch import KVStorage
+    from flyweight.kernels import reference, rope
+
+    tokens, epsilon = 5, 1e-6
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, size).bfloat16()
+    norm = torch.randn(heads + kv_heads, size).bfloat16() if normed else None
+    angles, slots = torch.rand(tokens, rotary // 2) * 6, torch.tensor([7, 2, 5, 0, 3])
+    caches = [KVStorage(*torch.zeros(2, 2, 4, kv_heads, size, dtype=torch.bfloat16)) for _ in range(2)]
+    cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(tokens))
+    options = dict(heads=heads, norm=norm, epsilon=epsilon, cos=cos, sin=sin)
+    want = reference.rope_norm_write(qkv.clone(), caches[0], slots, **options)
+    rope._kernel.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    got = rope.rope_norm_write(qkv, caches[1], slots, **options)
+    rope._kernel.cache_clear()
+    for ours, theirs in zip((*got, caches[1].keys, caches[1].values), (*want, caches[0].keys, caches[0].values), strict=True):
+        assert error(ours, theirs.double()) < 5e-3
