@@ -22,6 +22,9 @@ from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.transfer import upload
 
+SIZES = (16, 32, 64, 128, 256, *range(384, 2049, 128))  # tokens of a padded step: whole tiles of the matrix kernels
+MIXED = 1024  # the most of one that is no prompt alone: beyond, torch's attention saves more than the launches cost
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -77,6 +80,12 @@ def pack(works: Sequence[Work], rows: Rows, *, block_size: int, padding: Padding
 
 def begins_alone(works: Sequence[Work]) -> bool:
     return len(works) == 1 and works[0].start == 0
+
+
+def padded_tokens(works: Sequence[Work]) -> int | None:
+    """The size that a step is padded to; None: more tokens than any."""
+    count, most = sum(work.count for work in works), SIZES[-1] if begins_alone(works) else MIXED
+    return next((size for size in SIZES if count <= size <= most), None)
 
 
 Columns = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]  # token ids, positions and slots, int64

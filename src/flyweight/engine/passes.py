@@ -21,21 +21,12 @@ from torch import Tensor
 
 from flyweight.engine import graphs
 from flyweight.engine.batch import Batch, KVStorage
-from flyweight.engine.packed import begins_alone
+from flyweight.engine.packed import SIZES, padded_tokens
 from flyweight.engine.rows import Rows
-from flyweight.engine.scheduler import Work
 from flyweight.kernels.dispatch import why_not_triton
 from flyweight.models.decoder import Decoder, Plans
 
-SIZES = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # tokens
-MIXED = 1024  # the most of a pass that is no prompt alone: beyond, torch's attention saves more than the launches cost
 MOST = 96  # captured passes held; the oldest goes
-
-
-def padded_tokens(works: Sequence[Work]) -> int | None:
-    """The size that a step runs as; None: one that is not captured."""
-    count, most = sum(work.count for work in works), SIZES[-1] if begins_alone(works) else MIXED
-    return next((size for size in SIZES if count <= size <= most), None)
 
 
 def why_not(decoder: Decoder, page: int) -> str | None:
@@ -61,8 +52,7 @@ class PassGraphs:
         self.held: dict[Hashable, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
-    def padded_tokens(self, works: Sequence[Work]) -> int | None:
-        return padded_tokens(works)
+    padded_tokens = staticmethod(padded_tokens)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
