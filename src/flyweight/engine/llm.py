@@ -16,6 +16,7 @@ import torch
 
 from flyweight.engine.core import Engine
 from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace, weight_bytes
+from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingParams
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
@@ -66,7 +67,7 @@ class LLM:
         workspace = graphs = 0
         if self.device.type == "cuda":
             workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
-            graphs = graph_bytes(self.decoder, sequences)
+            graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
                                         memory_fraction=memory_fraction, reserved=(workspace, graphs))
         kv_tokens = blocks * block_size

@@ -48,9 +48,6 @@ class Shape:
     staged: int  # tokens whose results go through shared memory at a time
     tiles: int
     shared: int
-    skew: int = 0
-    side: int = 8
-    rotate: int = 0
 
     @property
     def loaders(self) -> int:
@@ -63,8 +60,7 @@ class Shape:
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
-              cluster: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0, side: int = 8,
-              memory: int | None = None, rotate: int = 0) -> Shape | None:
+              cluster: int | None = None, split: int | None = None, staged: int | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
@@ -83,7 +79,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
-    limit = (memory or (SHARED_SMALL if small else SHARED)) - staged * warpgroups * STAGED_ROW
+    limit = (SHARED_SMALL if small else SHARED) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
@@ -97,7 +93,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         if stages >= (3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, skew, side, rotate)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared)
     return None
 
 
@@ -146,7 +142,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
-        "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate, "EXPERTS": int(experts)})
+        "EXPERTS": int(experts)})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
