@@ -163,6 +163,8 @@ DEVICE u32 pack2(float low, float high) { return bits16<FP16>(low) | (u32)bits16
 DEVICE float to_float(u16 v) { return float_of<FP16>(v); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
 DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
+DEVICE u32 add2(u32 a, u32 b) { return pack2(low_float(a) + low_float(b), high_float(a) + high_float(b)); }
+DEVICE u32 mul2(u32 a, u32 b) { return pack2(low_float(a) * low_float(b), high_float(a) * high_float(b)); }
 DEVICE u16 to_bits(float f) { return bits16<FP16>(f); }
 DEVICE u32 to_int8(float f) { return (u32)(int)fminf(fmaxf(rintf(f), -128.f), 127.f); }
 DEVICE float quotient(float a, float b, float inverse) {

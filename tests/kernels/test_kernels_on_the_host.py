@@ -6,7 +6,7 @@ import host_cuda
 import pytest
 import torch
 
-from flyweight.kernels import cuda_linear, experts, gemv
+from flyweight.kernels import cuda_linear, experts, gemm, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
@@ -22,8 +22,12 @@ def folder(tmp_path_factory):
 def host(monkeypatch, folder):
     torch.manual_seed(0)
     host_cuda.pretend(monkeypatch, folder)
+    caches = (gemv.processors, gemm.kernels, gemm._why_not)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    gemv.processors.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def make(kind, shape, seed=0):
@@ -66,8 +70,22 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("int4:64", 1), ("w8a8", 2), ("plain", 4)])
-def test_few_tokens_go_to_their_experts_and_come_back_added_up(kind, tokens):
+# Clusters; a line of stages that CTAs share; whole tiles, written through shared memory.
+MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=gemm.LINE)),
+        ("w8a8", 70, (144, 320), dict(split=gemm.WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=gemm.LINE)),
+        ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape", "choices"), MANY)
+def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, choices):
+    tensor, x, residual = make(kind, shape, 1), torch.randn(rows, shape[1]).bfloat16(), torch.randn(rows, shape[0]).bfloat16()
+    out = torch.full((rows, shape[0]), float("nan")).bfloat16()
+    got = gemm.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x, out, residual=residual, **choices)
+    assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("int4:64", 1), ("w8a8", 2), ("plain", 4), ("int4:64", 12)])
+def test_tokens_go_to_their_experts_and_come_back_added_up(kind, tokens):
     count, chosen, hidden, width = 6, 2, 192, 64
     tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
     gate_up = experts.stack([CudaLinear(first, dtype=torch.bfloat16, gated=True) for first, _ in tensors])

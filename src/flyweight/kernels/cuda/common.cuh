@@ -32,6 +32,18 @@ DEVICE float to_float(u16 bits) { return float_of<FP16>(bits); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
 DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
 DEVICE u32 pack2(float low, float high) { return pack<FP16>(low, high); }
+DEVICE u32 add2(u32 a, u32 b) {
+  u32 r;
+  if (FP16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEVICE u32 mul2(u32 a, u32 b) {
+  u32 r;
+  if (FP16) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 DEVICE u16 to_bits(float f) { return (u16)(pack2(f, 0.f) & 0xffff); }
 
 DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated

@@ -2,19 +2,6 @@
 // integers less the zero point times the scale, rounded once; 8-bit formats and plain weights go in as they lie.
 // Needs gemm.cu's STEPS, WORDS and group_in_stage.
 
-// Two 16-bit floats at a time.
-DEVICE u32 add2(u32 a, u32 b) {
-  u32 r;
-  if (FP16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-DEVICE u32 mul2(u32 a, u32 b) {
-  u32 r;
-  if (FP16) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 // Codes in the low byte of each half (4 or 8 bits) → (code − zero) · scale. An integer set into the mantissa of a power
 // of two is that power plus the integer, exactly; a bf16 mantissa has 7 bits, so bit 7 of a code goes in by itself, and takes
 // what a zero point has beyond 128 with it: 128 + 129 is no bf16.

@@ -89,21 +89,7 @@ struct __align__(128) Shared {
   u64 full[STAGES], empty[STAGES];
 };
 
-DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
-}
 #include "fragments.cuh"
-
-// The compiler must not touch sums before the products are done; it would then do the products one by one.
-template <int COUNT> DEVICE void keep_behind(float (&acc)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(acc[i])::"memory");
-}
-template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
-}
 
 #if FORMAT == FP8
 // Float8 sums inside the matrix units have 14 bits, so a stage's are added to `acc` in full float32: PART tokens at a time, to
@@ -159,14 +145,14 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     n_tiles = tiles[0], rows = n_tiles * TOKENS;
   }
   if (warp >= WGS * 4) {
-    if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (WIDE) give_registers<40>();
     if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
     if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
-  if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  if (WIDE) take_registers<232>();
   wait_for_inputs();
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;

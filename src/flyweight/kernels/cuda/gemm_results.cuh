@@ -80,10 +80,6 @@ DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* r
   each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
   copy_group();
 }
-DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {  // transposed; lane i has the address of row i % 8 of matrix i / 8
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-               ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
 DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
                          const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
   const u8* staging = sh.staging[warp / 4];

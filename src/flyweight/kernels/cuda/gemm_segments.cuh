@@ -37,8 +37,7 @@ DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.
 
 // A loader warp's part of a stage: a quarter of the tiles, and of x. One lane does it.
 DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* records, const Segment& s, int stage, int loader) {
-  asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }"
-               ::"r"(shared_address(full)), "r"(STAGE_BYTES / LOADERS) : "memory");
+  copy_begin(full, STAGE_BYTES / LOADERS, 0);
 #pragma unroll
   for (int i = 0; i < MT / LOADERS; i++) {
     const int place = loader * (MT / LOADERS) + i, tile = s.expert * TILES + min(s.m * MT + place, TILES - 1);

@@ -28,15 +28,11 @@ DEVICE void take_partials(accumulator (&acc)[TOKENS / 2], const uint4* partials,
 }
 
 // The CTAs of a cluster give each other what they have of the owners' columns.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void give_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank) {
 #pragma unroll
   for (int j = 0; j < COLUMNS; j++) {
     const uint4 v = *(const uint4*)&acc[4 * j];
-    u32 to;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&sh.exchange[rank][j % OWNED][threadIdx.x])), "r"(j / OWNED));
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    store_in_cluster(&sh.exchange[rank][j % OWNED][threadIdx.x], j / OWNED, v);
   }
 }
 DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
