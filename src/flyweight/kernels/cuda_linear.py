@@ -1,6 +1,7 @@
-"""A weight on a CUDA device: one copy, in the tiles that the small-batch kernel reads.
+"""A weight on a CUDA device: one copy, in the tiles that the small-batch kernels read.
 
-Up to 8 rows go through gemv.cu, more through gemm.cu, which reads the same tiles. Where that does not fit, and for so many
+Up to 8 rows go through gemv.cu, up to 16 through gemv_split.cu where that is estimated to be faster, more through gemm.cu;
+all read the same tiles. Where that does not fit, and for so many
 rows that cuBLAS is worth it, the weight is written out in 16 bits into a scratch that all layers share, so loading never
 holds two copies of a model. W8A8 computes the same function every way: whole numbers are exact in 16-bit floats, and
 their products are summed in float32.
@@ -8,13 +9,14 @@ their products are summed in float32.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyweight.kernels import gemm, gemv, jit
+from flyweight.kernels import gemm, gemv, gemv_split, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
 GEMV_ROWS = {"w8a8": 4, "fp8": 4}  # 8 for the others: 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
@@ -33,6 +35,18 @@ def scratch(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return held[-1][:size].view(dtype)
 
 
+@functools.cache
+def few_rows(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int) -> str | None:
+    """The kernel for 1 to 16 rows, "gemv" or "split"; None where gemm.cu is to do it."""
+    whole = rows in gemv.ROWS and rows <= GEMV_ROWS.get(kind, 8)
+    beside = whole and gemv.beside_another(kind, columns, group, rows)
+    split = gemv_split.choose(kind, outputs, columns, group, rows, processors)
+    if split is not None and not (beside and gemv_split.estimate(kind, outputs, columns, group, rows, 1, processors)
+                                  <= split.microseconds):
+        return "split"
+    return "gemv" if whole and gemv.fitting_plan(kind, columns, group, rows, tiles=1) is not None else None
+
+
 class CudaLinear:
     """y = x Wᵀ (+ bias). `gated`: a merged gate/up whose silu·mul the small-batch kernel does at once (`fused` only)."""
 
@@ -43,9 +57,13 @@ class CudaLinear:
     def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
               residual: Tensor | None = None) -> Tensor:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after."""
-        rows = x.shape[0]
-        if rows in gemv.ROWS and rows <= GEMV_ROWS.get(self.weight.kind, 8) and self.weight.fits(rows):
-            return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
+        rows, weight = x.shape[0], self.weight
+        road = few_rows(weight.kind, weight.out_features, weight.in_features, weight.group, rows,
+                        gemv.processors(x.device.index or 0)) if rows <= gemv_split.ROWS[-1] else None
+        if road == "gemv":
+            return weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
+        if road == "split":
+            return gemv_split.multiply(weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         few = rows < WRITTEN_OUT.get(self.weight.kind, 1 << 40)
         if few and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
