@@ -26,14 +26,14 @@
 // STAGE_BLOCKS, SLOTS, SLICES (1)
 #include "common.cuh"
 #include "linear.cuh"
+#include "piece.cuh"
+#include "output.cuh"
 
 #ifndef SLICES
 #define SLICES 1
 #endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
-constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
-constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks a warp takes between two scalings
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 // A CTA has the inputs of one of SLICES slices, whole CUTs of blocks, as even as they come.
 constexpr int CUT = GROUPED && GROUP < KDIM && GROUP > 64 * UNIT_BLOCKS ? GROUP / 64 : UNIT_BLOCKS;
@@ -43,10 +43,7 @@ constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLO
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
-constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
 constexpr int SUMS = !SPARSE || !GROUPED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
-constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
-constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)
 constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
 constexpr int SETS = COLUMN_TILES > 2 && !SPARSE && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
@@ -63,10 +60,6 @@ static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * C
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
               "a stage holds whole groups, or a group whole stages");
 
-struct XGroup {  // of one group of inputs of one row
-  int sum;
-  float scale;
-};
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
   u8 x[ROWS * PLANES * XROW];
@@ -88,16 +81,6 @@ DEVICE Slice slice_at(int i) {
   const int first = i * CUTS / SLICES * CUT, next = (i + 1) * CUTS / SLICES * CUT;
   return {first, min(next, BLOCKS) - first};
 }
-
-// What a linear is made of, as the host gives it; pointers to what its format or its call has not are null.
-struct Linear {
-  const u8* weights;
-  const u32* records;          // scale and zero point of each group of inputs
-  const float* channel_scale;  // W8A8, float8
-  const u16 *x, *norm, *bias, *residual;
-  u16* y;
-  float epsilon;
-};
 
 #include "gemv_products.cuh"
 #include "gemv_inputs.cuh"
@@ -147,6 +130,30 @@ struct Ring {  // the stage that comes next
   int slot;
   u32 parity;
 };
+
+// One stage of one tile, this warp's units of it: into `whole`, or scaled group by group into `total`.
+// `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
+DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const u8* xs, int start,
+                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int turn, int lane) {
+  const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, slice.blocks - start);
+#pragma unroll
+  for (int unit = turn * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
+       n++, unit += WARPS * UNIT_BLOCKS) {
+    if (!FULL && unit >= blocks) break;
+    const int block = start + unit;
+    if constexpr (!GROUPED) {
+      multiply_block(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, whole, lane);
+    } else {
+      int acc[SETS + SUMS][COLUMN_TILES][4] = {};
+#pragma unroll
+      for (int b = 0; b < UNIT_BLOCKS; b++)
+        if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
+          multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
+      const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+      add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, g, t);
+    }
+  }
+}
 
 // Barriers, and the start of the kernel after this one.
 DEVICE void begin_linear(LinearShared& sh) {

@@ -13,72 +13,18 @@ DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
   return rsqrtf(squares / KDIM + epsilon);
 }
 
-DEVICE float input_scale(float most) { return STATIC ? most : fmaxf(most, LARGEST * 1e-12f) / LARGEST; }
-
-// Eight inputs as floats, and times the norm's weights.
-DEVICE void widen(float (&v)[8], uint4 words) {
-  const u32 p[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int j = 0; j < 8; j++) v[j] = j & 1 ? high_float(p[j / 2]) : low_float(p[j / 2]);
-}
-DEVICE void weigh(float (&v)[8], uint4 weight, float& squares) {
-  const u32 n[4] = {weight.x, weight.y, weight.z, weight.w};
-#pragma unroll
-  for (int j = 0; j < 8; j++) {
-    squares += v[j] * v[j];
-    v[j] *= j & 1 ? high_float(n[j / 2]) : low_float(n[j / 2]);
-  }
-}
-
-// Eight neighbouring inputs of a row, to their place. `most`: of the row (W8A8, float8); `inverse`: the norm's factor where the
-// scale is STATIC, else 1. All lanes of a warp call it, each with the piece after its neighbour's.
+// Eight neighbouring inputs of a row, to their place; see `convert`.
 DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float most, float inverse, int lane) {
+  const Piece p = convert<FORMAT == INT4 && SETS == 2 ? 16 : 1>(v, most, inverse, lane);  // two sets: values are 16 times too large
+  if (piece >= PIECES) return;
   if constexpr (FORMAT == PLAIN) {
-    const uint4 p = make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7]));
-    if (piece < PIECES) *(uint4*)(sh.x + row * XROW + piece * 16) = p;
+    *(uint4*)(sh.x + row * XROW + piece * 16) = p.words;
   } else {
     u8* to = sh.x + row * PLANES * XROW + piece / 8 * 64 + piece % 4 * 16 + piece / 4 % 2 * 8;  // a lane's two halves together
-    u32 high[2] = {0, 0}, low[2] = {0, 0};
-    if constexpr (QUANTIZED) {
-      const float scale = input_scale(most), factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        float code[2] = {v[j], v[j + 1]};
-#pragma unroll
-        for (int e = 0; e < 2; e++) code[e] = DIVIDED ? quotient(code[e] * inverse, scale, factor) : code[e] * factor;
-        const u32 two = FORMAT == FP8 ? to_float8(code[0], code[1]) : (to_int8(code[0]) & 0xff) | (to_int8(code[1]) & 0xff) << 8;
-        high[j / 4] |= two << (8 * (j % 4));
-      }
-      if (piece < PIECES) *(uint2*)to = make_uint2(high[0], high[1]);
-    } else {
-      constexpr int lanes = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // that share a scale
-      float peak = 1e-30f;
-#pragma unroll
-      for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[j]));
-#pragma unroll
-      for (int o = lanes / 2; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
-      // v · factor + 1.5 · 2^23 leaves the rounded integer in the low bits of the float: no conversion unit needed
-      const float factor = __fdividef(32512.f, peak);
-      u32 q[8];
-      int sum = -8 * 0x4b400000;
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum += q[j] = __float_as_uint(fmaf(v[j], factor, 12582912.f));
-#pragma unroll
-      for (int j = 0; j < 8; j += 4) {
-        low[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0040), __byte_perm(q[j + 2], q[j + 3], 0x0040), 0x5410);
-#pragma unroll
-        for (int l = j; l < j + 4; l++) q[l] += 128;  // the low byte is signed: round the high one
-        high[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0051), __byte_perm(q[j + 2], q[j + 3], 0x0051), 0x5410);
-      }
-#pragma unroll
-      for (int o = lanes / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-      if (piece < PIECES) {
-        *(uint2*)to = make_uint2(high[0], high[1]);
-        *(uint2*)(to + XROW) = make_uint2(low[0], low[1]);
-        // int4 in two sets: values are 16 times too large, and so is the sum that the zero point takes out
-        constexpr int larger = FORMAT == INT4 && SETS == 2 ? 16 : 1;
-        if (lane % lanes == 0) sh.groups[piece / lanes][row] = {sum * larger, 1.f / (factor * larger)};
-      }
+    *(uint2*)to = make_uint2(p.words.x, p.words.y);
+    if constexpr (GROUPED) {
+      *(uint2*)(to + XROW) = make_uint2(p.words.z, p.words.w);
+      if (lane % SHARERS == 0) sh.groups[piece / SHARERS][row] = p.group;
     }
   }
 }

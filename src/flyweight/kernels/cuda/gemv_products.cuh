@@ -8,22 +8,62 @@ typedef float accumulator;
 typedef int accumulator;
 #endif
 
-// One 64-input block of one tile, times x; the halves of the block have accumulators of their own where there are two SETS.
-template <typename Accumulator>
-DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4], int lane) {
+#if !SPARSE
+// A lane's weights of a block, and its inputs of a column tile: 16 bytes of each half block for each word of A.
+constexpr int WIDE = FORMAT == PLAIN ? 2 : 1;
+struct Fragment {
+  uint4 a[2 * WIDE];
+};
+struct Column {
+  uint4 b[WIDE];
+};
+DEVICE Fragment load_fragment(const u8* w, int lane) {
   const uint4* words = (const uint4*)w + lane;
+  Fragment f;
+#if FORMAT == INT4
+  const uint4 q = words[0];
+  constexpr int shift = SETS == 1 ? 4 : 0;  // one set has no room for sums that are 16 times too large
+  constexpr u32 mask = SETS == 1 ? 0x0f0f0f0f : 0xf0f0f0f0;
+  f.a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, q.z & 0x0f0f0f0f, q.w & 0x0f0f0f0f);
+  f.a[1] = make_uint4(q.x >> shift & mask, q.y >> shift & mask, q.z >> shift & mask, q.w >> shift & mask);
+#else
+#pragma unroll
+  for (int i = 0; i < 2 * WIDE; i++) f.a[i] = words[32 * i];
+#endif
+  return f;
+}
+// `flip`: where the second half of a plain block lies (64, or -64 where the halves are exchanged).
+DEVICE Column load_column(const u8* xs, int flip = 64) {
+  Column c;
+#pragma unroll
+  for (int i = 0; i < WIDE; i++) c.b[i] = *(const uint4*)(xs + i * flip);
+  return c;
+}
+// The halves of a block have accumulators of their own where there are two SETS.
+template <typename Accumulator>
+DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS][COLUMN_TILES][4], int n) {
 #if FORMAT == PLAIN
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const uint4 a0 = words[h * 64], a1 = words[h * 64 + 32];
-#pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
-      const uint4 b = *(const uint4*)(xs + n * 8 * XROW + h * 64);
-      mma16<FP16>(acc[h % SETS][n], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
-      mma16<FP16>(acc[h % SETS][n], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
-    }
+    const uint4 a0 = f.a[2 * h], a1 = f.a[2 * h + 1], b = c.b[h];
+    mma16<FP16>(acc[h % SETS][n], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
+    mma16<FP16>(acc[h % SETS][n], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
   }
-#elif SPARSE
+#elif FORMAT == FP8
+  mma32_float8(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
+  mma32_float8(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
+#else
+  mma32<FORMAT != W8A8>(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
+  mma32<FORMAT != W8A8>(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
+#endif
+}
+#endif
+
+// One 64-input block of one tile, times x.
+template <typename Accumulator>
+DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4], int lane) {
+#if SPARSE
+  const uint4* words = (const uint4*)w + lane;
   constexpr bool halves = FORMAT == INT4 || (GROUPED && GROUP == 32);  // have accumulators of their own
   const u32 which = ((const u32*)(w + BLOCK_BYTES - 128))[lane];
   uint4 a[2];
@@ -49,27 +89,9 @@ DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + 
     }
   }
 #else
-  uint4 a[2];
-#if FORMAT == INT4
-  const uint4 q = words[0];
-  constexpr int shift = SETS == 1 ? 4 : 0;  // one set has no room for sums that are 16 times too large
-  constexpr u32 mask = SETS == 1 ? 0x0f0f0f0f : 0xf0f0f0f0;
-  a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, q.z & 0x0f0f0f0f, q.w & 0x0f0f0f0f);
-  a[1] = make_uint4(q.x >> shift & mask, q.y >> shift & mask, q.z >> shift & mask, q.w >> shift & mask);
-#else
-  a[0] = words[0], a[1] = words[32];
-#endif
+  const Fragment f = load_fragment(w, lane);
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {
-    const uint4 b = *(const uint4*)(xs + n * 8 * XROW);
-#if FORMAT == FP8
-    mma32_float8(acc[0][n], a[0], b.x, b.y);
-    mma32_float8(acc[SETS - 1][n], a[1], b.z, b.w);
-#else
-    mma32<FORMAT != W8A8>(acc[0][n], a[0], b.x, b.y);
-    mma32<FORMAT != W8A8>(acc[SETS - 1][n], a[1], b.z, b.w);
-#endif
-  }
+  for (int n = 0; n < COLUMN_TILES; n++) multiply(f, load_column(xs + n * 8 * XROW), acc, n);
 #endif
 }
 
@@ -89,47 +111,29 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
   }
 }
 
-// One stage of one tile, this warp's units of it: into `whole`, or scaled group by group into `total`.
-// `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
-DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const u8* xs, int start,
-                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int turn, int lane) {
-  const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, slice.blocks - start);
+// The sums of a unit, scaled: both planes of x, and then (int4 in two sets) both halves of the weights, at their true size. Groups of
+// 32 inputs are the halves of a block, each with a record and a scale of x; `second`: there is a second one.
+DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SUMS][COLUMN_TILES][4], const u32* records,
+                     const XGroup* groups, bool second, int g, int t) {
+  int value[SETS][COLUMN_TILES][2], kept[2][COLUMN_TILES][2] = {};
 #pragma unroll
-  for (int unit = turn * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
-       n++, unit += WARPS * UNIT_BLOCKS) {
-    if (!FULL && unit >= blocks) break;
-    const int block = start + unit;
-    if constexpr (!GROUPED) {
-      multiply_block(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, whole, lane);
-    } else {
-      int acc[SETS + SUMS][COLUMN_TILES][4] = {};
+  for (int h = 0; h < SUMS; h++)
 #pragma unroll
-      for (int b = 0; b < UNIT_BLOCKS; b++)
-        if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
-          multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
-      const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
-      int value[SETS][COLUMN_TILES][2], kept[2][COLUMN_TILES][2] = {};
-#pragma unroll
-      for (int h = 0; h < SUMS; h++)
-#pragma unroll
-        for (int i = 0; i < COLUMN_TILES * 2; i++) {
-          const int* planes = acc[SETS + h][i / 2] + i % 2 * 2;
-          kept[h][i / 2][i % 2] = (256 * planes[0] + planes[1]) * (FORMAT == INT4 ? 16 : 1);
-        }
-#pragma unroll
-      for (int i = 0; i < COLUMN_TILES * 2 * SETS; i++) {  // the planes of x, and then (int4) of the weights, at their true size
-        const int h = i % SETS, j = i / SETS % 2, c = i / SETS / 2;
-        value[h][c][j] = (256 * acc[h][c][2 * j] + acc[h][c][2 * j + 1]) * (FORMAT == INT4 && h < SETS - 1 ? 16 : 1);
-      }
-      if constexpr (GROUP == 32) {
-        add_group(total, value[0], kept[0], records, sh.groups[2 * block], g, t);
-        if ((slice.first + block) * 2 + 1 < GROUPS)
-          add_group(total, value[1], kept[1], records + 16, sh.groups[2 * block + 1], g, t);
-      } else {
-#pragma unroll
-        for (int i = 0; i < COLUMN_TILES * 2 * (SETS - 1); i++) value[0][i / 2][i % 2] += value[SETS - 1][i / 2][i % 2];
-        add_group(total, value[0], kept[0], records, sh.groups[block / UNIT_BLOCKS], g, t);
-      }
+    for (int i = 0; i < COLUMN_TILES * 2; i++) {
+      const int* planes = acc[SETS + h][i / 2] + i % 2 * 2;
+      kept[h][i / 2][i % 2] = (256 * planes[0] + planes[1]) * (FORMAT == INT4 ? 16 : 1);
     }
+#pragma unroll
+  for (int i = 0; i < COLUMN_TILES * 2 * SETS; i++) {
+    const int h = i % SETS, j = i / SETS % 2, c = i / SETS / 2;
+    value[h][c][j] = (256 * acc[h][c][2 * j] + acc[h][c][2 * j + 1]) * (FORMAT == INT4 && h < SETS - 1 ? 16 : 1);
+  }
+  if constexpr (GROUP == 32) {
+    add_group(total, value[0], kept[0], records, groups, g, t);
+    if (second) add_group(total, value[1], kept[1], records + 16, groups + ROWS, g, t);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COLUMN_TILES * 2 * (SETS - 1); i++) value[0][i / 2][i % 2] += value[SETS - 1][i / 2][i % 2];
+    add_group(total, value[0], kept[0], records, groups, g, t);
   }
 }

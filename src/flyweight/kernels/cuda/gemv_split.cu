@@ -8,43 +8,16 @@
 //      tiles 0–7    CTA 0     CTA 1     CTA 2     CTA 3        a group: each leaves its sums of all tiles,
 //      tiles 8–15   CTA 4     CTA 5     …                      and ends every SLICES-th tile
 //
-// Hand-over: through `mail`, where a word is its own flag (common.cuh). Whoever takes a word empties it again, before the next
-// kernel's wait is over, so one mail serves all launches of a stream. The tiles of a round are taken one round later, when the
-// other slices have surely left them; slices are added in order: the same bits every time. All CTAs are on their SMs at once
+// Hand-over: through `mail` (mail.cuh). The tiles of a round are taken one round later, when the other slices have surely left
+// them; slices are added in order: the same bits every time. All CTAs are on their SMs at once
 // (at most one for each; later kernels start when all are here), so waiting for each other is safe.
 //
 // defines: those of gemv.cuh, SHARED_BYTES
 #include "gemv.cuh"
+#include "mail.cuh"
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 constexpr int TILE_WORDS = 16 * ROWS;
-
-// One word of each slice, `step` apart, added up in order.
-DEVICE float take(float* mail, int step) {
-  constexpr int together = SLICES < 6 ? SLICES : 6;
-  float sum = 0;
-#pragma unroll
-  for (int first = 0; first < SLICES; first += together) {
-    u32 words[together][1];
-    bool all;
-    do {
-      all = true;
-#pragma unroll
-      for (int i = 0; i < together; i++)
-        if (first + i < SLICES) load_relaxed(mail + (first + i) * step, words[i]);
-#pragma unroll
-      for (int i = 0; i < together; i++)
-        if (first + i < SLICES) all &= !missing<false>(words[i]);
-    } while (!all);
-#pragma unroll
-    for (int i = 0; i < together; i++)
-      if (first + i < SLICES) {
-        store_relaxed(mail + (first + i) * step, __uint_as_float(~0u));
-        sum += __uint_as_float(words[i][0]);
-      }
-  }
-  return sum;
-}
 
 // The tiles first_tile … of a group, as one of its slices sees them.
 struct SplitRounds {
@@ -60,7 +33,7 @@ struct SplitRounds {
       float sum = 0;
 #pragma unroll 4
       for (int part = 0; part < STATS; part++) sum += sh.row_stats[row][part].x;
-      if (row < rows) store_relaxed(squares + ((group * SLICES + i / ROWS) * SLICES + slice) * ROWS + row, sum);
+      if (row < rows) leave(squares + ((group * SLICES + i / ROWS) * SLICES + slice) * ROWS + row, sum);
     }
   }
   DEVICE void end(const LinearShared&, int first, int last) {
@@ -68,10 +41,10 @@ struct SplitRounds {
       const int tile = first + i / TILE_WORDS, word = i % TILE_WORDS, row = word / ROWS, token = word % ROWS;
       const float sum = add_warps(sh, tile - first, row, token);
       if (token < rows && (first_tile + tile) * 16 + row < NDIM)
-        store_relaxed(sums + ((size_t)(first_tile + tile) * SLICES + slice) * TILE_WORDS + word, sum);
+        leave(sums + ((size_t)(first_tile + tile) * SLICES + slice) * TILE_WORDS + word, sum);
     }
     if (NORM && first == 0 && threadIdx.x < rows) {
-      const float all = take(squares + (group * SLICES + slice) * SLICES * ROWS + threadIdx.x, ROWS);
+      const float all = take<float>(squares + (group * SLICES + slice) * SLICES * ROWS + threadIdx.x, ROWS);
       sh.row_most[threadIdx.x] = make_float2(rsqrtf(all / KDIM + a.epsilon), 0.f);  // seen by all after their next meeting
     }
     take_tiles(first);
@@ -90,7 +63,7 @@ struct SplitRounds {
         float v[2];
 #pragma unroll
         for (int half = 0; half < PARTS; half++)
-          v[half] = take(sums + (size_t)tile * SLICES * TILE_WORDS + (o.row + 8 * half) * ROWS + o.token, TILE_WORDS);
+          v[half] = take<float>(sums + (size_t)tile * SLICES * TILE_WORDS + (o.row + 8 * half) * ROWS + o.token, TILE_WORDS);
         const float factor = row_factor(sh, o.token, a.epsilon);
 #pragma unroll
         for (int half = 0; half < PARTS; half++) v[half] *= factor;
