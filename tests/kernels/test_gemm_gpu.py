@@ -41,7 +41,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
         want = tensor.matmul_reference(normed) + bias.double()
         linear = gemv.prepare(tensor, dtype=dtype, bias=bias)
         got = gemm.multiply(linear, x, poisoned(rows, 512, dtype), norm=norm, residual=residual)
-        bound = 3e-2 if kind.startswith("fp8") else 1e-2  # float8 makes more of the reference's norm being rounded to 16 bits
+        bound = 4e-2 if kind.startswith("fp8") else 3e-2 if kind.endswith("w8a8") else 1e-2  # the reference's norm is rounded
         assert relative_error(got, want + residual.double()) < bound
         gate, up = want.chunk(2, -1)
         gated = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=True)

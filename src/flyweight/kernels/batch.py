@@ -121,13 +121,15 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
     epilogue = "silu" if weight.interleaved else "store" if residual is None else "residual"
+    parts = max(1, grid // chosen.rows)
     pack, product = kernels(*shape, weight.dtype == torch.float16, weight.scale_fp16, chosen, norm=norm is not None,
-                            epilogue=epilogue, bias=weight.bias is not None, static=weight.static, parts=grid // chosen.rows)
+                            epilogue=epilogue, bias=weight.bias is not None, static=weight.static, parts=parts)
     packed = buffer("batch", math.ceil(weight.in_features / 128) * x_bytes(weight.kind, weight.group, chosen.rows), x.device)
     factors = buffer("batch factors", 4 * chosen.rows, x.device)
     words = chosen.slices * math.ceil(weight.out_features / 16) * 16 * chosen.rows
     box = mail(words, x.device) if chosen.slices > 1 else None
-    pack.launch(grid, 32 * PACK_WARPS, (x, norm, packed, factors, weight.static_scale, float(epsilon), rows), pdl=pdl)
+    pack.launch(max(grid, parts * chosen.rows), 32 * PACK_WARPS,
+                (x, norm, packed, factors, weight.static_scale, float(epsilon), rows), pdl=pdl)
     product.launch(grid, 32 * (chosen.warps + LOADERS), (weight.weights, weight.records, weight.channel_scale, packed, factors,
                                                          weight.bias, residual, out, box, rows), shared=chosen.shared, pdl=pdl)
     return out

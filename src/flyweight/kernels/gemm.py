@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
+from flyweight.kernels.choices import PRODUCTS
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
-# What an SM does in a microsecond: tokens · 64 outputs · inputs; and how much slower it is with smaller tiles (tokens,
-# warpgroups). Cutting tiles anywhere instead of taking whole ones costs LINE_US, for the sums that have to be handed over.
-PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
-            "sparse-w8a8": 90e3}  # the last four are estimates
+# How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
+# whole ones costs LINE_US, for the sums that have to be handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
 LINE_US = 12.0
 REGISTERS_SMALL = 96

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
+from flyweight.kernels.choices import WARPS
 from flyweight.packing import unpack
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
@@ -24,9 +25,6 @@ BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 10
                "sparse-int4": 384, "sparse-int8": 640, "sparse-w8a8": 640}
 GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
-# Warps that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a token of
-# Qwen3-8B, W8A8 2.35 instead of 2.62, with 8 instead of 16).
-WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 16, "sparse-int8": 8, "sparse-w8a8": 8}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 ROWS = (1, 2, 4, 8)
@@ -194,11 +192,6 @@ def fitting_plan(kind: str, columns: int, group: int, rows: int, *, limit: int =
     return plan(kind, columns, group, rows, limit=SHARED_ALONE, **options)
 
 
-def beside_another(kind: str, columns: int, group: int, rows: int) -> bool:
-    found = fitting_plan(kind, columns, group, rows, tiles=1)
-    return found is not None and found.shared <= SHARED_LIMIT
-
-
 @dataclass(frozen=True, eq=False)
 class Gemv:
     """A weight in the kernel's layout."""
@@ -226,7 +219,7 @@ class Gemv:
         return self.channel_scale[self.out_features:] if self.static and self.channel_scale is not None else None
 
     def fits(self, rows: int) -> bool:
-        return self.plan(rows, tiles=1) is not None
+        return self.plan(rows, tiles=16 // rows) is not None
 
     def plan(self, rows: int, **options: int) -> Plan | None:
         return fitting_plan(self.kind, self.in_features, self.group, rows, **options)

@@ -71,13 +71,12 @@ struct Loader {
       for (int i = lane; i < tiles * RECORDS * 4; i += 32) {
         const int group = min(step * 128 / GROUP + i / 4 % RECORDS, GROUPS - 1);
         const u32* from = a.records + ((size_t)(part.first_tile + done + i / 4 / RECORDS) * GROUPS + group) * 16;
-        copy16(shared_address(stage + RECORDS_AT + i * 16), from + i % 4 * 4);
+        copy_piece(stage + RECORDS_AT + i * 16, from + i % 4 * 4);
       }
   }
   DEVICE void inputs(int slot, int step) const {
     if (loader == 0) copy_bytes(sh.ring[slot] + X_AT, packed + (size_t)step * X_BYTES, X_BYTES, &sh.full[slot], lane);
-    if (loader == 0 && GROUPED)  // the records' copies; before Hopper that is all copies
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&sh.full[slot])) : "memory");
+    if (loader == 0 && GROUPED) copy_arrive(&sh.full[slot]);  // of the records
     copy_end(&sh.full[slot]);
   }
   DEVICE void run() const {
