@@ -24,7 +24,7 @@ from flyweight.bench import replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile
-from flyweight.kernels import gemm, gemv, jit
+from flyweight.kernels import batch, gemm, gemv, gemv_split, jit
 from flyweight.kernels.cuda_linear import CudaLinear
 
 CHECKED = 256  # rows of a result that are compared with float64
@@ -32,8 +32,13 @@ DEVICE = torch.device("cuda", 0)
 
 
 def ways_for(weight: gemv.Gemv, rows: int) -> Iterator[str]:
+    cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(DEVICE.index or 0))
     if rows in gemv.ROWS and weight.fits(rows):
         yield "gemv"
+    if gemv_split.choose(*cut) is not None:
+        yield "split"
+    if batch.choose(*cut) is not None:
+        yield "batch"
     if gemm.why_not(weight, gemm.padded_rows(rows), DEVICE) is None:
         yield from ("gemm", "dense") if weight.kind.startswith("sparse") else ("gemm",)
     if rows > 8:
@@ -71,7 +76,8 @@ def compile_all(linears: list[tuple[CudaLinear, list[int]]]) -> int:
                 linear.fused(x, way=way)
         linear.weight.calls.clear()  # of kernels that launch nothing
     jit.load = load
-    gemm.kernels.cache_clear()
+    for kernels in (gemm.kernels, batch.kernels):
+        kernels.cache_clear()
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, sorted(record.wanted, key=str), chunksize=4))
     return len(record.wanted)

@@ -24,7 +24,7 @@ typedef unsigned long long u64;
 #define FP16 0
 #endif
 #define __CUDA_ARCH__ 900
-#define DEVICE inline
+#define DEVICE inline  // not static: some are members
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
@@ -270,6 +270,11 @@ DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* full, int lan
   complete(barrier_of(full));
 }
 DEVICE void copy_end(u64*) {}
+DEVICE void copy_piece(void* to, const void* from) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) fprintf(stderr, "a copy of 16 bytes is not aligned\n"), abort();
+  memcpy(to, from, 16);
+}
+DEVICE void copy_arrive(u64* full) { barrier_arrive(full); }
 DEVICE void prefetch_l2(const void*) {}
 
 // ---- between CTAs ----
@@ -279,6 +284,15 @@ DEVICE void store_release(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEA
 DEVICE int load_acquire(const int* p) {
   give_way();
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+template <int WORDS> static inline void load_relaxed(const void* p, u32 (&w)[WORDS]) {
+  give_way();
+  for (int i = 0; i < WORDS; i++) w[i] = __atomic_load_n((const u32*)p + i, __ATOMIC_RELAXED);
+}
+template <bool SIXTEEN, int WORDS> static inline bool missing(const u32 (&words)[WORDS]) {
+  bool any = false;
+  for (int i = 0; i < WORDS; i++) any |= SIXTEEN ? (words[i] & 0xffff) == 0xffff || words[i] >= 0xffff0000u : words[i] == ~0u;
+  return any;
 }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 DEVICE int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }

@@ -14,12 +14,12 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
     ways = choices.WAYS[kind]
     assert ways[0].rows == 1 and [way.rows for way in ways] == sorted({way.rows for way in ways})
     assert {way.kernel for way in ways} <= set(choices.KERNELS)
-    assert choices.wanted(kind, 1) == "gemv" and choices.wanted(kind, 64) == "gemm"
+    assert choices.wanted(kind, 1) == "gemv" and choices.wanted(kind, 512) == "gemm"
     assert kind in choices.WARPS and kind in choices.PRODUCTS
 
 
 def test_what_is_not_measured_is_said_not_to_be():
-    assert "not measured" in choices.explain("sparse-w8a8") and "not measured" not in choices.explain("w8a8")
+    assert "not measured" in choices.explain("sparse-w8a8") and "once)" in choices.explain("w8a8")
     assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
 
 

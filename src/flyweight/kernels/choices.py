@@ -16,7 +16,8 @@ import functools
 from dataclasses import dataclass
 
 KERNELS = {
-    "gemv": "gemv.cu",
+    "gemv": "gemv.cu or, inputs cut into slices, gemv_split.cu",
+    "batch": "batch.cu",
     "gemm": "gemm.cu",
     "dense": "gemm.cu, zeros written out for each call",
     "cublas": "cuBLAS, written out in 16 bits for each call",
@@ -35,15 +36,15 @@ class Way:
 
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
-MANY = Way(9, "gemm", "gemv.cu takes 8")
-FEWER = Way(5, "gemm", "3.1 instead of 5.0 ms a step of 8 rows (Qwen3-8B): x is quantized once instead of in every CTA")
+SOME = Way(9, "batch", "x, converted once, streams beside the weights", measured=False)
+MANY = Way(65, "gemm", "warpgroup products do more at once", measured=False)
 SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read", measured=False),
           Way(9, "gemm", "the sparse matrix units do twice as much at once", measured=False))
 WAYS: dict[str, tuple[Way, ...]] = {
-    "plain": (FEW, MANY),
-    "int4": (FEW, MANY),
-    "int8": (FEW, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
-    "w8a8": (FEW, FEWER),
+    "plain": (FEW, SOME, MANY),
+    "int4": (FEW, SOME, MANY),
+    "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
+    "w8a8": (FEW, Way(5, "batch", "x is quantized once instead of in every CTA", measured=False), MANY),
     "fp8": (FEW, Way(5, "gemm", "as w8a8, which quantizes x the same way", measured=False)),
     "sparse-int4": SPARSE,
     "sparse-int8": SPARSE,

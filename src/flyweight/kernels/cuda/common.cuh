@@ -182,6 +182,10 @@ DEVICE void copy_end(u64* full) {
 DEVICE void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+DEVICE void copy_piece(void* to, const void* from) { copy16(shared_address(to), from); }
+DEVICE void copy_arrive(u64* full) {  // an arrival of this thread, once all its copies so far are done
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
+}
 DEVICE void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
