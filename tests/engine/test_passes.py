@@ -78,11 +78,9 @@ class Played:
         Played.made += 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
-@pytest.mark.usefixtures("interpreted_loops")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an empty tile divides 0 by 0, and writes nothing
-@pytest.mark.parametrize("config, dtype", [(CONFIG | dict(num_hidden_layers=1), torch.float16), (WINDOWED, torch.float32)])
-def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, monkeypatch):
+@pytest.fixture
+def played(monkeypatch):
+    """Captures are played, and decoders get the ops of CUDA devices once `decoders.decoder_ops` is set to what this gives."""
     attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
     from flyweight.kernels import cuda_ops
 
@@ -92,8 +90,19 @@ def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, monkeypatc
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: Played(self, batch, plans))
     monkeypatch.setattr(Played, "made", 0)
+    return lambda device: cuda_ops
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreted_loops")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an empty tile divides 0 by 0, and writes nothing
+@pytest.mark.parametrize("config, dtype", [(CONFIG | dict(num_hidden_layers=1), torch.float16), (WINDOWED, torch.float32)])
+def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, played, monkeypatch):
     story = Story(load(config, dtype), tolerance=1e-4 if dtype == torch.float32 else 3e-2)
-    monkeypatch.setattr(decoders, "decoder_ops", lambda device: cuda_ops)
+    monkeypatch.setattr(decoders, "decoder_ops", played)
     graphs = passes.PassGraphs(load(config, dtype), story.padded, story.rows)
     story.forward = graphs.forward
     for spans in STEPS:
@@ -101,6 +110,22 @@ def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, monkeypatc
         story.step(*spans, into=graphs.inputs)
     kinds = len(graphs.held)
     assert 2 <= Played.made < kinds < len(STEPS), "some passes came again, and some only once"
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreted_loops")
+def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
+    monkeypatch.setattr(passes, "SIZES", (16, 32))
+    config = CONFIG | dict(num_hidden_layers=1)
+    story = Story(load(config, torch.float16), tolerance=3e-2)
+    monkeypatch.setattr(decoders, "decoder_ops", played)
+    graphs = passes.PassGraphs(load(config, torch.float16), story.padded, story.rows)
+    graphs.warm_up()
+    assert Played.made == 2 and not story.padded[0].keys[: story.blocks].any(), "no sequence's block was written to"
+    story.forward = graphs.forward
+    for spans in ([(0, 13)], [(1, 25)]):
+        story.step(*spans, into=graphs.inputs)
+    assert Played.made == len(graphs.held) == 2
 
 
 def test_the_oldest_pass_gives_way(monkeypatch):
