@@ -102,7 +102,7 @@ def token_gap(one: list[Request], other: list[Request]) -> float:
 
 
 def measure_model(name: str, cases: list[str], repeats: int):
-    llm = LLM(name, max_model_len=17 * 1024, max_num_seqs=80, prefix_cache=False)
+    llm = LLM(name, max_model_len=17 * 1024, max_num_seqs=80, blocks=4500, prefix_cache=False)
     llm.engine.overlap = False
     watch, graphs, answers = Stopwatch(llm.engine), llm.engine.runner.passes, {}
     probe = random_prompts(1, 200, vocabulary=llm.config.vocab_size, seed=3) * 2
