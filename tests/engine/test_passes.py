@@ -11,19 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from padded_story import Story, request_of
 
 from flyweight.engine import passes
-from flyweight.engine.batch import KVStorage
-from flyweight.engine.packed import MIXED, SIZES, Padding, pack, padded_tokens
-from flyweight.engine.request import Request, SamplingParams
-from flyweight.engine.rows import Rows
+from flyweight.engine.packed import MIXED, SIZES, padded_tokens
 from flyweight.engine.scheduler import Work
 from flyweight.kernels import gemm
 from flyweight.models import decoder as decoders
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 
-PAGE, BLOCKS = 4, 64
 TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=64)
 CONFIG = PRESETS["qwen3-0.6b"] | TINY | dict(head_dim=16)
@@ -31,12 +28,12 @@ WINDOWED = PRESETS["qwen2-0.5b"] | TINY | dict(use_sliding_window=True, sliding_
 counts = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 2500)), min_size=1, max_size=40)
 
 
+def load(config, dtype):
+    return Decoder.load(PresetWeights(config, "fp32"), device="cpu", dtype=dtype)
+
+
 def works_of(spans):
     return [Work(request_of([0], i), start, count, samples=True) for i, (start, count) in enumerate(spans)]
-
-
-def request_of(prompt, number):
-    return Request(number, prompt, SamplingParams().with_defaults({}), seed=0, limit=64)
 
 
 @given(counts)
@@ -56,44 +53,6 @@ def test_padding_gives_the_matrix_kernels_nothing_more_to_do(count):
     assert -(-size // shape.tokens) == -(-count // shape.tokens)
 
 
-def caches_of(decoder):
-    size = (BLOCKS + 1, PAGE, decoder.config.kv_heads, decoder.config.head_dim)
-    return [KVStorage(torch.zeros(size, dtype=decoder.dtype), torch.zeros(size, dtype=decoder.dtype)) for _ in decoder.blocks]
-
-
-class Story:
-    """Requests with shuffled blocks; each step is a list of (request, tokens of it), run exactly and padded."""
-
-    def __init__(self, config, dtype=torch.float32):
-        self.decoder = Decoder.load(PresetWeights(config, "fp32"), device="cpu", dtype=dtype)
-        self.rows = Rows(8, pages=16, vocabulary=64, device=torch.device("cpu"))
-        self.exact, self.padded = caches_of(self.decoder), caches_of(self.decoder)
-        self.forward = lambda batch: self.decoder.forward(batch, self.padded)
-        self.tolerance = dict.fromkeys(("rtol", "atol"), 1e-4 if dtype == torch.float32 else 3e-2)
-        generator = torch.Generator().manual_seed(1)
-        order = torch.randperm(BLOCKS, generator=generator).tolist()
-        self.requests = [request_of(torch.randint(3, 64, (30,), generator=generator).tolist(), i) for i in range(8)]
-        for request in self.requests:
-            request.blocks = [order.pop() for _ in range(8)]
-        self.rows.enter(self.requests)
-
-    def step(self, *spans, into=None):
-        works = [Work(self.requests[i], self.requests[i].computed, count, samples=True) for i, count in spans]
-        for work in works:
-            work.request.computed += work.count
-        packed = pack(works, self.rows, block_size=PAGE)
-        want = self.decoder.forward(packed.batch, self.exact)
-        size = padded_tokens(works)
-        assert size is not None and size >= len(packed.batch.tokens)
-        again = pack(works, self.rows, block_size=PAGE, padding=Padding(size, BLOCKS, into))
-        assert len(again.batch.tokens) == size and torch.equal(again.last, packed.last)
-        torch.testing.assert_close(self.forward(again.batch), want, **self.tolerance)
-        for one, other in zip(self.exact, self.padded, strict=True):
-            torch.testing.assert_close(other.keys[:BLOCKS], one.keys[:BLOCKS], **self.tolerance)
-            torch.testing.assert_close(other.values[:BLOCKS], one.values[:BLOCKS], **self.tolerance)
-        assert want.shape == (len(spans), 64) and want.std() > 0.1
-
-
 STEPS = [  # prompts alone, prompts together, chunks beside answers, answers alone
     [(0, 13)], [(1, 9)], [(2, 16)], [(0, 1), (5, 6), (1, 2), (2, 1)], [(1, 1), (6, 5), (0, 3), (2, 1)],
     [(0, 1), (3, 4), (1, 1), (2, 1)], [(7, 25)],
@@ -102,7 +61,7 @@ STEPS = [  # prompts alone, prompts together, chunks beside answers, answers alo
 
 @pytest.mark.parametrize("config", [CONFIG, WINDOWED])
 def test_padding_changes_no_logits_and_writes_to_no_block_of_a_sequence(config):
-    story = Story(config)
+    story = Story(load(config, torch.float32), tolerance=1e-4)
     for spans in [*STEPS, [(3, 5), (4, 7)], [(7, 4), (0, 1)], [(4, 16)], [(6, 2), (3, 2)]]:
         story.step(*spans)
 
@@ -119,11 +78,9 @@ class Played:
         Played.made += 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
-@pytest.mark.usefixtures("interpreted_loops")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an empty tile divides 0 by 0, and writes nothing
-@pytest.mark.parametrize("config, dtype", [(CONFIG | dict(num_hidden_layers=1), torch.float16), (WINDOWED, torch.float32)])
-def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, monkeypatch):
+@pytest.fixture
+def played(monkeypatch):
+    """Captures are played, and decoders get the ops of CUDA devices once `decoders.decoder_ops` is set to what this gives."""
     attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
     from flyweight.kernels import cuda_ops
 
@@ -133,16 +90,42 @@ def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, monkeypatc
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: Played(self, batch, plans))
     monkeypatch.setattr(Played, "made", 0)
-    story = Story(config, dtype)
-    monkeypatch.setattr(decoders, "decoder_ops", lambda device: cuda_ops)
-    decoder = Decoder.load(PresetWeights(config, "fp32"), device="cpu", dtype=dtype)
-    graphs = passes.PassGraphs(decoder, story.padded, story.rows)
+    return lambda device: cuda_ops
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreted_loops")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an empty tile divides 0 by 0, and writes nothing
+@pytest.mark.parametrize("config, dtype", [(CONFIG | dict(num_hidden_layers=1), torch.float16), (WINDOWED, torch.float32)])
+def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, played, monkeypatch):
+    story = Story(load(config, dtype), tolerance=1e-4 if dtype == torch.float32 else 3e-2)
+    monkeypatch.setattr(decoders, "decoder_ops", played)
+    graphs = passes.PassGraphs(load(config, dtype), story.padded, story.rows)
     story.forward = graphs.forward
     for spans in STEPS:
         graphs.inputs.fill_(0x7F)  # what a step leaves unwritten is no index of anything
         story.step(*spans, into=graphs.inputs)
     kinds = len(graphs.held)
     assert 2 <= Played.made < kinds < len(STEPS), "some passes came again, and some only once"
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreted_loops")
+def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
+    monkeypatch.setattr(passes, "SIZES", (16, 32))
+    config = CONFIG | dict(num_hidden_layers=1)
+    story = Story(load(config, torch.float16), tolerance=3e-2)
+    monkeypatch.setattr(decoders, "decoder_ops", played)
+    graphs = passes.PassGraphs(load(config, torch.float16), story.padded, story.rows)
+    graphs.warm_up()
+    assert Played.made == 2 and not story.padded[0].keys[: story.blocks].any(), "no sequence's block was written to"
+    story.forward = graphs.forward
+    for spans in ([(0, 13)], [(1, 25)]):
+        story.step(*spans, into=graphs.inputs)
+    assert Played.made == len(graphs.held) == 2
 
 
 def test_the_oldest_pass_gives_way(monkeypatch):

@@ -87,9 +87,10 @@ class LLM:
         return self._memory
 
     def warm_up(self) -> None:
-        """Capture greedy decode steps of every size now, so that no request waits for it; nothing to do on a CPU."""
-        if (steps := self.engine.runner.steps) is not None:
-            steps.warm_up()
+        """Capture greedy decode steps and prompts of every size now, so that no request waits for it; nothing on a CPU."""
+        for captured in (self.engine.runner.steps, self.engine.runner.passes):
+            if captured is not None:
+                captured.warm_up()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  progress: bool = False, **template: Any) -> list[Output]:

@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 from torch import Tensor
 
 from flyweight.engine import graphs
 from flyweight.engine.batch import Batch, KVStorage
-from flyweight.engine.packed import SIZES, padded_tokens
+from flyweight.engine.packed import SIZES, filler, padded_tokens
 from flyweight.engine.rows import Rows
+from flyweight.engine.transfer import upload
 from flyweight.kernels.dispatch import why_not_triton
 from flyweight.models.decoder import Decoder, Plans
 
@@ -48,11 +50,20 @@ class PassGraphs:
         size = 8 * (4 * most + 4 * sequences) + 4 * sequences * (blocks + 1) + 256  # and room to align
         self.inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.states = torch.zeros(most, decoder.config.hidden_size, dtype=decoder.dtype, device=self.device)
-        self.windows = set(decoder.config.windows)
+        self.windows, self.context = set(decoder.config.windows), rows.pages * caches[0].block_size
         self.held: dict[Hashable, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     padded_tokens = staticmethod(padded_tokens)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture prompts alone of every size that the context allows; the largest first, whose memory the others live in."""
+        page, spare = self.caches[0].block_size, len(self.caches[0].keys) - 1
+        for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
+            table = numpy.full((1, -(-size // page)), spare, dtype=numpy.int32)
+            tokens, positions, slots, tables = upload(self.device, *filler(size, spare, page), table, into=self.inputs)
+            self.hidden(Batch(tokens, positions, slots, tables, [0, size], [size], tokens[:0]))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

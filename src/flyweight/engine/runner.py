@@ -72,6 +72,9 @@ class Passes(Protocol):
     def forward(self, batch: Batch) -> Tensor:
         """As the model's, of a batch padded to that size."""
 
+    def warm_up(self) -> None:
+        """Prepare those that most requests need ahead of the first one."""
+
 
 @dataclass(frozen=True)
 class Flight:
