@@ -17,7 +17,7 @@ import pytest
 import torch
 
 REPORTS = "GPU_SHARD_REPORTS"  # in a share's environment: where its reports go
-TOGETHER = 8  # tests of a file that follow each other stay together: they often share kernels and fixtures
+TOGETHER = 2  # tests of a file that follow each other stay together: some share kernels, but long ones must not pile up
 WORTH_IT = 24  # tests
 
 
