@@ -68,6 +68,7 @@ piece() {
     004-transformers) for size in 0.5b 1.5b 7b; do
       qwen2 $size $size-transformers --backend transformers --output 128 --no-check; done ;;
     startup) script startup.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" ;;
+    prefill) script prefill.jsonl prefill_passes.py ;;
     real-model) script real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" ;;
     profile) logged 003-profile.jsonl python3 -m flyweight profile $q8:int4 --input 1024 --output 64 -o "$logs/003-profile"

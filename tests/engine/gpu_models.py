@@ -73,9 +73,10 @@ def both_ways(decoder: Decoder, asked: list[list[int]], way: str) -> tuple[list[
         alone.append(request)
     if decoder.device.type == "cuda":
         assert engine.runner.steps is not None and engine.runner.steps.graphs, "alone, steps are captured"
+        assert engine.runner.passes is not None and engine.runner.passes.held, "and prompts"
     other = make_engine(decoder, **WAYS[way])
     if way == "not captured":
-        other.runner.steps = None
+        other.runner.steps = other.runner.passes = None
     together = [other.submit(prompt, options)[0] for prompt in asked]
     run(other, together)
     return alone, together

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flyweight.engine.kv_cache import BlockPool, digest
+from flyweight.engine.kv_cache import BlockPool, digests
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -19,7 +19,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.integers(0, 5))
     def start(self, name):
-        chain = [digest(b"", [name]), digest(digest(b"", [name]), [0])]
+        chain = digests(b"", [name, 0], 1)
         found = self.pool.find(chain)
         assert [self.content[block] for block in found] == chain[: len(found)], "a block was found under a foreign name"
         self.pool.hold(found)
@@ -68,13 +68,19 @@ TestPool.settings = settings(max_examples=150, stateful_step_count=30, deadline=
 
 
 def test_a_digest_depends_on_everything_before_it():
-    assert digest(digest(b"", [1, 2]), [3]) != digest(digest(b"", [2, 1]), [3])
-    assert digest(b"a", [1]) != digest(b"b", [1])
+    assert digests(b"", [1, 2, 3, 3], 2)[1] != digests(b"", [2, 1, 3, 3], 2)[1]
+    assert digests(b"a", [1], 1) != digests(b"b", [1], 1)
+
+
+def test_digests_of_full_blocks_are_the_same_whether_found_at_once_or_one_after_the_other():
+    whole = digests(b"salt", range(11), 4)
+    first = digests(b"salt", range(4), 4)
+    assert whole == first + digests(first[-1], range(4, 8), 4) and digests(b"salt", range(3), 4) == []
 
 
 def test_the_least_recently_used_prefix_is_forgotten_first_and_from_its_end():
     pool = BlockPool(4, 1)
-    chains = {name: [digest(b"", [name]), digest(digest(b"", [name]), [0])] for name in (1, 2)}
+    chains = {name: digests(b"", [name, 0], 1) for name in (1, 2)}
     for chain in chains.values():
         blocks = pool.take(2)
         for block, item in zip(blocks, chain, strict=True):

@@ -17,7 +17,7 @@ SIZES = dict(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden
              moe_intermediate_size=128)
 MODELS = {"qwen2": PRESETS["qwen2-57b-a14b"] | SIZES | dict(shared_expert_intermediate_size=384, mlp_only_layers=[1]),
           "qwen3": PRESETS["qwen3-30b-a3b"] | SIZES | dict(head_dim=64)}
-BOUND = {"bf16": 0.05, "int4": 0.05, "w8a16": 0.05, "w8a8": 0.15}  # a token near a tie between experts may be far off
+BOUND = {"bf16": 0.1, "int4": 0.1, "w8a16": 0.1, "w8a8": 0.2}  # a token near a tie between experts may be far off
 
 
 def load(model, scheme, dtype=torch.bfloat16, **options):

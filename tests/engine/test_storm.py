@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from toy_engine import EagerSteps
+from toy_engine import EagerPasses, EagerSteps
 
 from flyweight.engine.core import Engine
 from flyweight.engine.memory import CacheShape
@@ -29,7 +29,7 @@ def make_engine(device, dtype):
     engine = Engine(decoder, shape, vocabulary=VOCABULARY, device=decoder.device, max_model_len=CONTEXT, blocks=30, block_size=4,
                     max_num_seqs=8, max_num_batched_tokens=48, end_ids=[7], overlap=True)
     if device == "cpu":
-        engine.runner.steps = EagerSteps(engine.runner)
+        engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)
     return engine
 
 

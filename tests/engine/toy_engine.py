@@ -5,6 +5,8 @@ A wrong block, slot, position or length gives other tokens, so comparing runs co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import Mode, mix
+from flyweight.engine.scheduler import Work
 
 VOCABULARY = 97
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -74,13 +77,30 @@ class EagerSteps:
         return torch.cat([logits, torch.zeros(size - count, logits.shape[1])])
 
 
+class EagerPasses:
+    """What captured passes do, on the CPU: all other steps, padded to a power of two."""
+
+    inputs = None
+
+    def __init__(self, runner: Runner):
+        self.runner, self.taken = runner, []
+
+    def padded_tokens(self, works: Sequence[Work]) -> int:
+        self.taken.append(max(4, 1 << (sum(work.count for work in works) - 1).bit_length()))
+        return self.taken[-1]
+
+    def forward(self, batch: Batch) -> Tensor:
+        assert len(batch.tokens) == len(batch.positions) == len(batch.slots) == batch.query_starts[-1] == self.taken[-1]
+        return self.runner.model.forward(batch, self.runner.caches)
+
+
 def toy_engine(*, blocks: int = 64, captured: bool = False, **options) -> Engine:
     """`captured`: steps as on a GPU, launched ahead."""
     defaults = dict(vocabulary=VOCABULARY, device=torch.device("cpu"), max_model_len=256, block_size=4, max_num_seqs=8,
                     max_num_batched_tokens=16, overlap=captured)
     engine = Engine(ToyModel(), SHAPE, blocks=blocks, **(defaults | options))
     if captured:
-        engine.runner.steps = EagerSteps(engine.runner)
+        engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)
     return engine
 
 

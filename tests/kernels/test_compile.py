@@ -10,8 +10,9 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 LINEAR = dict(FP16=0, SCALE_FP16=0, KDIM=4096, NDIM=6144, GROUP=128)
 GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STAGE_BLOCKS=16, SLOTS=3, SHARED_BYTES=220_000)
-GEMM = LINEAR | dict(EPILOGUE=0, BIAS=0, TOKENS=64, WGS=2, SB=2, STAGES=2, SPLIT=1, LOADERS=4, CLUSTER=1, STAGED=64, SIDE=8,
-                     ROTATE=1)
+GEMM = LINEAR | dict(EPILOGUE=0, BIAS=0, TOKENS=64, WGS=2, SB=2, STAGES=2, SPLIT=1, LOADERS=4, CLUSTER=1, STAGED=64)
+BATCH = dict(ROWS=32, ROUND=8, PER_WARP=2, COLUMN_WARPS=2, SLICES=4, STAGES=3, LOADERS=4, EPILOGUE=0, BIAS=0,
+             SHARED_BYTES=220_000)
 HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 CASES = [
@@ -21,8 +22,16 @@ CASES = [
     *(("gemv.cu", GEMV | dict(FORMAT=4, WARPS=8, STATIC=static)) for static in (0, 1)),
     *(("gemv.cu", GEMV | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),
     ("gemv.cu", GEMV | dict(FORMAT=2, SPARSE=1, GROUP=32, ROWS=8, SLOTS=2)),
+    *(("gemv_split.cu", GEMV | dict(FORMAT=kind, ROWS=8, WARPS=8, SLOTS=2, SLICES=4)) for kind in range(3)),
+    ("gemv_split.cu", GEMV | dict(FORMAT=1, KDIM=7392, NDIM=1000, GROUP=32, ROWS=16, WARPS=8, SLOTS=1, SLICES=11, EPILOGUE=1,
+                                  STAGES=2, STAGE_BLOCKS=6, BIAS=1)),
+    *(("batch.cu", LINEAR | BATCH | dict(FORMAT=kind)) for kind in range(4)),
+    ("batch.cu", LINEAR | BATCH | dict(FORMAT=1, KDIM=7392, NDIM=1000, GROUP=32, ROWS=16, PER_WARP=1, COLUMN_WARPS=1, SLICES=1,
+                                       EPILOGUE=1, BIAS=1)),
+    *(("batch_pack.cu", dict(FORMAT=kind, FP16=0, KDIM=4096, GROUP=128, NORM=1, ROWS=32, PARTS=4, WARPS=8)) for kind in range(4)),
     ("untile.cu", LINEAR | dict(FORMAT=4, INTERLEAVED=0)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, SPARSE=1, INTERLEAVED=kind % 2)) for kind in (1, 2, 3)),
+    *(("densify.cu", dict(FORMAT=kind, SPARSE=1, KDIM=4096, GROUP=128)) for kind in (1, 2, 3)),
     ("gemm.cu", GEMM | dict(FORMAT=4)),
     ("gemm.cu", GEMM | dict(FORMAT=4, TOKENS=256, SPLIT=0)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),

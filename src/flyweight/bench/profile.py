@@ -2,7 +2,7 @@
 
 Prefill is a request for one token; decode is what follows the second token of a batch, so that neither phase has a step of
 the other. Both run once before they are recorded (compilation, tuning and graph capture lie outside), unless `cold` asks
-for the first run itself. Decode steps that are captured as CUDA graphs run without operators on the host: there the
+for the first run itself. Steps and passes that are captured as CUDA graphs run without operators on the host: there the
 table has the kernels by name, which the driver reports, and times by layer need `eager`.
 
 Times of an operator are its own ("self") and with what it called ("total"); shares are of all self time of that kind.
@@ -47,7 +47,7 @@ class Profiler:
     def __init__(self, llm: LLM, work: Workload, *, eager: bool = False):
         self.llm, self.work = llm, work
         if eager:
-            llm.engine.runner.steps = None
+            llm.engine.runner.steps = llm.engine.runner.passes = None
         self.device = llm.device
         self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if llm.device.type == "cuda" else [])]
 

@@ -132,8 +132,9 @@ class Engine:
             raise RequestError(f"the prompt has {len(prompt)} tokens, but the context holds {self.max_model_len} and the "
                                "answer needs room too; shorten the prompt or raise max_model_len")
         for kind, ids in (("the prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if bad := [token for token in ids if not 0 <= token < self.vocabulary]:
-                raise RequestError(f"token id {bad[0]} in {kind} is outside the vocabulary of {self.vocabulary}")
+            if ids and (min(ids) < 0 or max(ids) >= self.vocabulary):
+                bad = next(token for token in ids if not 0 <= token < self.vocabulary)
+                raise RequestError(f"token id {bad} in {kind} is outside the vocabulary of {self.vocabulary}")
         if len(params.logit_bias) > MOST_BIASES - 20:
             raise RequestError(f"logit_bias has {len(params.logit_bias)} entries; at most {MOST_BIASES - 20} can be given")
         if params.stop and self.decode is None:

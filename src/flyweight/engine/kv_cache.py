@@ -17,9 +17,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 
-def digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Of one full block after `parent`; the salt stands before the first block."""
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+def digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Of the full blocks of these tokens, the first after `parent`; the salt stands before a sequence's first block."""
+    found, step, data = [], 8 * block_size, array("q", tokens).tobytes()
+    for begin in range(0, len(data) - step + 1, step):
+        parent = hashlib.blake2b(parent + data[begin : begin + step], digest_size=16).digest()
+        found.append(parent)
+    return found
 
 
 class BlockPool:

@@ -16,6 +16,7 @@ import torch
 
 from flyweight.engine.core import Engine
 from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace, weight_bytes
+from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingParams
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
@@ -66,7 +67,7 @@ class LLM:
         workspace = graphs = 0
         if self.device.type == "cuda":
             workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
-            graphs = graph_bytes(self.decoder, sequences)
+            graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
                                         memory_fraction=memory_fraction, reserved=(workspace, graphs))
         kv_tokens = blocks * block_size
@@ -86,9 +87,10 @@ class LLM:
         return self._memory
 
     def warm_up(self) -> None:
-        """Capture greedy decode steps of every size now, so that no request waits for it; nothing to do on a CPU."""
-        if (steps := self.engine.runner.steps) is not None:
-            steps.warm_up()
+        """Capture greedy decode steps and prompts of every size now, so that no request waits for it; nothing on a CPU."""
+        for captured in (self.engine.runner.steps, self.engine.runner.passes):
+            if captured is not None:
+                captured.warm_up()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  progress: bool = False, **template: Any) -> list[Output]:

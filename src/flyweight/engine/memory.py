@@ -17,7 +17,7 @@ from flyweight.errors import ResourceError
 from flyweight.models.decoder import Decoder
 
 DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
-GRAPH_OVERHEAD = 256 << 20  # bytes that the driver takes for launches, and the allocator for odd ends
+GRAPH_OVERHEAD = 384 << 20  # bytes that the driver takes for launches, and the allocator for odd ends
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,18 @@ def weight_bytes(decoder: Decoder) -> int:
     return sum(linear.nbytes for linear in linears) + table.nbytes + (0 if tied else decoder.head.nbytes)
 
 
-def graph_bytes(decoder: Decoder, rows: int) -> int:
-    """What captured steps of so many rows will take: activations, logits in both types, and room to sort them."""
+def graph_bytes(decoder: Decoder, rows: int, tokens: int) -> int:
+    """What captured steps of so many rows and passes of so many tokens will take.
+
+    Steps: activations, logits in both types, and room to sort them. Passes: activations, in memory that all of them share.
+    """
     config = decoder.config
     widths = 2 * config.hidden_size + 2 * config.intermediate_size + (2 * config.heads + 2 * config.kv_heads) * config.head_dim
     if config.moe is not None:  # rows of experts, packed and not; as many again may fill up tiles
         widths += 4 * config.moe.experts_per_token * (config.hidden_size + config.moe.intermediate_size)
         widths += config.moe.shared_intermediate_size or 0
-    return GRAPH_OVERHEAD + rows * (widths * decoder.dtype.itemsize + config.vocab_size * (decoder.dtype.itemsize + 24))
+    logits = rows * config.vocab_size * (decoder.dtype.itemsize + 24)
+    return GRAPH_OVERHEAD + (rows + tokens) * widths * decoder.dtype.itemsize + logits
 
 
 def dummy_batch(tokens: int, *, context: int, block_size: int, device: torch.device) -> Batch:

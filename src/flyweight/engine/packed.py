@@ -2,13 +2,17 @@
 
 All integers of a step go to the device in one copy. A token that the step before samples, and the host has not read,
 is taken from its row there.
+
+A step may be padded to a size that comes again (`Padding`), for a captured pass. The padding is tokens like any others, whose
+keys and values go to a block that no sequence owns: the rest of the only sequence where it begins in this step (nothing before
+them sees later tokens), else one more sequence. So no kernel has to know of it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 from torch import Tensor
@@ -17,6 +21,9 @@ from flyweight.engine.batch import Batch
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.transfer import upload
+
+SIZES = (16, 32, 64, 128, 256, *range(384, 2049, 128))  # tokens of a padded step: whole tiles of the matrix kernels
+MIXED = 1024  # the most of one that is no prompt alone: beyond, torch's attention saves more than the launches cost
 
 
 @dataclass(frozen=True)
@@ -28,36 +35,75 @@ class Packed:
     lengths: Tensor  # int32: what they will have, the sampled token counted
 
 
-def pack(works: Sequence[Work], rows: Rows, *, block_size: int) -> Packed:
+@dataclass(frozen=True)
+class Padding:
+    """Make the step `tokens` long; what has to be written goes to `block`."""
+
+    tokens: int
+    block: int
+    into: Tensor | None = None  # where a captured pass finds its integers: tokens, positions, slots, block tables
+
+
+def pack(works: Sequence[Work], rows: Rows, *, block_size: int, padding: Padding | None = None) -> Packed:
     pieces = [describe(work, block_size) for work in works]
-    starts = [0, *numpy.cumsum([work.count for work in works]).tolist()]
-    kv_lengths = [work.start + work.count for work in works]
+    counts, kv_lengths = [work.count for work in works], [work.start + work.count for work in works]
+    starts = [0, *itertools.accumulate(counts)]
     spans, outputs = spans_of(works, starts)
     sampling = [i for i, work in enumerate(works) if work.samples]
     unread = [i for i, work in enumerate(works) if work.start + work.count > len(work.request.tokens)]
+    unread_at, next_lengths = [starts[i + 1] - 1 for i in unread], [kv_lengths[i] + 1 for i in sampling]
+    blocks = [work.request.blocks for work in works]
+    if padding and (more := padding.tokens - starts[-1]):
+        pieces.append(filler(more, padding.block, block_size))
+        if begins_alone(works):
+            starts[-1] = kv_lengths[-1] = padding.tokens
+            blocks[-1] = blocks[-1] + [padding.block] * (-(-padding.tokens // block_size) - len(blocks[-1]))
+        else:
+            starts.append(padding.tokens)
+            kv_lengths.append(more)
+            blocks.append([padding.block] * -(-more // block_size))
 
     def rows_of(chosen: Sequence[int]) -> list[int]:
         return [rows.row_of[works[i].request.number] for i in chosen]
 
-    longs = [*(numpy.concatenate(column) for column in zip(*pieces, strict=True)), outputs, [spans[i][1] - 1 for i in sampling],
-             rows_of(sampling), [starts[i + 1] - 1 for i in unread], rows_of(unread)]
-    ints = [tables(works), [kv_lengths[i] + 1 for i in sampling]]
-    tokens, positions, slots, output_rows, last, at, unread_at, unread_rows, block_tables, lengths = upload(
-        rows.device, *(numpy.asarray(item, dtype=numpy.int64) for item in longs),
-        *(numpy.asarray(item, dtype=numpy.int32) for item in ints))
+    columns = [numpy.concatenate(column) for column in zip(*pieces, strict=True)]
+    others = [outputs, [spans[i][1] - 1 for i in sampling], rows_of(sampling), unread_at, rows_of(unread)]
+    tokens, positions, slots, tables, output_rows, last, at, unread_places, unread_rows, lengths = upload(
+        rows.device, *columns, table_of(blocks), *(numpy.array(item, dtype=numpy.int64) for item in others),
+        numpy.array(next_lengths, dtype=numpy.int32), into=padding.into if padding else None)
     if unread:
-        tokens.index_copy_(0, unread_at, rows.tokens.index_select(0, unread_rows))
-    batch = Batch(tokens=tokens, positions=positions, slots=slots, block_tables=block_tables, query_starts=starts,
+        tokens.index_copy_(0, unread_places, rows.tokens.index_select(0, unread_rows))
+    batch = Batch(tokens=tokens, positions=positions, slots=slots, block_tables=tables, query_starts=starts,
                   kv_lengths=kv_lengths, output_rows=output_rows)
     return Packed(batch, spans, last, at, lengths)
 
 
-def describe(work: Work, block_size: int) -> tuple[Any, Any, Any]:
-    """Token ids (0 for one that is not known here), positions and slots."""
+def begins_alone(works: Sequence[Work]) -> bool:
+    return len(works) == 1 and works[0].start == 0
+
+
+def padded_tokens(works: Sequence[Work]) -> int | None:
+    """The size that a step is padded to; None: more tokens than any."""
+    count, most = sum(work.count for work in works), SIZES[-1] if begins_alone(works) else MIXED
+    return next((size for size in SIZES if count <= size <= most), None)
+
+
+Columns = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]  # token ids, positions and slots, int64
+
+
+def describe(work: Work, block_size: int) -> Columns:
+    """A token id that is not known here is 0."""
     request, stop, first = work.request, work.start + work.count, work.start // block_size
-    known, at = request.tokens[work.start : stop], numpy.arange(work.start, stop)
+    tokens, at = numpy.zeros(work.count, dtype=numpy.int64), numpy.arange(work.start, stop)
+    known = request.tokens[work.start : stop]
+    tokens[: len(known)] = known
     blocks = numpy.array(request.blocks[first : -(-stop // block_size)])
-    return known + [0] * (work.count - len(known)), at, blocks[at // block_size - first] * block_size + at % block_size
+    return tokens, at, blocks[at // block_size - first] * block_size + at % block_size
+
+
+def filler(count: int, block: int, block_size: int) -> Columns:
+    zeros = numpy.zeros(count, dtype=numpy.int64)
+    return zeros, zeros, block * block_size + numpy.arange(count) % block_size
 
 
 def spans_of(works: Sequence[Work], starts: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -71,11 +117,11 @@ def spans_of(works: Sequence[Work], starts: Sequence[int]) -> tuple[list[tuple[i
     return spans, outputs
 
 
-def tables(works: Sequence[Work]) -> numpy.ndarray:
-    """The works' blocks, padded with 0: int32 [works, most blocks]."""
-    padded = numpy.zeros((len(works), max(len(work.request.blocks) for work in works)), dtype=numpy.int32)
-    for row, work in zip(padded, works, strict=True):
-        row[: len(work.request.blocks)] = work.request.blocks
+def table_of(blocks: Sequence[Sequence[int]]) -> numpy.ndarray:
+    """The sequences' blocks, padded with 0: int32 [sequences, most blocks]."""
+    padded = numpy.zeros((len(blocks), max(map(len, blocks))), dtype=numpy.int32)
+    for row, listed in zip(padded, blocks, strict=True):
+        row[: len(listed)] = listed
     return padded
 
 

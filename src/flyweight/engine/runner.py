@@ -1,4 +1,5 @@
-"""Runs a scheduled step: a captured one where every row of `Rows` decodes, else packed into a Batch for the decoder.
+"""Runs a scheduled step: a captured one where every row of `Rows` decodes, else packed into a Batch: for a captured pass, or
+for the decoder where it is too long for one.
 
 It owns the memory of the KV cache and nothing of the policy. Nothing here waits for the device: tokens are sampled into
 the rows, from where the next step takes them, and come to the host on the side, to be read when the host needs them.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.packed import following, pack
+from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import Mode, top_logprobs
@@ -56,6 +57,23 @@ class DecodeSteps(Protocol):
 
     def warm_up(self) -> None:
         """Prepare steps of every size ahead of the first request."""
+
+
+class Passes(Protocol):
+    """Whole steps of any mix prepared for some sizes, such as `passes.PassGraphs`."""
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """Where a padded step's integers go."""
+
+    def padded_tokens(self, works: Sequence[Work]) -> int | None:
+        """The size that the step runs as; None: it does not fit any."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """As the model's, of a batch padded to that size."""
+
+    def warm_up(self) -> None:
+        """Prepare those that most requests need ahead of the first one."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +116,8 @@ class Runner:
         self.device = device
         self.block_size = block_size
         self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
-        size = (blocks, block_size, shape.kv_heads, shape.head_dim)
+        self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
+        size = (blocks + 1, block_size, shape.kv_heads, shape.head_dim)
         self.caches = [KVStorage(zeros(size, shape.dtype, device), zeros(size, shape.dtype, device)) for _ in range(shape.layers)]
 
     @functools.cached_property
@@ -113,6 +132,15 @@ class Runner:
             warnings.warn(f"decode steps are not captured as CUDA graphs: {reason}", stacklevel=2)
             return None
         return DecodeGraphs(self.model, self.caches, self.rows)
+
+    @functools.cached_property
+    def passes(self) -> Passes | None:
+        """Captured passes, where decode steps are captured and Triton is there."""
+        if self.steps is None or not isinstance(self.model, Decoder):
+            return None
+        from flyweight.engine.passes import PassGraphs, why_not
+
+        return None if why_not(self.model, self.block_size) else PassGraphs(self.model, self.caches, self.rows)
 
     @torch.inference_mode()
     def launch(self, works: Sequence[Work]) -> Flight:
@@ -143,8 +171,10 @@ class Runner:
         rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
         if fresh := [works[i].request for i in sampling if works[i].request.number not in rows.row_of]:
             rows.enter(fresh)
-        packed = pack(works, rows, block_size=self.block_size)
-        logits = self.model.forward(packed.batch, self.caches)  # [outputs, vocabulary]
+        size = self.passes.padded_tokens(works) if self.passes else None
+        padding = Padding(size, self.spare, self.passes.inputs) if self.passes and size else None
+        packed = pack(works, rows, block_size=self.block_size, padding=padding)
+        logits = self.passes.forward(packed.batch) if self.passes and padding else self.model.forward(packed.batch, self.caches)
         places, tokens, last = {i: k for k, i in enumerate(sampling)}, rows.tokens[:0], logits[:0]
         if sampling:
             last = logits if len(logits) == len(sampling) else logits.index_select(0, packed.last)

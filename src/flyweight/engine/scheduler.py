@@ -23,7 +23,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from flyweight.engine.kv_cache import BlockPool, digest
+from flyweight.engine.kv_cache import BlockPool, digests
 from flyweight.engine.request import Request, State
 from flyweight.errors import OptionError
 
@@ -168,10 +168,10 @@ class Scheduler:
         """Digests of all full blocks among the first `tokens` tokens."""
         if request.salt is None:
             return
-        size = self.pool.block_size
-        for i in range(len(request.digests), tokens // size):
-            parent = request.digests[-1] if i else request.salt
-            request.digests.append(digest(parent, request.tokens[i * size : (i + 1) * size]))
+        size, known = self.pool.block_size, len(request.digests)
+        if tokens // size > known:
+            parent = request.digests[-1] if known else request.salt
+            request.digests += digests(parent, request.tokens[known * size : tokens], size)
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

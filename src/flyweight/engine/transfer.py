@@ -12,19 +12,19 @@ from torch import Tensor
 ALIGNMENT = 16  # bytes; views of any type begin at a multiple of their size
 
 
-def upload(device: torch.device, *arrays: numpy.ndarray) -> list[Tensor]:
-    """The arrays as tensors of the device, all in one copy."""
-    if device.type == "cpu":
+def upload(device: torch.device, *arrays: numpy.ndarray, into: Tensor | None = None) -> list[Tensor]:
+    """The arrays as tensors of the device, all in one copy; within `into` (bytes) where a captured graph reads them there."""
+    if device.type == "cpu" and into is None:
         return [torch.from_numpy(numpy.ascontiguousarray(array)) for array in arrays]
     starts, total = [], 0
     for array in arrays:
         starts.append(total)
         total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    staged = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    staged = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = staged.numpy()
     for start, array in zip(starts, arrays, strict=True):
         view[start : start + array.nbytes] = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-    moved = staged.to(device, non_blocking=True)
+    moved = staged.to(device, non_blocking=True) if into is None else into[:total].copy_(staged, non_blocking=True)
     return [moved[start : start + array.nbytes].view(torch_type(array)).view(array.shape)
             for start, array in zip(starts, arrays, strict=True)]
 

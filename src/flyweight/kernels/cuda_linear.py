@@ -1,24 +1,24 @@
-"""A weight on a CUDA device: one copy, in the tiles that the small-batch kernel reads.
+"""A weight on a CUDA device: one copy, in the tiles that the small-batch kernels read.
 
-Up to 8 rows go through gemv.cu, more through gemm.cu, which reads the same tiles. Where that does not fit, and for so many
-rows that cuBLAS is worth it, the weight is written out in 16 bits into a scratch that all layers share, so loading never
-holds two copies of a model. W8A8 computes the same function every way: whole numbers are exact in 16-bit floats, and
-their products are summed in float32.
+Few rows go through gemv.cu or gemv_split.cu, some through batch.cu, many through gemm.cu, which all read the same tiles;
+choices.py has the borders. Where none fits, and for so many rows that cuBLAS is worth it, the weight is written out in 16 bits
+into a scratch that all layers share, so loading never holds two copies of a model. W8A8 computes the same function every
+way: whole numbers are exact in 16-bit floats, and their products are summed in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyweight.kernels import gemm, gemv, jit
+from flyweight.kernels import batch, choices, gemm, gemv, gemv_split, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
-GEMV_ROWS = {"w8a8": 4, "fp8": 4}  # 8 for the others: 5.0 ms a step with 8 rows of W8A8 (Qwen3-8B), 3.1 through gemm.cu
-WRITTEN_OUT = {"int8": 1024}  # rows from which on cuBLAS is worth the writing; the others' own kernel ends the product better
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -33,6 +33,18 @@ def scratch(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return held[-1][:size].view(dtype)
 
 
+@functools.cache
+def few(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int) -> str | None:
+    """Of "gemv" and "split" the faster by estimate. A kernel that leaves no room for the next one is the last choice."""
+    whole = rows in gemv.ROWS and gemv.fitting_plan(kind, columns, group, rows, tiles=16 // rows)
+    split = gemv_split.choose(kind, outputs, columns, group, rows, processors)
+    if split is None or rows == 1:
+        return "gemv" if whole else None
+    beside = whole and whole.shared <= gemv.SHARED_LIMIT
+    at_once = gemv_split.estimate(kind, outputs, columns, group, rows, slices=1, processors=processors)
+    return "gemv" if beside and at_once <= split.microseconds else "split"
+
+
 class CudaLinear:
     """y = x Wᵀ (+ bias). `gated`: a merged gate/up whose silu·mul the small-batch kernel does at once (`fused` only)."""
 
@@ -40,15 +52,31 @@ class CudaLinear:
         self.weight = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=gated)
         self.bias = bias
 
+    def way(self, rows: int, device: torch.device) -> str:
+        """The kernel of choices.py for so many rows, or the next one that takes them."""
+        weight, wanted = self.weight, choices.wanted(self.weight.kind, rows)
+        cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
+        if wanted == "gemv":
+            wanted = few(*cut) or "batch"
+        if wanted == "batch" and (batch.choose(*cut) is None or torch.cuda.get_device_capability(device)[0] != 9):
+            wanted = "gemm"
+        if wanted in ("gemv", "split", "batch"):
+            return wanted
+        fits = wanted != "cublas" and gemm.why_not(weight, gemm.padded_rows(rows), device) is None
+        return wanted if fits else "cublas"
+
     def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-              residual: Tensor | None = None) -> Tensor:
+              residual: Tensor | None = None, way: str | None = None) -> Tensor:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after."""
-        rows = x.shape[0]
-        if rows in gemv.ROWS and rows <= GEMV_ROWS.get(self.weight.kind, 8) and self.weight.fits(rows):
+        way = way or self.way(x.shape[0], x.device)
+        if way == "gemv":
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
-        few = rows < WRITTEN_OUT.get(self.weight.kind, 1 << 40)
-        if few and gemm.why_not(self.weight, gemm.padded_rows(rows), x.device) is None:
-            return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
+        if way in ("split", "batch"):
+            multiply = gemv_split.multiply if way == "split" else batch.multiply
+            return multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
+        if way != "cublas":
+            weight = densified(self.weight) if way == "dense" else self.weight  # nothing of which may be fetched ahead
+            return gemm.multiply(weight, x, out, norm=norm, epsilon=epsilon, residual=residual, pdl=way != "dense")
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 
         ops = decoder_ops(x.device)
@@ -98,3 +126,14 @@ def untile(weight: gemv.Gemv, out: Tensor) -> Tensor:
     kernel = jit.load("untile.cu", defines=defines).kernel("untile")
     kernel.launch(math.ceil(units / 8), 256, (weight.weights, weight.records, out))
     return out.view(weight.out_features, weight.in_features)
+
+
+def densified(weight: gemv.Gemv) -> gemv.Gemv:
+    """A 2:4 weight with its zeros written out, in the tiles of the dense kernels, in the scratch."""
+    kind = weight.kind.removeprefix("sparse-")
+    units = math.ceil(weight.out_features / 16) * math.ceil(weight.in_features / 64)
+    tiles = scratch(units * gemv.BLOCK_BYTES[kind], torch.uint8, weight.weights.device)
+    defines = gemv.format_defines(weight.kind) | {"KDIM": weight.in_features, "GROUP": weight.group}
+    kernel = jit.load("densify.cu", defines=defines).kernel("densify")
+    kernel.launch(math.ceil(units / 8), 256, (weight.weights, weight.records, tiles, units))
+    return dataclasses.replace(weight, kind=kind, weights=tiles, calls=weight.calls.setdefault(("dense",), {}))

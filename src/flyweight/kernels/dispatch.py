@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flyweight.kernels import cpu, gemv, reference, vptq
+from flyweight.kernels import choices, cpu, gemv, reference, vptq
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Float8, Plain, QuantTensor, Sparse24, VectorQuant
 
@@ -47,13 +47,11 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
     `gated` marks a merged gate/up, whose rows a CUDA kernel may pair up.
     """
     if tensor.device.type == "cuda" and not exact:
-        tensor = Sparse24.find(tensor)
+        tensor, why = _sparse_where_faster(tensor, dtype)
         kind = gemv.format_of(tensor, dtype)
         if kind is not None and (not gated or tensor.matrix_shape[0] % 32 == 0):
             on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
-            why = "up to 8 rows through gemv.cu, more through gemm.cu or, written out in 16 bits, cuBLAS"
-            if isinstance(tensor, Sparse24):
-                why = "two of four inputs kept, multiplied by the sparse matrix units; " + why
+            why += choices.explain(kind) + "; what these do not take: cuBLAS"
             return Prepared(on_cuda, f"gemv.{kind}", why, tensor.shape, on_cuda.weight.nbytes, adds_bias=True)
         if isinstance(tensor, VectorQuant) and tensor.experts is None:
             vectors = vptq.prepare(tensor, dtype=dtype)
@@ -71,6 +69,17 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
         return linear(tensor.quantize_input(x).to(dtype))
 
     return Prepared(linear if isinstance(tensor, Plain) else run_quantized, "torch.linear", why, tensor.shape, weight.nbytes)
+
+
+def _sparse_where_faster(tensor: QuantTensor, dtype: torch.dtype) -> tuple[QuantTensor, str]:
+    """A weight with two of four inputs as such, or with its zeros written out; and what is to be said about that."""
+    found = Sparse24.find(tensor)
+    kind = gemv.format_of(found, dtype)
+    if not isinstance(found, Sparse24) or kind is None:
+        return tensor, ""
+    if choices.wanted(kind, 1) == "expanded":
+        return found.to_dense(), f"two of four inputs kept, {choices.explain(kind)}: "
+    return found, "two of four inputs kept: "
 
 
 def because(tensor: QuantTensor) -> str:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flyweight.kernels import gemm, jit
-from flyweight.kernels.cuda_linear import GEMV_ROWS, CudaLinear
+from flyweight.kernels import choices, gemm, jit
+from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.gemv import QUANTIZED, ROWS, WARPS, Gemv, processors
 
 STACKED = ("weights", "records", "channel_scale")
@@ -107,7 +107,7 @@ class Grouped:
 
     def few(self, tokens: int) -> bool:
         """Whether experts.cu takes them."""
-        few = tokens in ROWS and tokens <= GEMV_ROWS.get(self.down.kind, 8)
+        few = tokens in ROWS and choices.wanted(self.down.kind, tokens) == "gemv"
         return few and self.gate_up.fits(tokens) and self.down.fits(tokens)
 
     def route(self, x: Tensor, *, norm: Tensor, epsilon: float, lengths: Tensor | None = None) -> Route:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
+from flyweight.kernels.choices import PRODUCTS
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
-# What an SM does in a microsecond: tokens · 64 outputs · inputs; and how much slower it is with smaller tiles (tokens,
-# warpgroups). Cutting tiles anywhere instead of taking whole ones costs LINE_US, for the sums that have to be handed over.
-PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
-            "sparse-w8a8": 90e3}  # the last four are estimates
+# How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
+# whole ones costs LINE_US, for the sums that have to be handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
 LINE_US = 12.0
 REGISTERS_SMALL = 96
@@ -49,9 +48,6 @@ class Shape:
     staged: int  # tokens whose results go through shared memory at a time
     tiles: int
     shared: int
-    skew: int = 0
-    side: int = 8
-    rotate: int = 0
 
     @property
     def loaders(self) -> int:
@@ -64,8 +60,7 @@ class Shape:
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
-              cluster: int | None = None, split: int | None = None, staged: int | None = None, skew: int = 0, side: int = 8,
-              memory: int | None = None, rotate: int = 0) -> Shape | None:
+              cluster: int | None = None, split: int | None = None, staged: int | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
@@ -84,7 +79,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
-    limit = (memory or (SHARED_SMALL if small else SHARED)) - staged * warpgroups * STAGED_ROW
+    limit = (SHARED_SMALL if small else SHARED) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
@@ -98,7 +93,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         if stages >= (3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, skew, side, rotate)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared)
     return None
 
 
@@ -147,7 +142,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
-        "SKEW": shape.skew, "SIDE": shape.side, "ROTATE": shape.rotate, "EXPERTS": int(experts)})
+        "EXPERTS": int(experts)})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 

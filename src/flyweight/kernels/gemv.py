@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
+from flyweight.kernels.choices import WARPS
 from flyweight.packing import unpack
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
@@ -24,9 +25,6 @@ BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 10
                "sparse-int4": 384, "sparse-int8": 640, "sparse-w8a8": 640}
 GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
-# Warps that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a token of
-# Qwen3-8B, W8A8 2.35 instead of 2.62, with 8 instead of 16).
-WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 16, "sparse-int8": 8, "sparse-w8a8": 8}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 ROWS = (1, 2, 4, 8)
@@ -147,23 +145,51 @@ class Plan:
     shared: int
 
 
+def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int, int, int]:
+    """(blocks that inputs are cut at, of the longest slice, of the shortest): the sizes of gemv.cuh."""
+    total, grouped = math.ceil(columns / 64), kind in GROUPED
+    unit = 2 if grouped and group % 128 == 0 else 1
+    cut = group // 64 if grouped and 64 * unit < group < columns else unit
+    cuts = math.ceil(total / cut)
+    return cut, min(total, math.ceil(cuts / slices) * cut), cuts // slices * cut - (cuts * cut - total)
+
+
 @functools.cache
 def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: int, limit: int,
-         stage_bytes: int = 16384, more: int = 0) -> Plan | None:
-    """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides."""
-    total = math.ceil(columns / 64)
+         stage_bytes: int = 16384, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None) -> Plan | None:
+    """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides; `fewest` stages."""
     block_bytes, grouped = BLOCK_BYTES[kind], kind in GROUPED
+    _, total, shortest = slice_blocks(kind, columns, group, slices)
     step = max(1, min(group, columns) // 64) if grouped and group < columns else (2 if grouped else 1)
     count = max(1, round(total * block_bytes / stage_bytes))
-    stage_blocks = min(math.ceil(math.ceil(total / count) / step) * step, math.ceil(total / step) * step)
+    while True:  # until no stage of the shortest slice is empty
+        stage_blocks = min(math.ceil(math.ceil(total / count) / step) * step, math.ceil(total / step) * step)
+        if (math.ceil(total / stage_blocks) - 1) * stage_blocks < shortest or count == 1:
+            break
+        count -= 1
     groups = math.ceil(stage_blocks * 64 / group) if grouped else 0
     stage = stage_blocks * block_bytes + groups * 64
     sums = (2 * total if group == 32 else total) * rows * 8 if grouped else 8 * rows
-    slots = max(1, min(tiles, 16 // rows))
+    slots = slots or max(1, min(tiles, 16 // rows))
     x_row = total * 128 + 64 if kind == "plain" else (total | 1) * 64 * (2 if grouped else 1)
-    fixed = rows * x_row + sums + slots * warps * 16 * rows * 4 + rows * warps * 8 + 16 * 16 + 256 + more
+    stats = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
+    fixed = rows * x_row + sums + slots * warps * 16 * rows * 4 + stats + 16 * 16 + 256 + more
     stages = min(16, (limit - fixed) // stage)
-    return Plan(stage_blocks, stages, slots, fixed + stages * stage) if stages >= 2 else None
+    return Plan(stage_blocks, stages, slots, fixed + stages * stage) if stages >= fewest else None
+
+
+@functools.cache
+def fitting_plan(kind: str, columns: int, group: int, rows: int, *, limit: int = SHARED_LIMIT, **options: int) -> Plan | None:
+    """Beside another kernel, or else alone on its SM; None where even that is too much.
+
+    Several rows leave less room: three smaller stages keep memory busier than two large ones.
+    """
+    options.setdefault("warps", WARPS[kind])
+    several = [dict(fewest=3), dict(fewest=3, stage_bytes=8192), dict(fewest=3, stage_bytes=8192, slots=1)] if rows > 1 else []
+    for choice in [*several, {}]:
+        if found := plan(kind, columns, group, rows, limit=limit, **options | choice):
+            return found
+    return plan(kind, columns, group, rows, limit=SHARED_ALONE, **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,13 +219,10 @@ class Gemv:
         return self.channel_scale[self.out_features:] if self.static and self.channel_scale is not None else None
 
     def fits(self, rows: int) -> bool:
-        return self.plan(rows, tiles=1) is not None
+        return self.plan(rows, tiles=16 // rows) is not None
 
-    def plan(self, rows: int, *, tiles: int, warps: int | None = None, limit: int = SHARED_LIMIT, **more: int) -> Plan | None:
-        """Beside another kernel, or else alone on its SM; None where even that is too much."""
-        shape = (self.kind, self.in_features, self.group, rows)
-        options = dict(more, tiles=tiles, warps=warps or WARPS[self.kind])
-        return plan(*shape, limit=limit, **options) or plan(*shape, limit=SHARED_ALONE, **options)
+    def plan(self, rows: int, **options: int) -> Plan | None:
+        return fitting_plan(self.kind, self.in_features, self.group, rows, **options)
 
     def defines(self, rows: int, chosen: Plan, *, warps: int, norm: bool, epilogue: str = "store") -> dict[str, int]:
         """What gemv.cuh is compiled for."""
@@ -212,16 +235,14 @@ class Gemv:
         }
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-                 residual: Tensor | None = None, pdl: bool = True, warps: int | None = None, limit: int = SHARED_LIMIT,
-                 stage_bytes: int = 16384, grid: int | None = None) -> Tensor:
+                 residual: Tensor | None = None, pdl: bool = True) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
-        rows, warps = x.shape[0], warps or WARPS[self.kind]
+        rows, warps = x.shape[0], WARPS[self.kind]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
-        tiles = math.ceil(self.out_features / 16)
-        grid = grid or processors(x.device.index or 0)  # one on every SM, so that all offer the same room
-        chosen = self.plan(rows, tiles=math.ceil(tiles / grid), warps=warps, limit=limit, stage_bytes=stage_bytes)
+        grid = processors(x.device.index or 0)  # one on every SM, so that all offer the same room
+        chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid))
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
         defines = self.defines(rows, chosen, warps=warps, norm=norm is not None, epilogue=epilogue)

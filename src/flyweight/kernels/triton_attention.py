@@ -21,6 +21,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import numpy
 import torch
 import torch.nn.functional as F
 import triton
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flyweight.engine.batch import Batch, KVStorage
+from flyweight.engine.transfer import ALIGNMENT, upload
 from flyweight.kernels.gemv import processors
 
 Rows = list[tuple[int, ...]]
@@ -77,12 +79,12 @@ def _absorb(query, most, total, result, keys, values, table, start, end, place, 
     return highest, total * fade + tl.sum(weight, axis=1), result
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "tiles"])
-def _attend(query, keys, values, out, tables, tiles, parts, sums, scale, query_stride, slot_stride, table_stride,
+@triton.jit(do_not_specialize_on_alignment=["tables", "tiles"])
+def _attend(query, keys, values, out, tables, tiles, parts, sums, scale, query_stride, slot_stride,
             GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
             ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile, head, kv_heads = tiles + tl.program_id(0) * 7, tl.program_id(1), tl.num_programs(1)
-    sequence, token, count, position = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    pages, token, count, position = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     begin, end, part = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
     row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     live = (row // GROUP < count)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -91,7 +93,7 @@ def _attend(query, keys, values, out, tables, tiles, parts, sums, scale, query_s
     q = tl.load(query + (tokens * query_stride + head_at)[:, None] + dim[None, :], mask=live, other=0.0)
     most, total = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, BLOCK], tl.float32)
-    table, place = tables + sequence.to(tl.int64) * table_stride, position + row // GROUP
+    table, place = tables + pages, position + row // GROUP
     keys += head * HEAD_DIM
     values += head * HEAD_DIM
     clear = begin  # up to here every row sees every column
@@ -143,13 +145,37 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Tiles of one shape, on the host."""
+
+    tile: Tile
+    tiles: Rows  # where its pages begin in the tables, first token, tokens, its position, first and end of the columns, part
+    merges: Rows  # first token, tokens, first part, parts; none where tiles are whole
+
+    def padded(self) -> Cut:
+        """With tiles and merges of no tokens up to a number that comes again."""
+        tiles: Rows = [(0, 0, 0, 0, 0, 0, part) for part in range(len(self.tiles), _rounded(len(self.tiles)))]
+        merges: Rows = [(0, 0, 0, 0)] * (_rounded(len(self.merges)) - len(self.merges)) if self.merges else []
+        return Cut(self.tile, self.tiles + tiles, self.merges + merges)
+
+    @property
+    def shape(self) -> tuple[Tile, int, int]:
+        return self.tile, len(self.tiles), len(self.merges)
+
+    def launch(self, device: torch.device, into: Tensor | None = None) -> Launch:
+        tables = [numpy.array(table, dtype=numpy.int32) for table in (self.tiles, self.merges) if table]
+        tiles, *merges = upload(device, *tables, into=into)
+        return Launch(self.tile, tiles, len(tiles) if merges else 0, merges[0] if merges else None)
+
+
+@dataclass(frozen=True)
 class Launch:
     """Tiles of one shape."""
 
     tile: Tile
-    tiles: Tensor  # int32 [tiles, 7]: sequence, first token, tokens, its position, first and end of the columns, part
+    tiles: Tensor  # int32 [tiles, 7]
     parts: int  # 0: tiles are whole
-    merges: Tensor | None  # int32 [merged tiles, 4]: first token, tokens, first part, parts
+    merges: Tensor | None  # int32 [merged tiles, 4]
 
 
 class Plan:
@@ -169,14 +195,17 @@ class Plan:
         """Runs for torch and launches for the kernel; `group` query heads share each of the kv heads."""
         key = (fresh, group, kv_heads, large)
         if key not in self.held:
-            small = Tile(max(16, triton.next_power_of_2(group)), min(SMALL_COLUMNS, large.columns), 4, large.stages)
-            sequences: dict[Tile, list[int]] = {large: [], small: []}
-            for i, (_, new, _) in enumerate(self.spans):
-                if not (fresh and self.fresh(i)):
-                    sequences[small if new * group * 8 <= large.rows else large].append(i)
-            self.held[key] = self._runs() if fresh else [], [self._launch(which, tile, group, kv_heads)
-                                                             for tile, which in sequences.items() if which]
+            device, cuts = self.batch.tokens.device, self.cuts(group, kv_heads, large=large, fresh=fresh)
+            self.held[key] = self._runs() if fresh else [], [cut.launch(device) for cut in cuts]
         return self.held[key]
+
+    def cuts(self, group: int, kv_heads: int, *, large: Tile, fresh: bool) -> list[Cut]:
+        small = Tile(max(16, triton.next_power_of_2(group)), min(SMALL_COLUMNS, large.columns), 4, large.stages)
+        sequences: dict[Tile, list[int]] = {large: [], small: []}
+        for i, (_, new, _) in enumerate(self.spans):
+            if not (fresh and self.fresh(i)):
+                sequences[small if new * group * 8 <= large.rows else large].append(i)
+        return [self._cut(which, tile, group, kv_heads) for tile, which in sequences.items() if which]
 
     def _runs(self) -> list[Run]:
         def kind(i: int) -> tuple[bool, int]:
@@ -193,25 +222,55 @@ class Plan:
         return runs
 
     def _starts(self, starts: list[int]) -> Tensor:
-        return _upload([(start,) for start in starts], self.batch.tokens.device).flatten()
+        return upload(self.batch.tokens.device, numpy.array(starts, dtype=numpy.int32))[0]
 
-    def _launch(self, sequences: list[int], tile: Tile, group: int, kv_heads: int) -> Launch:
-        tokens, device = tile.rows // group, self.batch.tokens.device
+    def _cut(self, sequences: list[int], tile: Tile, group: int, kv_heads: int) -> Cut:
+        tokens, width = tile.rows // group, self.batch.block_tables.shape[1]
         tiles: Rows = []
         for i in sequences:
             start, new, length = self.spans[i]
             for first in range(0, new, tokens):
                 position, count = length - new + first, min(tokens, new - first)
                 begin = max(0, position - self.window + 1) if self.window else 0
-                tiles.append((i, start + first, count, position, begin, position + count, 0))
+                tiles.append((i * width, start + first, count, position, begin, position + count, 0))
         tiles.sort(key=lambda t: t[4] - t[5])
-        room = _processors(device) // (len(tiles) * kv_heads)
+        room = _processors(self.batch.tokens.device) // (len(tiles) * kv_heads)
         longest = tiles[0][5] - tiles[0][4]
         if room < 2 or longest < 2 * SHORTEST_PART:
-            return Launch(tile, _upload(tiles, device), 0, None)
+            return Cut(tile, tiles, [])
         length = max(SHORTEST_PART, -(-longest // room))
-        parts, merges = _cut_tiles(tiles, -(-length // tile.columns) * tile.columns)
-        return Launch(tile, _upload(parts, device), len(parts), _upload(merges, device))
+        return Cut(tile, *_cut_tiles(tiles, -(-length // tile.columns) * tile.columns))
+
+
+class FixedPlan(Plan):
+    """All sequences through pages, by tables that stay where they are and keep their sizes: what a captured pass reads.
+
+    Plans of the same `shape` are the same launches; `fill` gives one the tables of another.
+    """
+
+    def __init__(self, batch: Batch, cache: KVStorage, window: int | None, *, heads: int):
+        super().__init__(batch, window)
+        kv_heads, size = cache.keys.shape[2:]
+        cuts = self.cuts(heads // kv_heads, kv_heads, large=_large(size, cache.keys.dtype), fresh=False)
+        self.padded = [cut.padded() for cut in cuts]
+        self.shape = tuple(cut.shape for cut in self.padded)
+        self.places: list[Tensor] = []
+        self.launches: list[Launch] = []
+
+    def place(self) -> FixedPlan:
+        """Take memory for the tables, and fill it."""
+        sizes = [28 * tiles + 16 * merges + 2 * ALIGNMENT for _, tiles, merges in self.shape]
+        self.places = [torch.empty(size, dtype=torch.uint8, device=self.batch.tokens.device) for size in sizes]
+        self.fill(self)
+        return self
+
+    def fill(self, other: FixedPlan) -> None:
+        assert self.shape == other.shape
+        device = self.batch.tokens.device
+        self.launches = [cut.launch(device, place) for cut, place in zip(other.padded, self.places, strict=True)]
+
+    def cut(self, group: int, kv_heads: int, *, large: Tile, fresh: bool) -> tuple[list[Run], list[Launch]]:
+        return [], self.launches
 
 
 def _cut_tiles(tiles: Rows, length: int) -> tuple[Rows, Rows]:
@@ -230,10 +289,13 @@ def _processors(device: torch.device) -> int:
     return processors(device.index or 0) if device.type == "cuda" else 8
 
 
-def _upload(rows: Rows, device: torch.device) -> Tensor:
-    """From pinned memory: a plain copy would wait for everything the device still has to do."""
-    table = torch.tensor(rows, dtype=torch.int32)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+def _rounded(count: int) -> int:
+    """Up to the next power of two, from 8 on."""
+    return max(8, 1 << (count - 1).bit_length())
+
+
+def _large(size: int, dtype: torch.dtype) -> Tile:
+    return FLOAT32 if dtype == torch.float32 else LARGE[max(64, triton.next_power_of_2(size))]
 
 
 def plan_attention(batch: Batch, cache: KVStorage, window: int | None = None) -> Plan:
@@ -245,9 +307,8 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: Plan, *, scale: float
     """query [tokens, heads, head_dim], `new` this step's keys and values [tokens, kv_heads, head_dim] → as query, contiguous."""
     tokens, heads, size = query.shape
     fresh = new is not None and size % 8 == 0 and size <= 256 and query.dtype != torch.float32
-    large = tile or (FLOAT32 if query.dtype == torch.float32 else LARGE[max(64, triton.next_power_of_2(size))])
     kv_heads = cache.keys.shape[2]
-    runs, launches = plan.cut(heads // kv_heads, kv_heads, large=large, fresh=fresh)
+    runs, launches = plan.cut(heads // kv_heads, kv_heads, large=tile or _large(size, query.dtype), fresh=fresh)
     if len(runs) == 1 and not launches:
         assert new is not None
         return _attend_run(query, *new, runs[0], scale)
@@ -307,10 +368,9 @@ def _attend_tiles(query: Tensor, cache: KVStorage, out: Tensor, plan: Plan, laun
     if launch.parts:
         parts = torch.empty(launch.parts * kv_heads * tile.rows * size, device=query.device)
         sums = torch.empty(launch.parts * kv_heads * tile.rows, device=query.device)
-    tables = plan.batch.block_tables
     _attend[(launch.tiles.shape[0], kv_heads)](
-        query, cache.keys, cache.values, out, tables, launch.tiles, parts, sums, scale / math.log(2), query.stride(0),
-        cache.keys.stride(1), tables.stride(0), PAGE=cache.block_size, WINDOW=plan.window, COLUMNS=tile.columns,
+        query, cache.keys, cache.values, out, plan.batch.block_tables, launch.tiles, parts, sums, scale / math.log(2),
+        query.stride(0), cache.keys.stride(1), PAGE=cache.block_size, WINDOW=plan.window, COLUMNS=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages, **shape)
     if launch.merges is not None:
         grid = launch.merges.shape[0], kv_heads, tile.rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -70,13 +70,17 @@ class Context(Protocol):
         """[..., tokens, heads + 2 · kv_heads, head_dim] → [..., tokens, heads, head_dim]"""
 
 
+Plans = dict[int | None, Any]  # how attention is cut up, by window: what `ops.plan_attention` gives
+
+
 class Paged:
     """Packed tokens of many sequences: keys and values go to pages and are read from there."""
 
-    def __init__(self, batch: Batch, caches: Sequence[KVStorage], tables: tuple[Tensor, Tensor], ops: ModuleType):
+    def __init__(self, batch: Batch, caches: Sequence[KVStorage], tables: tuple[Tensor, Tensor], ops: ModuleType,
+                 plans: Plans | None = None):
         self.batch, self.caches, self.ops = batch, caches, ops
         self.cos, self.sin = ops.rope_rows(*tables, batch.positions)
-        self.plans: dict[int | None, object] = {}  # by window
+        self.plans: Plans = {} if plans is None else plans
 
     def attend(self, block: Block, qkv: Tensor) -> Tensor:
         cache = self.caches[block.index]
@@ -235,12 +239,14 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
         """Float32 logits [outputs, vocab] of the tokens in batch.output_rows; caches by layer."""
-        context = Paged(batch, caches, self.tables, self.ops)
-        delta, hidden = self._run(self.embedding(batch.tokens), context)
-        if len(batch.output_rows) != len(batch.tokens):
-            hidden = hidden[batch.output_rows]
-            delta = None if delta is None else delta[batch.output_rows]
-        return self.logits(hidden, delta)
+        hidden = self.hidden(batch, caches)
+        return self.logits(hidden if len(batch.output_rows) == len(hidden) else hidden[batch.output_rows])
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, caches: Sequence[KVStorage], plans: Plans | None = None) -> Tensor:
+        """What the last block gives for every token. `plans`: made before, or to be kept for the next batch of this shape."""
+        delta, hidden = self._run(self.embedding(batch.tokens), Paged(batch, caches, self.tables, self.ops, plans))
+        return hidden if delta is None else hidden + delta
 
     @torch.inference_mode()
     def forward_whole(self, tokens: Tensor) -> Tensor:

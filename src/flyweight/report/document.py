@@ -242,6 +242,11 @@ def quantize(view: View) -> list[Block]:
     return [Heading("Quantization"), make_table("Cost of quantization", layouts.QUANTIZE, records)] if records else []
 
 
+def sanitize(view: View) -> list[Block]:
+    records = view.records("sanitize")
+    return [Heading("Memory and races"), make_table("compute-sanitizer", layouts.SANITIZE, records)] if records else []
+
+
 def limits(view: View) -> list[Block]:
     return [] if view.seed else performance.limits(view.results)
 
@@ -273,7 +278,8 @@ def fact_text(value: Any) -> str:
 
 
 SECTIONS = {section.__name__: section for section in (
-    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, checks, failures, environments)}
+    quality, limits, latency, serve, speed, throughput, kernel, steps, profile, quantize, checks, sanitize, failures,
+    environments)}
 
 
 def build(view: View) -> list[Block]:

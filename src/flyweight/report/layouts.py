@@ -143,6 +143,8 @@ QUANTIZE = (
     Column("Calibration tokens", "calibration_tokens", optional=True), Column("Seconds", "seconds", ".1f"),
     Column("Peak GPU (GB)", "peak_gpu_gb", ".2f", optional=True), Column("Peak host (GB)", "peak_host_gb", ".2f", optional=True),
 )
+SANITIZE = (Column("Kernel", "kernel"), Column("Check", "check"), Column("Found", "found", "d"),
+            Column("Relative error", "relative_error", ".4f", optional=True), Column("Tool", "tool", optional=True))
 FAILURES = (Column("Bench", "bench"), Column("Kernel", "kernel", optional=True),
             Column("Model", "model", optional=True), Column("Scheme", "scheme", optional=True),
             Column("Backend", "backend", optional=True), Column("Status", "status"), Column("Reason", "reason"))

@@ -32,6 +32,18 @@ DEVICE float to_float(u16 bits) { return float_of<FP16>(bits); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
 DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
 DEVICE u32 pack2(float low, float high) { return pack<FP16>(low, high); }
+DEVICE u32 add2(u32 a, u32 b) {
+  u32 r;
+  if (FP16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEVICE u32 mul2(u32 a, u32 b) {
+  u32 r;
+  if (FP16) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 DEVICE u16 to_bits(float f) { return (u16)(pack2(f, 0.f) & 0xffff); }
 
 DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated
@@ -169,6 +181,10 @@ DEVICE void copy_end(u64* full) {
 // Copies of 16 bytes by each thread for itself, waited for in the order of their groups.
 DEVICE void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy_piece(void* to, const void* from) { copy16(shared_address(to), from); }
+DEVICE void copy_arrive(u64* full) {  // an arrival of this thread, once all its copies so far are done
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
 }
 DEVICE void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }

@@ -34,18 +34,21 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
     return Tile{expert_of[slot] * TILES + tile, tile, slot * ROWS};
   };
   Linear a = {weights, records, channel_scale, X, norm, nullptr, nullptr, Y, epsilon};
-  if (warp == WARPS) return produce(sh, a, count, tile_at, [] {}, lane);
+  const Slice whole = slice_at(0);
+  if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);
   Ring ring = {0, 0};
+  Rounds<decltype(tile_at)> rounds = {a, tile_at, count};
   if (!PER_SLOT) {
-    load_rows(sh, a, warp, lane);
-    return consume(sh, a, 0, count, tile_at, ring, warp, lane);
+    load_rows(sh, a, whole, ROWS, warp, lane);
+    return consume(sh, whole, 0, count, rounds, ring, warp, lane);
   }
   for (int done = 0, end; done < count; done = end) {
     const int slot = (first + done) / TILES;
     end = min(count, (slot + 1) * TILES - first);
     if (done) named_barrier(1, THREADS);  // nobody reads the rows of the slot before any more
     a.x = X + (size_t)slot * ROWS * KDIM;
-    load_rows(sh, a, warp, lane);
-    consume(sh, a, done, end, tile_at, ring, warp, lane);
+    load_rows(sh, a, whole, ROWS, warp, lane);
+    rounds.count = end;
+    consume(sh, whole, done, end, rounds, ring, warp, lane);
   }
 }

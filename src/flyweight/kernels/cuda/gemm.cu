@@ -89,21 +89,7 @@ struct __align__(128) Shared {
   u64 full[STAGES], empty[STAGES];
 };
 
-DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
-}
 #include "fragments.cuh"
-
-// The compiler must not touch sums before the products are done; it would then do the products one by one.
-template <int COUNT> DEVICE void keep_behind(float (&acc)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(acc[i])::"memory");
-}
-template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
-}
 
 #if FORMAT == FP8
 // Float8 sums inside the matrix units have 14 bits, so a stage's are added to `acc` in full float32: PART tokens at a time, to
@@ -130,264 +116,9 @@ DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int 
 }
 #endif
 
-// What part of which tile a CTA has.
-struct Segment {
-  int m, n, begin, end;  // tile; stages
-  int expert = 0;
-};
-DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
-DEVICE Segment place(int tile, int n_tiles) {
-  constexpr int side = SIDE;  // token tiles side by side, for L2
-  const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);
-  return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
-}
-// The i-th segment of this CTA; `units` counts on through them. False after the last.
-DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_of) {
-#if SPLIT == CLUSTERS
-  if (unit < 0) return false;
-  const int rank = unit % CLUSTER;
-  s = {unit / CLUSTER, 0, rank * STAGE_COUNT / CLUSTER, (rank + 1) * STAGE_COUNT / CLUSTER};
-  unit = -1;
-#elif SPLIT == LINE
-  const int end = unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT);
-  if (unit >= end) return false;
-  s = place(unit / STAGE_COUNT, n_tiles);
-  s.begin = unit % STAGE_COUNT;
-  s.end = min(STAGE_COUNT, s.begin + end - unit);
-  unit += s.end - s.begin;
-#else
-  if (unit >= M_TILES * n_tiles) return false;
-  s = place(unit, n_tiles);
-  if (EXPERTS) s.expert = expert_of[s.n];
-  unit += gridDim.x;
-#endif
-  return true;
-}
-// Neighbouring CTAs go through the stages from different ones on, so that they do not all want the same part of x at once.
-DEVICE int first_stage(const Segment& s) {
-  if (!ROTATE || SPLIT == LINE) return s.begin;
-  return s.begin + (int)((long long)(blockIdx.x / CLUSTER) * (s.end - s.begin) / (gridDim.x / CLUSTER));
-}
-DEVICE int next_stage(const Segment& s, int stage) { return stage + 1 == s.end ? s.begin : stage + 1; }
-DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }
-
-// A loader warp's part of a stage: a quarter of the tiles, and of x. One lane does it.
-DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* records, const Segment& s, int stage, int loader) {
-  asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }"
-               ::"r"(shared_address(full)), "r"(STAGE_BYTES / LOADERS) : "memory");
-#pragma unroll
-  for (int i = 0; i < MT / LOADERS; i++) {
-    const int place = loader * (MT / LOADERS) + i, tile = s.expert * TILES + min(s.m * MT + place, TILES - 1);
-    bulk_copy(slot + place * SB * BLOCK_BYTES, weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES, SB * BLOCK_BYTES, full);
-    if (GROUPED)
-      bulk_copy(slot + WEIGHT_BYTES + place * STAGE_GROUPS * 64, records + ((size_t)tile * GROUPS + first_group(stage)) * 16,
-                STAGE_GROUPS * 64, full);
-  }
-}
-DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage, int x_tiles, int loader) {
-  constexpr int part = X_BYTES / LOADERS;
-  bulk_copy(slot + WEIGHT_BYTES + RECORD_BYTES + loader * part, x + ((size_t)stage * x_tiles + s.n) * X_BYTES + loader * part, part, full);
-}
-// The ring's first weights are fetched before this kernel's inputs are there, its x after.
-DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8* x, const int* expert_of, int n_tiles, int x_tiles,
-                    int loader) {
-  Segment s;
-  for (int pass = 0; pass < 2; pass++) {
-    int unit = first_unit(n_tiles), at = 0;
-    while (next_segment(s, unit, n_tiles, expert_of)) {
-      for (int i = s.begin, stage = first_stage(s); i < s.end; i++, at++, stage = next_stage(s, stage)) {
-        const int slot = at % STAGES;
-        if (pass == 0) {
-          if (at == STAGES) goto filled;
-          copy_weights(sh.ring[slot], &sh.full[slot], weights, records, s, stage, loader);
-        } else {
-          if (at >= STAGES) {
-            barrier_wait(&sh.empty[slot], (at / STAGES + 1) & 1);
-            copy_weights(sh.ring[slot], &sh.full[slot], weights, records, s, stage, loader);
-          }
-          copy_x(sh.ring[slot], &sh.full[slot], x, s, stage, x_tiles, loader);
-        }
-      }
-    }
-  filled:
-    if (pass == 0) wait_for_inputs();
-  }
-}
-
-// What becomes of the sums of a thread: outputs g and g + 8 of its warp's tile, tokens 2t and 2t + 1 of 8.
-struct Finish {
-  float scale[2], offset[2];  // of the two outputs
-  const float* row_scale;     // of token 2t
-  DEVICE Finish(int tile, const float* channel_scale, const float* rows_from, const u16* bias, int lane)
-      : row_scale(rows_from + 2 * (lane % 4)) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int channel = min(tile * 16 + 8 * half + lane / 4, NDIM - 1);
-      scale[half] = QUANTIZED ? channel_scale[channel] : 1.f;
-      offset[half] = BIAS ? to_float(bias[channel]) : 0.f;
-    }
-  }
-  DEVICE void operator()(const accumulator* acc, int column, float (&v)[2][2]) const {
-    float2 row = make_float2(1.f, 1.f);
-    if (QUANTIZED) row = *(const float2*)(row_scale + column);  // of rows that do not exist too: nobody writes those
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float x = (float)acc[i];
-      if (QUANTIZED) x *= scale[i / 2] * (i % 2 ? row.y : row.x);
-      v[i / 2][i % 2] = x + offset[i / 2];
-    }
-    if (EPILOGUE == SILU)
-#pragma unroll
-      for (int i = 0; i < 2; i++) v[0][i] = __fdividef(v[0][i], 1.f + __expf(-v[0][i])) * v[1][i];
-  }
-};
-
-// D transposed in 8 × 8 pieces: a lane writes two outputs of token 8j + g at once. `acc` has the column groups from `first` on.
-template <int COUNT>
-DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, int first, const float* channel_scale,
-                       const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
-  const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
-  if (tile >= TILES) return;
-  const Finish finish(tile, channel_scale + s.expert * NDIM, row_scale, bias, lane);
-#pragma unroll
-  for (int j = 0; j < COUNT; j++) {
-    const int column = s.n * TOKENS + 8 * (first + j);
-    if (column >= rows) break;
-    float v[2][2];
-    finish(acc + 4 * j, column, v);
-    const int token = column + g;
-    if constexpr (EPILOGUE == SILU) {
-      const u32 pair = transpose8(pack2(v[0][0], v[0][1]));
-      if (token < rows && tile * 8 + 2 * t < WIDTH) *(u32*)(Y + (size_t)token * WIDTH + tile * 8 + 2 * t) = pair;
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int n = tile * 16 + 8 * half + 2 * t;
-        const bool inside = token < rows && n < NDIM;
-        const size_t at = (size_t)token * WIDTH + n;
-        if (EPILOGUE == RESIDUAL) {
-          const u32 old = transpose8(inside ? *(const u32*)(residual + at) : 0);
-          v[half][0] += low_float(old), v[half][1] += high_float(old);
-        }
-        const u32 pair = transpose8(pack2(v[half][0], v[half][1]));
-        if (inside) *(u32*)(Y + at) = pair;
-      }
-    }
-  }
-}
-
-#if STAGED
-// A warpgroup's results lie in shared memory token by token. Its warps write there, each its 16 outputs of all tokens; then
-// each takes a quarter of the tokens to global memory, in pieces of 16 bytes. The residual comes in the same way.
-template <class ACTION> DEVICE void each_piece(const Segment& s, int first, int rows, int warp, int lane, ACTION act) {
-  constexpr int lanes = OUT_BYTES / 16, quarter = STAGED / 4;
-#pragma unroll 4
-  for (int i = 0; i < quarter * lanes / 32; i++) {
-    const int token = warp % 4 * quarter + i * (32 / lanes) + lane / lanes, row = s.n * TOKENS + first + token;
-    const int n = (s.m * WGS + warp / 4) * (OUT_BYTES / 2) + lane % lanes * 8;
-    if (row < rows && n < WIDTH) act((size_t)row * WIDTH + n, token * OUT_ROW + lane % lanes * 16);
-  }
-}
-DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* residual, int rows, int warp, int lane) {
-  const u32 staging = shared_address(sh.staging[warp / 4]);
-  __syncwarp();
-  each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
-  copy_group();
-}
-DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {  // transposed; lane i has the address of row i % 8 of matrix i / 8
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-               ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
-                         const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
-  const u8* staging = sh.staging[warp / 4];
-  const Finish finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane);
-  const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
-  constexpr int together = EPILOGUE == SILU ? 4 : 2;  // groups of 8 tokens
-  const u32 place = shared_address(staging) + (8 * (EPILOGUE == SILU ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
-#pragma unroll
-  for (int first = 0; first < TOKENS; first += STAGED) {
-    if (s.n * TOKENS + first >= rows) break;
-    if (EPILOGUE == RESIDUAL && first > 0) fetch_residual(sh, s, first, residual, rows, warp, lane);
-    if (EPILOGUE == RESIDUAL) copy_wait<0>();
-    named_barrier(2 + warp / 4, 128);  // the residual is there, and what was here before is gone
-#pragma unroll
-    for (int j = 0; j < STAGED / 8; j += together) {
-      u32 words[4], old[4] = {};
-      if (EPILOGUE == RESIDUAL) {
-        const uint4 w = load_matrices<true>(place + j * 8 * OUT_ROW);
-        old[0] = w.x, old[1] = w.y, old[2] = w.z, old[3] = w.w;
-      }
-#pragma unroll
-      for (int i = 0; i < together; i++) {
-        float v[2][2];
-        finish(acc + first / 2 + 4 * (j + i), s.n * TOKENS + first + 8 * (j + i), v);
-#pragma unroll
-        for (int half = 0; half < 4 / together; half++) {
-          if (EPILOGUE == RESIDUAL) v[half][0] += low_float(old[2 * i + half]), v[half][1] += high_float(old[2 * i + half]);
-          words[4 / together * i + half] = pack2(v[half][0], v[half][1]);
-        }
-      }
-      store_matrices(place + j * 8 * OUT_ROW, words);
-    }
-    named_barrier(2 + warp / 4, 128);
-    each_piece(s, first, rows, warp, lane, [&](size_t to, int from) { *(uint4*)(Y + to) = *(const uint4*)(staging + from); });
-  }
-}
-#endif
-
-// Sums of a tile that begins in another CTA, left for it; and the owner's taking them in, in the order of the stages.
-DEVICE void leave_partial(const accumulator (&acc)[TOKENS / 2], uint4* partials, int* flags) {
-  uint4* to = partials + (size_t)blockIdx.x * (TOKENS / 8) * THREADS + threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < TOKENS / 8; i++) to[i * THREADS] = *(const uint4*)&acc[4 * i];
-  __threadfence();
-  named_barrier(1, THREADS);
-  if (threadIdx.x == 0) store_release(flags + blockIdx.x, 1);
-}
-DEVICE void take_partials(accumulator (&acc)[TOKENS / 2], const uint4* partials, int* flags, const Segment& s, int tile, int n_tiles) {
-  const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
-  for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
-    if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
-    while (!load_acquire(flags + cta)) {}
-    const uint4* from = partials + (size_t)cta * (TOKENS / 8) * THREADS + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < TOKENS / 8; i++) {
-      const uint4 p = __ldcg(from + i * THREADS);
-      const accumulator* v = (const accumulator*)&p;
-#pragma unroll
-      for (int j = 0; j < 4; j++) acc[4 * i + j] += v[j];
-    }
-    named_barrier(1, THREADS);
-    if (threadIdx.x == 0) flags[cta] = 0;
-  }
-}
-
-// The CTAs of a cluster give each other what they have of the owners' columns.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE void give_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank) {
-#pragma unroll
-  for (int j = 0; j < COLUMNS; j++) {
-    const uint4 v = *(const uint4*)&acc[4 * j];
-    u32 to;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&sh.exchange[rank][j % OWNED][threadIdx.x])), "r"(j / OWNED));
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-  }
-}
-DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
-#pragma unroll
-  for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
-#pragma unroll
-  for (int from = 0; from < CLUSTER; from++)
-#pragma unroll
-    for (int j = 0; j < OWNED; j++) {
-      const uint4 p = sh.exchange[from][j][threadIdx.x];
-      const accumulator* v = (const accumulator*)&p;
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[4 * j + i] += v[i];
-    }
-}
+#include "gemm_segments.cuh"
+#include "gemm_results.cuh"
+#include "gemm_sums.cuh"
 
 extern "C" __global__ void
 #if SPLIT != CLUSTERS  // whose registers the host limits
@@ -414,19 +145,15 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     n_tiles = tiles[0], rows = n_tiles * TOKENS;
   }
   if (warp >= WGS * 4) {
-    if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (WIDE) give_registers<40>();
     if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
     if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
-  if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  if (WIDE) take_registers<232>();
   wait_for_inputs();
-#if SKEW
-  if (warp >= 4)
-    for (const long long begin = clock64(); clock64() - begin < SKEW;) {}
-#endif
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
   Segment s;
@@ -439,7 +166,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #endif
     u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
-    int stage = first_stage(s);
+    int stage = s.begin;
     auto multiply = [&](int turn) {  // with the stage in `slot`
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
@@ -462,7 +189,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
       }
 #endif
-      before = slot, stage = next_stage(s, stage);
+      before = slot, stage++;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     };
     constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers have to be known when this is compiled

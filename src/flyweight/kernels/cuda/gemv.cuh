@@ -1,7 +1,8 @@
-// y[r, n] = sum_k x[r, k] · W[n, k] for 1 to 8 rows: every weight format, norm before and activation after included.
+// y[r, n] = sum_k x[r, k] · W[n, k] for few rows: every weight format, norm before and activation after included.
 //
 // Work split: one CTA an SM. Weights lie in tiles of 16 outputs × all of K, cut into blocks of 64 inputs in the very
-// order in which the matrix units want them; a CTA owns some tiles: gemv.cu a contiguous run, qkv_attention.cu those of a head.
+// order in which the matrix units want them; a CTA owns some tiles: gemv.cu a contiguous run, qkv_attention.cu those of a head,
+// gemv_split.cu a slice of the inputs of a run.
 //
 //      tile t      | block 0 | block 1 | … |        a stage = STAGE_BLOCKS blocks of one tile, one bulk copy
 //                    warp 0    warp 1              the warps take a stage's units in turn
@@ -14,349 +15,105 @@
 // What happens between x and the first multiplication delays the whole chain, so little does: integer weights are
 // multiplied as integers. x becomes 16-bit integers, one scale for each group of inputs, split into a high and a low
 // byte that sit in neighbouring columns of B; codes go into A as they are (int8) or masked (int4: the high nibbles of
-// a word are 16 times too large and have accumulators of their own). No code is ever converted to a float, and
-// total += s · s_x · (acc − z · sum x) is exact up to the scales. The norm's factor is applied at the end.
-// W8A8 and float8 quantize x to 8 bits in the prologue, the same in every CTA; plain weights meet x in their own type.
+// a word are 16 times too large and have accumulators of their own, or are shifted where there are many columns). No code is
+// ever converted to a float, and total += s · s_x · (acc − z · sum x) is exact up to the scales.
 // Where two of four inputs are kept, the sparse matrix units pick x; a zero point then takes out the sum of the x picked,
 // which a second product, with ones for weights, gives.
 //
+// Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
+//
 // defines: FORMAT, SPARSE (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS
+// STAGE_BLOCKS, SLOTS, SLICES (1)
 #include "common.cuh"
 #include "linear.cuh"
+#include "piece.cuh"
+#include "output.cuh"
 
+#ifndef SLICES
+#define SLICES 1
+#endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
-constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
-constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks a warp takes between two scalings
-constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * BLOCKS : (BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
-constexpr int TILE_STAGES = (BLOCKS + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
+// A CTA has the inputs of one of SLICES slices, whole CUTs of blocks, as even as they come.
+constexpr int CUT = GROUPED && GROUP < KDIM && GROUP > 64 * UNIT_BLOCKS ? GROUP / 64 : UNIT_BLOCKS;
+constexpr int CUTS = (BLOCKS + CUT - 1) / CUT, LONGEST = (CUTS + SLICES - 1) / SLICES * CUT;
+constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of the longest
+constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
+constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
-constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
 constexpr int SUMS = !SPARSE || !GROUPED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
-constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
-constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)
 constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
+constexpr int SETS = COLUMN_TILES > 2 && !SPARSE && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
-constexpr int XROW = FORMAT == PLAIN ? BLOCKS * 128 + 64 : (BLOCKS | 1) * 64;  // neighbours hit different banks
+constexpr int XROW = FORMAT == PLAIN ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32;
-constexpr bool FULL = BLOCKS % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
+constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
-constexpr int PER_ROW = WARPS / ROWS;                               // warps that load one row of x
-constexpr int PIECES = BLOCKS * 8;                                  // 8 inputs each
-constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
+constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
+constexpr int STATS = ROWS == 1 ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
+constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
-static_assert(WARPS % ROWS == 0, "each row is loaded by the same number of warps");
+static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
+static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
               "a stage holds whole groups, or a group whole stages");
 
-struct XGroup {  // of one group of inputs of one row
-  int sum;
-  float scale;
-};
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
   u8 x[ROWS * PLANES * XROW];
   XGroup groups[UNITS][ROWS];
   float partial[SLOTS][WARPS][16][ROWS];
-  float2 row_stats[ROWS][WARPS];  // sum of squares, maximum
+  float2 row_stats[ROWS][STATS];  // sum of squares, maximum
+#if ROWS > 1
+  float2 row_most[ROWS];          // the norm's factor, maximum
+#endif
   u64 full[STAGES], empty[STAGES];
 };
 
-// What a linear is made of, as the host gives it; pointers to what its format or its call has not are null.
-struct Linear {
-  const u8* weights;
-  const u32* records;          // scale and zero point of each group of inputs
-  const float* channel_scale;  // W8A8, float8
-  const u16 *x, *norm, *bias, *residual;
-  u16* y;
-  float epsilon;
+// Which blocks of a tile this CTA has.
+struct Slice {
+  int first, blocks;
 };
-
-// One 64-input block of one tile, times x; the halves of the block have accumulators of their own.
-template <typename Accumulator>
-DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[2 + SUMS][COLUMN_TILES][4], int lane) {
-  const uint4* words = (const uint4*)w + lane;
-#if FORMAT == PLAIN
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const uint4 b = *(const uint4*)(xs + h * 64), a0 = words[h * 64], a1 = words[h * 64 + 32];
-    mma16<FP16>(acc[h][0], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
-    mma16<FP16>(acc[h][0], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
-  }
-#elif SPARSE
-  constexpr bool halves = FORMAT == INT4 || (GROUPED && GROUP == 32);  // have accumulators of their own
-  const u32 which = ((const u32*)(w + BLOCK_BYTES - 128))[lane];
-  uint4 a[2];
-#if FORMAT == INT4
-  const uint2 q = ((const uint2*)w)[lane];
-  a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, 0, 0);
-  a[1] = make_uint4(0, 0, q.x & 0xf0f0f0f0, q.y & 0xf0f0f0f0);
-#else
-  const uint4 q = words[0];
-  a[0] = halves ? make_uint4(q.x, q.y, 0, 0) : q;
-  a[1] = make_uint4(0, 0, q.z, q.w);
-#endif
-  constexpr u32 one = 0x01010101;
-#pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {
-    const uint4 b = *(const uint4*)(xs + n * 8 * XROW);
-    mma64_sparse<GROUPED>(acc[0][n], a[0], which, b);
-    if (halves) mma64_sparse<GROUPED>(acc[1][n], a[1], which, b);
-    if constexpr (SUMS == 1) mma64_sparse<true>(acc[2][n], make_uint4(one, one, one, one), which, b);
-    if constexpr (SUMS == 2) {
-      mma64_sparse<true>(acc[2][n], make_uint4(one, one, 0, 0), which, b);
-      mma64_sparse<true>(acc[3][n], make_uint4(0, 0, one, one), which, b);
-    }
-  }
-#else
-  uint4 a[2];
-#if FORMAT == INT4
-  const uint4 q = words[0];
-  a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, q.z & 0x0f0f0f0f, q.w & 0x0f0f0f0f);
-  a[1] = make_uint4(q.x & 0xf0f0f0f0, q.y & 0xf0f0f0f0, q.z & 0xf0f0f0f0, q.w & 0xf0f0f0f0);
-#else
-  a[0] = words[0], a[1] = words[32];
-#endif
-#pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {
-    const uint4 b = *(const uint4*)(xs + n * 8 * XROW);
-#if FORMAT == FP8
-    mma32_float8(acc[0][n], a[0], b.x, b.y);
-    mma32_float8(acc[1][n], a[1], b.z, b.w);
-#else
-    mma32<FORMAT != W8A8>(acc[0][n], a[0], b.x, b.y);
-    mma32<FORMAT != W8A8>(acc[1][n], a[1], b.z, b.w);
-#endif
-  }
-#endif
+DEVICE Slice slice_at(int i) {
+  if (SLICES == 1) return {0, BLOCKS};
+  const int first = i * CUTS / SLICES * CUT, next = (i + 1) * CUTS / SLICES * CUT;
+  return {first, min(next, BLOCKS) - first};
 }
 
-// total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
-// A record is the scale (low half) and the zero point (high half). `kept` (SPARSE): the sum of x where weights are.
-DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const int (&kept)[COLUMN_TILES][2],
-                      const u32* records, const XGroup* groups, int g, int t) {
-#pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {
-    const XGroup x = groups[min(t + 4 * n, ROWS - 1)];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const u32 record = records[g + 8 * j];
-      const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)) * x.scale;
-      total[n][j] += (float)(value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
-    }
-  }
-}
+#include "gemv_products.cuh"
+#include "gemv_inputs.cuh"
+#include "gemv_outputs.cuh"
 
-DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
-  float squares = 0;
-#pragma unroll
-  for (int i = 0; i < PER_ROW; i++) squares += sh.row_stats[row][i].x;
-  return rsqrtf(squares / KDIM + epsilon);
-}
+DEVICE int slice_groups(Slice slice) { return min(((slice.first + slice.blocks) * 64 + GROUP - 1) / GROUP, GROUPS); }  // up to its end
 
-DEVICE float input_scale(float most) { return STATIC ? most : fmaxf(most, LARGEST * 1e-12f) / LARGEST; }
-
-// x into shared memory. Each row belongs to PER_ROW warps; the norm's weights are read ahead of the wait. Integer weights
-// want whole groups only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
-DEVICE void load_rows(LinearShared& sh, const Linear& a, int warp, int lane) {
-  const int row = warp / PER_ROW, part = warp % PER_ROW;
-  uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
-#pragma unroll
-  for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
-    const int piece = (i * PER_ROW + part) * 32 + lane;
-    weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
-  }
-  float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
-  wait_for_inputs();
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const int piece = (i * PER_ROW + part) * 32 + lane;
-    x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
-  }
-  float v[PER_LANE][8];
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const u32 p[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[i][j] = j & 1 ? high_float(p[j / 2]) : low_float(p[j / 2]);
-    if (NORM) {
-      const u32 n[4] = {weight[i].x, weight[i].y, weight[i].z, weight[i].w};
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        squares += v[i][j] * v[i][j];
-        v[i][j] *= j & 1 ? high_float(n[j / 2]) : low_float(n[j / 2]);
-      }
-    }
-    if (QUANTIZED && !STATIC) {
-#pragma unroll
-      for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[i][j]));
-    }
-  }
-  if (NORM) squares = warp_sum(squares);
-  if (QUANTIZED) most = warp_max(most);
-  if (lane == 0) sh.row_stats[row][part] = make_float2(squares, most);
-  if (QUANTIZED && PER_ROW > 1) {
-    named_barrier(1, THREADS);
-#pragma unroll
-    for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[row][i].y);
-  }
-  if (STATIC && NORM) {
-    __syncwarp();
-    inverse = inverse_norm(sh, row, a.epsilon);
-  }
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const int piece = (i * PER_ROW + part) * 32 + lane;
-    if constexpr (FORMAT == PLAIN) {
-      const uint4 p = make_uint4(pack2(v[i][0], v[i][1]), pack2(v[i][2], v[i][3]), pack2(v[i][4], v[i][5]), pack2(v[i][6], v[i][7]));
-      if (piece < PIECES) *(uint4*)(sh.x + row * XROW + piece * 16) = p;
-    } else {
-      u8* to = sh.x + row * PLANES * XROW + piece / 8 * 64 + piece % 4 * 16 + piece / 4 % 2 * 8;  // a lane's two halves together
-      u32 high[2] = {0, 0}, low[2] = {0, 0};
-      if constexpr (QUANTIZED) {
-        const float scale = input_scale(most), factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          float code[2] = {v[i][j], v[i][j + 1]};
-#pragma unroll
-          for (int e = 0; e < 2; e++) code[e] = DIVIDED ? quotient(code[e] * inverse, scale, factor) : code[e] * factor;
-          const u32 two = FORMAT == FP8 ? to_float8(code[0], code[1]) : (to_int8(code[0]) & 0xff) | (to_int8(code[1]) & 0xff) << 8;
-          high[j / 4] |= two << (8 * (j % 4));
-        }
-        if (piece < PIECES) *(uint2*)to = make_uint2(high[0], high[1]);
-      } else {
-        constexpr int lanes = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // that share a scale
-        float peak = 1e-30f;
-#pragma unroll
-        for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[i][j]));
-#pragma unroll
-        for (int o = lanes / 2; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
-        // v · factor + 1.5 · 2^23 leaves the rounded integer in the low bits of the float: no conversion unit needed
-        const float factor = __fdividef(32512.f, peak);
-        u32 q[8];
-        int sum = -8 * 0x4b400000;
-#pragma unroll
-        for (int j = 0; j < 8; j++) sum += q[j] = __float_as_uint(fmaf(v[i][j], factor, 12582912.f));
-#pragma unroll
-        for (int j = 0; j < 8; j += 4) {
-          low[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0040), __byte_perm(q[j + 2], q[j + 3], 0x0040), 0x5410);
-#pragma unroll
-          for (int l = j; l < j + 4; l++) q[l] += 128;  // the low byte is signed: round the high one
-          high[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0051), __byte_perm(q[j + 2], q[j + 3], 0x0051), 0x5410);
-        }
-#pragma unroll
-        for (int o = lanes / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-        if (piece < PIECES) {
-          *(uint2*)to = make_uint2(high[0], high[1]);
-          *(uint2*)(to + XROW) = make_uint2(low[0], low[1]);
-          // int4: values are 16 times too large, and so is the sum that the zero point takes out
-          constexpr int larger = FORMAT == INT4 ? 16 : 1;
-          if (lane % lanes == 0) sh.groups[piece / lanes][row] = {sum * larger, 1.f / (factor * larger)};
-        }
-      }
-    }
-  }
-  named_barrier(1, THREADS);
-}
-
-// What a finished sum of row `token` is multiplied with, the weights' own scales aside.
-DEVICE float row_factor(const LinearShared& sh, int token, float epsilon) {
-  float most = 0;
-#pragma unroll
-  for (int i = 0; i < PER_ROW; i++) most = fmaxf(most, sh.row_stats[token][i].y);
-  const float inverse = NORM && !STATIC ? inverse_norm(sh, token, epsilon) : 1.f;
-  return QUANTIZED ? input_scale(most) * inverse : inverse;
-}
-
-// Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has
-// all its tiles in order; of several stacked ones (experts.cu) these differ.
-struct Tile {
-  int weights, outputs, row;
-};
-DEVICE Tile place_of(int tile) { return {tile, tile, 0}; }
-DEVICE Tile place_of(Tile tile) { return tile; }
-
-// One output of a round of SLOTS tiles: every thread has at most one. What its end needs from memory is read when the
-// round begins, so that nothing waits for it between the last multiplication and the next kernel.
-constexpr int OUTPUTS = EPILOGUE == SILU ? 8 : 16, WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
-static_assert(SLOTS * OUTPUTS * ROWS <= THREADS, "one output a thread");
-
-struct Output {
-  int slot, row, token, index;
-  bool mine;
-  float residual, bias[2], scale[2];
-};
-template <typename TileAt> DEVICE Output begin_round(const Linear& a, int first, int count, TileAt tile_at) {
-  Output o = {};
-  const int i = threadIdx.x;
-  o.token = i % ROWS, o.row = i / ROWS % OUTPUTS, o.slot = i / ROWS / OUTPUTS;
-  const Tile tile = place_of(tile_at(first + o.slot));
-  const int n = tile.outputs * OUTPUTS + o.row;
-  o.index = (tile.row + o.token) * WIDTH + n;
-  o.mine = o.slot < min(count - first, SLOTS) && n < WIDTH;
-  if (o.mine) {
-    if (EPILOGUE == RESIDUAL) o.residual = to_float(a.residual[o.index]);
-#pragma unroll
-    for (int half = 0; half < (EPILOGUE == SILU ? 2 : 1); half++) {
-      const int channel = tile.weights * 16 + 8 * half + o.row;
-      if (BIAS) o.bias[half] = to_float(a.bias[channel]);
-      if (QUANTIZED) o.scale[half] = a.channel_scale[channel];
-    }
-  }
-  return o;
-}
-DEVICE void end_round(const LinearShared& sh, const Output& o, u16* Y, float epsilon) {
-  if (!o.mine) return;
-  const float factor = row_factor(sh, o.token, epsilon);
-  float v[2];
-#pragma unroll
-  for (int half = 0; half < (EPILOGUE == SILU ? 2 : 1); half++) {
-    const int r = o.row + 8 * half;
-    if constexpr (FORMAT == W8A8) {
-      int sum = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += __float_as_int(sh.partial[o.slot][w][r][o.token]);
-      v[half] = (float)sum * (factor * o.scale[half]);
-    } else {
-      float sum = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += sh.partial[o.slot][w][r][o.token];
-      v[half] = sum * (QUANTIZED ? factor * o.scale[half] : factor);
-    }
-    if (BIAS) v[half] += o.bias[half];
-  }
-  store_relaxed(Y + o.index, to_bits(EPILOGUE == SILU ? v[0] / (1.f + __expf(-v[0])) * v[1] : v[0] + o.residual));
-}
-
-// Where stage `start` of a tile lies, and how much of it there is.
+// Where stage `start` of a slice of a tile lies, and how much of it there is.
 struct Stage {
   const u8* weights;
   const u32* records;
   int bytes, record_bytes;
 };
-DEVICE Stage stage_at(const Linear& a, int tile, int start) {
-  const u8* weights = a.weights + ((size_t)tile * BLOCKS + start) * BLOCK_BYTES;
-  Stage s = {weights, a.records, min(STAGE_BLOCKS, BLOCKS - start) * BLOCK_BYTES, 0};
+DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
+  const u8* weights = a.weights + ((size_t)tile * BLOCKS + slice.first + start) * BLOCK_BYTES;
+  Stage s = {weights, a.records, min(STAGE_BLOCKS, slice.blocks - start) * BLOCK_BYTES, 0};
   if constexpr (GROUPED) {
-    const int group = start * 64 / GROUP;
+    const int group = (slice.first + start) * 64 / GROUP, last = SLICES == 1 ? GROUPS : slice_groups(slice);
     s.records += ((size_t)tile * GROUPS + group) * 16;
-    s.record_bytes = min(STAGE_GROUPS, GROUPS - group) * 64;
+    s.record_bytes = min(STAGE_GROUPS, last - group) * 64;
   }
   return s;
 }
 
 // The ring is filled before this kernel's inputs are there; `early` runs once it is full, still ahead of the wait.
 template <typename TileAt, typename Early>
-DEVICE void produce(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int lane) {
+DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
   const int stages = count * TILE_STAGES;
   int slot = 0, parity = 1;
   for (int i = 0; i < stages; i++) {
     if (i == STAGES) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const Stage s = stage_at(a, place_of(tile_at(i / TILE_STAGES)).weights, i % TILE_STAGES * STAGE_BLOCKS);
+    const Stage s = stage_at(a, slice, place_of(tile_at(i / TILE_STAGES)).weights, i % TILE_STAGES * STAGE_BLOCKS);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
     copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
     if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
@@ -366,19 +123,19 @@ DEVICE void produce(LinearShared& sh, const Linear& a, int count, TileAt tile_at
   if (stages <= STAGES) early(), wait_for_inputs();
 }
 
-#if FORMAT == PLAIN || FORMAT == FP8
-typedef float accumulator;
-#else
-typedef int accumulator;
-#endif
 DEVICE float as_float(float v) { return v; }
 DEVICE float as_float(int v) { return __int_as_float(v); }
 
+struct Ring {  // the stage that comes next
+  int slot;
+  u32 parity;
+};
+
 // One stage of one tile, this warp's units of it: into `whole`, or scaled group by group into `total`.
 // `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
-DEVICE void multiply_stage(const LinearShared& sh, const u8* ring, const u8* xs, int start, float (&total)[COLUMN_TILES][2],
-                           accumulator (&whole)[2 + SUMS][COLUMN_TILES][4], int turn, int lane) {
-  const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, BLOCKS - start);
+DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const u8* xs, int start,
+                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int turn, int lane) {
+  const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, slice.blocks - start);
 #pragma unroll
   for (int unit = turn * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
        n++, unit += WARPS * UNIT_BLOCKS) {
@@ -387,41 +144,16 @@ DEVICE void multiply_stage(const LinearShared& sh, const u8* ring, const u8* xs,
     if constexpr (!GROUPED) {
       multiply_block(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, whole, lane);
     } else {
-      int acc[2 + SUMS][COLUMN_TILES][4] = {};
+      int acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
       for (int b = 0; b < UNIT_BLOCKS; b++)
         if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
           multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
       const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
-      int value[2][COLUMN_TILES][2], kept[2][COLUMN_TILES][2] = {};
-#pragma unroll
-      for (int h = 0; h < SUMS; h++)
-#pragma unroll
-        for (int i = 0; i < COLUMN_TILES * 2; i++) {
-          const int* planes = acc[2 + h][i / 2] + i % 2 * 2;
-          kept[h][i / 2][i % 2] = (256 * planes[0] + planes[1]) * (FORMAT == INT4 ? 16 : 1);
-        }
-#pragma unroll
-      for (int i = 0; i < COLUMN_TILES * 4; i++) {  // the planes of x, and then (int4) of the weights, at their true size
-        const int h = i % 2, j = i / 2 % 2, c = i / 4;
-        value[h][c][j] = (256 * acc[h][c][2 * j] + acc[h][c][2 * j + 1]) * (FORMAT == INT4 && h == 0 ? 16 : 1);
-      }
-      if constexpr (GROUP == 32) {
-        add_group(total, value[0], kept[0], records, sh.groups[2 * block], g, t);
-        if (block * 2 + 1 < GROUPS) add_group(total, value[1], kept[1], records + 16, sh.groups[2 * block + 1], g, t);
-      } else {
-#pragma unroll
-        for (int i = 0; i < COLUMN_TILES * 2; i++) value[0][i / 2][i % 2] += value[1][i / 2][i % 2];
-        add_group(total, value[0], kept[0], records, sh.groups[block / UNIT_BLOCKS], g, t);
-      }
+      add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, g, t);
     }
   }
 }
-
-struct Ring {  // the stage that comes next
-  int slot;
-  u32 parity;
-};
 
 // Barriers, and the start of the kernel after this one.
 DEVICE void begin_linear(LinearShared& sh) {
@@ -436,22 +168,22 @@ DEVICE void begin_linear(LinearShared& sh) {
   launch_dependents();  // at once: while this CTA is here, the SM has room for exactly one of the next kernel's
 }
 
-// Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded.
-template <typename TileAt>
-DEVICE void consume(LinearShared& sh, const Linear& a, int done, int count, TileAt tile_at, Ring& ring, int warp, int lane) {
+// Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded; `rounds` ends them.
+template <typename Rounds>
+DEVICE void consume(LinearShared& sh, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
   // Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; columns beyond the last row repeat it.
   const u8* xs = sh.x + min(g, ROWS * PLANES - 1) * XROW + t * 16;
-  Output output = begin_round(a, done, count, tile_at);
+  rounds.begin(done);
   int slot = ring.slot, turn = warp;
   u32 parity = ring.parity;
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
-    accumulator whole[2 + SUMS][COLUMN_TILES][4] = {};
+    accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll 1
     for (int stage = 0; stage < TILE_STAGES; stage++) {
       barrier_wait(&sh.full[slot], parity);
-      multiply_stage(sh, sh.ring[slot], xs, stage * STAGE_BLOCKS, total, whole, turn, lane);
+      multiply_stage(sh, slice, sh.ring[slot], xs, stage * STAGE_BLOCKS, total, whole, turn, lane);
       if (!FULL) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       __syncwarp();
       if (lane == 0) barrier_arrive(&sh.empty[slot]);
@@ -466,18 +198,18 @@ DEVICE void consume(LinearShared& sh, const Linear& a, int done, int count, Tile
       }
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int token = 2 * t + (j & 1);
-        if (token < ROWS) partial[g + 8 * (j / 2)][token] = as_float(whole[0][0][j] + whole[1][0][j]);
+      for (int i = 0; i < COLUMN_TILES * 4; i++) {
+        const int n = i / 4, j = i % 4, token = 8 * n + 2 * t + (j & 1);
+        if (token < ROWS) partial[g + 8 * (j / 2)][token] = as_float(SETS == 1 ? whole[0][n][j] : whole[0][n][j] + whole[SETS - 1][n][j]);
       }
     }
     if (tile + 1 == count || tile + 1 - done == SLOTS) {
       named_barrier(1, THREADS);
-      end_round(sh, output, a.y, a.epsilon);
+      rounds.end(sh, done, tile + 1);
       done = tile + 1;
       if (done < count) {
         named_barrier(1, THREADS);
-        output = begin_round(a, done, count, tile_at);
+        rounds.begin(done);
       }
     }
   }
@@ -490,13 +222,15 @@ DEVICE void consume(LinearShared& sh, const Linear& a, int done, int count, Tile
 template <typename TileAt, typename Early>
 DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Slice whole = slice_at(0);
   begin_linear(sh);
   if (warp == WARPS) {
-    produce(sh, a, count, tile_at, early, lane);
+    produce(sh, a, whole, count, tile_at, early, lane);
     return false;
   }
-  load_rows(sh, a, warp, lane);
+  load_rows(sh, a, whole, ROWS, warp, lane);
   Ring ring = {0, 0};
-  consume(sh, a, 0, count, tile_at, ring, warp, lane);
+  Rounds<TileAt> rounds = {a, tile_at, count};
+  consume(sh, whole, 0, count, rounds, ring, warp, lane);
   return true;
 }

@@ -32,7 +32,7 @@ constexpr int SPLITS = HEAD_CTAS < ROWS ? 1 : HEAD_CTAS / ROWS < 32 ? HEAD_CTAS 
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = 2 * HEAD_DIM + 16;         // bytes; the padding keeps matrix loads free of bank conflicts
 constexpr int KV_TILE = 2 * 16 * KV_ROW;          // 16 keys, then 16 values
-constexpr int RING_TILES = STAGES * STAGE_BYTES / KV_TILE;
+constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? (int)sizeof(LinearShared::x) : 0)) / KV_TILE;  // x lies behind the ring
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
@@ -44,7 +44,7 @@ static_assert(LANES >= 1 && G * STATE * 4 <= KV_TILE && G <= 8, "a lane leaves i
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
 
 struct __align__(128) Shared {
-  LinearShared linear;         // its ring holds the lanes' tokens later
+  LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
   u16 query[G][QUERY_ROW];
   u16 key[HEAD_DIM], value[HEAD_DIM];  // of the newest token
 };

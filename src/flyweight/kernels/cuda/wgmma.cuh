@@ -76,3 +76,32 @@ ALL(32, 16, 16, 17, 18, 19, 20, 21)
 ALL(64, 32, 32, 33, 34, 35, 36, 37)
 ALL(128, 64, 64, 65, 66, 67, 68, 69)
 ALL(256, 128, 128, 129, 130, 131, 132, 133)
+
+// The compiler must not touch sums before the products are done; it would then do the products one by one.
+template <int COUNT> DEVICE void keep_behind(float (&acc)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
+}
+
+// Between warps: registers that producers do not need. Between the CTAs of a cluster: a barrier, and stores to each other.
+template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void store_in_cluster(void* place, int rank, uint4 v) {
+  u32 to;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
+}
+DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {  // transposed; lane i has the address of row i % 8 of matrix i / 8
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}

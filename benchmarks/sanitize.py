@@ -1,0 +1,190 @@
+"""compute-sanitizer over one small shape of each hand-written kernel: memory accesses, and races in shared memory.
+
+    python benchmarks/sanitize.py OUT.jsonl [--tool PATH/compute-sanitizer] [--only gemv,gemm] [--logs FOLDER]
+
+A row for each kernel and check: what the tool found, and whether the result was right. Weights and references are made on the
+CPU and only the kernel itself is watched, so a run is little more than the start of an interpreter; all run side by side, once
+without the tool first, to compile. Every tensor has an allocation of its own, so that a read beyond one is found. Exits with 1
+where anything was found or nothing was checked. The tool is in the CUDA toolkit, and in `pip install nvidia-cuda-sanitizer-api`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+CHECKS = {"memcheck": [], "racecheck": ["--racecheck-report", "analysis"]}
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+LIMIT_S = 60
+FOUND = 3  # the tool's exit code where it found something
+
+
+def linear(kind: str, rows: int, *, gated: bool = True) -> float:
+    """Relative error of a linear with norm and silu·mul, or (`gated` off) the residual."""
+    import torch
+
+    from flyweight.kernels.cuda_linear import CudaLinear
+    from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
+
+    make = {"plain": Plain.random, "w8a8": Int8Channel.random, "fp8": Float8.random, "sparse-w8a8": Sparse24.random,
+            "int4": lambda shape: IntGroup.random(shape, group_size=64),
+            "sparse-int4": lambda shape: Sparse24.random(shape, inner=IntGroup, group_size=64)}[kind]
+    tensor, x, norm = make((384, 576)), torch.randn(rows, 576).bfloat16(), torch.ones(576).bfloat16()
+    normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    want = tensor.matmul_reference(normed)
+    module = CudaLinear(tensor.to("cuda"), dtype=torch.bfloat16, gated=gated)
+    if gated:
+        gate, up = want.chunk(2, -1)
+        return error(module.fused(x.cuda(), norm=norm.cuda()), torch.nn.functional.silu(gate) * up)
+    residual = torch.randn(rows, 384).bfloat16()
+    return error(module.fused(x.cuda(), norm=norm.cuda(), residual=residual.cuda()), want + residual.double())
+
+
+def layer_of_experts(tokens: int) -> float:
+    """One expert, chosen by everyone: then the layer is that expert."""
+    import torch
+
+    from flyweight.kernels import experts
+    from flyweight.kernels.cuda_linear import CudaLinear
+    from flyweight.tensors import IntGroup
+
+    first, second = IntGroup.random((384, 320), group_size=64), IntGroup.random((320, 192), group_size=64)
+    gate_up = experts.stack([CudaLinear(first.to("cuda"), dtype=torch.bfloat16, gated=True) for _ in range(4)])
+    down = experts.stack([CudaLinear(second.to("cuda"), dtype=torch.bfloat16) for _ in range(4)])
+    layer = experts.Grouped(gate_up, down, torch.randn(4, 320).cuda(), torch.zeros(1, dtype=torch.int32).cuda(), 4, 2, True)
+    x, norm = torch.randn(tokens, 320).bfloat16(), torch.ones(320).bfloat16().cuda()
+    given, out = x.cuda(), torch.empty_like(x.cuda())
+    route = layer.route(given, norm=norm, epsilon=1e-6)
+    layer.combine(layer.multiply(given, route, norm=norm, epsilon=1e-6), route, given, out)
+    normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    gate, up = first.matmul_reference(normed).chunk(2, -1)
+    return error(out, x.double() + second.matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16()))
+
+
+def vector_quantized() -> float:
+    import torch
+
+    from flyweight.kernels import vptq
+    from flyweight.tensors import VectorQuant
+
+    tensor = VectorQuant.random((256, 512), length=8, main=256, residual=16)
+    x = torch.randn(2, 512).bfloat16()
+    return error(vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda()), tensor.matmul_reference(x))
+
+
+def attention(fused: bool) -> float:
+    """Steps of a tiny model, captured by nothing: the two ways to qkv and attention against float32 on the CPU."""
+    import torch
+
+    from flyweight.engine.batch import KVStorage
+    from flyweight.engine.graphs import Activations, Step
+    from flyweight.engine.rows import Rows
+    from flyweight.kernels.attention import rope_pairs
+    from flyweight.models.decoder import Decoder
+    from flyweight.models.presets import PRESETS, PresetWeights
+
+    config = PRESETS["qwen3-0.6b"] | dict(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+                                          head_dim=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    tokens = torch.randint(0, 256, (20,))
+    want = Decoder.load(PresetWeights(config, "bf16"), device="cpu", dtype=torch.float32).forward_whole(tokens[None])[0, -1:]
+    device = torch.device("cuda", 0)
+    decoder = Decoder.load(PresetWeights(config, "bf16"), device=device, dtype=torch.bfloat16)
+    caches = [KVStorage(*(torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(2))) for _ in range(2)]
+    rows = Rows(1, pages=4, vocabulary=256, device=device)
+    rows.tables[:] = torch.arange(4, dtype=torch.int32)
+    step = Step(decoder, caches, rows, size=1, rope=rope_pairs(*decoder.tables), activations=Activations(decoder, 1),
+                apart=None if fused else "asked for")
+    for i, token in enumerate(tokens.tolist()):
+        rows.tokens[0], rows.lengths[0] = token, i + 1
+        step.launch()
+    return error(step.logits, want.double())
+
+
+def error(got, want) -> float:
+    got = got.cpu().double()
+    return float("inf") if got.isnan().any() else ((got - want).norm() / want.norm()).item()
+
+
+# name → (what is run, the kernels that are watched, the error that rounding explains)
+CASES: dict[str, tuple[Callable[[], float], str, float]] = {
+    "gemv": (lambda: linear("int4", 2), "gemv", 0.02),
+    "gemv-plain": (lambda: linear("plain", 1, gated=False), "gemv", 0.02),
+    "gemv-sparse": (lambda: linear("sparse-w8a8", 1), "gemv", 0.05),
+    "gemv-fp8": (lambda: linear("fp8", 4), "gemv", 0.06),
+    "gemm": (lambda: linear("w8a8", 20, gated=False), "gemm|pack", 0.05),
+    "gemm-many": (lambda: linear("int4", 300), "gemm|pack", 0.03),
+    "gemm-sparse": (lambda: linear("sparse-int4", 70), "gemm|pack", 0.03),
+    "experts-few": (lambda: layer_of_experts(2), "route|experts|combine", 0.03),
+    "experts-many": (lambda: layer_of_experts(40), "route|pack|gemm|combine", 0.03),
+    "vptq": (vector_quantized, "vptq", 0.02),
+    "attention": (lambda: attention(fused=False), "attention|choose|embed", 0.05),
+    "qkv_attention": (lambda: attention(fused=True), "qkv_attention", 0.05),
+}
+
+
+def run(name: str, check: str | None, tool: str, logs: Path) -> dict:
+    """A case under the tool (None: without it)."""
+    command = [sys.executable, __file__, "--worker", name]
+    if check:
+        command = [tool, "--tool", check, "--kernel-name", f"regex={CASES[name][1]}", "--target-processes", "application-only",
+                   "--error-exitcode", str(FOUND), *CHECKS[check], *command]
+    log = logs / f"{check or 'alone'}-{name}.txt"
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=LIMIT_S).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    text = log.read_text(errors="replace")
+    summary, result = SUMMARY.search(text), re.search(r"^relative error (\S+)", text, re.MULTILINE)
+    found = int(summary[1] or summary[2]) if summary else None
+    wrong = result is None or float(result[1]) > CASES[name][2]
+    clean = code == 0 and not wrong and (check is None or found == 0)
+    last = text.strip().splitlines()[-1][:200] if text.strip() else "no output"
+    reason = f"stopped after {LIMIT_S} s" if code is None else f"{found} found" if found else "a wrong result" if result else last
+    return {"kernel": name, "check": check, "found": found, "relative_error": result and float(result[1]), "exit_code": code,
+            "status": "ok" if clean else "failed", **({} if clean else {"reason": reason})}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("sanitize.jsonl"))
+    parser.add_argument("--tool", default=shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES])))
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--logs", type=Path)
+    parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        import torch
+
+        torch.manual_seed(0)
+        print(f"relative error {CASES[options.worker][0]():.5f}", flush=True)
+        return
+    if options.tool is None:
+        sys.exit("compute-sanitizer is not here: pip install nvidia-cuda-sanitizer-api, and name it with --tool")
+    from flyweight.bench.rows import ResultFile, environment_row, make_row
+
+    logs, names = options.logs or Path(tempfile.mkdtemp()), options.only.split(",")
+    logs.mkdir(parents=True, exist_ok=True)
+    environment, file = environment_row("cuda", measure_bandwidth=False), ResultFile(options.out)
+    version = subprocess.run([options.tool, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    with ThreadPoolExecutor(16) as pool:
+        alone = list(pool.map(lambda name: run(name, None, options.tool, logs), names))
+        found = list(pool.map(lambda pair: run(*pair, options.tool, logs), [(name, check) for check in CHECKS for name in names]))
+    file.append([environment, *(make_row("sanitize", environment["id"], tool=version, **fields) for fields in found)])
+    for fields in [*alone, *found]:
+        print(f"{fields['check'] or 'alone':9s} {fields['kernel']:14s} {fields['status']}", fields.get("reason", ""))
+    sys.exit(any(fields["status"] != "ok" for fields in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Prefill passes of a whole model, and mixed ones, as CUDA graphs: one launch instead of some four hundred from Python.
+
+A step's tokens are padded to one of SIZES (`packed.Padding`), and all that it reads lies in a fixed place: its integers in
+`inputs`, how its attention is cut up in the tables of a `FixedPlan`. So what is captured for one step serves every other of the
+same key: size, and the numbers of tiles of its attention, rounded up. Sizes are chosen so that the matrix kernels, whose tiles
+have up to 256 rows, do nothing more for the padding. A prompt that runs alone from its first token needs no tables: torch's
+attention takes it, and tokens see nothing of what comes after them.
+
+A pass is launched one by one before it is captured, which compiles what is not compiled yet. Prompts alone are captured at
+once; mixed steps, of which there are many kinds, when a kind comes again. Longer passes are launched one by one: they keep the
+device busy for longer than that takes. The head and the choice of tokens follow outside of the graph, while the device is busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+from torch import Tensor
+
+from flyweight.engine import graphs
+from flyweight.engine.batch import Batch, KVStorage
+from flyweight.engine.packed import SIZES, filler, padded_tokens
+from flyweight.engine.rows import Rows
+from flyweight.engine.transfer import upload
+from flyweight.kernels.dispatch import why_not_triton
+from flyweight.models.decoder import Decoder, Plans
+
+MOST = 96  # captured passes held; the oldest goes
+
+
+def why_not(decoder: Decoder, page: int) -> str | None:
+    """None, or why this model's passes cannot be captured."""
+    return graphs.why_not(decoder, page) or why_not_triton()
+
+
+@dataclass
+class Captured:
+    plans: Plans = field(default_factory=dict)
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class PassGraphs:
+    def __init__(self, decoder: Decoder, caches: Sequence[KVStorage], rows: Rows):
+        self.decoder, self.caches, self.device = decoder, caches, decoder.device
+        most, sequences = SIZES[-1], rows.capacity + 1  # the padding may be one
+        blocks = max(rows.pages, most // caches[0].block_size + 1)
+        size = 8 * (4 * most + 4 * sequences) + 4 * sequences * (blocks + 1) + 256  # and room to align
+        self.inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.states = torch.zeros(most, decoder.config.hidden_size, dtype=decoder.dtype, device=self.device)
+        self.windows, self.context = set(decoder.config.windows), rows.pages * caches[0].block_size
+        self.held: dict[Hashable, Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    padded_tokens = staticmethod(padded_tokens)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture prompts alone of every size that the context allows; the largest first, whose memory the others live in."""
+        page, spare = self.caches[0].block_size, len(self.caches[0].keys) - 1
+        for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
+            table = numpy.full((1, -(-size // page)), spare, dtype=numpy.int32)
+            tokens, positions, slots, tables = upload(self.device, *filler(size, spare, page), table, into=self.inputs)
+            self.hidden(Batch(tokens, positions, slots, tables, [0, size], [size], tokens[:0]))
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """As `Decoder.forward`, for a batch that was packed into `inputs`."""
+        return self.decoder.logits(self.hidden(batch).index_select(0, batch.output_rows))
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """[tokens, hidden], until the next pass."""
+        size, alone = len(batch.tokens), batch.kv_lengths == [len(batch.tokens)]
+        fixed = {} if alone else self._plans(batch)
+        key = (size, *((window, plan.shape) for window, plan in fixed.items()))
+        known = key in self.held
+        if not known:
+            self._make_room()
+            self.held[key] = Captured({window: plan.place() for window, plan in fixed.items()})
+        captured = self.held[key]
+        for window, plan in fixed.items():
+            if known:
+                captured.plans[window].fill(plan)
+        if captured.graph is not None:
+            captured.graph.replay()
+            return self.states[:size]
+        result = self.decoder.hidden(batch, self.caches, captured.plans)
+        if alone or known:
+            captured.graph = self._capture(batch, captured.plans)
+        return result
+
+    def _plans(self, batch: Batch) -> Plans:
+        from flyweight.kernels.triton_attention import FixedPlan
+
+        return {window: FixedPlan(batch, self.caches[0], window, heads=self.decoder.config.heads) for window in self.windows}
+
+    def _make_room(self) -> None:
+        if len(self.held) >= MOST:
+            torch.cuda.synchronize(self.device)  # it may be running
+            del self.held[next(iter(self.held))]
+
+    def _capture(self, batch: Batch, plans: Plans) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # other threads may go on allocating
+            self.states[: len(batch.tokens)].copy_(self.decoder.hidden(batch, self.caches, plans))
+        return graph

@@ -1,0 +1,71 @@
+"""Which kernel multiplies with how many rows of each format on CUDA, and the numbers behind it: one table, not branches.
+
+A border is where one way becomes faster than another. Those that are not `measured` follow from bytes and from the rates of
+the matrix units. This command times every way of every format and prints the borders that it finds:
+
+    python benchmarks/crossovers.py benchmarks/h200/crossovers.jsonl
+
+2:4 weights stay compressed as long as nothing says that dense ones are faster: 5 and 3 bits a weight are memory saved in any
+case, and few rows are bound by bytes. Where the dense product of many rows turns out faster, `dense` writes the zeros out into
+a scratch for each call; where even few rows are slower than dense, `expanded` does it once, at load.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+KERNELS = {
+    "gemv": "gemv.cu or, inputs cut into slices, gemv_split.cu",
+    "batch": "batch.cu",
+    "gemm": "gemm.cu",
+    "dense": "gemm.cu, zeros written out for each call",
+    "cublas": "cuBLAS, written out in 16 bits for each call",
+    "expanded": "the dense kernels, zeros written out at load",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """From `rows` on, `kernel` (of KERNELS) is the fastest."""
+
+    rows: int
+    kernel: str
+    why: str
+    measured: bool = True
+
+
+FEW = Way(1, "gemv", "weights stream through the matrix units once")
+SOME = Way(9, "batch", "x, converted once, streams beside the weights", measured=False)
+MANY = Way(65, "gemm", "warpgroup products do more at once", measured=False)
+SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read", measured=False),
+          Way(9, "gemm", "the sparse matrix units do twice as much at once", measured=False))
+WAYS: dict[str, tuple[Way, ...]] = {
+    "plain": (FEW, SOME, MANY),
+    "int4": (FEW, SOME, MANY),
+    "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
+    "w8a8": (FEW, Way(5, "batch", "x is quantized once instead of in every CTA", measured=False), MANY),
+    "fp8": (FEW, Way(5, "gemm", "as w8a8, which quantizes x the same way", measured=False)),
+    "sparse-int4": SPARSE,
+    "sparse-int8": SPARSE,
+    "sparse-w8a8": SPARSE,
+}
+
+# Warps of gemv.cu that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a
+# token of Qwen3-8B, W8A8 2.35 instead of 2.62, with 8 instead of 16). fp8 and 2:4 take after them, not measured.
+WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 16, "sparse-int8": 8, "sparse-w8a8": 8}
+# What an SM does in a microsecond with gemm.cu's largest tiles: tokens · 64 outputs · inputs. fp8 and 2:4 are estimates.
+PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
+            "sparse-w8a8": 90e3}
+
+
+@functools.cache
+def wanted(kind: str, rows: int) -> str:
+    """The kernel that is fastest, whether or not it takes the shape."""
+    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows)
+
+
+def explain(kind: str) -> str:
+    """The ways of a format with their borders and reasons, for `flyweight info`."""
+    return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]} ({way.why}"
+                     + ("" if way.measured else "; not measured") + ")" for way in WAYS[kind])

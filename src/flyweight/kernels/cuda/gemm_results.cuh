@@ -1,0 +1,119 @@
+// The end of a tile of gemm.cu: scales, bias, residual or silu·mul, and the writing, straight or through shared memory.
+
+// What becomes of the sums of a thread: outputs g and g + 8 of its warp's tile, tokens 2t and 2t + 1 of 8.
+struct Finish {
+  float scale[2], offset[2];  // of the two outputs
+  const float* row_scale;     // of token 2t
+  DEVICE Finish(int tile, const float* channel_scale, const float* rows_from, const u16* bias, int lane)
+      : row_scale(rows_from + 2 * (lane % 4)) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int channel = min(tile * 16 + 8 * half + lane / 4, NDIM - 1);
+      scale[half] = QUANTIZED ? channel_scale[channel] : 1.f;
+      offset[half] = BIAS ? to_float(bias[channel]) : 0.f;
+    }
+  }
+  DEVICE void operator()(const accumulator* acc, int column, float (&v)[2][2]) const {
+    float2 row = make_float2(1.f, 1.f);
+    if (QUANTIZED) row = *(const float2*)(row_scale + column);  // of rows that do not exist too: nobody writes those
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float x = (float)acc[i];
+      if (QUANTIZED) x *= scale[i / 2] * (i % 2 ? row.y : row.x);
+      v[i / 2][i % 2] = x + offset[i / 2];
+    }
+    if (EPILOGUE == SILU)
+#pragma unroll
+      for (int i = 0; i < 2; i++) v[0][i] = __fdividef(v[0][i], 1.f + __expf(-v[0][i])) * v[1][i];
+  }
+};
+
+// D transposed in 8 × 8 pieces: a lane writes two outputs of token 8j + g at once. `acc` has the column groups from `first` on.
+template <int COUNT>
+DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, int first, const float* channel_scale,
+                       const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
+  if (tile >= TILES) return;
+  const Finish finish(tile, channel_scale + s.expert * NDIM, row_scale, bias, lane);
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) {
+    const int column = s.n * TOKENS + 8 * (first + j);
+    if (column >= rows) break;
+    float v[2][2];
+    finish(acc + 4 * j, column, v);
+    const int token = column + g;
+    if constexpr (EPILOGUE == SILU) {
+      const u32 pair = transpose8(pack2(v[0][0], v[0][1]));
+      if (token < rows && tile * 8 + 2 * t < WIDTH) *(u32*)(Y + (size_t)token * WIDTH + tile * 8 + 2 * t) = pair;
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int n = tile * 16 + 8 * half + 2 * t;
+        const bool inside = token < rows && n < NDIM;
+        const size_t at = (size_t)token * WIDTH + n;
+        if (EPILOGUE == RESIDUAL) {
+          const u32 old = transpose8(inside ? *(const u32*)(residual + at) : 0);
+          v[half][0] += low_float(old), v[half][1] += high_float(old);
+        }
+        const u32 pair = transpose8(pack2(v[half][0], v[half][1]));
+        if (inside) *(u32*)(Y + at) = pair;
+      }
+    }
+  }
+}
+
+#if STAGED
+// A warpgroup's results lie in shared memory token by token. Its warps write there, each its 16 outputs of all tokens; then
+// each takes a quarter of the tokens to global memory, in pieces of 16 bytes. The residual comes in the same way.
+template <class ACTION> DEVICE void each_piece(const Segment& s, int first, int rows, int warp, int lane, ACTION act) {
+  constexpr int lanes = OUT_BYTES / 16, quarter = STAGED / 4;
+#pragma unroll 4
+  for (int i = 0; i < quarter * lanes / 32; i++) {
+    const int token = warp % 4 * quarter + i * (32 / lanes) + lane / lanes, row = s.n * TOKENS + first + token;
+    const int n = (s.m * WGS + warp / 4) * (OUT_BYTES / 2) + lane % lanes * 8;
+    if (row < rows && n < WIDTH) act((size_t)row * WIDTH + n, token * OUT_ROW + lane % lanes * 16);
+  }
+}
+DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* residual, int rows, int warp, int lane) {
+  const u32 staging = shared_address(sh.staging[warp / 4]);
+  __syncwarp();
+  each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
+  copy_group();
+}
+DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
+                         const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
+  const u8* staging = sh.staging[warp / 4];
+  const Finish finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane);
+  const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
+  constexpr int together = EPILOGUE == SILU ? 4 : 2;  // groups of 8 tokens
+  const u32 place = shared_address(staging) + (8 * (EPILOGUE == SILU ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
+#pragma unroll
+  for (int first = 0; first < TOKENS; first += STAGED) {
+    if (s.n * TOKENS + first >= rows) break;
+    if (EPILOGUE == RESIDUAL && first > 0) fetch_residual(sh, s, first, residual, rows, warp, lane);
+    if (EPILOGUE == RESIDUAL) copy_wait<0>();
+    named_barrier(2 + warp / 4, 128);  // the residual is there, and what was here before is gone
+#pragma unroll
+    for (int j = 0; j < STAGED / 8; j += together) {
+      u32 words[4], old[4] = {};
+      if (EPILOGUE == RESIDUAL) {
+        const uint4 w = load_matrices<true>(place + j * 8 * OUT_ROW);
+        old[0] = w.x, old[1] = w.y, old[2] = w.z, old[3] = w.w;
+      }
+#pragma unroll
+      for (int i = 0; i < together; i++) {
+        float v[2][2];
+        finish(acc + first / 2 + 4 * (j + i), s.n * TOKENS + first + 8 * (j + i), v);
+#pragma unroll
+        for (int half = 0; half < 4 / together; half++) {
+          if (EPILOGUE == RESIDUAL) v[half][0] += low_float(old[2 * i + half]), v[half][1] += high_float(old[2 * i + half]);
+          words[4 / together * i + half] = pack2(v[half][0], v[half][1]);
+        }
+      }
+      store_matrices(place + j * 8 * OUT_ROW, words);
+    }
+    named_barrier(2 + warp / 4, 128);
+    each_piece(s, first, rows, warp, lane, [&](size_t to, int from) { *(uint4*)(Y + to) = *(const uint4*)(staging + from); });
+  }
+}
+#endif

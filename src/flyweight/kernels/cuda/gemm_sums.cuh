@@ -1,0 +1,50 @@
+// Sums of a tile of gemm.cu that several CTAs have a part of: through memory (LINE) or within a cluster (CLUSTERS).
+
+// Sums of a tile that begins in another CTA, left for it; and the owner's taking them in, in the order of the stages.
+DEVICE void leave_partial(const accumulator (&acc)[TOKENS / 2], uint4* partials, int* flags) {
+  uint4* to = partials + (size_t)blockIdx.x * (TOKENS / 8) * THREADS + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 8; i++) to[i * THREADS] = *(const uint4*)&acc[4 * i];
+  __threadfence();
+  named_barrier(1, THREADS);
+  if (threadIdx.x == 0) store_release(flags + blockIdx.x, 1);
+}
+DEVICE void take_partials(accumulator (&acc)[TOKENS / 2], const uint4* partials, int* flags, const Segment& s, int tile, int n_tiles) {
+  const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
+  for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
+    if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
+    while (!load_acquire(flags + cta)) {}
+    const uint4* from = partials + (size_t)cta * (TOKENS / 8) * THREADS + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i++) {
+      const uint4 p = __ldcg(from + i * THREADS);
+      const accumulator* v = (const accumulator*)&p;
+#pragma unroll
+      for (int j = 0; j < 4; j++) acc[4 * i + j] += v[j];
+    }
+    named_barrier(1, THREADS);
+    if (threadIdx.x == 0) flags[cta] = 0;
+  }
+}
+
+// The CTAs of a cluster give each other what they have of the owners' columns.
+DEVICE void give_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++) {
+    const uint4 v = *(const uint4*)&acc[4 * j];
+    store_in_cluster(&sh.exchange[rank][j % OWNED][threadIdx.x], j / OWNED, v);
+  }
+}
+DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
+#pragma unroll
+  for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
+#pragma unroll
+  for (int from = 0; from < CLUSTER; from++)
+#pragma unroll
+    for (int j = 0; j < OWNED; j++) {
+      const uint4 p = sh.exchange[from][j][threadIdx.x];
+      const accumulator* v = (const accumulator*)&p;
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[4 * j + i] += v[i];
+    }
+}

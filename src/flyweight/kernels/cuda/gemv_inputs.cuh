@@ -1,0 +1,153 @@
+// x into shared memory, in the form that a format multiplies with; needs gemv.cuh's sizes.
+//
+// Integer weights: 16-bit integers with a scale for each group, as a plane of high and one of low bytes. W8A8 and float8: codes of
+// 8 bits with a scale for the row, which its maximum gives. Plain weights: x in its own type. The norm's weights are multiplied in
+// here, its factor at the end. Within a block of 64 the two halves of what a lane of the matrix units takes lie side by side.
+//
+// One row is read at once and stays in registers: nothing is sooner. Several rows are read in pieces of 256 inputs, PIECES_AHEAD
+// at a time by each warp, so that registers do not grow with the rows; W8A8 and float8 read them twice.
+DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < STATS; i++) squares += sh.row_stats[row][i].x;
+  return rsqrtf(squares / KDIM + epsilon);
+}
+
+// Eight neighbouring inputs of a row, to their place; see `convert`.
+DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float most, float inverse, int lane) {
+  const Piece p = convert<FORMAT == INT4 && SETS == 2 ? 16 : 1>(v, most, inverse, lane);  // two sets: values are 16 times too large
+  if (piece >= PIECES) return;
+  if constexpr (FORMAT == PLAIN) {
+    *(uint4*)(sh.x + row * XROW + piece * 16) = p.words;
+  } else {
+    u8* to = sh.x + row * PLANES * XROW + piece / 8 * 64 + piece % 4 * 16 + piece / 4 % 2 * 8;  // a lane's two halves together
+    *(uint2*)to = make_uint2(p.words.x, p.words.y);
+    if constexpr (GROUPED) {
+      *(uint2*)(to + XROW) = make_uint2(p.words.z, p.words.w);
+      if (lane % SHARERS == 0) sh.groups[piece / SHARERS][row] = p.group;
+    }
+  }
+}
+
+#if ROWS == 1
+// Each of the warps loads its part of the row; the norm's weights are read ahead of the wait. Integer weights want whole groups
+// only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
+DEVICE void load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane) {
+  constexpr int PER_LANE = (PIECES + THREADS - 1) / THREADS;
+  const int row = warp / WARPS, part = warp % WARPS;  // 0 and warp: what the compiler then knows spares tests
+  uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
+#pragma unroll
+  for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
+    const int piece = (i * WARPS + part) * 32 + lane;
+    weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
+  }
+  float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
+  wait_for_inputs();
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int piece = (i * WARPS + part) * 32 + lane;
+    x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+  }
+  float v[PER_LANE][8];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    widen(v[i], x[i]);
+    if (NORM) weigh(v[i], weight[i], squares);
+    if (QUANTIZED && !STATIC) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[i][j]));
+    }
+  }
+  if (NORM) squares = warp_sum(squares);
+  if (QUANTIZED) most = warp_max(most);
+  if (lane == 0) sh.row_stats[row][part] = make_float2(squares, most);
+  if (QUANTIZED && WARPS > 1) {
+    named_barrier(1, THREADS);
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) most = fmaxf(most, sh.row_stats[row][i].y);
+  }
+  if (STATIC && NORM) {
+    __syncwarp();
+    inverse = inverse_norm(sh, row, a.epsilon);
+  }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) store_piece(sh, v[i], row, (i * WARPS + part) * 32 + lane, most, inverse, lane);
+  named_barrier(1, THREADS);
+}
+#else
+// This CTA's slice of `rows` rows; those up to ROWS are zeros. Warps take (row, 256 inputs) in turn.
+template <typename Use> DEVICE void each_piece(const Linear& a, Slice slice, int rows, int warp, int lane, Use use) {
+#pragma unroll 1
+  for (int first = warp; first < ROWS * STATS; first += WARPS * PIECES_AHEAD) {
+    uint4 x[PIECES_AHEAD], weight[NORM ? PIECES_AHEAD : 1];
+#pragma unroll
+    for (int i = 0; i < PIECES_AHEAD; i++) {
+      const int item = first + i * WARPS, row = item / STATS, place = item % STATS * 32 + lane, piece = slice.first * 8 + place;
+      const bool exists = row < rows && piece < KDIM / 8 && (SLICES == 1 || place < slice.blocks * 8);
+      x[i] = exists ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+      if (NORM) weight[i] = exists ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES_AHEAD; i++) {
+      const int item = first + i * WARPS;
+      if (item >= ROWS * STATS) break;
+      float v[8], squares = 0;
+      widen(v, x[i]);
+      if (NORM) weigh(v, weight[i], squares);
+      use(v, squares, item / STATS, item % STATS);
+    }
+  }
+}
+DEVICE void load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows, int warp, int lane) {
+  for (int line = threadIdx.x; line < (NORM ? min(SLICE, BLOCKS - slice.first) : 0); line += THREADS)
+    prefetch_l2((const u8*)a.norm + (size_t)(slice.first + line) * 128);
+  wait_for_inputs();
+  if (QUANTIZED) {
+    const float given = STATIC ? a.channel_scale[NDIM] : 0.f;
+    if (!STATIC || NORM)
+      each_piece(a, slice, rows, warp, lane, [&](const float (&v)[8], float squares, int row, int part) {
+        float most = given;
+#pragma unroll
+        for (int j = 0; j < (STATIC ? 0 : 8); j++) most = fmaxf(most, fabsf(v[j]));
+        if (NORM) squares = warp_sum(squares);
+        if (!STATIC) most = warp_max(most);
+        if (lane == 0) sh.row_stats[row][part] = make_float2(squares, most);
+      });
+    named_barrier(1, THREADS);
+    if (threadIdx.x < ROWS) {
+      float most = given;
+#pragma unroll 4
+      for (int i = 0; i < (STATIC ? 0 : STATS); i++) most = fmaxf(most, sh.row_stats[threadIdx.x][i].y);
+      sh.row_most[threadIdx.x] = make_float2(NORM ? inverse_norm(sh, threadIdx.x, a.epsilon) : 1.f, most);
+    }
+    named_barrier(1, THREADS);
+  }
+  each_piece(a, slice, rows, warp, lane, [&](const float (&v)[8], float squares, int row, int part) {
+    float2 known = make_float2(1.f, 0.f);
+    if (QUANTIZED) known = sh.row_most[row];
+    store_piece(sh, v, row, part * 32 + lane, known.y, STATIC && NORM ? known.x : 1.f, lane);
+    if (NORM && !QUANTIZED) {
+      squares = warp_sum(squares);
+      if (lane == 0) sh.row_stats[row][part] = make_float2(squares, 0.f);
+    }
+  });
+  named_barrier(1, THREADS);
+  if (!QUANTIZED && NORM && SLICES == 1 && threadIdx.x < ROWS)  // seen by all after their next meeting
+    sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);
+}
+#endif
+
+// What a finished sum of row `token` is multiplied with, the weights' own scales aside.
+DEVICE float row_factor(const LinearShared& sh, int token, float epsilon) {
+#if ROWS == 1
+  float most = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) most = fmaxf(most, sh.row_stats[token][i].y);
+  const float inverse = NORM && !STATIC ? inverse_norm(sh, token, epsilon) : 1.f;
+  return QUANTIZED ? input_scale(most) * inverse : inverse;
+#else
+  const float2 known = sh.row_most[token];
+  const float inverse = NORM && !STATIC ? known.x : 1.f;
+  return QUANTIZED ? input_scale(known.y) * inverse : inverse;
+#endif
+}

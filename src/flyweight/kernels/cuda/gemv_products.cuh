@@ -1,0 +1,139 @@
+// A tile's blocks of 16 outputs × 64 inputs times x, on the matrix units; needs gemv.cuh's sizes.
+//
+// A: outputs g and g + 8 of the tile, inputs 8 t … + 7 of each half block (lane = 4 g + t). B: a column is a row of x (W8A8,
+// float8, plain) or one of its two byte planes (2 row + plane). D: lane (g, t) has columns 2 t and 2 t + 1 of outputs g, g + 8.
+#if FORMAT == PLAIN || FORMAT == FP8
+typedef float accumulator;
+#else
+typedef int accumulator;
+#endif
+
+#if !SPARSE
+// A lane's weights of a block, and its inputs of a column tile: 16 bytes of each half block for each word of A.
+constexpr int WIDE = FORMAT == PLAIN ? 2 : 1;
+struct Fragment {
+  uint4 a[2 * WIDE];
+};
+struct Column {
+  uint4 b[WIDE];
+};
+DEVICE Fragment load_fragment(const u8* w, int lane) {
+  const uint4* words = (const uint4*)w + lane;
+  Fragment f;
+#if FORMAT == INT4
+  const uint4 q = words[0];
+  constexpr int shift = SETS == 1 ? 4 : 0;  // one set has no room for sums that are 16 times too large
+  constexpr u32 mask = SETS == 1 ? 0x0f0f0f0f : 0xf0f0f0f0;
+  f.a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, q.z & 0x0f0f0f0f, q.w & 0x0f0f0f0f);
+  f.a[1] = make_uint4(q.x >> shift & mask, q.y >> shift & mask, q.z >> shift & mask, q.w >> shift & mask);
+#else
+#pragma unroll
+  for (int i = 0; i < 2 * WIDE; i++) f.a[i] = words[32 * i];
+#endif
+  return f;
+}
+// `flip`: where the second half of a plain block lies (64, or -64 where the halves are exchanged).
+DEVICE Column load_column(const u8* xs, int flip = 64) {
+  Column c;
+#pragma unroll
+  for (int i = 0; i < WIDE; i++) c.b[i] = *(const uint4*)(xs + i * flip);
+  return c;
+}
+// The halves of a block have accumulators of their own where there are two SETS.
+template <typename Accumulator>
+DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS][COLUMN_TILES][4], int n) {
+#if FORMAT == PLAIN
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const uint4 a0 = f.a[2 * h], a1 = f.a[2 * h + 1], b = c.b[h];
+    mma16<FP16>(acc[h % SETS][n], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
+    mma16<FP16>(acc[h % SETS][n], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
+  }
+#elif FORMAT == FP8
+  mma32_float8(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
+  mma32_float8(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
+#else
+  mma32<FORMAT != W8A8>(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
+  mma32<FORMAT != W8A8>(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
+#endif
+}
+#endif
+
+// One 64-input block of one tile, times x.
+template <typename Accumulator>
+DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4], int lane) {
+#if SPARSE
+  const uint4* words = (const uint4*)w + lane;
+  constexpr bool halves = FORMAT == INT4 || (GROUPED && GROUP == 32);  // have accumulators of their own
+  const u32 which = ((const u32*)(w + BLOCK_BYTES - 128))[lane];
+  uint4 a[2];
+#if FORMAT == INT4
+  const uint2 q = ((const uint2*)w)[lane];
+  a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, 0, 0);
+  a[1] = make_uint4(0, 0, q.x & 0xf0f0f0f0, q.y & 0xf0f0f0f0);
+#else
+  const uint4 q = words[0];
+  a[0] = halves ? make_uint4(q.x, q.y, 0, 0) : q;
+  a[1] = make_uint4(0, 0, q.z, q.w);
+#endif
+  constexpr u32 one = 0x01010101;
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    const uint4 b = *(const uint4*)(xs + n * 8 * XROW);
+    mma64_sparse<GROUPED>(acc[0][n], a[0], which, b);
+    if (halves) mma64_sparse<GROUPED>(acc[1][n], a[1], which, b);
+    if constexpr (SUMS == 1) mma64_sparse<true>(acc[2][n], make_uint4(one, one, one, one), which, b);
+    if constexpr (SUMS == 2) {
+      mma64_sparse<true>(acc[2][n], make_uint4(one, one, 0, 0), which, b);
+      mma64_sparse<true>(acc[3][n], make_uint4(0, 0, one, one), which, b);
+    }
+  }
+#else
+  const Fragment f = load_fragment(w, lane);
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) multiply(f, load_column(xs + n * 8 * XROW), acc, n);
+#endif
+}
+
+// total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
+// A record is the scale (low half) and the zero point (high half). `kept` (SPARSE): the sum of x where weights are.
+DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const int (&kept)[COLUMN_TILES][2],
+                      const u32* records, const XGroup* groups, int g, int t) {
+#pragma unroll
+  for (int n = 0; n < COLUMN_TILES; n++) {
+    const XGroup x = groups[min(t + 4 * n, ROWS - 1)];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const u32 record = records[g + 8 * j];
+      const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)) * x.scale;
+      total[n][j] += (float)(value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
+    }
+  }
+}
+
+// The sums of a unit, scaled: both planes of x, and then (int4 in two sets) both halves of the weights, at their true size. Groups of
+// 32 inputs are the halves of a block, each with a record and a scale of x; `second`: there is a second one.
+DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SUMS][COLUMN_TILES][4], const u32* records,
+                     const XGroup* groups, bool second, int g, int t) {
+  int value[SETS][COLUMN_TILES][2], kept[2][COLUMN_TILES][2] = {};
+#pragma unroll
+  for (int h = 0; h < SUMS; h++)
+#pragma unroll
+    for (int i = 0; i < COLUMN_TILES * 2; i++) {
+      const int* planes = acc[SETS + h][i / 2] + i % 2 * 2;
+      kept[h][i / 2][i % 2] = (256 * planes[0] + planes[1]) * (FORMAT == INT4 ? 16 : 1);
+    }
+#pragma unroll
+  for (int i = 0; i < COLUMN_TILES * 2 * SETS; i++) {
+    const int h = i % SETS, j = i / SETS % 2, c = i / SETS / 2;
+    value[h][c][j] = (256 * acc[h][c][2 * j] + acc[h][c][2 * j + 1]) * (FORMAT == INT4 && h < SETS - 1 ? 16 : 1);
+  }
+  if constexpr (GROUP == 32) {
+    add_group(total, value[0], kept[0], records, groups, g, t);
+    if (second) add_group(total, value[1], kept[1], records + 16, groups + ROWS, g, t);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COLUMN_TILES * 2 * (SETS - 1); i++) value[0][i / 2][i % 2] += value[SETS - 1][i / 2][i % 2];
+    add_group(total, value[0], kept[0], records, groups, g, t);
+  }
+}

@@ -1,0 +1,43 @@
+// A linear as the host gives it, and how one of its outputs ends: bias, residual or silu · mul. Needs linear.cuh's names.
+// What a linear is made of, as the host gives it; pointers to what its format or its call has not are null.
+struct Linear {
+  const u8* weights;
+  const u32* records;          // scale and zero point of each group of inputs
+  const float* channel_scale;  // W8A8, float8
+  const u16 *x, *norm, *bias, *residual;
+  u16* y;
+  float epsilon;
+};
+
+// Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has
+// all its tiles in order; of several stacked ones (experts.cu) these differ.
+struct Tile {
+  int weights, outputs, row;
+};
+DEVICE Tile place_of(int tile) { return {tile, tile, 0}; }
+DEVICE Tile place_of(Tile tile) { return tile; }
+
+constexpr int OUTPUTS = EPILOGUE == SILU ? 8 : 16, WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
+constexpr int PARTS = EPILOGUE == SILU ? 2 : 1;  // sums that make an output: gate and up lie 8 rows apart
+
+// An output, and what its end needs from memory.
+struct Output {
+  int slot, row, token, index;
+  bool mine;
+  float residual, bias[2], scale[2];
+};
+DEVICE void fetch_ends(Output& o, const Linear& a, Tile tile) {
+  if (EPILOGUE == RESIDUAL) o.residual = to_float(a.residual[o.index]);
+#pragma unroll
+  for (int half = 0; half < PARTS; half++) {
+    const int channel = tile.weights * 16 + 8 * half + o.row;
+    if (BIAS) o.bias[half] = to_float(a.bias[channel]);
+    if (QUANTIZED) o.scale[half] = a.channel_scale[channel];
+  }
+}
+DEVICE void write_output(const Output& o, float (&v)[2], u16* Y) {
+#pragma unroll
+  for (int half = 0; half < PARTS; half++)
+    if (BIAS) v[half] += o.bias[half];
+  store_relaxed(Y + o.index, to_bits(EPILOGUE == SILU ? v[0] / (1.f + __expf(-v[0])) * v[1] : v[0] + o.residual));
+}

@@ -1,0 +1,82 @@
+// Eight neighbouring inputs of a row, in the form that a format multiplies with: what gemv_inputs.cuh and batch_pack.cu share.
+//
+// Integer weights: 16-bit integers with a scale for each group, as high and low bytes. W8A8 and float8: codes of 8 bits with a
+// scale for the row, which its maximum gives. Plain weights: 16-bit floats.
+constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
+constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
+constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
+constexpr int SHARERS = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;          // lanes that share a scale
+constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
+constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)
+
+struct XGroup {  // of one group of inputs of one row
+  int sum;
+  float scale;
+};
+struct Piece {
+  uint4 words;  // plain: all; W8A8, float8: x, y; integer weights: high bytes in x, y and low ones in z, w
+  XGroup group;
+};
+
+DEVICE float input_scale(float most) { return STATIC ? most : fmaxf(most, LARGEST * 1e-12f) / LARGEST; }
+
+// Eight inputs as floats, and times the norm's weights.
+DEVICE void widen(float (&v)[8], uint4 words) {
+  const u32 p[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int j = 0; j < 8; j++) v[j] = j & 1 ? high_float(p[j / 2]) : low_float(p[j / 2]);
+}
+DEVICE void weigh(float (&v)[8], uint4 weight, float& squares) {
+  const u32 n[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    squares += v[j] * v[j];
+    v[j] *= j & 1 ? high_float(n[j / 2]) : low_float(n[j / 2]);
+  }
+}
+
+// `most`: of the row (W8A8, float8); `inverse`: the norm's factor where the scale is STATIC, else 1. All lanes of a warp call it,
+// each with the eight inputs after its neighbour's. The products' sums are LARGER times too large (int4).
+template <int LARGER> DEVICE Piece convert(const float (&v)[8], float most, float inverse, int lane) {
+  Piece p = {};
+  if constexpr (FORMAT == PLAIN) {
+    p.words = make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7]));
+  } else {
+    u32 high[2] = {0, 0}, low[2] = {0, 0};
+    if constexpr (QUANTIZED) {
+      const float scale = input_scale(most), factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        float code[2] = {v[j], v[j + 1]};
+#pragma unroll
+        for (int e = 0; e < 2; e++) code[e] = DIVIDED ? quotient(code[e] * inverse, scale, factor) : code[e] * factor;
+        const u32 two = FORMAT == FP8 ? to_float8(code[0], code[1]) : (to_int8(code[0]) & 0xff) | (to_int8(code[1]) & 0xff) << 8;
+        high[j / 4] |= two << (8 * (j % 4));
+      }
+    } else {
+      float peak = 1e-30f;
+#pragma unroll
+      for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[j]));
+#pragma unroll
+      for (int o = SHARERS / 2; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
+      // v · factor + 1.5 · 2^23 leaves the rounded integer in the low bits of the float: no conversion unit needed
+      const float factor = __fdividef(32512.f, peak);
+      u32 q[8];
+      int sum = -8 * 0x4b400000;
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum += q[j] = __float_as_uint(fmaf(v[j], factor, 12582912.f));
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        low[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0040), __byte_perm(q[j + 2], q[j + 3], 0x0040), 0x5410);
+#pragma unroll
+        for (int l = j; l < j + 4; l++) q[l] += 128;  // the low byte is signed: round the high one
+        high[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0051), __byte_perm(q[j + 2], q[j + 3], 0x0051), 0x5410);
+      }
+#pragma unroll
+      for (int o = SHARERS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+      p.group = {sum * LARGER, 1.f / (factor * LARGER)};  // what the zero point takes out is as large as the sums
+    }
+    p.words = make_uint4(high[0], high[1], low[0], low[1]);
+  }
+  return p;
+}

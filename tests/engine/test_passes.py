@@ -1,0 +1,136 @@
+"""Padded passes: which size a step runs as, that padding changes no logits, and that a pass reads nothing but its fixed places.
+
+Without a GPU a captured pass is played: its replay runs the ops of CUDA devices, interpreted, over the very tensors that were
+there at its capture. Whatever it reads that a later step does not write there again gives other logits.
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from padded_story import Story, request_of
+
+from flyweight.engine import passes
+from flyweight.engine.packed import MIXED, SIZES, padded_tokens
+from flyweight.engine.scheduler import Work
+from flyweight.kernels import gemm
+from flyweight.models import decoder as decoders
+from flyweight.models.decoder import Decoder
+from flyweight.models.presets import PRESETS, PresetWeights
+
+TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64)
+CONFIG = PRESETS["qwen3-0.6b"] | TINY | dict(head_dim=16)
+WINDOWED = PRESETS["qwen2-0.5b"] | TINY | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)
+counts = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 2500)), min_size=1, max_size=40)
+
+
+def load(config, dtype):
+    return Decoder.load(PresetWeights(config, "fp32"), device="cpu", dtype=dtype)
+
+
+def works_of(spans):
+    return [Work(request_of([0], i), start, count, samples=True) for i, (start, count) in enumerate(spans)]
+
+
+@given(counts)
+def test_a_step_runs_as_the_next_size_or_is_not_captured(spans):
+    total, size = sum(count for _, count in spans), padded_tokens(works_of(spans))
+    most = 2048 if len(spans) == 1 and spans[0][0] == 0 else MIXED
+    assert (size is None) == (total > most)
+    if size is not None:
+        assert size == min(each for each in SIZES if each >= total)
+
+
+@given(st.integers(1, 2048))
+def test_padding_gives_the_matrix_kernels_nothing_more_to_do(count):
+    size = padded_tokens(works_of([(0, count)]))
+    assert gemm.padded_rows(size) == gemm.padded_rows(count)
+    shape = gemm.shape_for("w8a8", 4096, 4096, 64, gemm.padded_rows(count), 132)
+    assert -(-size // shape.tokens) == -(-count // shape.tokens)
+
+
+STEPS = [  # prompts alone, prompts together, chunks beside answers, answers alone
+    [(0, 13)], [(1, 9)], [(2, 16)], [(0, 1), (5, 6), (1, 2), (2, 1)], [(1, 1), (6, 5), (0, 3), (2, 1)],
+    [(0, 1), (3, 4), (1, 1), (2, 1)], [(7, 25)],
+]
+
+
+@pytest.mark.parametrize("config", [CONFIG, WINDOWED])
+def test_padding_changes_no_logits_and_writes_to_no_block_of_a_sequence(config):
+    story = Story(load(config, torch.float32), tolerance=1e-4)
+    for spans in [*STEPS, [(3, 5), (4, 7)], [(7, 4), (0, 1)], [(4, 16)], [(6, 2), (3, 2)]]:
+        story.step(*spans)
+
+
+class Played:
+    """A captured pass without a GPU: only the tensors that were there at its capture."""
+
+    made = 0
+
+    def __init__(self, graphs, batch, plans):
+        plans = {window: copy.copy(plan) for window, plan in plans.items()}
+        states = graphs.states[: len(batch.tokens)]
+        self.replay = lambda: states.copy_(graphs.decoder.hidden(batch, graphs.caches, plans))
+        Played.made += 1
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Captures are played, and decoders get the ops of CUDA devices once `decoders.decoder_ops` is set to what this gives."""
+    attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
+    from flyweight.kernels import cuda_ops
+
+    monkeypatch.setattr(attention, "FRESH_FROM", 10)  # so that whole prompts of both ways are among the small steps here
+    monkeypatch.setattr(attention, "SHORTEST_PART", 8)
+    monkeypatch.setattr(attention, "_processors", lambda device: 16)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: Played(self, batch, plans))
+    monkeypatch.setattr(Played, "made", 0)
+    return lambda device: cuda_ops
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreted_loops")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an empty tile divides 0 by 0, and writes nothing
+@pytest.mark.parametrize("config, dtype", [(CONFIG | dict(num_hidden_layers=1), torch.float16), (WINDOWED, torch.float32)])
+def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, played, monkeypatch):
+    story = Story(load(config, dtype), tolerance=1e-4 if dtype == torch.float32 else 3e-2)
+    monkeypatch.setattr(decoders, "decoder_ops", played)
+    graphs = passes.PassGraphs(load(config, dtype), story.padded, story.rows)
+    story.forward = graphs.forward
+    for spans in STEPS:
+        graphs.inputs.fill_(0x7F)  # what a step leaves unwritten is no index of anything
+        story.step(*spans, into=graphs.inputs)
+    kinds = len(graphs.held)
+    assert 2 <= Played.made < kinds < len(STEPS), "some passes came again, and some only once"
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreted_loops")
+def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
+    monkeypatch.setattr(passes, "SIZES", (16, 32))
+    config = CONFIG | dict(num_hidden_layers=1)
+    story = Story(load(config, torch.float16), tolerance=3e-2)
+    monkeypatch.setattr(decoders, "decoder_ops", played)
+    graphs = passes.PassGraphs(load(config, torch.float16), story.padded, story.rows)
+    graphs.warm_up()
+    assert Played.made == 2 and not story.padded[0].keys[: story.blocks].any(), "no sequence's block was written to"
+    story.forward = graphs.forward
+    for spans in ([(0, 13)], [(1, 25)]):
+        story.step(*spans, into=graphs.inputs)
+    assert Played.made == len(graphs.held) == 2
+
+
+def test_the_oldest_pass_gives_way(monkeypatch):
+    monkeypatch.setattr(passes, "MOST", 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    graphs = SimpleNamespace(held={"a": 1, "b": 2}, device=None)
+    passes.PassGraphs._make_room(graphs)
+    assert graphs.held == {"b": 2}

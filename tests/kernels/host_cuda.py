@@ -1,0 +1,67 @@
+"""`jit.load` for tensors on a CPU: the .cu files, compiled for the host with host_cuda.cuh in place of common.cuh."""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from flyweight.kernels import gemv, jit
+
+INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh"}
+PROCESSORS = 3  # as many CTAs as a launch has for a whole GPU
+COMPILER = shutil.which("g++")
+FLAGS = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique",
+         "-fvisibility=hidden"]
+
+
+def source(file: str) -> str:
+    """With everything it includes written out."""
+    path = Path(__file__).parent / INSTEAD[file] if file in INSTEAD else jit.SOURCES / file
+    lines = path.read_text().splitlines()
+    return "\n".join(source(line.split('"')[1]) if line.startswith('#include "') else line for line in lines)
+
+
+class Kernel:
+    def __init__(self, library: ctypes.CDLL, name: str):
+        self.run = library[f"run_{name}"]
+
+    def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
+        assert shared <= 240 * 1024
+        values = [ctypes.c_void_p(0) if a is None else ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a)
+                  if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args]
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        x, y = (grid, 1) if isinstance(grid, int) else grid
+        self.run(x, y, block, places)
+
+
+class Host:
+    """Compiles into `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def load(self, file, *, defines=None, registers=None):
+        flags = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
+        return SimpleNamespace(kernel=lambda name: self.kernel(file, flags, name))
+
+    def kernel(self, file: str, flags: list[str], name: str) -> Kernel:
+        entry = f'\nextern "C" __attribute__((visibility("default"))) void run_{name}(int x, int y, int block, void** args) {{'
+        entry += f"\n  run_grid({name}, x, y, block, args);\n}}\n"
+        path = self.folder / hashlib.sha256("".join([file, name, *flags]).encode()).hexdigest()[:20]
+        if not path.with_suffix(".so").exists():
+            path.with_suffix(".cpp").write_text(source(file) + entry)
+            subprocess.run([COMPILER, *FLAGS, *flags, "-o", path.with_suffix(".so"), path.with_suffix(".cpp")], check=True)
+        return Kernel(ctypes.CDLL(str(path.with_suffix(".so"))), name)
+
+
+def pretend(monkeypatch, folder: Path) -> None:
+    """From here on kernels run on the CPU, as on a Hopper GPU with few processors."""
+    monkeypatch.setattr(jit, "load", Host(folder).load)
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    gemv.processors.cache_clear()

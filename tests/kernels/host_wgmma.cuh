@@ -1,0 +1,116 @@
+// wgmma.cuh for a host (see host_cuda.cuh). A product is done as late as it may be, when a wait asks for it: a stage that is given
+// back too early, or a sum that is read too early, shows.
+#include <deque>
+DEVICE u64 matrix_descriptor(const void* p, u32 row_step) { return (u64)(uintptr_t)p >> 4 | (u64)(row_step >> 4) << 44; }
+struct Pending {  // of a thread
+  std::deque<std::vector<std::function<void()>>> groups;
+  std::vector<std::function<void()>> open;
+};
+static thread_local std::vector<Pending> pending;
+DEVICE Pending& mine() {
+  if (pending.size() < blockDim.x) pending.resize(blockDim.x);
+  return pending[threadIdx.x];
+}
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() { Pending& p = mine(); p.groups.push_back(std::move(p.open)); p.open.clear(); }
+template <int LEFT> static inline void wgmma_wait() {
+  while ((int)mine().groups.size() > LEFT) {
+    auto group = std::move(mine().groups.front());
+    mine().groups.pop_front();
+    for (auto& product : group) product();
+  }
+}
+// D += A · B: A in the registers of the warp, B in core matrices of 8 columns × 16 bytes, `step` bytes from 8 columns to the next.
+template <class T> static inline void multiply(T* d, int columns, const u32* a, u64 b, bool keep) {
+  constexpr int WORDS_OF_A = 4 + SPARSE, EACH = QUANTIZED ? 1 : 2;  // bytes of an input
+  const u8* base = (const u8*)((b & ((1ull << 44) - 1)) << 4);
+  const int step = (int)(b >> 44) << 4, lane = threadIdx.x % 32;
+  u64 own[WORDS_OF_A], all[32 * WORDS_OF_A];
+  for (int i = 0; i < WORDS_OF_A; i++) own[i] = a[i];
+  share(own, all);
+  for (int i = 0; i < columns / 2; i++) {
+    const int row = lane / 4 + 8 * (i % 4 / 2), n = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    T sum = 0;
+    for (int k = 0; k < 32 / EACH; k++) {
+      const int byte = k * EACH;
+      const u64 word = all[32 * (row / 8 + 2 * (byte / 16)) + row % 8 * 4 + byte % 16 / 4];
+      int input = k;  // 2:4: which of four is kept. 8 bits: a word for a row and 32 inputs; 16 bits: for two rows and 16 inputs
+      if (SPARSE && QUANTIZED) input = k / 2 * 4 + (all[128 + row % 8 * 4 + row / 8 + 2 * (k / 16)] >> 2 * (k % 16) & 3);
+      if (SPARSE && !QUANTIZED) input = k / 2 * 4 + (all[128 + row % 8 * 4 + k / 8] >> (16 * (row / 8) + 2 * (k % 8)) & 3);
+      const u8* x = base + n / 8 * step + input * EACH / 16 * 128 + n % 8 * 16 + input * EACH % 16;
+      if (FORMAT == W8A8) sum += (int)(signed char)byte_at(word, k % 4) * (int)*(const signed char*)x;
+      else if (FORMAT == FP8) sum += eighth(byte_at(word, k % 4)) * eighth(*x);
+      else sum += to_float((u16)(word >> 16 * (k % 2))) * to_float(*(const u16*)x);
+    }
+    d[i] = keep ? d[i] + sum : sum;
+  }
+}
+template <class T, int COUNT> static inline void later(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b, bool keep) {
+  mine().open.push_back([at = &d[0], words = std::vector<u32>(a, a + 4 + SPARSE), b, keep] {
+    multiply(at, 2 * COUNT, words.data(), b, keep);
+  });
+}
+template <class T, int COUNT> static inline void wgmma(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b) { later(d, a, b, true); }
+template <class T, int COUNT> static inline void wgmma_first(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b) { later(d, a, b, false); }
+template <class T, int COUNT> static inline void keep_behind(T (&)[COUNT]) {}
+template <int COUNT> static inline void give_registers() {}
+template <int COUNT> static inline void take_registers() {}
+DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) { copy_bytes(to, from, bytes, full, 0); }
+
+// ---- clusters: their CTAs are neighbours ----
+struct Cluster { int arrived = 0; unsigned turn = 0; };
+static Cluster clusters[64];
+static u8* memory_of[64];
+static thread_local std::vector<unsigned> turns;
+DEVICE void cluster_arrive() {
+  memory_of[blockIdx.x] = raw;
+  if (turns.size() < blockDim.x) turns.resize(blockDim.x);
+  Cluster& c = clusters[blockIdx.x / CLUSTER];
+  turns[threadIdx.x] = __atomic_load_n(&c.turn, __ATOMIC_SEQ_CST);
+  if (__atomic_add_fetch(&c.arrived, 1, __ATOMIC_SEQ_CST) == (int)blockDim.x * CLUSTER) {
+    __atomic_store_n(&c.arrived, 0, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&c.turn, 1, __ATOMIC_SEQ_CST);
+  }
+}
+DEVICE void cluster_wait() {
+  while (__atomic_load_n(&clusters[blockIdx.x / CLUSTER].turn, __ATOMIC_SEQ_CST) == turns[threadIdx.x]) give_way();
+}
+DEVICE void store_in_cluster(void* place, int rank, uint4 v) {
+  memcpy(memory_of[blockIdx.x / CLUSTER * CLUSTER + rank] + ((u8*)place - raw), &v, sizeof v);
+}
+
+// ---- 8 × 8 matrices of 16-bit values; a shared address is one within `raw` ----
+DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - raw); }
+DEVICE void copy16(u32 to, const void* from) { if (to % 16 || (uintptr_t)from % 16) abort(); memcpy(raw + to, from, 16); }
+DEVICE void copy_group() {}
+template <int LEFT> static inline void copy_wait() {}
+template <bool TRANSPOSED> static inline uint4 load_matrices(u32 address) {
+  const u64 own[1] = {address};
+  u64 all[32];
+  share(own, all);
+  const int lane = threadIdx.x % 32;
+  u32 r[4];
+  for (int m = 0; m < 4; m++) {
+    auto at = [&](int row, int col) { return (u32) * (u16*)(raw + all[8 * m + row] + 2 * col); };
+    const int a = lane / 4, b = lane % 4 * 2;
+    r[m] = TRANSPOSED ? at(b, a) | at(b + 1, a) << 16 : at(a, b) | at(a, b + 1) << 16;
+  }
+  __syncwarp();
+  return {r[0], r[1], r[2], r[3]};
+}
+DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {
+  const u64 own[1] = {address};
+  u64 all[32];
+  share(own, all);
+  const int a = threadIdx.x % 32 / 4, b = threadIdx.x % 4 * 2;
+  for (int m = 0; m < 4; m++) *(u16*)(raw + all[8 * m + b] + 2 * a) = v[m], *(u16*)(raw + all[8 * m + b + 1] + 2 * a) = v[m] >> 16;
+  __syncwarp();
+}
+DEVICE u32 transpose8(u32 pair) {
+  const u64 own[1] = {pair};
+  u64 all[32];
+  share(own, all);
+  const int a = threadIdx.x % 32 / 4, b = threadIdx.x % 4 * 2;
+  auto at = [&](int row, int col) { return (u32)(all[row * 4 + col / 2] >> 16 * (col % 2) & 0xffff); };
+  return at(b, a) | at(b + 1, a) << 16;
+}

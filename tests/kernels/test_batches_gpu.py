@@ -1,0 +1,98 @@
+"""Linears of 2 to 65 rows against `matmul_reference` in float64; outputs are poisoned before each launch."""
+
+import pytest
+import torch
+from gpu_linears import TOLERANCE, make, relative_error
+
+from flyweight.kernels import batch, gemv, gemv_split
+from flyweight.kernels.cuda_linear import CudaLinear
+
+pytestmark = pytest.mark.gpu
+KINDS = ["plain", "w8a8", "w8a8-static", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32"]
+SHAPES = [(1000, 7392), (192, 1536), (11008, 576)]
+
+
+def poisoned(rows, width, dtype=torch.bfloat16):
+    return torch.full((rows, width), float("nan"), device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:64", "int8:64", "fp8", "sparse-int4:64"])
+def test_every_number_of_rows_from_1_to_65(kind):
+    tensor = make(kind, (1000, 576), 1)
+    linear = CudaLinear(tensor, dtype=torch.bfloat16)
+    x = torch.randn(65, 576, device="cuda").bfloat16()
+    want = tensor.matmul_reference(x)
+    for rows in range(1, 66):
+        assert relative_error(linear.fused(x[:rows], poisoned(rows, 1000)), want[:rows]) < 1e-2, rows
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_and_steps_of_ragged_shapes(kind, dtype):
+    for seed, shape in enumerate(SHAPES if dtype == torch.bfloat16 else SHAPES[:1]):
+        tensor = make(kind, shape, seed, dtype)
+        weight = gemv.prepare(tensor, dtype=dtype)
+        x = torch.randn(64, shape[1], device="cuda").to(dtype)
+        want = tensor.matmul_reference(x)
+        ways = [(batch.multiply, rows, slices) for rows, slices in ((9, None), (32, 2), (64, 1), (50, 3))]
+        if weight.kind in gemv_split.KINDS:
+            ways += [(gemv_split.multiply, rows, slices) for rows, slices in ((3, None), (8, 2), (16, 5))]
+        for multiply, rows, slices in ways:
+            got = multiply(weight, x[:rows], poisoned(rows, shape[0], dtype), slices=slices)
+            assert relative_error(got, want[:rows]) < TOLERANCE[dtype], (shape, rows, slices)
+    assert all((box == -1).all() for box in gemv_split._mail.values()), "every word that was left was taken"
+
+
+@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:128", "int8:64"])
+def test_norm_bias_residual_and_silu_are_fused(kind):
+    tensor = make(kind, (512, 1536), 3)
+    bias = torch.randn(512, device="cuda").bfloat16()
+    norm = (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
+    linear, gated = (gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=gate) for gate in (False, True))
+    bound = 3e-2 if kind == "w8a8" else 1e-2  # the reference's norm is rounded
+    ways = [(batch.multiply, 12), (batch.multiply, 33)] + [(gemv_split.multiply, 6)] * (kind != "w8a8")
+    for multiply, rows in ways:
+        x, residual = (torch.randn(rows, width, device="cuda").bfloat16() for width in (1536, 512))
+        normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).bfloat16()
+        want = tensor.matmul_reference(normed) + bias.double()
+        gate, up = want.chunk(2, -1)
+        for slices in (None, 2):
+            got = multiply(linear, x, poisoned(rows, 512), norm=norm, residual=residual, slices=slices)
+            assert relative_error(got, want + residual.double()) < bound
+            got = multiply(gated, x, poisoned(rows, 256), norm=norm, slices=slices)
+            assert relative_error(got, torch.nn.functional.silu(gate) * up) < bound
+
+
+@pytest.mark.parametrize("multiply, rows", [(gemv_split.multiply, 8), (batch.multiply, 32)])
+def test_a_thousand_dependent_replays_agree_bit_for_bit(multiply, rows):
+    weights = [gemv.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
+    norm, start = torch.ones(1024, device="cuda").bfloat16(), torch.randn(rows, 1024, device="cuda").bfloat16()
+    buffers = [torch.empty_like(start) for _ in range(2)]
+
+    def chain(pdl: bool) -> None:
+        x = start
+        for i, weight in enumerate(weights):
+            x = multiply(weight, x, buffers[i % 2], norm=norm, pdl=pdl, slices=4)
+
+    results = []
+    for pdl in (False, True):
+        chain(pdl)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain(pdl)
+        for replay in range(1000 if pdl else 1):
+            for buffer in buffers:
+                buffer.fill_(float("nan"))
+            graph.replay()
+            if replay % 100 == 0:
+                results.append(buffers[(len(weights) - 1) % 2].clone())
+    assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
+
+
+def test_w8a8_gives_the_same_numbers_in_any_batch():
+    weight = CudaLinear(make("w8a8", (1000, 1536), 2), dtype=torch.bfloat16)
+    x = torch.randn(65, 1536, device="cuda").bfloat16()
+    alone = weight.fused(x[:1])
+    for rows in (2, 4, 7, 8, 16, 31, 64, 65):
+        assert torch.equal(weight.fused(x[:rows])[:1], alone), rows

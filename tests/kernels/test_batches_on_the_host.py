@@ -1,0 +1,62 @@
+"""2 to 64 rows through gemv_split.cu and batch.cu as they stand, compiled for and run on the CPU."""
+
+import host_cuda
+import pytest
+import torch
+from test_kernels_on_the_host import error, folder, host, make, norm_of  # noqa: F401 (fixtures)
+
+from flyweight.kernels import batch, gemv, gemv_split
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here")
+
+
+def poisoned(rows, outputs):
+    return torch.full((rows, outputs), float("nan")).bfloat16()
+
+
+# Inputs that end inside a block, slices of different lengths, tiles that do not divide, rows that fill a kernel and that do not.
+SPLIT = [("plain", 3, (40, 584), 2), ("int4:128", 8, (136, 640), 3), ("int4:32", 16, (24, 352), 2), ("int8:64", 2, (40, 320), 5)]
+BATCH = [("plain", 16, (40, 200), 2), ("w8a8", 9, (56, 328), 3), ("int4:128", 33, (40, 256), 2), ("int4:32", 12, (24, 160), 1),
+         ("int8:64", 20, (24, 192), 1)]
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape", "slices"), SPLIT)
+def test_inputs_cut_into_slices(kind, rows, shape, slices):
+    check(gemv_split.multiply, kind, rows, shape, slices)
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape", "slices"), BATCH)
+def test_inputs_that_stream_beside_the_weights(kind, rows, shape, slices):
+    check(batch.multiply, kind, rows, shape, slices)
+
+
+def check(multiply, kind, rows, shape, slices):
+    tensor = make(kind, shape, 1)
+    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
+    want = tensor.matmul_reference(x)
+    for _ in range(2):  # the second time with the mail that the first has emptied
+        assert error(multiply(weight, x, poisoned(rows, shape[0]), slices=slices), want) < 1e-2
+    assert all((box == -1).all() for box in gemv_split._mail.values()), "every word was taken"
+
+
+@pytest.mark.parametrize(("multiply", "kind", "rows", "slices"), [
+    (gemv_split.multiply, "int4:64", 6, 2), (batch.multiply, "w8a8", 10, 1), (batch.multiply, "int4:64", 10, 2)])
+def test_norm_bias_residual_and_silu_are_fused(multiply, kind, rows, slices):
+    tensor, bias = make(kind, (64, 320), 1), torch.randn(64).bfloat16()
+    x, residual = torch.randn(rows, 320).bfloat16(), torch.randn(rows, 64).bfloat16()
+    norm = (1 + 0.1 * torch.randn(320)).bfloat16()
+    want = tensor.matmul_reference(norm_of(x, norm)) + bias.double()
+    weight = gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias)
+    got = multiply(weight, x, poisoned(rows, 64), norm=norm, residual=residual, slices=slices)
+    assert error(got, want + residual.double()) < 2e-2
+    gate, up = want.chunk(2, -1)
+    gated = gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)
+    assert error(multiply(gated, x, poisoned(rows, 32), norm=norm, slices=slices), torch.nn.functional.silu(gate) * up) < 3e-2
+
+
+def test_w8a8_gives_the_same_numbers_in_any_batch():
+    """Whole sums are integers: a row comes out the same, bit for bit, alone and beside others."""
+    tensor = make("w8a8", (24, 320), 2)
+    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(33, 320).bfloat16()
+    for rows, slices in ((2, 2), (33, 1)):
+        assert torch.equal(batch.multiply(weight, x[:rows].contiguous(), slices=slices)[:1], weight(x[:1].contiguous()))

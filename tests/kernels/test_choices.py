@@ -1,0 +1,36 @@
+"""Which kernel takes how many rows of a format, and what is said about it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from flyweight.kernels import choices, dispatch, gemv
+from flyweight.tensors import Int8Channel, Sparse24
+
+
+@pytest.mark.parametrize("kind", gemv.FORMATS)
+def test_every_format_has_a_way_for_any_number_of_rows(kind):
+    ways = choices.WAYS[kind]
+    assert ways[0].rows == 1 and [way.rows for way in ways] == sorted({way.rows for way in ways})
+    assert {way.kernel for way in ways} <= set(choices.KERNELS)
+    assert choices.wanted(kind, 1) == "gemv" and choices.wanted(kind, 512) == "gemm"
+    assert kind in choices.WARPS and kind in choices.PRODUCTS
+
+
+def test_what_is_not_measured_is_said_not_to_be():
+    assert "not measured" in choices.explain("sparse-w8a8") and "once)" in choices.explain("w8a8")
+    assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
+
+
+def test_two_of_four_are_written_out_at_load_where_dense_is_faster(monkeypatch):
+    dense = Sparse24.random((32, 64)).to_dense()
+    assert isinstance(dense, Int8Channel)
+    found, why = dispatch._sparse_where_faster(dense, torch.bfloat16)
+    assert isinstance(found, Sparse24) and why == "two of four inputs kept: "
+    slower = (dataclasses.replace(choices.SPARSE[0], kernel="expanded", why="0.9 × the dense speed", measured=True),)
+    monkeypatch.setitem(choices.WAYS, "sparse-w8a8", slower)
+    choices.wanted.cache_clear()
+    found, why = dispatch._sparse_where_faster(found, torch.bfloat16)
+    choices.wanted.cache_clear()
+    assert isinstance(found, Int8Channel) and "zeros written out at load (0.9 × the dense speed)" in why

@@ -1,0 +1,182 @@
+"""The CUDA sources themselves, compiled for and run on the CPU: every index and every barrier of a kernel, without a GPU."""
+
+import dataclasses
+
+import host_cuda
+import pytest
+import torch
+
+from flyweight.kernels import cuda_linear, experts, gemm, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch, folder):
+    torch.manual_seed(0)
+    host_cuda.pretend(monkeypatch, folder)
+    caches = (gemv.processors, gemm.kernels, gemm._why_not)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def make(kind, shape, seed=0):
+    grouped = dict(inner=IntGroup) if kind.startswith("sparse") else {}
+    base = Sparse24 if kind.startswith("sparse") else IntGroup
+    if kind == "fp8":
+        tensor = Float8.random(shape, seed)
+        return dataclasses.replace(tensor, scales=tensor.scales[:1]) if seed % 2 else tensor
+    if kind == "fp8-static":
+        return dataclasses.replace(make("fp8", shape, seed), input_scale=torch.tensor([3 / 448]), activation="static")
+    if kind in ("plain", "w8a8", "sparse-w8a8"):
+        return {"plain": Plain, "w8a8": Int8Channel, "sparse-w8a8": Sparse24}[kind].random(shape, seed)
+    bits, group = kind.removeprefix("sparse-").split(":")
+    return base.random(shape, seed, bits=int(bits[3:]), group_size=int(group), dtype=torch.bfloat16, **grouped)
+
+
+def error(got, want):
+    assert got.isfinite().all(), "an output was not written"
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+# Ragged ends, several tiles a CTA, stages that do not divide among the warps; odd seeds of fp8 have one scale for the tensor.
+CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 640)), ("int4:32", 8, (40, 320)),
+         ("int8:64", 1, (136, 576)), ("fp8", 1, (40, 200)), ("fp8-static", 2, (136, 576)), ("sparse-w8a8", 1, (40, 200)),
+         ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576))]
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape"), CASES)
+def test_few_rows_are_multiplied(kind, rows, shape):
+    tensor = make(kind, shape, 1)
+    x, out = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows, shape[0]), float("nan")).bfloat16()
+    assert error(gemv.prepare(tensor, dtype=torch.bfloat16)(x, out), tensor.matmul_reference(x)) < 1e-2
+
+
+def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
+    tensor, bias, norm = make("fp8", (96, 192), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(192)).bfloat16()
+    x = torch.randn(2, 192).bfloat16()
+    gate, up = (tensor.matmul_reference(norm_of(x, norm)) + bias.double()).chunk(2, -1)
+    got = gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)(x, norm=norm)
+    assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
+
+
+# Clusters; a line of stages that CTAs share; whole tiles, written through shared memory.
+MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=gemm.LINE)),
+        ("w8a8", 70, (144, 320), dict(split=gemm.WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=gemm.LINE)),
+        ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape", "choices"), MANY)
+def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, choices):
+    tensor, x, residual = make(kind, shape, 1), torch.randn(rows, shape[1]).bfloat16(), torch.randn(rows, shape[0]).bfloat16()
+    out = torch.full((rows, shape[0]), float("nan")).bfloat16()
+    got = gemm.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x, out, residual=residual, **choices)
+    assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("int4:64", 1), ("w8a8", 2), ("plain", 4), ("int4:64", 12)])
+def test_tokens_go_to_their_experts_and_come_back_added_up(kind, tokens):
+    count, chosen, hidden, width = 6, 2, 192, 64
+    tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
+    gate_up = experts.stack([CudaLinear(first, dtype=torch.bfloat16, gated=True) for first, _ in tensors])
+    down = experts.stack([CudaLinear(second, dtype=torch.bfloat16) for _, second in tensors])
+    ready = torch.zeros(1, dtype=torch.int32)
+    layer = experts.Grouped(gate_up, down, torch.randn(count + 1, hidden) * hidden**-0.5, ready, count, chosen, normalize=True)
+    x, norm = torch.randn(tokens, hidden).bfloat16(), (1 + 0.1 * torch.randn(hidden)).bfloat16()
+    route = layer.route(x, norm=norm, epsilon=1e-6)
+    assert check_route(layer, route, x, norm)
+    y, out, shared = layer.multiply(x, route, norm=norm, epsilon=1e-6), torch.empty_like(x), torch.randn_like(x)
+    layer.combine(y, route, x, out, shared=shared)
+    normed, want = norm_of(x, norm), route.gates.double()[:, None] * shared.double()
+    for token in range(tokens):
+        for expert, share in zip(experts_of(route)[token].tolist(), route.shares[token].double(), strict=True):
+            gate, up = tensors[expert][0].matmul_reference(normed[token : token + 1]).chunk(2, -1)
+            product = tensors[expert][1].matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16())
+            want[token] += share * product[0]
+    assert error(out.double() - x.double(), want) < 8e-2 and int(ready) == 0
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_many_tokens_are_sorted_by_expert(tokens):
+    weight = gemv.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
+    layer = experts.Grouped(weight, weight, torch.randn(12, 128), torch.zeros(1, dtype=torch.int32), 12, 3, normalize=False)
+    x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
+    lengths = torch.ones(tokens, dtype=torch.int32)
+    lengths[[0, 3]] = 0  # nobody uses the fourth; the first has experts all the same
+    route = layer.route(x, norm=norm, epsilon=1e-6, lengths=lengths)
+    used = torch.arange(tokens) != 3
+    assert check_route(layer, route, x, norm, used)
+    assert not route.shares[3].any() and not experts.gemm.buffer("tickets", 8, x.device).any()
+    rows = torch.arange(int(route.tiles) * route.tile)
+    sources = route.source[rows]
+    assert torch.equal(sources[route.place[used].long()].long(), torch.arange(tokens)[used, None].expand(-1, 3))
+    assert int((sources >= 0).sum()) == 3 * int(used.sum())
+
+
+def norm_of(x, norm):
+    scaled = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    return (scaled.float() * norm.float()).bfloat16()
+
+
+def experts_of(route):
+    return route.expert_of[route.place.long() // route.tile].long()
+
+
+def check_route(layer, route, x, norm, used=slice(None)):
+    """The experts, shares and gates of the reference."""
+    logits = norm_of(x, norm).double() @ layer.router.double().T
+    shares, chosen = logits[:, : layer.experts].softmax(-1).topk(layer.chosen)
+    shares = shares / shares.sum(-1, keepdim=True) if layer.normalize else shares
+    same = torch.equal(experts_of(route)[used], chosen[used]) and (route.shares[used] - shares[used]).abs().max() < 1e-3
+    return same and (not layer.gated or (route.gates[used] - logits[used, -1].sigmoid()).abs().max() < 1e-3)
+
+
+def test_of_equal_experts_the_first_is_chosen():
+    weight = gemv.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
+    router = torch.randn(36, 128)
+    router[1::2] = router[::2]
+    layer = experts.Grouped(weight, weight, router, torch.zeros(1, dtype=torch.int32), 36, 5, normalize=True)
+    chosen = experts_of(layer.route(torch.randn(4, 128).bfloat16(), norm=torch.ones(128).bfloat16(), epsilon=1e-6))
+    assert (chosen[:, ::2] % 2 == 0).all() and torch.equal(chosen[:, 1::2], chosen[:, :4:2] + 1)
+
+
+@pytest.mark.parametrize("kind", ["sparse-w8a8", "sparse-int8:64", "sparse-int4:32"])
+def test_zeros_written_out_are_the_tiles_of_the_dense_weight(kind):
+    tensor = make(kind, (40, 192), 3)
+    dense = gemv.prepare(tensor.to_dense(), dtype=torch.bfloat16)
+    written = cuda_linear.densified(gemv.prepare(tensor, dtype=torch.bfloat16))
+    assert (written.kind, written.group) == (dense.kind, dense.group)
+    tiles, bytes_of_row = dense.weights.view(3, 3, -1), written.weights.view(3, 3, -1)
+    assert torch.equal(tiles[:2], bytes_of_row[:2]), "the last tile has rows that do not exist"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary", "normed"), [(3, 1, 80, 32, True), (2, 2, 256, 256, False)])
+def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, kv_heads, size, rotary, normed):
+    pytest.importorskip("triton", reason="the Triton twin of this op is imported beside it")
+    from flyweight.engine.batch import KVStorage
+    from flyweight.kernels import reference, rope
+
+    tokens, epsilon = 5, 1e-6
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, size).bfloat16()
+    norm = torch.randn(heads + kv_heads, size).bfloat16() if normed else None
+    angles, slots = torch.rand(tokens, rotary // 2) * 6, torch.tensor([7, 2, 5, 0, 3])
+    caches = [KVStorage(*torch.zeros(2, 2, 4, kv_heads, size, dtype=torch.bfloat16)) for _ in range(2)]
+    cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(tokens))
+    options = dict(heads=heads, norm=norm, epsilon=epsilon, cos=cos, sin=sin)
+    want = reference.rope_norm_write(qkv.clone(), caches[0], slots, **options)
+    rope._kernel.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    got = rope.rope_norm_write(qkv, caches[1], slots, **options)
+    rope._kernel.cache_clear()
+    for ours, theirs in zip((*got, caches[1].keys, caches[1].values), (*want, caches[0].keys, caches[0].values), strict=True):
+        assert error(ours, theirs.double()) < 5e-3
