@@ -5,14 +5,19 @@
     README.md, docs/performance.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, for the NAMEs of BLOCKS
     docs/results/decode-speed-at-batch-1.png   the picture of the README
 
-Works with whatever files there are; no figure in those places is typed by hand.
+Works with whatever files there are, and says which rows are missing and which were measured by code that has changed since
+(covered.py). No figure in those places is typed by hand.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from covered import latest, missing, provenance
 
 from flyweight.commands.report import write
 from flyweight.report import performance
@@ -90,17 +95,19 @@ def without_runs(blocks: Sequence[Block]) -> list[Block]:
 
 
 def main() -> None:
-    results = read(sorted(ROWS.glob("*.jsonl")))
-    blocks = build(View(results))
+    results = latest(read(sorted(ROWS.glob("*.jsonl"))))
+    gaps = missing(results)
+    blocks = [*build(View(results)), *provenance(results), *gaps]
     write(DOCS / "h200.md", without_runs(blocks), title="", draw=True, pictures="png")
     write(DOCS / "h200.html", blocks, title="Flyweight on one H200", draw=False, pictures="png")
     for number, ending in DOCUMENTS.items():
         if files := sorted(ROWS.glob(f"{number}-*.jsonl")):
-            document = build(View(read(files), layout="seed"))
+            document = build(View(latest(read(files)), layout="seed"))
             write(DOCS / f"{number}{ending}", document, title="", draw=False, pictures="png")
     draw(picture(results), DOCS)
     for path in (Path("README.md"), Path("docs/performance.md")):
         fill(path, results)
+    print(terminal(gaps) if gaps else "no rows are missing")
 
 
 if __name__ == "__main__":

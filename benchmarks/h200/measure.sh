@@ -48,7 +48,7 @@ if [ -n "${TRY:-}" ]; then
   first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8
   latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) few=("${lengths[@]}")
   serve=(--requests 3 --input 16 --output 8) prompts=(--prompts 4 --input 20 --output 8) profile=(--input 64 --output 8)
-  attention=(--shapes tiny --contexts 64) real=(--requests 20 --checks served storm) startup=(--model preset:tiny:int4)
+  attention=(--shapes tiny --contexts 64) real=(--requests 5 --checks storm logits --formats bf16 awq-int4 w8a8) startup=(--model preset:tiny:int4)
   sizes=("")
 fi
 
@@ -93,11 +93,21 @@ piece() {
     startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
     real-model) script real-model 200 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
+    warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement
+      at_once=${AT_ONCE:-6} warm=(--repeats 1 --no-check) scratch=$(mktemp -d)
+      for model in $q8:{vptq,int4,bf16,w8a8} $q4:{w8a16,w8a8,bf16,sparse-w8a16,sparse-w8a8}; do
+        add "warm-${model#*:}" 200 flyweight bench latency $model "${latency[@]}" "${warm[@]}" -o "$scratch/$model"; done
+      for size in "${sizes[@]}"; do for scheme in int4-sym int4 w8a16 bf16; do
+        add "warm-$size-$scheme" 200 flyweight bench speed $q2${size:+-}$size:$scheme --input 1 --input 6144 --output 8 \
+          "${warm[@]}" -o "$scratch/$size-$scheme"; done; done
+      for shapes in $first $second; do
+        add "warm-$shapes" 200 flyweight bench kernel --format vptq --shapes $shapes --samples 1 -o "$scratch/$shapes"; done ;;
     all) for name in 000 001 002 8b 8b-fp16 steps 003 003-transformers profile 004 004-transformers 57b 72b throughput chain \
       attention rows vptq-large startup real-model; do piece $name; done ;;
     *) echo "no piece $1"; return 1 ;;
   esac
 }
 
+at_once=1
 for name in "$@"; do piece "$name"; done
-python3 "$root/benchmarks/commands.py" "$plan"
+python3 "$root/benchmarks/commands.py" --at-once $at_once "$plan"
