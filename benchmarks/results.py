@@ -24,7 +24,7 @@ from flyweight.report import performance
 from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Point, Series, Table
 from flyweight.report.document import View, build
 from flyweight.report.plot import draw
-from flyweight.report.read import read
+from flyweight.report.read import read, read_one
 from flyweight.report.records import Record
 from flyweight.report.render import terminal
 from flyweight.report.rows import Results
@@ -52,6 +52,8 @@ def cells_of(results: Results) -> dict[tuple[str, str], Record]:
 def headline(results: Results) -> list[Block]:
     found = cells_of(results)
     schemes = [scheme for scheme in SCHEMES if ("decode_bound", scheme) in found]
+    if not schemes:
+        return []
     lines = []
     for work, metric, text, digits in HEADLINE:
         line = [text]
@@ -94,17 +96,23 @@ def without_runs(blocks: Sequence[Block]) -> list[Block]:
             and not (isinstance(block, Heading) and block.text == "Detailed Results")]
 
 
+def files(pattern: str) -> list[Path]:
+    """Those with rows: a run that was cut off may have left nothing but its environment."""
+    return [path for path in sorted(ROWS.glob(pattern)) if path.stat().st_size and read_one(path).rows]
+
+
 def main() -> None:
-    results = latest(read(sorted(ROWS.glob("*.jsonl"))))
+    results = latest(read(files("*.jsonl")))
     gaps = missing(results)
     blocks = [*build(View(results)), *provenance(results), *gaps]
     write(DOCS / "h200.md", without_runs(blocks), title="", draw=True, pictures="png")
     write(DOCS / "h200.html", blocks, title="Flyweight on one H200", draw=False, pictures="png")
     for number, ending in DOCUMENTS.items():
-        if files := sorted(ROWS.glob(f"{number}-*.jsonl")):
-            document = build(View(latest(read(files)), layout="seed"))
+        if found := files(f"{number}-*.jsonl"):
+            document = build(View(latest(read(found)), layout="seed"))
             write(DOCS / f"{number}{ending}", document, title="", draw=False, pictures="png")
-    draw(picture(results), DOCS)
+    if (figure := picture(results)).series[0].points:
+        draw(figure, DOCS)
     for path in (Path("README.md"), Path("docs/performance.md")):
         fill(path, results)
     print(terminal(gaps) if gaps else "no rows are missing")

@@ -40,13 +40,13 @@ script() { # NAME SECONDS FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py
 grid=$(for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done)
 q2=preset:qwen2 q4=preset:qwen3-4b q8=preset:qwen3-8b moe=preset:qwen2-57b-a14b q72=preset:qwen2-72b q32=preset:qwen1.5-32b
 first=seed-000 second=seed-001 chain=qwen3-8b shapes=4096x24576,12288x4096 rows=1,8,32,64,2048
-latency=() lengths=() few=(--output 128) serve=(--requests 20 --input 128 --output 64) prompts=(--prompts 100) attention=()
+latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) prompts=(--prompts 100) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
 sizes=(0.5b 1.5b 7b)
 if [ -n "${TRY:-}" ]; then
   q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny
   first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8
-  latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) few=("${lengths[@]}")
+  latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) fewer=("${lengths[@]}")
   serve=(--requests 3 --input 16 --output 8) prompts=(--prompts 4 --input 20 --output 8) profile=(--input 64 --output 8)
   attention=(--shapes tiny --contexts 64) real=(--requests 5 --checks storm logits --formats bf16 awq-int4 w8a8) startup=(--model preset:tiny:int4)
   sizes=("")
@@ -58,7 +58,8 @@ speed() { # NAME SECONDS PRESET OPTIONS...: the four schemes of document 004 on 
 }
 
 piece() {
-  local kernels=kernels.jsonl serving=003-qwen3-8b.jsonl awq=(awq=$q8:int4 --model-name Qwen3-8B-AWQ --concurrency 1)
+  local kernels=kernels.jsonl serving=003-qwen3-8b.jsonl few=(--requests 5 --warm-up 2)
+  local awq=(awq=$q8:int4 --model-name Qwen3-8B-AWQ --concurrency 1)
   # vLLM with CUDA graphs and without its compiler, which takes minutes to start
   local graphs='compilation_config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,8]}'
   case $1 in
@@ -71,19 +72,21 @@ piece() {
     8b-fp16) flyweight 8b-fp16 60 latency-qwen3-8b.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound ;;
     steps) flyweight steps 120 steps.jsonl bench step $q8:bf16 $q8:int4 $q8:w8a8 $q4:bf16 $q4:w8a8 $q4:w8a16 ;;
     003) flyweight 003 60 $serving bench serve "${awq[@]}" "${serve[@]}" ;;
-    003-transformers) flyweight 003-transformers 90 $serving bench serve "${awq[@]}" bf16=$q8:bf16 --backend transformers \
-      "${serve[@]}" --requests 5 --warm-up 2 ;;
+    003-transformers) # AWQ becomes a row that says why not
+      flyweight 003-transformers-awq 60 $serving bench serve "${awq[@]}" --backend transformers "${serve[@]}" "${few[@]}"
+      flyweight 003-transformers-bf16 90 $serving bench serve bf16=$q8:bf16 --model-name Qwen3-8B --concurrency 1 \
+        --backend transformers "${serve[@]}" "${few[@]}" ;;
     003-vllm) for name in awq awq_marlin; do flyweight 003-vllm-$name 200 $serving bench serve "${awq[@]}" --backend vllm \
-      --quantization $name "${serve[@]}" --requests 5 --warm-up 2 --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
+      --quantization $name "${serve[@]}" "${few[@]}" --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
     cross-check) script cross-check 200 cross-check-vllm.jsonl cross_check.py --option gpu_memory_utilization=0.6 "$graphs" ;;
     profile) add profile 60 flyweight profile $q8:int4 "${profile[@]}" -o "$traces" ;;
     004) for size in "${sizes[@]}"; do speed 004-$size 200 $q2${size:+-}$size "${lengths[@]}"; done ;;
     004-transformers) for size in "${sizes[@]}"; do speed 004-transformers-$size 100 $q2${size:+-}$size --backend transformers \
-      --no-check "${few[@]}"; done ;;
+      --no-check "${fewer[@]}"; done ;;
     004-long) speed 004-long 250 $q2-7b-yarn --model-name qwen2-7b --input 63488 --input 129024 ;;
-    57b) flyweight 57b 200 004-qwen2.jsonl bench speed BF16=$moe:bf16 GPTQ-Int4=$moe:int4-sym --repeats 1 --no-check "${few[@]}" ;;
+    57b) flyweight 57b 200 004-qwen2.jsonl bench speed BF16=$moe:bf16 GPTQ-Int4=$moe:int4-sym --repeats 1 --no-check "${fewer[@]}" ;;
     72b) flyweight 72b 200 004-qwen2.jsonl bench speed GPTQ-Int8=$q72:w8a16 GPTQ-Int4=$q72:int4-sym --repeats 1 --no-check \
-      "${few[@]}" ;;
+      "${fewer[@]}" ;;
     throughput) for model in $moe $q32; do flyweight throughput-${model#*:} 200 004-qwen2.jsonl bench throughput BF16=$model:bf16 \
       "${prompts[@]}" --repeats 1 --no-check; done ;;
     chain) flyweight chain 90 $kernels bench kernel --chain $chain --format w4a16,w8a16,w8a8,bf16 --rows 1 ;;

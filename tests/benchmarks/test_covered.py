@@ -34,7 +34,14 @@ def test_what_later_code_measured_again_is_left_out_and_told():
     old, new = [kernel(1), kernel(2)], kernel(1, environment="new", time="2026-02-01T00:00:00", us=0.5)
     found = covered.latest(results([*old, new], old="aaa", new="bbb"))
     assert [row["run_id"] for row in found.rows] == ["old2", "new1"]
-    assert found.notes == ("1 rows were measured again by later code and are left out",)
+    (note,) = found.notes
+    assert note.startswith("1 rows were measured again")
+
+
+def test_a_failure_that_went_well_later_is_left_out_and_another_is_not():
+    failed = [kernel(number, status="failed") for number in (1, 2)]
+    good = kernel(1, environment="new", time="2026-02-01T00:00:00")
+    assert covered.latest(results([*failed, good], old="aaa", new="bbb")).rows == (failed[1], good)
 
 
 def test_repeats_of_one_commit_stay_together_though_their_processes_differ():
