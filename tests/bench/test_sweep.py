@@ -199,3 +199,11 @@ def test_the_facts_of_a_gpu_are_asked_for_at_once(monkeypatch):
     assert len(asked) == 1
     monkeypatch.setattr(environment, "nvidia", lambda query: None)
     assert set(environment.gpu_facts().values()) == {None}
+
+
+@pytest.mark.parametrize("word, told", [("/usr/lib/flyweight", "flyweight"), ("--out=/a/b.jsonl", "--out=b.jsonl"),
+                                        ("awq=/models/qwen", "awq=qwen"), ("out/b.jsonl", "out/b.jsonl"), ("--seed", "--seed")])
+def test_a_row_tells_the_command_without_the_folders_of_this_machine(word, told):
+    from flyweight.bench import environment
+
+    assert environment.without_folder(word) == told

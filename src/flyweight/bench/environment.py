@@ -27,8 +27,14 @@ def facts(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True)
         **gpu_facts(), "copy_gb_s": bandwidth,
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "python": platform.python_version(), "platform": platform.platform(),
-        "packages": versions(), "commit": commit(), "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "packages": versions(), "commit": commit(), "command": " ".join(map(without_folder, sys.argv)),
     }
+
+
+def without_folder(word: str) -> str:
+    """Where a file lies on this machine says nothing to others: of an absolute path the name, also behind a `NAME=`."""
+    name, equals, value = word.rpartition("=")
+    return f"{name}{equals}{Path(value).name}" if value.startswith("/") else word
 
 
 def versions() -> dict[str, str]:
