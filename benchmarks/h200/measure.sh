@@ -84,8 +84,8 @@ piece() {
     004-transformers) for size in "${sizes[@]}"; do speed 004-transformers-$size 100 $q2${size:+-}$size --backend transformers \
       --no-check "${fewer[@]}"; done ;;
     004-long) speed 004-long 250 $q2-7b-yarn --model-name qwen2-7b --input 63488 --input 129024 ;;
-    57b) flyweight 57b 200 004-qwen2.jsonl bench speed BF16=$moe:bf16 GPTQ-Int4=$moe:int4-sym --repeats 1 --no-check "${fewer[@]}" ;;
-    72b) flyweight 72b 200 004-qwen2.jsonl bench speed GPTQ-Int8=$q72:w8a16 GPTQ-Int4=$q72:int4-sym --repeats 1 --no-check \
+    57b) flyweight 57b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$moe:int4-sym BF16=$moe:bf16 --repeats 1 --no-check "${fewer[@]}" ;;
+    72b) flyweight 72b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$q72:int4-sym GPTQ-Int8=$q72:w8a16 --repeats 1 --no-check \
       "${fewer[@]}" ;;
     throughput) for model in $moe $q32; do flyweight throughput-${model#*:} 200 004-qwen2.jsonl bench throughput BF16=$model:bf16 \
       "${prompts[@]}" --repeats 1 --no-check; done ;;
