@@ -40,16 +40,17 @@ script() { # NAME SECONDS FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py
 grid=$(for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done)
 q2=preset:qwen2 q4=preset:qwen3-4b q8=preset:qwen3-8b moe=preset:qwen2-57b-a14b q72=preset:qwen2-72b q32=preset:qwen1.5-32b
 first=seed-000 second=seed-001 chain=qwen3-8b shapes=4096x24576,12288x4096 rows=1,8,32,64,2048
-latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) prompts=(--prompts 100) attention=()
+latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
+read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
 sizes=(0.5b 1.5b 7b)
 if [ -n "${TRY:-}" ]; then
   q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny
   first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8
   latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) fewer=("${lengths[@]}")
   serve=(--requests 3 --input 16 --output 8) prompts=(--prompts 4 --input 20 --output 8) profile=(--input 64 --output 8)
-  attention=(--shapes tiny --contexts 64) real=(--requests 5 --checks storm logits --formats bf16 awq-int4 w8a8) startup=(--model preset:tiny:int4)
-  sizes=("")
+  attention=(--shapes tiny --contexts 64) startup=(--model preset:tiny:int4)
+  real=(--requests 5 --checks storm logits --formats bf16 awq-int4) sizes=("")
 fi
 
 speed() { # NAME SECONDS PRESET OPTIONS...: the four schemes of document 004 on one model
@@ -94,7 +95,7 @@ piece() {
     rows) flyweight rows 150 $kernels bench kernel --format w4a16,w8a16,w8a8 --symmetric --shapes $shapes --rows $rows ;;
     vptq-large) flyweight vptq-large 90 $kernels bench kernel --format vptq --codebooks 65536+256 --shapes "$grid" ;;
     startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
-    real-model) script real-model 200 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
+    real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
     warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement
       at_once=${AT_ONCE:-6} warm=(--repeats 1 --no-check) scratch=$(mktemp -d)
