@@ -9,7 +9,6 @@ from flyweight import cli
 from flyweight.bench import attention, chain, kernels, peers, replay, shapes
 from flyweight.bench.kernels import FORMATS, Case, cases_of, measure_case
 from flyweight.errors import OptionError
-from flyweight.kernels.jit import KernelError
 from flyweight.models import presets
 from flyweight.report.read import read
 from flyweight.tensors import Int8Channel, IntGroup
@@ -157,7 +156,7 @@ def test_a_wrong_option_is_one_line(arguments, says, capsys):
     assert code == 2 and says in err
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KernelError, AttributeError])
+@pytest.mark.parametrize("kind", [RuntimeError, kernels.FlyweightError, AttributeError])
 def test_a_kernel_that_fails_is_a_row_with_its_reason_and_stops_no_other(kind, monkeypatch, capsys):
     def refuse(*_, **__):
         raise kind("no such instruction")
