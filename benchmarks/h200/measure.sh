@@ -43,7 +43,7 @@ first=seed-000 second=seed-001 chain=qwen3-8b shapes=4096x24576,12288x4096 rows=
 latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
 read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
-sizes=(0.5b 1.5b 7b)
+sizes=(7b 1.5b 0.5b)
 if [ -n "${TRY:-}" ]; then
   q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny
   first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8
