@@ -2,6 +2,8 @@
 
     python benchmarks/real_model.py OUT.jsonl --model smollm2-135m --text valid.txt [--checks logits served storm]
 
+Finished rows of OUT.jsonl are not made again.
+
 logits   every format: 512 positions of the text, teacher-forced, most in one prefill pass and the last as captured decode
          steps, against the CPU in float32 with dequantized weights: the mean relative error of a position's logits is below a
          bound, and another token is likeliest only where the two best logprobs are within a gap. Where activations are
@@ -164,16 +166,18 @@ def main() -> None:
     checks, file = Checks(options.model, options.text, options.work, options.device), ResultFile(options.out)
     environment = environment_row(options.device)
     file.append([environment])
-    work: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
+    work: list[tuple[str, str, str | None, Callable[[], dict[str, Any]]]] = []
     if "served" in options.checks:
-        work += [("served", name, lambda name=name, way=way: checks.served(name, way))
+        work += [("served", name, way, lambda name=name, way=way: checks.served(name, way))
                  for name in ("awq-int4", "w8a8") for way in WAYS]
     if "storm" in options.checks:
-        work.append(("storm", "awq-int4", lambda: checks.storm("awq-int4", options.requests)))
+        work.append(("storm", "awq-int4", None, lambda: checks.storm("awq-int4", options.requests)))
     if "logits" in options.checks:
-        work += [("logits", name, lambda name=name: checks.logits(name)) for name in options.formats]
+        work += [("logits", name, None, lambda name=name: checks.logits(name)) for name in options.formats]
     failed = 0
-    for check, name, measure in work:
+    for check, name, way, measure in work:
+        if file.finished("quality", check=check, scheme=name, setting=way):
+            continue
         begin = clock()
         found, fault = attempt(measure)
         checkpoint = Checkpoint(checks.folder(name)).hash() if found else None

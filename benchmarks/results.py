@@ -5,21 +5,26 @@
     README.md, docs/performance.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, for the NAMEs of BLOCKS
     docs/results/decode-speed-at-batch-1.png   the picture of the README
 
-Works with whatever files there are; no figure in those places is typed by hand.
+Works with whatever files there are, and says which rows are missing and which were measured by code that has changed since
+(covered.py). No figure in those places is typed by hand.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from covered import latest, missing, provenance
 
 from flyweight.commands.report import write
 from flyweight.report import performance
 from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Point, Series, Table
 from flyweight.report.document import View, build
 from flyweight.report.plot import draw
-from flyweight.report.read import read
+from flyweight.report.read import read, read_one
 from flyweight.report.records import Record
 from flyweight.report.render import terminal
 from flyweight.report.rows import Results
@@ -47,6 +52,8 @@ def cells_of(results: Results) -> dict[tuple[str, str], Record]:
 def headline(results: Results) -> list[Block]:
     found = cells_of(results)
     schemes = [scheme for scheme in SCHEMES if ("decode_bound", scheme) in found]
+    if not schemes:
+        return []
     lines = []
     for work, metric, text, digits in HEADLINE:
         line = [text]
@@ -89,18 +96,26 @@ def without_runs(blocks: Sequence[Block]) -> list[Block]:
             and not (isinstance(block, Heading) and block.text == "Detailed Results")]
 
 
+def files(pattern: str) -> list[Path]:
+    """Those with rows: a run that was cut off may have left nothing but its environment."""
+    return [path for path in sorted(ROWS.glob(pattern)) if path.stat().st_size and read_one(path).rows]
+
+
 def main() -> None:
-    results = read(sorted(ROWS.glob("*.jsonl")))
-    blocks = build(View(results))
+    results = latest(read(files("*.jsonl")))
+    gaps = missing(results)
+    blocks = [*build(View(results)), *provenance(results), *gaps]
     write(DOCS / "h200.md", without_runs(blocks), title="", draw=True, pictures="png")
     write(DOCS / "h200.html", blocks, title="Flyweight on one H200", draw=False, pictures="png")
     for number, ending in DOCUMENTS.items():
-        if files := sorted(ROWS.glob(f"{number}-*.jsonl")):
-            document = build(View(read(files), layout="seed"))
+        if found := files(f"{number}-*.jsonl"):
+            document = build(View(latest(read(found)), layout="seed"))
             write(DOCS / f"{number}{ending}", document, title="", draw=False, pictures="png")
-    draw(picture(results), DOCS)
+    if (figure := picture(results)).series[0].points:
+        draw(figure, DOCS)
     for path in (Path("README.md"), Path("docs/performance.md")):
         fill(path, results)
+    print(terminal(gaps) if gaps else "no rows are missing")
 
 
 if __name__ == "__main__":

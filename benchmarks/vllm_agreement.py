@@ -1,6 +1,6 @@
 """Does vLLM read what Flyweight writes? The same text, teacher-forced, through both; where they differ, by how much.
 
-    python benchmarks/vllm_agreement.py --model smollm2-135m --text valid.txt --out rows.jsonl
+    python benchmarks/vllm_agreement.py --model smollm2-135m --text valid.txt --out rows.jsonl      saved row by row
 
 Each folder is rounded to nearest and written in one of the formats; vLLM gives the log-probabilities of a prompt of 512
 tokens (`prompt_logprobs`), Flyweight those of its exact path (weights dequantized to float32, activations quantized only
@@ -25,11 +25,12 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # is compiled for minutes at the first start, and samples nothing here
 
 import torch
 from torch import Tensor
 
-from flyweight.bench.rows import environment_row, make_row
+from flyweight.bench.rows import ResultFile, environment_row, make_row
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.commands.evaluate import encode
 from flyweight.models.decoder import Decoder
@@ -119,11 +120,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("vllm-agreement.work"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    environment = environment_row(options.device)
-    rows = [environment]
+    environment, file = environment_row(options.device), ResultFile(options.out)
+    file.append([environment])
     for name in options.folders:
         form, settings = FOLDERS[name]
-        shared = dict(check="vllm", tool="vllm", model=options.model, scheme=name, format=form, weights="trained",
+        shared = dict(check="vllm", tool="vllm", model=Path(options.model).name, scheme=name, format=form, weights="trained",
                       dtype=options.dtype)
         try:
             folder = options.work / name
@@ -137,10 +138,8 @@ def main() -> None:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"[:800]
             row = make_row("quality", environment["id"], status="failed", reason=reason, **shared)
+        file.append([row])
         print(json.dumps(row), flush=True)
-        rows.append(row)
-    with options.out.open("a") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

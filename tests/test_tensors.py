@@ -181,3 +181,10 @@ def test_whole_groups_mean_the_same_as_columns_one_by_one(bits, group_size, symm
     tensor = IntGroup.random((24, 256), 1, bits=bits, group_size=group_size, symmetric=symmetric)
     by_column = tensor.integers().float() * tensor.scales.float()[:, tensor.group_of_column()]
     assert torch.equal(tensor.dequantize(), by_column)
+
+
+def test_random_symmetric_weights_have_no_common_offset():
+    """Half a code of it, times thousands of inputs, and a deep model says one token whatever it is asked."""
+    codes = IntGroup.random((64, 512), bits=4, symmetric=True).values()
+    assert codes.min() == 1 and codes.max() == 15
+    assert abs(float(codes.double().mean()) - 8) < 0.1

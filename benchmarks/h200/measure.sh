@@ -2,82 +2,117 @@
 # Make the rows of this folder again, a piece at a time:
 #
 #     benchmarks/h200/measure.sh PIECE...         from the repository's root, on the machine with the GPU
+#     TRY=1 OUT=/tmp/try benchmarks/h200/measure.sh all       does every piece run? tiny models and short work, on a CPU too
 #
-# Rows go to $OUT (default: this folder). A piece that finds its file there, or in $RESUME, runs only what is missing.
+# Rows go to $OUT (default: this folder), one file for each document. A piece that finds its file there, or in $RESUME, runs
+# only what is missing, so a run that was cut off is started again as it was.
 set -euo pipefail
-root=$PWD PYTHONPATH=${PYTHONPATH:-}
+root=$PWD
 out=$(realpath -m "${OUT:-benchmarks/h200}")
 resume=$(realpath -m "${RESUME:-scratch/resume}")
 paths=$root/src
-for path in ${PYTHONPATH//:/ }; do paths+=:$(realpath -m "$path"); done
+for path in $(tr : ' ' <<<"${PYTHONPATH:-}"); do paths+=:$(realpath -m "$path"); done
 export PYTHONPATH=$paths PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1
 mkdir -p "$out"
 cd "$out"  # so that the command in each environment row names its file and no folder
+plan=$(mktemp) traces=$(mktemp -d)
+trap 'mv "$traces/result.jsonl" 003-profile.jsonl 2>/dev/null || true; rm -rf "$plan" "$traces"' EXIT
 
-logs=${TMPDIR:-/tmp}
-
-logged() { # FILE COMMAND...: how long it took and how many rows there are; its last words if it failed
-  local log=$logs/${1%.jsonl}.log
-  "${@:2}" >"$log" 2>&1 || { echo "$1: failed"; tail -n 5 "$log"; }
-  echo "$1: $(cat "$1" 2>/dev/null | wc -l) lines after $SECONDS s"
+add() { # NAME SECONDS COMMAND...: one line of the plan, with what must have ended by then
+  printf '%q ' "$@" >>"$plan"
+  echo >>"$plan"
 }
 
-run() { # FILE ARGUMENTS...: flyweight, appending to FILE
+take() { # FILE: what an earlier run left of it
   if [ -f "$resume/$1" ] && [ ! -f "$1" ]; then cp "$resume/$1" "$1"; fi
-  logged "$1" python3 -m flyweight "${@:2}" -o "$1"
 }
 
-script() { # FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py, appending to FILE
-  logged "$1" python3 "$root/benchmarks/$2" "$1" "${@:3}"
+flyweight() { # NAME SECONDS FILE ARGUMENTS...: rows of `flyweight ARGUMENTS` to FILE
+  take "$3"
+  add "$1" "$2" flyweight "${@:4}" -o "$3"
 }
 
-grid() { for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done; }
+script() { # NAME SECONDS FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py
+  take "$3"
+  add "$1" "$2" "$root/benchmarks/$4" "$3" "${@:5}"
+}
 
-qwen2() { # SIZE FILE OPTIONS...: the four schemes of the document on one model
-  local preset=preset:qwen2-$1
-  run "004-qwen2-$2.jsonl" bench speed "BF16=$preset:bf16" "GPTQ-Int8=$preset:w8a16" "GPTQ-Int4=$preset:int4-sym" \
-    "AWQ=$preset:int4" --repeats 1 "${@:3}"
+grid=$(for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done)
+q2=preset:qwen2 q4=preset:qwen3-4b q8=preset:qwen3-8b moe=preset:qwen2-57b-a14b q72=preset:qwen2-72b q32=preset:qwen1.5-32b
+first=seed-000 second=seed-001 chain=qwen3-8b shapes=4096x24576,12288x4096 rows=1,8,32,64,2048
+latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
+profile=(--input 1024 --output 64) real=() startup=()
+read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
+sizes=(7b 1.5b 0.5b)
+if [ -n "${TRY:-}" ]; then
+  q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny
+  first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8
+  latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) fewer=("${lengths[@]}")
+  serve=(--requests 3 --input 16 --output 8) prompts=(--prompts 4 --input 20 --output 8) profile=(--input 64 --output 8)
+  attention=(--shapes tiny --contexts 64) startup=(--model preset:tiny:int4)
+  real=(--requests 5 --checks storm logits --formats bf16 awq-int4) sizes=("")
+fi
+
+speed() { # NAME SECONDS PRESET OPTIONS...: the four schemes of document 004 on one model
+  flyweight "$1" "$2" 004-qwen2.jsonl bench speed "BF16=$3:bf16" "GPTQ-Int8=$3:w8a16" "GPTQ-Int4=$3:int4-sym" "AWQ=$3:int4" \
+    --repeats 1 "${@:4}"
 }
 
 piece() {
-  local q4=preset:qwen3-4b q8=preset:qwen3-8b
+  local kernels=kernels.jsonl serving=003-qwen3-8b.jsonl few=(--requests 5 --warm-up 2)
+  local awq=(awq=$q8:int4 --model-name Qwen3-8B-AWQ --concurrency 1)
   # vLLM with CUDA graphs and without its compiler, which takes minutes to start
   local graphs='compilation_config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,8]}'
   case $1 in
-    000) run 000-vptq.jsonl bench kernel --shapes seed-000 --layout seed ;;
-    001) run 001-vptq.jsonl bench kernel --shapes seed-001 --layout seed ;;
-    vptq-large) run vptq-65536.jsonl bench kernel --format vptq --codebooks 65536+256 --shapes "$(grid)" ;;
-    002) run 002-qwen3-4b.jsonl bench latency original=$q4:bf16 w8a16_awq=$q4:w8a16 w8a16_smooth_awq=$q4:w8a16 \
+    000) flyweight 000 90 000-vptq.jsonl bench kernel --format vptq --shapes $first ;;
+    001) flyweight 001 200 001-vptq.jsonl bench kernel --format vptq --shapes $second ;;
+    002) flyweight 002 300 002-qwen3-4b.jsonl bench latency original=$q4:bf16 w8a16_awq=$q4:w8a16 w8a16_smooth_awq=$q4:w8a16 \
       w8a16_sparse_awq=$q4:sparse-w8a16 w8a8_smooth_ptq=$q4:w8a8 w8a8_smooth_gptq=$q4:w8a8 \
-      w8a8_sparse_smooth_gptq=$q4:sparse-w8a8 --repeats 3 ;;
-    8b) run latency-qwen3-8b.jsonl bench latency $q8:bf16 $q8:int4 $q8:w8a8 $q8:vptq --repeats 3 ;;
-    steps) run steps.jsonl bench step $q8:bf16 $q8:int4 $q8:w8a8 $q4:bf16 $q4:w8a8 $q4:w8a16 ;;
-    8b-fp16) run latency-qwen3-8b-fp16.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound --repeats 3 ;;
-    003) run 003-native.jsonl bench serve awq=$q8:int4 --model-name Qwen3-8B-AWQ --concurrency 1 --requests 20 --input 128 \
-      --output 64 ;;
-    003-transformers) run 003-transformers.jsonl bench serve awq=$q8:int4 bf16=$q8:bf16 --model-name Qwen3-8B-AWQ \
-      --backend transformers --concurrency 1 --requests 5 --warm-up 2 --input 128 --output 64 ;;
-    003-vllm) for name in awq awq_marlin; do run 003-vllm.jsonl bench serve awq=$q8:int4 --model-name Qwen3-8B-AWQ \
-      --backend vllm --quantization $name --concurrency 1 --requests 5 --warm-up 2 --input 128 --output 64 \
-      --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
-    cross-check) script cross-check-vllm.jsonl cross_check.py --option gpu_memory_utilization=0.6 \
-      "$graphs" ;;
-    004-7b) qwen2 7b 7b ;;
-    004-7b-long) qwen2 7b-yarn 7b-long --model-name qwen2-7b --input 63488 --input 129024 ;;
-    004-small) qwen2 0.5b 0.5b; qwen2 1.5b 1.5b ;;
-    004-transformers) for size in 0.5b 1.5b 7b; do
-      qwen2 $size $size-transformers --backend transformers --output 128 --no-check; done ;;
-    startup) script startup.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" ;;
-    prefill) script prefill.jsonl prefill_passes.py ;;
-    real-model) script real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
-      --work "${TMPDIR:-/tmp}/real-model" ;;
-    profile) logged 003-profile.jsonl python3 -m flyweight profile $q8:int4 --input 1024 --output 64 -o "$logs/003-profile"
-      cp "$logs/003-profile/result.jsonl" 003-profile.jsonl ;;
-    chain) run chain.jsonl bench kernel --chain qwen3-8b --format w4a16,w8a16,w8a8,bf16 --rows 1 ;;
-    attention) run attention.jsonl bench kernel --format attention --rows 1,16 ;;
-    rows) run rows.jsonl bench kernel --format w4a16,w8a16,w8a8 --symmetric --shapes 4096x24576,12288x4096 --rows 1,8,32,64,2048 ;;
+      w8a8_sparse_smooth_gptq=$q4:sparse-w8a8 --repeats 3 "${latency[@]}" ;;
+    8b) flyweight 8b 240 latency-qwen3-8b.jsonl bench latency $q8:bf16 $q8:int4 $q8:w8a8 $q8:vptq --repeats 3 "${latency[@]}" ;;
+    8b-fp16) flyweight 8b-fp16 60 latency-qwen3-8b.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound ;;
+    steps) flyweight steps 120 steps.jsonl bench step $q8:bf16 $q8:int4 $q8:w8a8 $q4:bf16 $q4:w8a8 $q4:w8a16 ;;
+    003) flyweight 003 60 $serving bench serve "${awq[@]}" "${serve[@]}" ;;
+    003-transformers) # AWQ becomes a row that says why not
+      flyweight 003-transformers-awq 60 $serving bench serve "${awq[@]}" --backend transformers "${serve[@]}" "${few[@]}"
+      flyweight 003-transformers-bf16 90 $serving bench serve bf16=$q8:bf16 --model-name Qwen3-8B --concurrency 1 \
+        --backend transformers "${serve[@]}" "${few[@]}" ;;
+    003-vllm) for name in awq awq_marlin; do flyweight 003-vllm-$name 200 $serving bench serve "${awq[@]}" --backend vllm \
+      --quantization $name "${serve[@]}" "${few[@]}" --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
+    cross-check) script cross-check 200 cross-check-vllm.jsonl cross_check.py --option gpu_memory_utilization=0.6 "$graphs" ;;
+    profile) add profile 60 flyweight profile $q8:int4 "${profile[@]}" -o "$traces" ;;
+    004) for size in "${sizes[@]}"; do speed 004-$size 200 $q2${size:+-}$size "${lengths[@]}"; done ;;
+    004-transformers) for size in "${sizes[@]}"; do speed 004-transformers-$size 100 $q2${size:+-}$size --backend transformers \
+      --no-check "${fewer[@]}"; done ;;
+    004-long) speed 004-long 250 $q2-7b-yarn --model-name qwen2-7b --input 63488 --input 129024 ;;
+    57b) flyweight 57b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$moe:int4-sym BF16=$moe:bf16 --repeats 1 --no-check "${fewer[@]}" ;;
+    72b) flyweight 72b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$q72:int4-sym GPTQ-Int8=$q72:w8a16 --repeats 1 --no-check \
+      "${fewer[@]}" ;;
+    throughput) for model in $moe $q32; do flyweight throughput-${model#*:} 200 004-qwen2.jsonl bench throughput BF16=$model:bf16 \
+      "${prompts[@]}" --repeats 1 --no-check; done ;;
+    chain) flyweight chain 90 $kernels bench kernel --chain $chain --format w4a16,w8a16,w8a8,bf16 --rows 1 ;;
+    attention) flyweight attention 60 $kernels bench kernel --format attention --rows 1,16 "${attention[@]}" ;;
+    rows) flyweight rows 150 $kernels bench kernel --format w4a16,w8a16,w8a8 --symmetric --shapes $shapes --rows $rows ;;
+    vptq-large) flyweight vptq-large 90 $kernels bench kernel --format vptq --codebooks 65536+256 --shapes "$grid" ;;
+    startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
+    prefill) script prefill 120 prefill.jsonl prefill_passes.py ;;
+    real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
+      --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
+    warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement
+      at_once=${AT_ONCE:-6} warm=(--repeats 1 --no-check) scratch=$(mktemp -d)
+      for model in $q8:{vptq,int4,bf16,w8a8} $q4:{w8a16,w8a8,bf16,sparse-w8a16,sparse-w8a8}; do
+        add "warm-${model#*:}" 200 flyweight bench latency $model "${latency[@]}" "${warm[@]}" -o "$scratch/$model"; done
+      for size in "${sizes[@]}"; do for scheme in int4-sym int4 w8a16 bf16; do
+        add "warm-$size-$scheme" 200 flyweight bench speed $q2${size:+-}$size:$scheme --input 1 --input 6144 --output 8 \
+          "${warm[@]}" -o "$scratch/$size-$scheme"; done; done
+      for shapes in $first $second; do
+        add "warm-$shapes" 200 flyweight bench kernel --format vptq --shapes $shapes --samples 1 -o "$scratch/$shapes"; done ;;
+    all) for name in 000 001 002 8b 8b-fp16 steps 003 003-transformers profile 004 004-transformers 57b 72b throughput chain \
+      attention rows vptq-large startup real-model; do piece $name; done ;;
     *) echo "no piece $1"; return 1 ;;
   esac
 }
 
+at_once=1
 for name in "$@"; do piece "$name"; done
+python3 "$root/benchmarks/commands.py" --at-once $at_once "$plan"

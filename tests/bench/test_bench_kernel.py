@@ -156,9 +156,10 @@ def test_a_wrong_option_is_one_line(arguments, says, capsys):
     assert code == 2 and says in err
 
 
-def test_a_kernel_that_fails_is_a_row_with_its_reason(monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [RuntimeError, kernels.FlyweightError, AttributeError])
+def test_a_kernel_that_fails_is_a_row_with_its_reason_and_stops_no_other(kind, monkeypatch, capsys):
     def refuse(*_, **__):
-        raise RuntimeError("no such instruction")
+        raise kind("no such instruction")
 
     monkeypatch.setattr(kernels.dispatch, "prepare", refuse)
     code, out, _ = flyweight("--shapes", "64x48", "--device", "cpu", "--json", capsys=capsys)

@@ -1,6 +1,7 @@
 """The parts of a decode step add up to it, though launches overlap."""
 
 import pytest
+import torch
 from tiny_preset import add_tiny
 
 from flyweight import cli
@@ -48,6 +49,19 @@ def test_a_model_without_captured_steps_gives_the_reason(monkeypatch, tmp_path, 
                   "-o", str(tmp_path / "steps.jsonl")])
     (row,) = read([tmp_path / "steps.jsonl"]).rows
     assert row["status"] == "skipped" and "CUDA graphs" in row["reason"] and row["batch"] == 2
+
+
+def test_a_model_that_cannot_be_loaded_stops_no_other(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    add_tiny(monkeypatch)
+    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setattr("flyweight.engine.llm.LLM", refuse)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "step", "preset:tiny:fp32", "preset:tiny:w8a8", "--batch", "2", "--device", "cpu",
+                  "-o", str(tmp_path / "steps.jsonl")])
+    assert [(row["scheme"], row["status"]) for row in read([tmp_path / "steps.jsonl"]).rows] == [("fp32", "oom"), ("w8a8", "oom")]
 
 
 def test_the_table_has_a_line_for_each_variant_and_batch():

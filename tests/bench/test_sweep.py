@@ -186,3 +186,24 @@ def test_facts_tell_sizes_and_what_can_be_compared(tmp_path):
     limit = full.decode_limit(batch=1, input=10, output=1, kv_dtype="float32", copy_gb_s=1.0)
     assert limit == pytest.approx(1e9 / (full.step_bytes + 11 * 2 * 2 * 2 * 8 * 4))
     assert facts_of(Variant("preset:tiny:fp32", "mine")).scheme == "mine"
+
+
+def test_the_facts_of_a_gpu_are_asked_for_at_once(monkeypatch):
+    from flyweight.bench import environment
+
+    asked = []
+    monkeypatch.setattr(environment, "nvidia", lambda query: asked.append(query) or
+                        "580.95.05, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz, 700.00 W")
+    assert environment.gpu_facts() == {"driver": "580.95.05", "clocks": "1980 MHz, 3201 MHz",
+                                       "clocks_most": "1980 MHz, 3201 MHz", "power_limit": "700.00 W"}
+    assert len(asked) == 1
+    monkeypatch.setattr(environment, "nvidia", lambda query: None)
+    assert set(environment.gpu_facts().values()) == {None}
+
+
+@pytest.mark.parametrize("word, told", [("/usr/lib/flyweight", "flyweight"), ("--out=/a/b.jsonl", "--out=b.jsonl"),
+                                        ("awq=/models/qwen", "awq=qwen"), ("out/b.jsonl", "out/b.jsonl"), ("--seed", "--seed")])
+def test_a_row_tells_the_command_without_the_folders_of_this_machine(word, told):
+    from flyweight.bench import environment
+
+    assert environment.without_folder(word) == told

@@ -43,3 +43,11 @@ def test_documents_get_their_figures_from_the_rows_and_keep_their_prose(results)
     before = {path: path.read_bytes() for path in Path(".").rglob("*.md")}
     results.main()
     assert {path: path.read_bytes() for path in Path(".").rglob("*.md")} == before
+
+
+def test_a_file_that_was_cut_off_before_its_first_row_is_passed_over(results):
+    first = Path("benchmarks/h200/latency.jsonl").read_text().splitlines()[0]
+    Path("benchmarks/h200/002-qwen3-4b.jsonl").write_text(first.replace('"e"', '"f"') + "\n")
+    Path("benchmarks/h200/001-vptq.jsonl").write_text("")
+    results.main()
+    assert not Path("docs/results/002.md").exists()

@@ -24,12 +24,17 @@ def facts(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True)
     bandwidth = round(copy_bandwidth(device), 1) if measure_bandwidth else None  # first: clocks are then those under load
     return {
         "device": device_name(device), "count": torch.cuda.device_count() if device.type == "cuda" else 1,
-        "driver": nvidia("driver_version"), "clocks": nvidia("clocks.sm,clocks.mem"),
-        "clocks_most": nvidia("clocks.max.sm,clocks.max.mem"), "power_limit": nvidia("power.limit"), "copy_gb_s": bandwidth,
+        **gpu_facts(), "copy_gb_s": bandwidth,
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "python": platform.python_version(), "platform": platform.platform(),
-        "packages": versions(), "commit": commit(), "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "packages": versions(), "commit": commit(), "command": " ".join(map(without_folder, sys.argv)),
     }
+
+
+def without_folder(word: str) -> str:
+    """Where a file lies on this machine says nothing to others: of an absolute path the name, also behind a `NAME=`."""
+    name, equals, value = word.rpartition("=")
+    return f"{name}{equals}{Path(value).name}" if value.startswith("/") else word
 
 
 def versions() -> dict[str, str]:
@@ -74,6 +79,17 @@ def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
     end_event.record()
     end_event.synchronize()
     return begin_event.elapsed_time(end_event) / 1e3
+
+
+def gpu_facts() -> dict[str, str | None]:
+    """Driver, clocks and power limit, asked for at once: each call of nvidia-smi takes a good part of a second."""
+    queries = {"driver": 1, "clocks": 2, "clocks_most": 2, "power_limit": 1}  # name → how many fields
+    found = nvidia("driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit")
+    words = found.split(", ") if found else []
+    facts: dict[str, str | None] = {}
+    for name, count in queries.items():
+        facts[name], words = ", ".join(words[:count]) or None, words[count:]
+    return facts
 
 
 def nvidia(query: str) -> str | None:

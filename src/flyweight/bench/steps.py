@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
 
 FIRST = "embed"  # the kernel that begins a step
-LINEARS = ("gemv", "gemm", "vptq", "nvjet", "cutlass", "cublas", "untile", "scaled_mm", "sparse")
+LINEARS = ("gemv", "gemm", "vptq", "nvjet", "cutlass", "cublas", "untile", "scaled_mm", "sparse", "experts")
 PACK = "pack"  # of x for gemm.cu: a linear's, too
 PARTS = ("linears", "qkv with attention", "attention", "lm_head", "other kernels", "gaps")
 

@@ -1,8 +1,8 @@
 """How everything here is timed. Every benchmark of this package follows these rules, and no other file holds a timer.
 
-1. Warm before timing: the same work, its answers cut to 64 tokens where no shape depends on their length, its prompts to as
-   many as are in work at once, is run until two runs in a row agree within 5 %, so that JIT compilation, autotuning, graph
-   capture and clock ramps lie before the first sample. What never settles is flagged.
+1. Warm before timing: the same work, its answers cut to 64 tokens (16 of eager transformers) where no shape depends on
+   their length, its prompts to as many as are in work at once, is run until two runs in a row agree within 5 %, so that JIT
+   compilation, autotuning, graph capture and clock ramps lie before the first sample. What never settles is flagged.
 2. Nothing is reused: prompts are random token ids, drawn afresh for every run from a seed that the row tells, and prefix
    caches are off. End of text is ignored and lengths are fixed, so that every run does the same work.
 3. Chunks are stored as (time, number of tokens); the first token is the first chunk that *has* tokens, counted by id.

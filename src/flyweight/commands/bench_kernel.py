@@ -113,7 +113,10 @@ def plan(formats: list[str], words: list[str], rows: list[int], *, chain: str | 
     from flyweight.bench.attention import measure_attention
     from flyweight.bench.chain import measure_chain
     from flyweight.bench.kernels import FORMATS, Case, cases_of, measure_case
+    from flyweight.models.presets import preset_config
 
+    if chain:
+        preset_config(chain)  # an unknown one is told before anything is measured
     grids = any(word in shapes.GRIDS for word in words) and not chain
     found: list[tuple[Row, Measure]] = []
     for name in formats or ["vptq" if grids else "w4a16"]:
@@ -166,14 +169,11 @@ def run(found: Sequence[tuple[Row, Measure]], device: torch.device, *, samples: 
 def attempt(facts: Row, measure: Measure, environment: Row, device: torch.device, *, samples: int) -> list[Row]:
     import torch
 
+    from flyweight.bench import cases
     from flyweight.bench.rows import make_row, rounded
 
-    try:
-        rows = list(measure(device=device, samples=samples, bandwidth=environment["copy_gb_s"]))
-    except torch.OutOfMemoryError as error:
-        rows = [facts | {"status": "oom", "reason": str(error).split("\n")[0]}]
-    except (RuntimeError, ValueError, ArithmeticError) as error:
-        rows = [facts | {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}]
+    found, fault = cases.attempt(lambda: list(measure(device=device, samples=samples, bandwidth=environment["copy_gb_s"])))
+    rows = [facts | fault] if fault else found or []
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return [make_row("kernel", environment["id"], **rounded(row)) for row in rows]

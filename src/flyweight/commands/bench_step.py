@@ -58,7 +58,7 @@ def shape(work: Workload) -> Row:
 
 
 def measure(variant: Variant, works: list[Workload], environment: str, *, device: str | None, dtype: str | None) -> list[Row]:
-    """The rows of one model, loaded once; a model whose steps are not captured gives the reason."""
+    """The rows of one model, loaded once; where it cannot be loaded, or its steps are not captured, the reason."""
     from flyweight.backends.base import PAGE, Limits
     from flyweight.bench.cases import attempt
     from flyweight.bench.facts import facts_of
@@ -68,10 +68,11 @@ def measure(variant: Variant, works: list[Workload], environment: str, *, device
 
     limits = Limits.of((work.batch, work.input + work.output) for work in works)
     facts, rows = facts_of(variant).fields() | {"backend": "native", "level": "part"}, []
-    llm = LLM(variant.model, device=device, dtype=dtype, max_num_seqs=limits.batch, max_model_len=limits.context,
-              blocks=(limits.tokens or 0) // PAGE, block_size=PAGE, prefix_cache=False)
-    facts["kv_dtype"] = str(llm.dtype).removeprefix("torch.")
+    llm, broken = attempt(lambda: LLM(
+        variant.model, device=device, dtype=dtype, max_num_seqs=limits.batch, max_model_len=limits.context,
+        blocks=(limits.tokens or 0) // PAGE, block_size=PAGE, prefix_cache=False))
+    facts["kv_dtype"] = str(llm.dtype).removeprefix("torch.") if llm else None
     for work in works:
-        found, fault = attempt(lambda work=work: measure_steps(llm, work))  # type: ignore[misc]
+        found, fault = attempt(lambda work=work: measure_steps(llm, work)) if llm else (None, broken)  # type: ignore[misc]
         rows += [make_row("profile", environment, **rounded(facts | shape(work) | one)) for one in found or [fault or {}]]
     return rows

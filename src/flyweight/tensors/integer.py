@@ -93,6 +93,8 @@ class IntGroup(QuantTensor):
         if columns * bits % 32 == 0:  # every bit of every word is a code
             words = (*lead, packed_words(columns, bits))
             codes = torch.randint(-(1 << 31), 1 << 31, words, generator=generator, device=device, dtype=torch.int32)
+            if symmetric and bits == 4:
+                codes = without_zeros(codes)
         else:
             codes = pack(torch.randint(0, 1 << bits, tuple(shape), generator=generator, device=device), bits)
         spread = (1 << bits) / math.sqrt(12) * math.sqrt(columns)  # keeps the output of a unit input near one
@@ -110,6 +112,12 @@ class IntGroup(QuantTensor):
             order = torch.rand(*lead[:-1], columns, generator=generator, device=device).argsort(-1)
             g_idx = (order // group_size).to(torch.int32)
         return cls(codes, scales.to(dtype), zeros, bits, group_size, columns, g_idx)
+
+
+def without_zeros(words: Tensor) -> Tensor:
+    """Codes of 4 bits with every 0 made 8, the middle: their mean is then the middle, too (see `IntGroup.random`)."""
+    ones = words | words >> 1 | words >> 2 | words >> 3
+    return words | (~ones & 0x11111111) << 3
 
 
 def quantize_int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
