@@ -23,6 +23,7 @@ from flyweight.checkpoint import formats
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint, read_json
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
+from flyweight.device import pick_device
 from flyweight.errors import OptionError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.models.config import ModelConfig
@@ -84,7 +85,7 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     started = time.perf_counter()
     if not output:
         raise OptionError("quantize needs an output folder: -o OUT")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = pick_device(device)
     chosen = recipe if isinstance(recipe, Recipe) else recipes.load(Path(recipe)) if recipe else recipes.find(scheme)
     job = Job(model, chosen, Path(output).absolute(), device=place, dtype=dtype, seed=seed)
     on_gpu = place.type == "cuda"
@@ -92,6 +93,8 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     fingerprint = job.fingerprint(text, format)
     if resume and (done := job.already_finished(fingerprint)) is not None:
         return done
+    if job.output.is_file():
+        raise OptionError(f"{job.output} is a file; choose another name for the folder")
     if job.output.exists() and not overwrite and any(job.output.iterdir()):
         raise OptionError(f"{job.output} exists already; pass --overwrite or choose another folder")
     store = BlockStore(job.output, fingerprint, resume=resume)
