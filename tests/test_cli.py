@@ -1,3 +1,4 @@
+import errno
 import json
 import subprocess
 import sys
@@ -63,6 +64,14 @@ def test_version(flyweight):
     ("info", "missing argument 'model'; see `flyweight info --help`"), ("info a b", "(b); see `flyweight info --help`"),
     ("pull --output", "'--output' requires an argument"), ("info ./nowhere", "./nowhere: no such file or folder"),
     ("pull smolm2-135m", "did you mean 'smollm2-135m'?"), ("pull . --dtype half", "unknown dtype 'half'"),
+    ("convert smolm2-135m -o x --format awq", "did you mean 'smollm2-135m'?"),
+    ("convert x -o y --format awq --device cpuu", "unknown device 'cpuu'; did you mean 'cpu'?"),
+    ("generate x --prompt y --device cuda:99", "--device cuda:99: torch"),
+    ("generate x --prompt y --max-model-len 0", "'--max-model-len'"),
+    ("quantize x -o y --eval nowhere.txt", "--eval nowhere.txt: no such file"), ("quantize x -o y --samples 0", "'--samples'"),
+    ("bench latency x -o .", ". is a folder; a file for result rows (JSONL) is wanted"),
+    ("eval x -o .", ". is a folder; a file for result rows (JSONL) is wanted"),
+    ("bench latency preset:smollm2-135m --device cpu --option sed=1", "the native engine 'sed'; did you mean 'seed'?"),
 ])
 def test_every_mistake_is_one_line_and_exit_code_2(flyweight, line, message):
     code, out, error = flyweight(*line.split())
@@ -77,13 +86,55 @@ def test_debug_shows_the_traceback_wherever_it_stands(flyweight, line):
     assert code == 2 and "Traceback" in error and "CheckpointError" in error
 
 
-def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
+def raising(error):
     def broken(**_):
-        raise ZeroDivisionError
+        raise error
+    return broken
 
-    monkeypatch.setattr(cli, "app", broken)
-    with pytest.raises(ZeroDivisionError):
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shapes do not match")])
+def test_a_fault_of_the_program_is_not_hidden(monkeypatch, error):
+    monkeypatch.setattr(cli, "app", raising(error))
+    with pytest.raises(type(error)):
         cli.main(["info", "x"])
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (OSError(errno.ENOSPC, "No space left on device", "out/a"), "out/a: No space left on device; make room"),
+    (PermissionError(errno.EACCES, "Permission denied", "out/a"), "out/a: Permission denied; choose a place that is yours"),
+    (OSError("odd"), "odd; --debug shows where"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "out of memory (CUDA out of memory); use a smaller"),
+])
+def test_what_the_machine_refuses_is_one_line(flyweight, monkeypatch, error, message):
+    monkeypatch.setattr(cli, "app", raising(error))
+    code, _, said = flyweight("info", "x")
+    assert code == 2 and said.startswith(f"flyweight: {message}") and said.count("\n") == 1
+    with pytest.raises(type(error)):
+        cli.main(["info", "x", "--debug"])
+
+
+@pytest.mark.parametrize(("line", "work", "message"), [
+    ("info x", "flyweight.checkpoint.hub.resolve", "flyweight: interrupted"),
+    ("quantize x -o y", "flyweight.quant.quantize.quantize",
+     "flyweight: interrupted; finished blocks are kept, and the same command with --resume goes on from there"),
+    ("bench latency preset:smollm2-135m --device cpu -o y.jsonl", "flyweight.bench.sweep.Sweep.run",
+     "flyweight: interrupted; finished rows are in y.jsonl, and the same command goes on from there"),
+])
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(flyweight, monkeypatch, tmp_path, line, work, message):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(work, interrupted)
+    code, _, said = flyweight(*line.split())
+    assert code == 130 and said.strip() == message
+
+
+def test_a_bench_that_measures_nothing_says_so_and_fails(flyweight, tmp_path):
+    line = "bench latency preset:smollm2-135m --device cpu --batch 1 --input 99999 --output 2 --no-check"
+    code, out, said = flyweight(*line.split(), "-o", tmp_path / "rows.jsonl")
+    assert code == 1 and out == "" and "are more than the model's context of 8192" in said
+    assert said.endswith(f"flyweight: nothing could be measured; the reasons are in {tmp_path / 'rows.jsonl'}\n")
 
 
 def test_info_prints_a_table(flyweight, folder):

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyweight.errors import ResultError
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,6 +46,9 @@ class ResultFile:
 
     def __init__(self, path: Path):
         self.path = path
+        if path.is_dir():
+            raise ResultError(f"{path} is a folder; a file for result rows (JSONL) is wanted")
+        path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written shows before the work, not after it
         self.rows = self._read()
 
     def _read(self) -> list[Row]:
@@ -54,7 +59,6 @@ class ResultFile:
         return list(read_one(self.path).rows)
 
     def append(self, rows: Iterable[Row]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -56,8 +56,8 @@ def kernel(
 
         flyweight bench kernel --format attention --rows 1,16 --contexts 16384,131072
     """
-    from flyweight.backends.native import pick_device
     from flyweight.bench import peers as others
+    from flyweight.device import pick_device
     from flyweight.report.layouts import LAYOUTS
 
     if layout not in LAYOUTS:

@@ -31,10 +31,10 @@ def step(
 
         flyweight bench step ./my-model --batch 16 --input 2048
     """
-    from flyweight.backends.native import pick_device
     from flyweight.bench.facts import Variant, facts_of
     from flyweight.bench.profile import Workload
     from flyweight.bench.rows import ResultFile, environment_row
+    from flyweight.device import pick_device
     from flyweight.report.performance import step_table
     from flyweight.report.render import terminal
     from flyweight.report.rows import Results

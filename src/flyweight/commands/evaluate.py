@@ -23,9 +23,9 @@ BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text h
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Names, folders, hub ids or GGUF files; the first is the original.")],
     text: Annotated[str, typer.Option(help="A plain text file, UTF-8; built-in: two pages of prose.")] = BUILT_IN,
-    window: Annotated[int, typer.Option(help="Tokens the model sees at a time.")] = 512,
-    stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; default: the window.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens of the text.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens the model sees at a time.")] = 512,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens from one window to the next; default: the window.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")] = None,
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -51,7 +51,10 @@ def evaluate(
     content = read_text(text)
     from rich.console import Console
 
+    from flyweight.bench.rows import ResultFile
     from flyweight.quant.evaluate import compare, perplexity
+
+    results = ResultFile(output) if output is not None else None  # first: a file that cannot be written shows at once
 
     console = Console(stderr=True, highlight=False)
     first, rows = None, []
@@ -73,10 +76,8 @@ def evaluate(
         rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served))
     assert first is not None
     complete = complete_rows(rows, first.decoder.device)
-    if output is not None:
-        from flyweight.bench.rows import ResultFile
-
-        ResultFile(output).append(complete)
+    if results is not None:
+        results.append(complete)
     if as_json:
         for row in complete:
             typer.echo(json.dumps(row))
@@ -95,31 +96,30 @@ class Subject:
 
 
 def load_subject(model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True) -> Subject:
-    import torch
-
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
+    from flyweight.device import pick_device
     from flyweight.engine.llm import choose_dtype
     from flyweight.models.decoder import Decoder
 
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
     ids, bos = encode(checkpoint.tokenizer(), text)
     decoder = Decoder.load(checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact)
     return Subject(checkpoint, decoder, ids, bos)
 
 
-def read_text(source: str) -> str:
+def read_text(source: str, option: str = "--text") -> str:
     if source == BUILT_IN:
         return files("flyweight.quant").joinpath("held_out.txt").read_text(encoding="utf-8")
     try:
         content = Path(source).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise OptionError(f"--text {source}: no such file") from None
+        raise OptionError(f"{option} {source}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--text {source}: cannot be read as UTF-8 text ({error})") from error
+        raise OptionError(f"{option} {source}: cannot be read as UTF-8 text ({error})") from error
     if not content.strip():
-        raise OptionError(f"--text {source}: the file is empty")
+        raise OptionError(f"{option} {source}: the file is empty")
     return content
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from flyweight.engine.request import Output, SamplingParams
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU if there is one.")]
-Fraction = Annotated[float | None, typer.Option(help="Of the device's memory, for weights and KV cache together (CPU: of what "
-                                                     "is free, for the cache alone); 0.9 (CPU: 0.25).")]
+Fraction = Annotated[float | None, typer.Option(min=0, max=1, help="Of the device's memory, for weights and KV cache together "
+                                                "(CPU: of what is free, for the cache alone); 0.9 (CPU: 0.25).")]
+Context = Annotated[int | None, typer.Option(min=2, help="Longest context to make room for.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own.")]
 
 
@@ -37,7 +38,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     device: Device = None,
     dtype: Dtype = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest context to make room for.")] = None,
+    max_model_len: Context = None,
     memory_fraction: Fraction = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

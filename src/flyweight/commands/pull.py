@@ -35,7 +35,7 @@ def pull(
     from flyweight.checkpoint.reader import Checkpoint
 
     if output is not None and output.exists():
-        raise OptionError(f"--output {output} exists already")
+        raise OptionError(f"--output {output} exists already; choose another folder")
     folder = resolve(model, dtype=dtype)
     Checkpoint(folder)  # a folder that cannot be read has not been pulled
     if output is not None:

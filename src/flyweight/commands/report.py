@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flyweight.errors import OptionError, unknown
+from flyweight.errors import MissingPackageError, OptionError, unknown
 
 if TYPE_CHECKING:
     from flyweight.report.blocks import Block, Figure
@@ -86,4 +86,10 @@ def drawer(path: Path, kind: str) -> Callable[[Figure], Path]:
     from flyweight.report.plot import draw
 
     folder = path.with_name(f"{path.stem}_figures")
-    return lambda figure: draw(figure, folder, kind=kind).relative_to(path.parent)
+    def place(figure: Figure) -> Path:
+        try:
+            return draw(figure, folder, kind=kind).relative_to(path.parent)
+        except MissingPackageError as error:
+            raise MissingPackageError(f"{error}, or give --no-figures") from None
+
+    return place
