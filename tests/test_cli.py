@@ -177,3 +177,15 @@ def test_the_default_model_has_its_published_numbers(flyweight, smollm2):
     facts = json.loads(flyweight("info", smollm2, "--json")[1])
     assert (facts["layers"], facts["hidden_size"], facts["heads"], facts["kv_heads"]) == (30, 576, 9, 3)
     assert facts["parameters"] == 134_515_008 and facts["vocabulary"] == 49152 and facts["tied_embeddings"]
+
+
+@pytest.mark.parametrize("line", ["pull {model} --output {place}", "report {rows} -o {place}.md", "bench latency x -o {place}/r"])
+def test_what_cannot_be_written_is_named(flyweight, folder, tmp_path, line):
+    (tmp_path / "taken").write_text("a file where a folder would have to be")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"schema": 1, "bench": "quality", "run_id": "a", "time": None, "environment": None, "status": "ok",
+                                "model": "m", "scheme": "s", "checkpoint": None, "perplexity": 2.0}) + "\n")
+    place = tmp_path / "taken" / "out"
+    code, _, error = flyweight(*line.format(model=folder, rows=rows, place=place).split())
+    assert code == 2 and error.count("\n") == 1
+    assert error.startswith(f"flyweight: {place}") and "cannot be written" in error

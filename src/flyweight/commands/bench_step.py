@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ def step(
 
         flyweight bench step ./my-model --batch 16 --input 2048
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is there: its profiler writes of itself to stderr
     from flyweight.bench.facts import Variant, facts_of
     from flyweight.bench.profile import Workload
     from flyweight.bench.rows import ResultFile, environment_row

@@ -42,7 +42,8 @@ def convert(
     place, preset = str(pick_device(device)), source.startswith("preset:")
     model = Path(source) if preset else resolve(source)
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("converting", total=None)
         options: dict[str, Any] = dict(format=format, device=place, overwrite=overwrite,
                                        progress=lambda done, total: bar.update(task, completed=done, total=total))

@@ -182,7 +182,7 @@ class show_progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(TextColumn("perplexity {task.description}"), BarColumn(), MofNCompleteColumn(),
-                                 TimeRemainingColumn(), console=console, transient=True)
+                                 TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("…", total=None)
 
     def __enter__(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,7 @@ def profile(
 
         flyweight profile ./my-model --cold
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is there: its profiler writes of itself to stderr
     from flyweight.bench.facts import Variant, facts_of
     from flyweight.bench.profile import Workload, profile_model
     from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
