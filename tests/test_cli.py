@@ -1,13 +1,18 @@
 import errno
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 
 from flyweight import cli
+from flyweight.commands.bench import BENCHES
 
 
 @pytest.fixture
@@ -45,10 +50,31 @@ def test_no_arguments_show_the_help(flyweight):
     assert code == 0 and "flyweight bench VERB" in out and "latency" in out
 
 
-@pytest.mark.parametrize("verb", ["pull", "info"])
+@pytest.mark.parametrize("verb", [*(verb for verb in cli.VERBS if verb != "bench"), *(f"bench {what}" for what in BENCHES)])
 def test_verbs_have_help_with_examples(flyweight, verb):
-    code, out, _ = flyweight(verb, "--help")
-    assert code == 0 and "Examples" in out and f"flyweight {verb} smollm2-135m" in out
+    code, out, _ = flyweight(*verb.split(), "--help")
+    assert code == 0 and "Examples" in out and f"flyweight {verb} " in out.partition("Examples")[2]
+
+
+def examples():
+    """Every command line that a help text, the README or a document shows."""
+    root = Path(cli.__file__).parents[2]
+    texts = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("src/flyweight/commands/*.py")]
+    for text in texts:
+        for line in text.read_text(encoding="utf-8").splitlines():
+            command = re.fullmatch(r"\s*(?:\$ |cat \S+ \| |\w+=\S+ )?(flyweight [a-z].*)", line.split("  #")[0].rstrip())
+            if command and "`" not in line and "VERB" not in line:
+                yield pytest.param(shlex.split(command[1])[1:], id=f"{text.name}: {command[1]}")
+
+
+@pytest.mark.parametrize("arguments", list(examples()))
+def test_examples_name_verbs_and_options_that_there_are(arguments):
+    command, names = typer.main.get_command(cli.app), ["flyweight"]
+    while hasattr(command, "table"):
+        names.append(arguments[0])
+        command, arguments = command.get_command(None, arguments[0]), arguments[1:]
+        assert command is not None, names
+    command.make_context(" ".join(names), list(arguments))  # parses and checks, and runs nothing
 
 
 def test_version(flyweight):

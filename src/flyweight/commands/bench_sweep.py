@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 Models = Annotated[list[str], typer.Argument(help="MODEL or NAME=MODEL: a folder, name, hub id or preset:NAME[:SCHEME]; "
                                                   "NAME is what the rows call the scheme. The first is the baseline.")]
-Backends = Annotated[list[str] | None, typer.Option("--backend", help="native, transformers, transformers-compiled, vllm, "
-                                                    "vllm-server, sglang or openai; can be given several times.")]
+Backends = Annotated[list[str] | None, typer.Option("--backend", help="native, native-server, transformers, "
+                                                    "transformers-compiled, vllm, vllm-server, sglang or openai; can be given "
+                                                    "several times.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Result rows (JSONL); rows found there are not run again.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each cell; ten or more give p10 and p90.")]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]

@@ -42,7 +42,7 @@ def evaluate(
 
     Examples:
 
-        flyweight eval smollm2-135m --text wiki.txt --tokens 4096
+        flyweight eval smollm2-135m --tokens 1024
 
         flyweight eval ./original ./int4 ./int8 --text wiki.txt -o quality.jsonl
 

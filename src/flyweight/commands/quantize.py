@@ -99,7 +99,7 @@ def bits_of(layer: Any) -> str:
     if layer.solver == "fp8":
         return "8 (float)"
     if layer.solver == "vptq":
-        return f"{layer.bits} + 0.3"
+        return f"{layer.bits} + 0.25"
     group = "channel" if layer.group_size == -1 else f"group {layer.group_size}"
     activations = ", int8 activations" if layer.activations == "int8" else ""
     return f"{layer.bits}, {group}{'' if layer.symmetric else ', zero points'}{activations}"
