@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,7 +93,7 @@ def print_schemes(as_json: bool) -> None:
     table = Table("scheme", "bits", "what it costs, when to pick it", "read by", box=None, pad_edge=False)
     for row in rows:
         table.add_row(f"[bold]{row['scheme']}[/]", row["bits"], row["summary"], row["engines"])
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 250).print(table)  # for grep, a line each
 
 
 def bits_of(layer: Any) -> str:
@@ -135,7 +136,6 @@ class LiveView:
 
 def memory_text() -> str:
     import resource
-    import sys
 
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB"
