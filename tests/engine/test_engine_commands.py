@@ -7,9 +7,10 @@ import pytest
 
 from flyweight.cli import main
 from flyweight.commands.chat import answer, chat, interruptible
-from flyweight.commands.evaluate import encode, read_text
+from flyweight.commands.evaluate import read_text
 from flyweight.engine.request import Chunk, SamplingParams
 from flyweight.quant import calibration
+from flyweight.quant.subject import encode
 
 
 def call(monkeypatch, *arguments):

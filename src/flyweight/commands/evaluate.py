@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
     from flyweight.quant.evaluate import Agreement, Perplexity
+    from flyweight.quant.subject import Subject
 
 BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text holds nothing
 
@@ -53,6 +53,7 @@ def evaluate(
 
     from flyweight.bench.rows import ResultFile
     from flyweight.quant.evaluate import compare, perplexity
+    from flyweight.quant.subject import load_subject
 
     results = ResultFile(output) if output is not None else None  # first: a file that cannot be written shows at once
 
@@ -85,30 +86,6 @@ def evaluate(
         print_table(models, rows)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model under measurement, and the text in its tokens."""
-
-    checkpoint: Any
-    decoder: Any
-    ids: list[int]
-    bos: int | None
-
-
-def load_subject(model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True) -> Subject:
-    from flyweight.checkpoint.hub import resolve
-    from flyweight.checkpoint.reader import Checkpoint
-    from flyweight.device import pick_device
-    from flyweight.engine.llm import choose_dtype
-    from flyweight.models.decoder import Decoder
-
-    place = pick_device(device)
-    checkpoint = Checkpoint(resolve(model))
-    ids, bos = encode(checkpoint.tokenizer(), text)
-    decoder = Decoder.load(checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact)
-    return Subject(checkpoint, decoder, ids, bos)
-
-
 def read_text(source: str, option: str = "--text") -> str:
     if source == BUILT_IN:
         return files("flyweight.quant").joinpath("held_out.txt").read_text(encoding="utf-8")
@@ -121,13 +98,6 @@ def read_text(source: str, option: str = "--text") -> str:
     if not content.strip():
         raise OptionError(f"{option} {source}: the file is empty")
     return content
-
-
-def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
-    """The text's own tokens, and the BOS id if this tokenizer begins texts with one."""
-    begins_with_bos = tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return ids, tokenizer.bos_token_id if begins_with_bos else None
 
 
 def result_row(result: Perplexity, agreement: Agreement | None, subject: Subject, *, model: str, text: str,

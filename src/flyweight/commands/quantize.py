@@ -148,8 +148,9 @@ def measure(model: str, text: Path, tokens: int | None, *, device: str | None, d
     """Perplexity of one model, as `flyweight eval` measures it."""
     from rich.console import Console
 
-    from flyweight.commands.evaluate import load_subject, show_progress
+    from flyweight.commands.evaluate import show_progress
     from flyweight.quant.evaluate import perplexity
+    from flyweight.quant.subject import load_subject
 
     subject = load_subject(model, read_text(str(text), option="--eval"), device=device, dtype=dtype)
     batch = 8 if subject.decoder.device.type == "cuda" else 1

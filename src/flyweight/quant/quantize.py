@@ -39,6 +39,7 @@ from flyweight.quant.recipe import Recipe
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
+from flyweight.quant.subject import encode
 from flyweight.tensors import QuantTensor
 
 NOTE = "flyweight.json"
@@ -156,8 +157,6 @@ class Job:
         if isinstance(self.source, PresetWeights):  # random weights: any tokens will do
             generator = torch.Generator().manual_seed(self.seed)
             return Samples(torch.randint(self.config.vocab_size, (count, length), generator=generator), "random", self.seed)
-        from flyweight.commands.evaluate import encode
-
         text = read_text(source)
         if not text.strip():
             raise OptionError(f"--calibration {source}: the text is empty")
