@@ -56,7 +56,10 @@ def generate(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
                             repetition_penalty=repetition_penalty, stop=stop or (), n=n)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        raise OptionError(f"standard input is not {error.encoding} text ({error.reason} at byte {error.start + 1})") from None
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
     llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len, memory_fraction=memory_fraction)
