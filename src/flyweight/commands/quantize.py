@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,10 +59,10 @@ def quantize(
         return print_schemes(as_json)
     if not model or output is None:
         raise OptionError("quantize needs a model and an output folder: flyweight quantize MODEL --scheme NAME -o OUT")
-    if eval_text is not None:
-        read_text(str(eval_text), option="--eval")  # an hour of work must not end at a file that is not there
     from flyweight.quant.quantize import quantize as make
 
+    if eval_text is not None:
+        read_text(str(eval_text), option="--eval")  # an hour of work must not end at a file that is not there
     try:
         with LiveView(model, recipe.stem if recipe else scheme) as view:
             summary = make(model, scheme, output, recipe=recipe, calibration=calibration, samples=samples, length=length,
@@ -87,6 +86,8 @@ def print_schemes(as_json: bool) -> None:
                      "centroids, residual centroids", engines="Flyweight, transformers with vptq"))
     if as_json:
         return typer.echo(json.dumps(rows, indent=1))
+    import sys
+
     from rich.console import Console
     from rich.table import Table
 
@@ -136,6 +137,7 @@ class LiveView:
 
 def memory_text() -> str:
     import resource
+    import sys
 
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB"
