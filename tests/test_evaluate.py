@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyweight.commands.evaluate import encode
 from flyweight.errors import OptionError
 from flyweight.quant.evaluate import Window, cut_windows, perplexity
+from flyweight.quant.subject import encode
 
 TEXT = """The lighthouse keeper counted the ships as they passed, one by one, into the grey of the evening. There had been
 seven in the morning and nine by noon, and now, with the wind turning north, he expected no more than two. He wrote the

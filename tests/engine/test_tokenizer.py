@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyweight.engine.tokenizer import Detokenizer, overlap
+from flyweight.engine.tokenizer import Detokenizer, Tokenizer, overlap
+from flyweight.errors import RequestError
 
 
 def decode(tokens):
@@ -94,3 +95,9 @@ def test_the_context_decides_how_the_first_token_reads():
     for token in b" a":
         with_context.add(token)
     assert with_context.text == " a"
+
+
+def test_a_prompt_that_is_not_unicode_is_refused_by_name():
+    """As a shell hands over a Latin-1 file: the byte becomes half of a surrogate pair."""
+    with pytest.raises(RequestError, match=r"not valid Unicode \(character 4\); is it UTF-8"):
+        Tokenizer(object()).encode(b"caf\xe9 is".decode("utf-8", errors="surrogateescape"))
