@@ -71,6 +71,14 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind):
         assert torch.equal(buffers[-1], want)
 
 
+@pytest.mark.parametrize("kind", ["int8:64", "int8:channel", "int4:64"])
+def test_zero_points_are_taken_out_exactly(kind):
+    """Inputs with a mean of 4 make much of a zero point that is off by one."""
+    tensor, x = make(kind, (512, 1536), 0), (4 + torch.randn(40, 1536, device="cuda")).bfloat16()
+    got = gemm.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x)
+    assert relative_error(got, tensor.matmul_reference(x)) < 5e-3
+
+
 def test_w8a8_is_the_same_function_at_every_number_of_rows():
     tensor = make("w8a8", (1536, 2048), 2)
     weight = gemv.prepare(tensor, dtype=torch.bfloat16)

@@ -92,20 +92,22 @@ DEVICE u32 mul2(u32 a, u32 b) {
   return r;
 }
 // Codes in the low byte of each half (4 or 8 bits) → (code − zero) · scale. An integer set into the mantissa of a power
-// of two is that power plus the integer, exactly; a bf16 mantissa has 7 bits, so bit 7 of a code goes in by itself.
+// of two is that power plus the integer, exactly; a bf16 mantissa has 7 bits, so bit 7 of a code goes in by itself, and takes
+// what a zero point has beyond 128 with it: 128 + 129 is no bf16.
 struct Scale {
-  u32 scale, offset;  // offset: −(power + zero)
+  u32 scale, offset, high;  // offset: −(power + zero), or that of a zero up to 128; high: −(power + the rest)
 };
 DEVICE Scale read_scale(u32 record) {
   const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)), power = FP16 ? 1024.f : 128.f;
-  const float offset = -(power + (float)(record >> 16));
-  return {pack2(scale, scale), pack2(offset, offset)};
+  const int zero = record >> 16, low = FORMAT == INT8 && !FP16 ? min(zero, 128) : zero;
+  const float offset = -(power + (float)low), high = -(power + (float)(zero - low));
+  return {pack2(scale, scale), pack2(offset, offset), pack2(high, high)};
 }
 DEVICE u32 decode(u32 codes, Scale s) {
   constexpr u32 power = FP16 ? 0x64006400 : 0x43004300;
   if (FORMAT == INT4) return mul2(add2(codes & 0x000f000f | power, s.offset), s.scale);
   if (FP16) return mul2(add2(codes & 0x00ff00ff | power, s.offset), s.scale);
-  const u32 low = add2(codes & 0x007f007f | power, s.offset), high = add2(codes & 0x00800080 | power, 0xc300c300);
+  const u32 low = add2(codes & 0x007f007f | power, s.offset), high = add2(codes & 0x00800080 | power, s.high);
   return mul2(add2(low, high), s.scale);
 }
 
