@@ -1,9 +1,12 @@
 """What several test files share. Nothing here reaches a network except the default model, which may have to be fetched."""
 
+import contextlib
 import os
+import random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy
 import pytest
 import torch
 
@@ -12,6 +15,22 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from flyweight.errors import FlyweightError
+
+with contextlib.suppress(ImportError):  # kernels are also tested where it is not installed
+    from hypothesis import HealthCheck, settings
+
+    # The same examples on every machine, however slow; `FLYWEIGHT_FUZZ`, which asks for a long run, looks for new ones.
+    settings.register_profile("same", deadline=None, derandomize="FLYWEIGHT_FUZZ" not in os.environ, database=None,
+                              suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Random inputs are those of the test, not of the tests before it. A hook, because wide fixtures come before narrow ones."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="session")

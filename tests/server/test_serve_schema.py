@@ -38,8 +38,7 @@ def test_nothing_that_can_be_sent_breaks_the_server(server, operations, name, mo
     strategy = operations[name].as_strategy(generation_mode=schemathesis.GenerationMode[mode])
     statuses = []
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=strategy)
     def send(case):
         statuses.append(case.call(base_url=server.url).status_code)
