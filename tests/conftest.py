@@ -44,6 +44,17 @@ def smollm2():
         pytest.skip(f"the default model cannot be had here: {error}")
 
 
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    from browser import Browser, find_browser
+
+    if (command := find_browser()) is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    browser = Browser(command, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
 @pytest.fixture
 def interpreted_loops(monkeypatch):
     """triton 3.6 makes its ranges of arrays of one element, which numpy 2.4 no longer takes for numbers."""
