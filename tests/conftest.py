@@ -5,6 +5,9 @@ import os
 import random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Threads that wait sleep: where they spin while others compete for the cores, a step of the real model takes seconds. Read
+# when torch is loaded; processes that tests start inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy
 import pytest
