@@ -148,9 +148,9 @@ def serving(model: Path | str, *, wait: bool = True, threads: str | None = "1", 
         with contextlib.suppress(EngineError):  # kept in `server.fatal`
             server.run_all()
 
+    running = Running(server, listener.getsockname()[1])  # now: a server that ends at once closes its socket
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    running = Running(server, listener.getsockname()[1])
     try:
         if wait:
             wait_for(lambda: server.engine.state == "ready" or server.fatal, "the engine", seconds=START)
