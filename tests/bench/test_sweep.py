@@ -16,7 +16,7 @@ from flyweight.report.rows import read_jsonl
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     add_tiny(monkeypatch)
-    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 20)  # the bandwidth matters to nobody here
+    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 14)  # one thread copies it: the bandwidth matters to nobody here
 
 
 @pytest.fixture

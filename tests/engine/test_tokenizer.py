@@ -27,7 +27,7 @@ def pieces(text, **options):
     return [*shown, detokenizer.text[len(before) :]], detokenizer
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30))
 def test_the_pieces_are_whole_characters_and_join_to_the_text(text):
     shown, _ = pieces(text)
@@ -57,7 +57,7 @@ def test_broken_bytes_in_the_middle_do_not_hold_the_text_for_ever():
     assert detokenizer.text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text("abé", max_size=20), stop=st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_the_text_ends_before_the_first_stop_string_and_never_shows_it(text, stop):
     shown, detokenizer = pieces(text, stop=stop)
