@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from flyweight.backends.base import EngineOptions, Limits
-from flyweight.backends.native import pick_device
 from flyweight.backends.vllm import Vllm
 from flyweight.bench.facts import Variant, facts_of
 from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
 from flyweight.bench.timing import random_prompts
+from flyweight.device import pick_device
 
 OWN, THEIRS, MOST = "vllm", "vllm bench latency", 0.05
 

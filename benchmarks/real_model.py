@@ -36,11 +36,11 @@ from flyweight.bench.timing import clock
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.streamed import Streamed
-from flyweight.commands.evaluate import encode
 from flyweight.engine.sampling import gumbel_noise
 from flyweight.models.decoder import Decoder
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
+from flyweight.quant.subject import encode
 
 GAP = 0.1  # natural log
 POSITIONS, DECODED = 512, 64

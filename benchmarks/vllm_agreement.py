@@ -32,10 +32,10 @@ from torch import Tensor
 
 from flyweight.bench.rows import ResultFile, environment_row, make_row
 from flyweight.checkpoint.reader import Checkpoint
-from flyweight.commands.evaluate import encode
 from flyweight.models.decoder import Decoder
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
+from flyweight.quant.subject import encode
 
 # name → (file format, recipe)
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,11 +1,16 @@
 """What several test files share. Nothing here reaches a network except the default model, which may have to be fetched."""
 
+import contextlib
 import os
-import zlib
+import random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask whether there is a GPU makes no context on it
+# Threads that wait sleep: where they spin while others compete for the cores, a step of the real model takes seconds. Read
+# when torch is loaded; processes that tests start inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import numpy
 import pytest
 import torch
 
@@ -17,12 +22,21 @@ from gpu_shards import pytest_runtest_logreport, pytest_runtestloop  # noqa: F40
 
 from flyweight.errors import FlyweightError
 
+with contextlib.suppress(ImportError):  # kernels are also tested where it is not installed
+    from hypothesis import HealthCheck, settings
 
-@pytest.fixture(autouse=True)
-def random_numbers_of_its_own(request):
-    """A test on a GPU that fails once fails again."""
-    if request.node.get_closest_marker("gpu"):
-        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    # The same examples on every machine, however slow; `FLYWEIGHT_FUZZ`, which asks for a long run, looks for new ones.
+    settings.register_profile("same", deadline=None, derandomize="FLYWEIGHT_FUZZ" not in os.environ, database=None,
+                              suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Random inputs are those of the test, not of the tests before it. A hook, because wide fixtures come before narrow ones."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +48,17 @@ def smollm2():
         return resolve("smollm2-135m")
     except FlyweightError as error:
         pytest.skip(f"the default model cannot be had here: {error}")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    from browser import Browser, find_browser
+
+    if (command := find_browser()) is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    browser = Browser(command, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

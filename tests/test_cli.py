@@ -1,12 +1,18 @@
+import errno
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 
 from flyweight import cli
+from flyweight.commands.bench import BENCHES
 
 
 @pytest.fixture
@@ -44,10 +50,31 @@ def test_no_arguments_show_the_help(flyweight):
     assert code == 0 and "flyweight bench VERB" in out and "latency" in out
 
 
-@pytest.mark.parametrize("verb", ["pull", "info"])
+@pytest.mark.parametrize("verb", [*(verb for verb in cli.VERBS if verb != "bench"), *(f"bench {what}" for what in BENCHES)])
 def test_verbs_have_help_with_examples(flyweight, verb):
-    code, out, _ = flyweight(verb, "--help")
-    assert code == 0 and "Examples" in out and f"flyweight {verb} smollm2-135m" in out
+    code, out, _ = flyweight(*verb.split(), "--help")
+    assert code == 0 and "Examples" in out and f"flyweight {verb} " in out.partition("Examples")[2]
+
+
+def examples():
+    """Every command line that a help text, the README or a document shows."""
+    root = Path(cli.__file__).parents[2]
+    texts = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("src/flyweight/commands/*.py")]
+    for text in texts:
+        for line in text.read_text(encoding="utf-8").splitlines():
+            command = re.fullmatch(r"\s*(?:\$ |cat \S+ \| |\w+=\S+ )?(flyweight [a-z].*)", line.split("  #")[0].rstrip())
+            if command and "`" not in line and "VERB" not in line:
+                yield pytest.param(shlex.split(command[1])[1:], id=f"{text.name}: {command[1]}")
+
+
+@pytest.mark.parametrize("arguments", list(examples()))
+def test_examples_name_verbs_and_options_that_there_are(arguments):
+    command, names = typer.main.get_command(cli.app), ["flyweight"]
+    while hasattr(command, "table"):
+        names.append(arguments[0])
+        command, arguments = command.get_command(None, arguments[0]), arguments[1:]
+        assert command is not None, names
+    command.make_context(" ".join(names), list(arguments))  # parses and checks, and runs nothing
 
 
 def test_version(flyweight):
@@ -63,6 +90,14 @@ def test_version(flyweight):
     ("info", "missing argument 'model'; see `flyweight info --help`"), ("info a b", "(b); see `flyweight info --help`"),
     ("pull --output", "'--output' requires an argument"), ("info ./nowhere", "./nowhere: no such file or folder"),
     ("pull smolm2-135m", "did you mean 'smollm2-135m'?"), ("pull . --dtype half", "unknown dtype 'half'"),
+    ("convert smolm2-135m -o x --format awq", "did you mean 'smollm2-135m'?"),
+    ("convert x -o y --format awq --device cpuu", "unknown device 'cpuu'; did you mean 'cpu'?"),
+    ("generate x --prompt y --device cuda:99", "--device cuda:99: torch"),
+    ("generate x --prompt y --max-model-len 0", "'--max-model-len'"),
+    ("quantize x -o y --eval nowhere.txt", "--eval nowhere.txt: no such file"), ("quantize x -o y --samples 0", "'--samples'"),
+    ("bench latency x -o .", ". is a folder; a file for result rows (JSONL) is wanted"),
+    ("eval x -o .", ". is a folder; a file for result rows (JSONL) is wanted"),
+    ("bench latency preset:smollm2-135m --device cpu --option sed=1", "the native engine 'sed'; did you mean 'seed'?"),
 ])
 def test_every_mistake_is_one_line_and_exit_code_2(flyweight, line, message):
     code, out, error = flyweight(*line.split())
@@ -77,13 +112,55 @@ def test_debug_shows_the_traceback_wherever_it_stands(flyweight, line):
     assert code == 2 and "Traceback" in error and "CheckpointError" in error
 
 
-def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
+def raising(error):
     def broken(**_):
-        raise ZeroDivisionError
+        raise error
+    return broken
 
-    monkeypatch.setattr(cli, "app", broken)
-    with pytest.raises(ZeroDivisionError):
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shapes do not match")])
+def test_a_fault_of_the_program_is_not_hidden(monkeypatch, error):
+    monkeypatch.setattr(cli, "app", raising(error))
+    with pytest.raises(type(error)):
         cli.main(["info", "x"])
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (OSError(errno.ENOSPC, "No space left on device", "out/a"), "out/a: No space left on device; make room"),
+    (PermissionError(errno.EACCES, "Permission denied", "out/a"), "out/a: Permission denied; choose a place that is yours"),
+    (OSError("odd"), "odd; --debug shows where"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "out of memory (CUDA out of memory); use a smaller"),
+])
+def test_what_the_machine_refuses_is_one_line(flyweight, monkeypatch, error, message):
+    monkeypatch.setattr(cli, "app", raising(error))
+    code, _, said = flyweight("info", "x")
+    assert code == 2 and said.startswith(f"flyweight: {message}") and said.count("\n") == 1
+    with pytest.raises(type(error)):
+        cli.main(["info", "x", "--debug"])
+
+
+@pytest.mark.parametrize(("line", "work", "message"), [
+    ("info x", "flyweight.checkpoint.hub.resolve", "flyweight: interrupted"),
+    ("quantize x -o y", "flyweight.quant.quantize.quantize",
+     "flyweight: interrupted; finished blocks are kept, and the same command with --resume goes on from there"),
+    ("bench latency preset:smollm2-135m --device cpu -o y.jsonl", "flyweight.bench.sweep.Sweep.run",
+     "flyweight: interrupted; finished rows are in y.jsonl, and the same command goes on from there"),
+])
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(flyweight, monkeypatch, tmp_path, line, work, message):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(work, interrupted)
+    code, _, said = flyweight(*line.split())
+    assert code == 130 and said.strip() == message
+
+
+def test_a_bench_that_measures_nothing_says_so_and_fails(flyweight, tmp_path):
+    line = "bench latency preset:smollm2-135m --device cpu --batch 1 --input 99999 --output 2 --no-check"
+    code, out, said = flyweight(*line.split(), "-o", tmp_path / "rows.jsonl")
+    assert code == 1 and out == "" and "are more than the model's context of 8192" in said
+    assert said.endswith(f"flyweight: nothing could be measured; the reasons are in {tmp_path / 'rows.jsonl'}\n")
 
 
 def test_info_prints_a_table(flyweight, folder):
@@ -126,3 +203,15 @@ def test_the_default_model_has_its_published_numbers(flyweight, smollm2):
     facts = json.loads(flyweight("info", smollm2, "--json")[1])
     assert (facts["layers"], facts["hidden_size"], facts["heads"], facts["kv_heads"]) == (30, 576, 9, 3)
     assert facts["parameters"] == 134_515_008 and facts["vocabulary"] == 49152 and facts["tied_embeddings"]
+
+
+@pytest.mark.parametrize("line", ["pull {model} --output {place}", "report {rows} -o {place}.md", "bench latency x -o {place}/r"])
+def test_what_cannot_be_written_is_named(flyweight, folder, tmp_path, line):
+    (tmp_path / "taken").write_text("a file where a folder would have to be")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"schema": 1, "bench": "quality", "run_id": "a", "time": None, "environment": None, "status": "ok",
+                                "model": "m", "scheme": "s", "checkpoint": None, "perplexity": 2.0}) + "\n")
+    place = tmp_path / "taken" / "out"
+    code, _, error = flyweight(*line.format(model=folder, rows=rows, place=place).split())
+    assert code == 2 and error.count("\n") == 1
+    assert error.startswith(f"flyweight: {place}") and "cannot be written" in error

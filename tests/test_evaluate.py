@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyweight.commands.evaluate import encode
 from flyweight.errors import OptionError
 from flyweight.quant.evaluate import Window, cut_windows, perplexity
+from flyweight.quant.subject import encode
 
 TEXT = """The lighthouse keeper counted the ships as they passed, one by one, into the grey of the evening. There had been
 seven in the morning and nine by noon, and now, with the wind turning north, he expected no more than two. He wrote the
@@ -17,7 +17,7 @@ numbers into the book, closed it, and went up the stairs to light the lamp. It h
 four years, through three wars and one very long winter, and nobody could say any longer who had lit it first. """
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(length=st.integers(2, 60), window=st.integers(2, 20), share=st.floats(0.05, 1), bos=st.sampled_from([None, 99]))
 def test_every_token_is_scored_once_with_the_context_the_stride_promises(length, window, share, bos):
     stride = max(1, int(window * share))

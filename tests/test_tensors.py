@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
@@ -50,7 +50,6 @@ def test_experts_are_a_stack_of_weights(kind):
 
 @given(bits=st.integers(2, 8), rows=st.integers(1, 9), columns=st.integers(1, 70), group=st.sampled_from([16, 32, -1]),
        symmetric=st.booleans(), act_order=st.booleans(), seed=st.integers(0, 1000))
-@settings(deadline=None)
 def test_int_groups_mean_scale_times_code_less_zero(bits, rows, columns, group, symmetric, act_order, seed):
     tensor = IntGroup.random((rows, columns), seed, bits=bits, group_size=group, symmetric=symmetric, act_order=act_order)
     values, weight = tensor.values(), tensor.dequantize()

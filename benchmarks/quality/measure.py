@@ -20,9 +20,9 @@ from torch import Tensor
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.summary import summarize
-from flyweight.commands.evaluate import encode
 from flyweight.models.decoder import Decoder
 from flyweight.quant.evaluate import cut_windows
+from flyweight.quant.subject import encode
 
 WINDOW = 512
 KL_EVERY = 4

@@ -67,8 +67,8 @@ class Worker:
         self.ruler = measure.Ruler(Path(setting.model), Path(setting.text), device=setting.device, windows=setting.windows)
 
     def calibration(self, seed: int) -> Any:
-        from flyweight.commands.evaluate import encode
         from flyweight.quant.calibration import draw_samples, read_text
+        from flyweight.quant.subject import encode
 
         if seed not in self.samples:
             ids, bos = encode(self.ruler.checkpoint.tokenizer(), read_text(self.setting.calibration))

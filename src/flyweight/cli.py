@@ -2,12 +2,13 @@
 
 A verb is a function with typer annotations in `flyweight.commands.<module>`, named as the verb (`-` as `_`); its
 docstring is the help text, examples included. A verb that is a dictionary is a group with a table of its own. What the
-user got wrong, in a command line or a model, becomes one line on stderr and exit code 2; `--debug`, anywhere, shows the
-traceback instead.
+user got wrong, in a command line or a model, and what the machine refused (a full disk, no permission) becomes one line on
+stderr and exit code 2; `--debug`, anywhere, shows the traceback instead. Ctrl-C is one line and exit code 130.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import traceback
@@ -36,6 +37,10 @@ VERBS = {  # verb → (module:function, one line of help)
     "report": ("flyweight.commands.report:report", "Tables and figures from result files."),
     "diff": ("flyweight.commands.diff:diff", "Compare two result files; exit code 1 if something got slower."),
 }
+
+
+class Interrupted(Exception):
+    """Ctrl-C, in a form that no version of typer turns into something else on its way here."""
 
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -67,6 +72,12 @@ class Verbs(TyperGroup):
         command = typer.main.get_command(single)
         command.name = name
         return command
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted(str(error)) from error
 
     def resolve_command(self, ctx, args):
         if args and args[0] not in self.table and not args[0].startswith("-"):
@@ -110,6 +121,17 @@ def describe(error) -> str:
     return f"{message}; see `{context.command_path if context else 'flyweight'} --help`"
 
 
+def refused(error: OSError | MemoryError | RuntimeError) -> str:
+    """What the machine would not do, in one line, and what helps."""
+    if not isinstance(error, OSError):
+        return f"out of memory ({str(error).split('.')[0] or 'no more to be had'}); use a smaller model, scheme, batch or context"
+    hints = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "raise the limit (`ulimit -f`)",
+             errno.EACCES: "choose a place that is yours", errno.EPERM: "choose a place that is yours",
+             errno.EROFS: "choose another place", errno.EMFILE: "raise the limit (`ulimit -n`)"}
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}; {hints.get(error.errno or 0, '--debug shows where')}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if debug := "--debug" in arguments:
@@ -123,8 +145,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             print(f"flyweight: {error if isinstance(error, FlyweightError) else describe(error)}", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
+        print(f"flyweight: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
         sys.exit(130)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if debug or (isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"):
+            raise
+        print(f"flyweight: {refused(error)}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -1,6 +1,7 @@
 """The HTTP client against a server whose token times are known: it reports those times, whatever the server tells."""
 
 import asyncio
+import socket
 
 import pytest
 from virtual_server import Script, with_server
@@ -96,7 +97,9 @@ def test_an_error_of_the_server_is_told_with_its_status():
 
 
 def test_no_server_is_a_clear_message():
-    with pytest.raises(ResultError, match="no server answers at"):
-        asyncio.run(Endpoint("http://127.0.0.1:9", "mock").probe([1]))
+    with socket.socket() as deaf:  # holds a port and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        with pytest.raises(ResultError, match="no server answers at"):
+            asyncio.run(Endpoint(f"http://127.0.0.1:{deaf.getsockname()[1]}", "mock").probe([1]))
     with pytest.raises(OptionError, match="needs --url"):
         OpenAI("mock", EngineOptions())

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "backends"))
 from virtual_server import Script, run_virtual, with_server
 
 from flyweight.backends.openai import Endpoint, Event, Reply
-from flyweight.bench.arrivals import bursts, poisson, read_trace
+from flyweight.bench.arrivals import bursts, read_trace
 from flyweight.bench.datasets import Conversation, RandomIds, Turn, from_trace, read_conversations, schedule
 from flyweight.bench.load import run_load
 from flyweight.bench.serving import Objective, figures, find_max_rate, sample
@@ -99,10 +99,10 @@ def test_an_engine_in_process_is_asked_the_same_way():
 
 
 def test_arrivals_have_their_rate_and_their_seed():
-    times = poisson(4000, 8.0, seed=1)
+    times = bursts(4000, 8.0, seed=1)
     gaps = [after - before for before, after in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
-    assert mean == pytest.approx(1 / 8, rel=0.05) and poisson(5, 8.0, seed=1) == times[:5] != poisson(5, 8.0, seed=2)
+    assert mean == pytest.approx(1 / 8, rel=0.05) and bursts(5, 8.0, seed=1) == times[:5] != bursts(5, 8.0, seed=2)
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.15), "as exponential gaps have"
     groups = bursts(4000, 8.0, size=4, seed=1)
     assert groups[0] == groups[3] != groups[4] and groups[-1] == pytest.approx(500, rel=0.1)

@@ -34,22 +34,11 @@ def bench(tmp_path, capsys, monkeypatch):
 @pytest.fixture
 def url():
     """A mock server that answers at once, on real time, in a thread of its own."""
-    ready, loop = threading.Event(), asyncio.new_event_loop()
-    found = {}
-
-    async def start():
-        server = await asyncio.start_server(Script(first=0.0, gap=0.0).handle, "127.0.0.1", 0)
-        found["url"] = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        ready.set()
-
-    def serve():
-        loop.create_task(start())
-        loop.run_forever()
-
-    thread = threading.Thread(target=serve)
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(Script(first=0.0, gap=0.0).handle, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    ready.wait(10)
-    yield found["url"]
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
 

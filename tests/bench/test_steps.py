@@ -43,7 +43,7 @@ def test_the_host_s_work_is_the_step_less_its_waiting(monkeypatch):
 
 def test_a_model_without_captured_steps_gives_the_reason(monkeypatch, tmp_path, capsys):
     add_tiny(monkeypatch)
-    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 14)
     with pytest.raises(SystemExit):
         cli.main(["bench", "step", "preset:tiny:fp32", "--batch", "2", "--input", "16", "--device", "cpu",
                   "-o", str(tmp_path / "steps.jsonl")])

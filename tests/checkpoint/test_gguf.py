@@ -181,7 +181,7 @@ def test_an_unknown_architecture_is_named(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedError, match=r"unknown architecture 'mamba'.*llama"):
+    with pytest.raises(UnsupportedError, match=r"architecture 'mamba' is not supported; known: llama"):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
@@ -206,7 +206,7 @@ def test_a_number_that_is_none_is_named(tmp_path):
         convert(write_gguf(tmp_path / "model.gguf", model), tmp_path / "out")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(place=st.integers(0, 7000), value=st.integers(0, 255))
 def test_one_wrong_byte_is_a_clear_error_or_harmless(tmp_path, whole_file, place, value):
     damaged = bytearray(whole_file)

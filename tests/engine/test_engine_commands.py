@@ -1,5 +1,6 @@
 """generate, chat and eval from the command line."""
 
+import io
 import json
 import signal
 
@@ -7,9 +8,10 @@ import pytest
 
 from flyweight.cli import main
 from flyweight.commands.chat import answer, chat, interruptible
-from flyweight.commands.evaluate import encode, read_text
+from flyweight.commands.evaluate import read_text
 from flyweight.engine.request import Chunk, SamplingParams
 from flyweight.quant import calibration
+from flyweight.quant.subject import encode
 
 
 def call(monkeypatch, *arguments):
@@ -51,6 +53,12 @@ def test_the_built_in_text_of_eval_is_not_calibrated_on():
     calibrated = calibration.read_text(calibration.BUILT_IN)
     sentences = [part for part in read_text("built-in").replace("\n", " ").split(". ") if len(part) > 20]
     assert len(sentences) > 50 and not [part for part in sentences if part in calibrated]
+
+
+def test_a_prompt_on_standard_input_must_be_text(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 is"), encoding="utf-8"))
+    assert call(monkeypatch, "generate", "m", "--prompt", "-") == 2
+    assert capsys.readouterr().err == "flyweight: standard input is not utf-8 text (invalid continuation byte at byte 4)\n"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -64,7 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_a_digest_depends_on_everything_before_it():

@@ -65,7 +65,7 @@ def kept_by_definition(logits, *, temperature, top_k, top_p, min_p):
     return {i for i in kept if weights[i] >= min_p * weights[order[0]] or i == order[0]}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**6), temperature=st.floats(0.2, 3), top_k=st.integers(0, VOCABULARY), top_p=st.floats(0.05, 1),
        min_p=st.sampled_from([0.0, 0.05, 0.3]))
 def test_the_filters_keep_exactly_the_tokens_of_their_definition(seed, temperature, top_k, top_p, min_p):

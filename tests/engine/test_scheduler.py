@@ -28,7 +28,7 @@ def play(scheduler, works):
                 scheduler.finish(work.request, "length")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(arrivals=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12),
        blocks=st.integers(8, 16), seqs=st.integers(1, 4), budget=st.integers(4, 12),
        cancels=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=4))

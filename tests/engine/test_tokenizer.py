@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyweight.engine.tokenizer import Detokenizer, overlap
+from flyweight.engine.tokenizer import Detokenizer, Tokenizer, overlap
+from flyweight.errors import RequestError
 
 
 def decode(tokens):
@@ -26,7 +27,7 @@ def pieces(text, **options):
     return [*shown, detokenizer.text[len(before) :]], detokenizer
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30))
 def test_the_pieces_are_whole_characters_and_join_to_the_text(text):
     shown, _ = pieces(text)
@@ -56,7 +57,7 @@ def test_broken_bytes_in_the_middle_do_not_hold_the_text_for_ever():
     assert detokenizer.text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text("abé", max_size=20), stop=st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_the_text_ends_before_the_first_stop_string_and_never_shows_it(text, stop):
     shown, detokenizer = pieces(text, stop=stop)
@@ -94,3 +95,9 @@ def test_the_context_decides_how_the_first_token_reads():
     for token in b" a":
         with_context.add(token)
     assert with_context.text == " a"
+
+
+def test_a_prompt_that_is_not_unicode_is_refused_by_name():
+    """As a shell hands over a Latin-1 file: the byte becomes half of a surrogate pair."""
+    with pytest.raises(RequestError, match=r"not valid Unicode \(character 4\); is it UTF-8"):
+        Tokenizer(object()).encode(b"caf\xe9 is".decode("utf-8", errors="surrogateescape"))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flyweight.kernels import cpu
+from flyweight.kernels import cpu, cpu_integer
 from flyweight.kernels.cpu import CpuLinear
 from flyweight.kernels.dispatch import prepare
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24, VectorQuant
@@ -96,6 +96,7 @@ def test_a_processor_without_vector_code_for_integers_dequantizes_once(fast, mon
 
 @pytest.mark.parametrize("shape", [(96, 64), (1, 7), (33, 130), (1000, 576)])
 @pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.skipif(not cpu_integer.sums_exactly(), reason="this processor cannot sum products of int8 exactly")
 def test_w8a8_is_summed_in_integers_and_means_the_same(fast, shape, exact):
     tensors = [Int8Channel.random(shape), *([Sparse24.random(shape)] if shape[1] % 4 == 0 else [])]
     for tensor in tensors:
@@ -103,6 +104,15 @@ def test_w8a8_is_summed_in_integers_and_means_the_same(fast, shape, exact):
         assert prepared.kernel == "torch.int_mm" and prepared.shape == shape
         assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-6
     assert torch.equal(prepared(torch.zeros(2, shape[1])), torch.zeros(2, shape[0]))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_processor_that_cuts_integer_sums_off_dequantizes_w8a8(fast, monkeypatch, exact):
+    monkeypatch.setattr(cpu_integer, "sums_exactly", lambda: False)
+    tensor = Int8Channel.random((96, 64))
+    prepared = prepare(tensor, dtype=torch.float32, exact=exact)
+    assert prepared.kernel == ("torch.linear" if exact else "fbgemm.fp16")
+    assert max(relative_error(prepared, tensor, *size) for size in SIZES) < (1e-6 if exact else 1e-3)
 
 
 @pytest.mark.parametrize("options", [dict(bits=4, group_size=64), dict(bits=4, group_size=32, symmetric=True),

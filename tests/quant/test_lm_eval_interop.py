@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import make_tiny_model
 
 from flyweight import LLM, SamplingParams
-from flyweight.commands.evaluate import load_subject
 from flyweight.quant.lm_eval import evaluate_tasks, score_continuation
+from flyweight.quant.subject import load_subject
 
 pytestmark = [pytest.mark.interop, pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval")]
 

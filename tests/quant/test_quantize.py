@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
+from flyweight.checkpoint.writer import CheckpointWriter
 from flyweight.errors import FlyweightError, OptionError, ResourceError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
@@ -183,6 +184,26 @@ def test_a_full_disk_keeps_the_finished_blocks(model, text, tmp_path, monkeypatc
     assert seen.count("resumed") == 1 and seen.count("finished") == 2
 
 
+def test_a_disk_that_is_full_at_the_last_step_keeps_all_blocks(model, text, tmp_path, monkeypatch):
+    def full(self, config, *, source):
+        raise ResourceError("out: cannot write config.json (No space left on device)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "finish", full)
+        with pytest.raises(ResourceError, match=r"No space left.*finished blocks are kept: run again with --resume"):
+            make(model, text, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    seen = []
+    make(model, text, tmp_path / "out", resume=True, listen=lambda event: seen.append(event.kind))
+    assert seen.count("resumed") == 3 and "finished" not in seen
+    assert Checkpoint(tmp_path / "out").format is not None and not list(tmp_path.glob(".out*"))
+
+
+def test_an_unknown_format_is_refused_before_any_work(model, text, tmp_path):
+    with pytest.raises(OptionError, match="unknown format 'gptqq'; did you mean 'gptq'"):
+        make(model, text, tmp_path / "out", format="gptqq", listen=lambda event: pytest.fail("work was done"))
+
+
 def test_running_out_of_memory_is_one_clear_line(model, text, tmp_path, monkeypatch):
     def explode(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -214,7 +235,7 @@ def test_a_text_that_cannot_calibrate_is_refused_before_any_work(content, messag
 
 def test_resuming_something_else_is_refused(model, text, tmp_path):
     make(model, text, tmp_path / "out", blocks=1)
-    with pytest.raises(OptionError, match=r"another run .*recipe.* differ"):
+    with pytest.raises(OptionError, match=r"another run \(another .*recipe"):
         make(model, text, tmp_path / "out", "gptq-int8", resume=True)
     seen = []
     make(model, text, tmp_path / "out", listen=lambda event: seen.append(event.kind))  # without --resume it starts over

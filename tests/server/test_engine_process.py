@@ -87,7 +87,7 @@ def test_cached_tokens_are_told_until_the_cache_is_reset(loop):
 
 
 def test_it_sleeps_until_told_something_and_ends_when_the_server_is_gone(loop):
-    thread = threading.Thread(target=loop.run)
+    thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     loop.ours.send(Submit(5, PROMPT, GREEDY))
     deltas = []

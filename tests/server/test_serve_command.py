@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
-from tiny_server import DEADLINE, wait_for
+from tiny_server import DEADLINE, START, wait_for
 
 from flyweight.cli import main
 from flyweight.commands.serve import served_as
@@ -40,24 +42,36 @@ class Process:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FLYWEIGHT_API_KEY": "from-the-environment"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines, self.events = [], {}
-        threading.Thread(target=self.read, daemon=True).start()
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
 
     def read(self):
         for line in self.process.stderr:
             self.lines.append(line)
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a warning is no event
                 event = json.loads(line)
                 self.events[event["event"]] = event
 
     def wait(self, name):
-        wait_for(lambda: name in self.events or self.process.poll() is not None, name)
+        """Until the event is logged, or never will be: the log ends with the last of the two processes."""
+        wait_for(lambda: name in self.events or not self.reader.is_alive(), name, seconds=START)
         assert name in self.events, "".join(self.lines)
         return self.events[name]
 
-    def stream(self, **body):
-        url = f"http://127.0.0.1:{self.wait('listening')['port']}/v1/completions"
-        return httpx.stream("POST", url, json=ENDLESS | body, headers={"authorization": "Bearer from-the-environment"},
-                            timeout=DEADLINE)
+    @contextlib.contextmanager
+    def asked(self, **body):
+        """A request that the server has taken and the engine, which stands still, cannot answer yet: its future answer."""
+        engine, url = self.wait("engine_ready")["pid"], f"http://127.0.0.1:{self.wait('listening')['port']}"
+        os.kill(engine, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(httpx.post, f"{url}/v1/completions", json=ENDLESS | body, timeout=DEADLINE,
+                                   headers={"authorization": "Bearer from-the-environment"})
+            wait_for(lambda: "samples_in_flight 1.0" in httpx.get(f"{url}/metrics", timeout=DEADLINE).text, "the request")
+            try:
+                yield answer, engine
+            finally:  # it must not stand still for ever, whatever failed
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +86,9 @@ def processes(tiny_folder):
 
 def gone(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return True
-    return open(f"/proc/{pid}/stat").read().split()[2] == "Z" if os.path.exists(f"/proc/{pid}/stat") else True
 
 
 def test_start_up_tells_the_memory_budget(processes):
@@ -88,30 +101,25 @@ def test_start_up_tells_the_memory_budget(processes):
 
 def test_sigterm_finishes_what_is_in_flight_and_then_exits(processes):
     server = processes["drained"]
-    server.wait("engine_ready")
-    with server.stream(max_tokens=400) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    with server.asked(max_tokens=400) as (answer, engine):
         server.process.send_signal(signal.SIGTERM)
         assert server.wait("draining")["in_flight"] == 1
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]" and len(rest) == 400
+        os.kill(engine, signal.SIGCONT)
+        events = [line for line in answer.result().text.split("\n\n") if line]
+    assert events[-1] == "data: [DONE]" and len(events) == 401
     assert server.process.wait(timeout=DEADLINE) == 0
-    wait_for(lambda: gone(server.events["engine_ready"]["pid"]), "the engine to end")
-    wait_for(lambda: "stopped" in server.events, "the last line")
+    wait_for(lambda: gone(engine), "the engine to end")
+    server.wait("stopped")
 
 
 def test_a_second_sigterm_exits_at_once(processes):
     server = processes["impatient"]
-    engine = server.wait("engine_ready")["pid"]
-    with server.stream(max_tokens=4000) as stream, contextlib.suppress(httpx.HTTPError):
-        lines = stream.iter_lines()  # the connection closes with this iterator
-        next(lines)
-        os.kill(engine, signal.SIGSTOP)  # an answer that will not come by itself
+    with server.asked(max_tokens=4000) as (answer, engine):  # which will not come
         server.process.send_signal(signal.SIGTERM)
         server.wait("draining")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=DEADLINE) == 128 + signal.SIGTERM
+        assert isinstance(answer.exception(), httpx.HTTPError)
     wait_for(lambda: gone(engine), "the engine to end")
 
 
@@ -120,7 +128,7 @@ def test_a_second_sigterm_exits_at_once(processes):
     (["--backend", "vlm"], "unknown backend 'vlm'; did you mean 'vllm'?"),
     (["--backend", "vllm", "--strict"], "--strict is an option of the native server"),
     (["--tensor-parallel", "2"], "are for --backend vllm or sglang: the native engine runs on one GPU"),
-    (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
+    (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),  # an address that no machine has
 ])
 def test_wrong_options_are_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as end:

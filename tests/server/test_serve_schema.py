@@ -4,7 +4,7 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from tiny_server import ScriptedEngine, serving
+from tiny_server import DEADLINE, ScriptedEngine, serving
 
 schemathesis = pytest.importorskip("schemathesis", reason="the API fuzzer is not installed: pip install schemathesis")
 
@@ -20,7 +20,7 @@ def server(tiny_folder):
 @pytest.fixture(scope="module")
 def operations(server):
     return {f"{item.ok().method.upper()} {item.ok().path}": item.ok() for item in
-            schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()}
+            schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=DEADLINE).get_all_operations()}
 
 
 def test_every_endpoint_is_described(operations):
@@ -38,11 +38,10 @@ def test_nothing_that_can_be_sent_breaks_the_server(server, operations, name, mo
     strategy = operations[name].as_strategy(generation_mode=schemathesis.GenerationMode[mode])
     statuses = []
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=strategy)
     def send(case):
-        statuses.append(case.call(base_url=server.url).status_code)
+        statuses.append(case.call(base_url=server.url, timeout=DEADLINE).status_code)
 
     send()
     assert statuses and not [status for status in statuses if status >= 500]

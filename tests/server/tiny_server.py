@@ -38,7 +38,8 @@ CONFIG = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5, rope_theta=1e4,
     max_position_embeddings=4096, dtype="float32", bos_token_id=256, eos_token_id=257, vocab_size=264, tie_word_embeddings=True,
     hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-DEADLINE = 600.0  # seconds until a test gives up waiting
+DEADLINE = 120.0  # seconds until a test gives up waiting for what takes milliseconds
+START = 600.0  # and for what imports torch and loads a model first
 
 
 def make_model(folder: Path) -> Path:
@@ -81,8 +82,8 @@ class Running:
         return self.engine.in_flight == 0 and not self.engine.tickets and load.running == 0 and load.free_blocks == load.blocks
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
+def wait_for(condition: Callable[[], object], what: str, *, seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited too long for {what}"
         threading.Event().wait(0.005)
@@ -147,12 +148,12 @@ def serving(model: Path | str, *, wait: bool = True, threads: str | None = "1", 
         with contextlib.suppress(EngineError):  # kept in `server.fatal`
             server.run_all()
 
+    running = Running(server, listener.getsockname()[1])  # now: a server that ends at once closes its socket
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    running = Running(server, listener.getsockname()[1])
     try:
         if wait:
-            wait_for(lambda: server.engine.state == "ready" or server.fatal, "the engine")
+            wait_for(lambda: server.engine.state == "ready" or server.fatal, "the engine", seconds=START)
             assert server.fatal is None
         yield running
     finally:

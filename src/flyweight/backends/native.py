@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from flyweight.backends.base import PAGE, WARM_OUTPUT, EngineOptions, Limits
 from flyweight.backends.memory import Meter
 from flyweight.bench.timing import Answer, Run, clock
-from flyweight.errors import UnsupportedError
+from flyweight.device import pick_device
+from flyweight.errors import OptionError, UnsupportedError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,11 @@ class Native:
                                    f"{options.tensor_parallel}")
         if options.quantization:
             raise UnsupportedError("the native engine takes the quantization from the model; --quantization is for vllm, sglang")
+        from flyweight.engine.llm import LLM
+
+        known = inspect.signature(LLM).parameters.keys() - {"model"}
+        for name in options.extra.keys() - known:
+            raise OptionError(unknown("option of the native engine", name, known))
         self.model, self.options = model, options
         self.kv_dtype: str | None = None
         self.llm: LLM | None = None
@@ -97,9 +104,3 @@ class Native:
             self.llm = None
             gc.collect()
             self.meter.forget()
-
-
-def pick_device(name: str | None):  # type: ignore[no-untyped-def]  # torch is imported late
-    import torch
-
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -122,7 +122,8 @@ class Endpoint:
             await self.ask(prompt, 2)
         except HttpError as error:
             if error.status not in (400, 422) or not self.exact:
-                raise ResultError(f"the server refuses the first request ({error})") from error
+                hint = "; put its key into OPENAI_API_KEY" if error.status == 401 else ""
+                raise ResultError(f"the server refuses the first request ({error}){hint}") from error
             self.exact = False
             await self.probe(prompt)
         except OSError as error:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from flyweight.backends.base import EngineOptions, Limits, need
 from flyweight.backends.memory import Meter
-from flyweight.backends.native import pick_device
 from flyweight.bench.timing import Answer, Run, clock
+from flyweight.device import pick_device
 from flyweight.errors import MissingPackageError, OptionError, UnsupportedError
 
 

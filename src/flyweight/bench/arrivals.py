@@ -24,13 +24,8 @@ class Arrival:
     blocks: tuple[int, ...] = ()
 
 
-def poisson(count: int, rate: float, *, seed: int) -> list[float]:
-    """Independent arrivals, `rate` a second on average."""
-    return bursts(count, rate, size=1, seed=seed)
-
-
-def bursts(count: int, rate: float, *, size: int, seed: int) -> list[float]:
-    """Groups of `size` at once, the groups a Poisson process: the same mean rate, much harder to serve."""
+def bursts(count: int, rate: float, *, size: int = 1, seed: int) -> list[float]:
+    """A Poisson process of groups of `size` at once: larger groups have the same mean rate and are much harder to serve."""
     draw, now, times = random.Random(seed), 0.0, []
     for index in range(count):
         if index % size == 0:

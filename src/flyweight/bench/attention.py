@@ -23,8 +23,6 @@ from flyweight.kernels import attention, gemv, reference
 from flyweight.models.config import ModelConfig
 from flyweight.models.presets import preset_config
 
-CONTEXTS = (16384, 32768, 65536, 131072)
-BATCHES = (1, 16)
 PAGE = 16
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.errors import MissingPackageError, OptionError, UnsupportedError, unknown
+from flyweight.kernels.cpu_integer import sums_exactly
 from flyweight.packing import pack
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, quantize_float8_rows, quantize_int8_rows
 
@@ -69,6 +70,7 @@ def _run_int4(x: Tensor, *, op: Any, packed: Tensor, group: int, pairs: Tensor) 
 
 def torch_int8(tensor: Int8Channel, *, rows: int, dtype: torch.dtype) -> Run:
     need(tensor.input_scale is None, "dynamic activations only")
+    need(tensor.device.type != "cpu" or sums_exactly(), "this processor has no VNNI, and without it the sums are cut off")
     return functools.partial(_run_int8, weight=tensor.codes.clone(), scales=tensor.scales.float().flatten().clone())
 
 

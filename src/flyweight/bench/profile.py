@@ -186,6 +186,5 @@ def profile_model(model: str, work: Workload, *, device: str | None, dtype: str 
         recorded = profiler.record(phase, cold=cold)
         rows += [facts | row for row in rows_of(recorded, phase)]
         if folder:
-            folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(folder / f"{phase}.trace.json.gz"))
     return rows

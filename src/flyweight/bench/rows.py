@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyweight.errors import ResultError, writing
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,6 +46,10 @@ class ResultFile:
 
     def __init__(self, path: Path):
         self.path = path
+        if path.is_dir():
+            raise ResultError(f"{path} is a folder; a file for result rows (JSONL) is wanted")
+        with writing(path):  # what cannot be written shows before the work, not after it
+            path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = self._read()
 
     def _read(self) -> list[Row]:
@@ -54,8 +60,7 @@ class ResultFile:
         return list(read_one(self.path).rows)
 
     def append(self, rows: Iterable[Row]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 if row["bench"] != "environment":
@@ -69,9 +74,10 @@ class ResultFile:
         self.rows = [changed.get(row["run_id"], row) for row in self.rows]
         lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
         partial = self.path.with_name(f".{self.path.name}.partial")
-        partial.write_text("".join(json.dumps(changed.get(row["run_id"], row), ensure_ascii=False) + "\n" for row in lines),
-                           encoding="utf-8")
-        partial.replace(self.path)
+        with writing(self.path):
+            partial.write_text("".join(json.dumps(changed.get(row["run_id"], row), ensure_ascii=False) + "\n" for row in lines),
+                               encoding="utf-8")
+            partial.replace(self.path)
 
     def finished(self, bench: str, **what: Any) -> list[Row]:
         """Rows of this measurement that need not be made again: what went well, or can never go."""

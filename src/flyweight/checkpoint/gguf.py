@@ -65,7 +65,8 @@ class GGUF:
             raise CheckpointError(f"{self.path}: truncated or damaged GGUF file ({error}); get it again") from error
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
-            raise UnsupportedError(f"{self.path}: {unknown('architecture', self.architecture, ARCHITECTURES)}")
+            raise UnsupportedError(f"{self.path}: architecture {self.architecture!r} is not supported; known: "
+                                   f"{', '.join(ARCHITECTURES)}")  # the nearest name would be another model
         if self.metadata.get("split.count", 1) > 1:
             raise UnsupportedError(f"{self.path}: one of several parts; join them with `llama-gguf-split --merge`")
 

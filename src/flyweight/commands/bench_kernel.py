@@ -56,8 +56,8 @@ def kernel(
 
         flyweight bench kernel --format attention --rows 1,16 --contexts 16384,131072
     """
-    from flyweight.backends.native import pick_device
     from flyweight.bench import peers as others
+    from flyweight.device import pick_device
     from flyweight.report.layouts import LAYOUTS
 
     if layout not in LAYOUTS:
@@ -151,7 +151,8 @@ def run(found: Sequence[tuple[Row, Measure]], device: torch.device, *, samples: 
     file: ResultFile | None = ResultFile(out) if out else None
     environment = environment_row(device)
     lines: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("timing", total=len(found))
         for facts, measure in found:
             known = file.finished("kernel", **facts) if file else []

@@ -21,6 +21,7 @@ from flyweight.commands.bench_sweep import (
     Url,
     close,
     engine_options,
+    resumable,
 )
 from flyweight.commands.generate import Device, Dtype
 from flyweight.errors import OptionError
@@ -75,9 +76,9 @@ def serve(
         raise OptionError("--trace brings its own arrivals and lengths: no --rate, --find-max-rate or --dataset beside it")
     if find_max_rate and objective.as_field() is None:
         raise OptionError("--find-max-rate needs an objective, such as --slo ttft=500 --slo tpot=50")
-    from flyweight.backends.native import pick_device
     from flyweight.bench.cases import make_cases
     from flyweight.bench.rows import ResultFile, environment_row
+    from flyweight.device import pick_device
 
     options = engine_options(device, dtype, quantization, tensor_parallel, url, option)
     cases = make_cases(models, backend or ["openai" if url else "native"], options, name=model_name)
@@ -86,7 +87,8 @@ def serve(
     for case in cases:
         bench = ServeBench(case, load, objective, file, environment, lambda text: typer.echo(text, err=True), processes=processes,
                            warm_up=warm_up, timeout=timeout)
-        rows += bench.search(rate or 1.0, attain) if find_max_rate else bench.run([rate])
+        with resumable(out):
+            rows += bench.search(rate or 1.0, attain) if find_max_rate else bench.run([rate])
     for row in rows if as_json else ():
         typer.echo(json.dumps(row, ensure_ascii=False))
     close(rows, out)

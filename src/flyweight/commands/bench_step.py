@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,10 +32,11 @@ def step(
 
         flyweight bench step ./my-model --batch 16 --input 2048
     """
-    from flyweight.backends.native import pick_device
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is there: its profiler writes of itself to stderr
     from flyweight.bench.facts import Variant, facts_of
     from flyweight.bench.profile import Workload
     from flyweight.bench.rows import ResultFile, environment_row
+    from flyweight.device import pick_device
     from flyweight.report.performance import step_table
     from flyweight.report.render import terminal
     from flyweight.report.rows import Results

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 Models = Annotated[list[str], typer.Argument(help="MODEL or NAME=MODEL: a folder, name, hub id or preset:NAME[:SCHEME]; "
                                                   "NAME is what the rows call the scheme. The first is the baseline.")]
-Backends = Annotated[list[str] | None, typer.Option("--backend", help="native, transformers, transformers-compiled, vllm, "
-                                                    "vllm-server, sglang or openai; can be given several times.")]
+Backends = Annotated[list[str] | None, typer.Option("--backend", help="native, native-server, transformers, "
+                                                    "transformers-compiled, vllm, vllm-server, sglang or openai; can be given "
+                                                    "several times.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Result rows (JSONL); rows found there are not run again.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each cell; ten or more give p10 and p90.")]
 Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
@@ -149,10 +151,10 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
         model_name: str | None, as_json: bool) -> None:
     from dataclasses import replace
 
-    from flyweight.backends.native import pick_device
     from flyweight.bench.cases import make_cases
     from flyweight.bench.rows import ResultFile, environment_row
     from flyweight.bench.sweep import Sweep
+    from flyweight.device import pick_device
 
     file = ResultFile(out)
     cases = make_cases(models, backends or ["native"], options, name=model_name)
@@ -165,20 +167,31 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
     sweep = Sweep(replace(plan, device=device.type), file, environment, listen)
     if any(sweep.missing(case, work) for case in cases for work in plan.workloads):
         file.append([environment])
-    rows = sweep.run(cases)
+    with resumable(out):
+        rows = sweep.run(cases)
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row, ensure_ascii=False))
-    else:
+    elif any(row["status"] == "ok" for row in rows):
         typer.echo(table(rows, plan))
     close(rows, out)
 
 
 def close(rows: Sequence[Row], out: Path) -> None:
     """The last words; exit code 1 where nothing could be measured."""
-    typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
-    if not rows:
+    if not any(row["status"] == "ok" for row in rows):
+        typer.echo(f"flyweight: nothing could be measured; the reasons are in {out}", err=True)
         raise typer.Exit(1)
+    typer.echo(f"{len(rows)} rows in {out}; `flyweight report {out}` makes the tables and figures", err=True)
+
+
+@contextlib.contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """Ctrl-C tells where the finished rows are."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"finished rows are in {out}, and the same command goes on from there") from None
 
 
 def table(rows: Sequence[Row], plan: Plan) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, Fraction, load
+from flyweight.commands.generate import Context, Device, Dtype, Fraction, load
 
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
@@ -30,7 +30,7 @@ def chat(
     think: Annotated[bool | None, typer.Option(help="For models that can think before they answer.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest conversation to make room for.")] = None,
+    max_model_len: Context = None,
     memory_fraction: Fraction = None,
 ) -> None:
     """Talk with a model. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer and not the program.

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A quantized model folder, or preset:NAME:SCHEME.")],
+    source: Annotated[str, typer.Argument(help="A quantized model: a folder, a hub id, or preset:NAME:SCHEME.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
     format: Annotated[str, typer.Option("--format", help="gptq, gptq_v2, awq, compressed-tensors, fp8, vptq, or plain.")],
     dtype: Annotated[str | None, typer.Option(help="With plain: float32, float16 or bfloat16 (the model's own).")] = None,
@@ -35,17 +35,23 @@ def convert(
         flyweight convert preset:qwen3-8b:int4 -o random-awq --format awq --device cuda
     """
     from flyweight.checkpoint.convert import convert as convert_folder
+    from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.random_folder import write_preset
+    from flyweight.device import pick_device
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    place, preset = str(pick_device(device)), source.startswith("preset:")
+    model = Path(source) if preset else resolve(source)
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("converting", total=None)
-        options: dict[str, Any] = dict(format=format, device=device, overwrite=overwrite,
+        options: dict[str, Any] = dict(format=format, device=place, overwrite=overwrite,
                                        progress=lambda done, total: bar.update(task, completed=done, total=total))
-        if source.startswith("preset:"):
+        if preset:
             folder = write_preset(source, output, **options)
             typer.echo(json.dumps({"target": str(folder)}) if as_json else f"{folder}: random weights of {source} as {format}")
             return
-        result = convert_folder(source, output, dtype=dtype, **options)
+        result = convert_folder(model, output, dtype=dtype, **options)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result) | {"target": str(result.target)}))
         return

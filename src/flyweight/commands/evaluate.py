@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
     from flyweight.quant.evaluate import Agreement, Perplexity
+    from flyweight.quant.subject import Subject
 
 BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text holds nothing
 
@@ -23,9 +23,9 @@ BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text h
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Names, folders, hub ids or GGUF files; the first is the original.")],
     text: Annotated[str, typer.Option(help="A plain text file, UTF-8; built-in: two pages of prose.")] = BUILT_IN,
-    window: Annotated[int, typer.Option(help="Tokens the model sees at a time.")] = 512,
-    stride: Annotated[int | None, typer.Option(help="Tokens from one window to the next; default: the window.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens of the text.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens the model sees at a time.")] = 512,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens from one window to the next; default: the window.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")] = None,
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -42,7 +42,7 @@ def evaluate(
 
     Examples:
 
-        flyweight eval smollm2-135m --text wiki.txt --tokens 4096
+        flyweight eval smollm2-135m --tokens 1024
 
         flyweight eval ./original ./int4 ./int8 --text wiki.txt -o quality.jsonl
 
@@ -51,7 +51,11 @@ def evaluate(
     content = read_text(text)
     from rich.console import Console
 
+    from flyweight.bench.rows import ResultFile
     from flyweight.quant.evaluate import compare, perplexity
+    from flyweight.quant.subject import load_subject
+
+    results = ResultFile(output) if output is not None else None  # first: a file that cannot be written shows at once
 
     console = Console(stderr=True, highlight=False)
     first, rows = None, []
@@ -73,10 +77,8 @@ def evaluate(
         rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served))
     assert first is not None
     complete = complete_rows(rows, first.decoder.device)
-    if output is not None:
-        from flyweight.bench.rows import ResultFile
-
-        ResultFile(output).append(complete)
+    if results is not None:
+        results.append(complete)
     if as_json:
         for row in complete:
             typer.echo(json.dumps(row))
@@ -84,50 +86,18 @@ def evaluate(
         print_table(models, rows)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model under measurement, and the text in its tokens."""
-
-    checkpoint: Any
-    decoder: Any
-    ids: list[int]
-    bos: int | None
-
-
-def load_subject(model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True) -> Subject:
-    import torch
-
-    from flyweight.checkpoint.hub import resolve
-    from flyweight.checkpoint.reader import Checkpoint
-    from flyweight.engine.llm import choose_dtype
-    from flyweight.models.decoder import Decoder
-
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    checkpoint = Checkpoint(resolve(model))
-    ids, bos = encode(checkpoint.tokenizer(), text)
-    decoder = Decoder.load(checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact)
-    return Subject(checkpoint, decoder, ids, bos)
-
-
-def read_text(source: str) -> str:
+def read_text(source: str, option: str = "--text") -> str:
     if source == BUILT_IN:
         return files("flyweight.quant").joinpath("held_out.txt").read_text(encoding="utf-8")
     try:
         content = Path(source).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise OptionError(f"--text {source}: no such file") from None
+        raise OptionError(f"{option} {source}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--text {source}: cannot be read as UTF-8 text ({error})") from error
+        raise OptionError(f"{option} {source}: cannot be read as UTF-8 text ({error})") from error
     if not content.strip():
-        raise OptionError(f"--text {source}: the file is empty")
+        raise OptionError(f"{option} {source}: the file is empty")
     return content
-
-
-def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
-    """The text's own tokens, and the BOS id if this tokenizer begins texts with one."""
-    begins_with_bos = tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return ids, tokenizer.bos_token_id if begins_with_bos else None
 
 
 def result_row(result: Perplexity, agreement: Agreement | None, subject: Subject, *, model: str, text: str,
@@ -182,7 +152,7 @@ class show_progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(TextColumn("perplexity {task.description}"), BarColumn(), MofNCompleteColumn(),
-                                 TimeRemainingColumn(), console=console, transient=True)
+                                 TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("…", total=None)
 
     def __enter__(self) -> Any:

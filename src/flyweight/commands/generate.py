@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from flyweight.engine.request import Output, SamplingParams
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU if there is one.")]
-Fraction = Annotated[float | None, typer.Option(help="Of the device's memory, for weights and KV cache together (CPU: of what "
-                                                     "is free, for the cache alone); 0.9 (CPU: 0.25).")]
+Fraction = Annotated[float | None, typer.Option(min=0, max=1, help="Of the device's memory, for weights and KV cache together "
+                                                "(CPU: of what is free, for the cache alone); 0.9 (CPU: 0.25).")]
+Context = Annotated[int | None, typer.Option(min=2, help="Longest context to make room for.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own.")]
 
 
@@ -37,7 +38,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     device: Device = None,
     dtype: Dtype = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest context to make room for.")] = None,
+    max_model_len: Context = None,
     memory_fraction: Fraction = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -55,7 +56,10 @@ def generate(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
                             repetition_penalty=repetition_penalty, stop=stop or (), n=n)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        raise OptionError(f"standard input is not {error.encoding} text ({error.reason} at byte {error.start + 1})") from None
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
     llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len, memory_fraction=memory_fraction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,21 +43,23 @@ def profile(
 
         flyweight profile ./my-model --cold
     """
-    from flyweight.backends.native import pick_device
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is there: its profiler writes of itself to stderr
     from flyweight.bench.facts import Variant, facts_of
     from flyweight.bench.profile import Workload, profile_model
     from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
+    from flyweight.device import pick_device
     from flyweight.report.document import View
     from flyweight.report.layouts import LAYOUTS
     from flyweight.report.rows import Results
 
     if layout not in LAYOUTS:
         raise OptionError(unknown("layout", layout, LAYOUTS))
+    file = ResultFile(out / "result.jsonl")
     facts, environment = facts_of(Variant.parse(model)).fields(), environment_row(pick_device(device))
     typer.echo(f"profiling {input} tokens in, {output} out, {batch} at once", err=True)
     rows = profile_model(model, Workload(batch, input, output), device=device, dtype=dtype, cold=cold, eager=eager, folder=out)
     rows = [make_row("profile", environment["id"], **rounded(facts | row)) for row in rows]
-    ResultFile(out / "result.jsonl").append([environment, *rows])
+    file.append([environment, *rows])
     if as_json:
         for row in (environment, *rows):
             typer.echo(json.dumps(row, ensure_ascii=False))
@@ -79,4 +82,4 @@ def show(view: View, folder: Path) -> None:
             typer.echo(str(error), err=True)
     if not any(row.get("level") == "layer" and row.get("phase") == "decode" for row in view.results.rows):
         typer.echo("decode ran as captured graphs (or was not asked for): no times by layer; --eager shows them", err=True)
-    typer.echo(f"rows, traces and the plot are in {folder}", err=True)
+    typer.echo(f"rows, traces{' and the plot' if any(folder.glob('*.png')) else ''} are in {folder}", err=True)

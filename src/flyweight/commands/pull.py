@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from flyweight.errors import OptionError
+from flyweight.errors import OptionError, writing
 
 
 def pull(
@@ -35,7 +35,7 @@ def pull(
     from flyweight.checkpoint.reader import Checkpoint
 
     if output is not None and output.exists():
-        raise OptionError(f"--output {output} exists already")
+        raise OptionError(f"--output {output} exists already; choose another folder")
     folder = resolve(model, dtype=dtype)
     Checkpoint(folder)  # a folder that cannot be read has not been pulled
     if output is not None:
@@ -50,6 +50,12 @@ def pull(
 def _copy(folder: Path, output: Path) -> Path:
     partial = output.absolute().with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(folder, partial)
-    os.rename(partial, output)
+    try:
+        with writing(output):
+            partial.mkdir(parents=True)
+            for path in filter(Path.is_file, folder.iterdir()):
+                shutil.copy2(path, partial)
+            os.rename(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return output

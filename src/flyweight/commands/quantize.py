@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flyweight.commands.evaluate import read_text
 from flyweight.commands.generate import Device, Dtype
 from flyweight.errors import OptionError
 
@@ -23,19 +24,19 @@ def quantize(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The folder to make.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (TOML) instead of a scheme.")] = None,
     calibration: Annotated[str, typer.Option(help="A text or JSONL file, or a hub dataset.")] = "built-in",
-    samples: Annotated[int | None, typer.Option(help="Calibration sequences; 128 on a GPU, 16 on a CPU.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of each; 2048 on a GPU, 512 on a CPU.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences; 128 on a GPU, 16 on a CPU.")] = None,
+    length: Annotated[int | None, typer.Option(min=8, help="Tokens of each; 2048 on a GPU, 512 on a CPU.")] = None,
     seed: Annotated[int, typer.Option(help="Which samples are drawn, and everything else that is random.")] = 0,
     eval_text: Annotated[Path | None, typer.Option("--eval", help="Measure perplexity before and after on this text.")] = None,
-    eval_tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens of it.")] = None,
+    eval_tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of it.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run of this command stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that exists.")] = False,
     format: Annotated[str | None, typer.Option(help="File format; default: what most engines read for this scheme.")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a forward pass; fewer need less memory.")] = None,
-    cache_gb: Annotated[float, typer.Option(help="Host memory for activations; the rest goes to disk.")] = 4.0,
-    blocks: Annotated[int | None, typer.Option(help="Stop after so many decoder blocks, to time a model.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a forward pass; fewer need less memory.")] = None,
+    cache_gb: Annotated[float, typer.Option(min=0, help="Host memory for activations; the rest goes to disk.")] = 4.0,
+    blocks: Annotated[int | None, typer.Option(min=1, help="Stop after so many decoder blocks, to time a model.")] = None,
     list_schemes: Annotated[bool, typer.Option("--list", help="Explain every scheme and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
@@ -60,10 +61,15 @@ def quantize(
         raise OptionError("quantize needs a model and an output folder: flyweight quantize MODEL --scheme NAME -o OUT")
     from flyweight.quant.quantize import quantize as make
 
-    with LiveView(model, recipe.stem if recipe else scheme) as view:
-        summary = make(model, scheme, output, recipe=recipe, calibration=calibration, samples=samples, length=length, seed=seed,
-                       resume=resume, overwrite=overwrite, format=format, device=device, dtype=dtype, batch=batch,
-                       cache_gb=cache_gb, blocks=blocks, listen=view.listen)
+    if eval_text is not None:
+        read_text(str(eval_text), option="--eval")  # an hour of work must not end at a file that is not there
+    try:
+        with LiveView(model, recipe.stem if recipe else scheme) as view:
+            summary = make(model, scheme, output, recipe=recipe, calibration=calibration, samples=samples, length=length,
+                           seed=seed, resume=resume, overwrite=overwrite, format=format, device=device, dtype=dtype, batch=batch,
+                           cache_gb=cache_gb, blocks=blocks, listen=view.listen)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("finished blocks are kept, and the same command with --resume goes on from there") from None
     quality = {}
     if eval_text is not None and summary.finished:
         quality = {name: measure(folder, eval_text, eval_tokens, device=device, dtype=dtype)
@@ -80,20 +86,22 @@ def print_schemes(as_json: bool) -> None:
                      "centroids, residual centroids", engines="Flyweight, transformers with vptq"))
     if as_json:
         return typer.echo(json.dumps(rows, indent=1))
+    import sys
+
     from rich.console import Console
     from rich.table import Table
 
     table = Table("scheme", "bits", "what it costs, when to pick it", "read by", box=None, pad_edge=False)
     for row in rows:
         table.add_row(f"[bold]{row['scheme']}[/]", row["bits"], row["summary"], row["engines"])
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 250).print(table)  # for grep, a line each
 
 
 def bits_of(layer: Any) -> str:
     if layer.solver == "fp8":
         return "8 (float)"
     if layer.solver == "vptq":
-        return f"{layer.bits} + 0.3"
+        return f"{layer.bits} + 0.25"
     group = "channel" if layer.group_size == -1 else f"group {layer.group_size}"
     activations = ", int8 activations" if layer.activations == "int8" else ""
     return f"{layer.bits}, {group}{'' if layer.symmetric else ', zero points'}{activations}"
@@ -142,10 +150,11 @@ def measure(model: str, text: Path, tokens: int | None, *, device: str | None, d
     """Perplexity of one model, as `flyweight eval` measures it."""
     from rich.console import Console
 
-    from flyweight.commands.evaluate import load_subject, read_text, show_progress
+    from flyweight.commands.evaluate import show_progress
     from flyweight.quant.evaluate import perplexity
+    from flyweight.quant.subject import load_subject
 
-    subject = load_subject(model, read_text(str(text)), device=device, dtype=dtype)
+    subject = load_subject(model, read_text(str(text), option="--eval"), device=device, dtype=dtype)
     batch = 8 if subject.decoder.device.type == "cuda" else 1
     with show_progress(Console(stderr=True, highlight=False)) as update:
         result = perplexity(subject.decoder, subject.ids[:tokens], bos=subject.bos, progress=update, batch=batch)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flyweight.errors import OptionError, unknown
+from flyweight.errors import MissingPackageError, OptionError, unknown, writing
 
 if TYPE_CHECKING:
     from flyweight.report.blocks import Block, Figure
@@ -77,8 +77,9 @@ def write(path: Path, blocks: Sequence[Block], *, title: str, draw: bool, pictur
     }
     if path.suffix not in formats:
         raise OptionError(f"--output {path}: {unknown('ending', path.suffix, formats)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(formats[path.suffix](), encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(formats[path.suffix](), encoding="utf-8")
 
 
 def drawer(path: Path, kind: str) -> Callable[[Figure], Path]:
@@ -86,4 +87,10 @@ def drawer(path: Path, kind: str) -> Callable[[Figure], Path]:
     from flyweight.report.plot import draw
 
     folder = path.with_name(f"{path.stem}_figures")
-    return lambda figure: draw(figure, folder, kind=kind).relative_to(path.parent)
+    def place(figure: Figure) -> Path:
+        try:
+            return draw(figure, folder, kind=kind).relative_to(path.parent)
+        except MissingPackageError as error:
+            raise MissingPackageError(f"{error}, or give --no-figures") from None
+
+    return place

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Context, Device, Dtype
 from flyweight.errors import MissingPackageError, OptionError
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -22,7 +22,7 @@ def serve(
     api_key: Annotated[list[str] | None, typer.Option(
         help=f"Clients must send it; may be repeated. {KEY_VARIABLE} is safer: it shows in no process list.")] = None,
     served_name: Annotated[list[str] | None, typer.Option(help="What clients call the model; may be repeated.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context to make room for.")] = None,
+    max_model_len: Context = None,
     memory_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="Share of the memory for the KV cache.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most answers at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,

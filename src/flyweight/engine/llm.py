@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from flyweight.device import pick_device
 from flyweight.engine.core import Engine
 from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace, weight_bytes
 from flyweight.engine.packed import SIZES
@@ -50,7 +51,7 @@ class LLM:
         from flyweight.models.decoder import Decoder
 
         self.name = str(model)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
         self.decoder = decoder or Decoder.load(self.weights, device=self.device, dtype=self.dtype, exact=exact)

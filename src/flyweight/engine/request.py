@@ -94,7 +94,7 @@ def check_field(name: str, value: Any) -> None:
         raise RequestError(f"{name} must be a {'whole number' if whole else 'number'}, not {value!r}")
     least, most = LIMITS.get(name, (-(2**63), 2**64))
     if not least <= value <= most:
-        raise RequestError(f"{name} must lie between {least:g} and {most:g}, not {value}")
+        raise RequestError(f"{name} must lie between {least:g} and {most:.10g}, not {value}")
 
 
 class State(enum.Enum):

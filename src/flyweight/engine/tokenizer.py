@@ -28,8 +28,12 @@ class Tokenizer:
     def end_id(self) -> int | None:
         return self.inner.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        return self.inner.encode(text)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a tokenizer's own words for it are about types
+            raise RequestError(f"the prompt is not valid Unicode (character {error.start + 1}); is it UTF-8?") from None
+        return self.inner.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.fast.decode(tokens, skip_special_tokens=True)
@@ -45,7 +49,7 @@ class Tokenizer:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        return self.inner.encode(self.render_chat(messages, **options), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), special=False)
 
 
 class Detokenizer:

@@ -46,7 +46,7 @@ def choose(tensor: QuantTensor, *, exact: bool) -> Choice:
         return choose_float(tensor.weight.float(), "plain weight", narrow=not exact)
     if isinstance(tensor, Sparse24):  # torch has no op that would skip the zeros
         return choose(tensor.to_dense(), exact=exact)
-    if isinstance(tensor, Int8Channel) and tensor.input_scale is None and has_integers():
+    if isinstance(tensor, Int8Channel) and tensor.input_scale is None and has_integers() and cpu_integer.sums_exactly():
         return Choice(cpu_integer.BothInt8(tensor), "torch.int_mm", "int8 × int8 summed in integers, scaled in float32",
                       tensor.codes.nbytes + 4 * len(tensor.codes))
     floats = choose_float(tensor.dequantize(), f"{tensor.kind} dequantized once at load", narrow=not exact, rounding=True)

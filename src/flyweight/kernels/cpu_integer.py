@@ -1,9 +1,10 @@
 """Integer weights on a CPU through torch's own ops: a quarter or an eighth of the bytes of float32.
 
 W8A8 is `torch._int_mm`: activations to int8 per token, sums in integers, then the scales: what the format means, bit for
-bit up to float32 rounding, at any number of rows. Weight-only int4 (groups) and int8 (one scale per channel) are
-`_weight_int4pack_mm_for_cpu` and `_weight_int8pack_mm`, which want bfloat16 inputs (their float32 versions are ten times
-slower than plain float32) and lose to a float matmul beyond a few rows: from there on `many` takes over.
+bit up to float32 rounding, at any number of rows; but only on processors with VNNI (`sums_exactly`). Weight-only int4
+(groups) and int8 (one scale per channel) are `_weight_int4pack_mm_for_cpu` and `_weight_int8pack_mm`, which want bfloat16
+inputs (their float32 versions are ten times slower than plain float32) and lose to a float matmul beyond a few rows: from
+there on `many` takes over.
 
 Measured on two busy cores of a Sapphire Rapids, the block linears of a 135M model in ms, rows 1 / 8 / 256: float32 28 / 54 /
 365, W8A8 20 / 17 / 135, int4 13 / 30 / 696, int8 16 / 41 / 757, FBGEMM in 16 bits 29 / 33 / 386.
@@ -11,6 +12,7 @@ Measured on two busy cores of a Sapphire Rapids, the block linears of a 135M mod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,6 +21,13 @@ from torch import Tensor
 from flyweight.tensors import Int8Channel, IntGroup
 
 MOST_ROWS = {4: 8, 8: 4}  # by bits
+
+
+@functools.cache
+def sums_exactly() -> bool:
+    """Whether `torch._int_mm` may be trusted: without VNNI, oneDNN adds products in pairs that are cut off at 16 bits."""
+    most = torch.full((4, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(most, most.t()) == 64 * 127**2).all())
 
 
 class BothInt8:

@@ -37,7 +37,7 @@ def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None
     except ImportError:
         raise MissingPackageError("tasks need lm-eval: pip install 'flyweight[lm-eval]'") from None
     from flyweight import LLM, SamplingParams
-    from flyweight.commands.evaluate import load_subject
+    from flyweight.quant.subject import load_subject
 
     subject = load_subject(model, "a", device=device, dtype=dtype)
     tokenizer = subject.checkpoint.tokenizer()

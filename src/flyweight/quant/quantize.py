@@ -23,7 +23,8 @@ from flyweight.checkpoint import formats
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint, read_json
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
-from flyweight.errors import OptionError
+from flyweight.device import pick_device
+from flyweight.errors import OptionError, ResourceError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.models.config import ModelConfig
 from flyweight.models.moe import ROUTER, SHARED_GATE, members
@@ -38,6 +39,7 @@ from flyweight.quant.recipe import Recipe
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
+from flyweight.quant.subject import encode
 from flyweight.tensors import QuantTensor
 
 NOTE = "flyweight.json"
@@ -84,7 +86,9 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     started = time.perf_counter()
     if not output:
         raise OptionError("quantize needs an output folder: -o OUT")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if format:
+        formats.named(format)  # an unknown name must not show after an hour of calibration
+    place = pick_device(device)
     chosen = recipe if isinstance(recipe, Recipe) else recipes.load(Path(recipe)) if recipe else recipes.find(scheme)
     job = Job(model, chosen, Path(output).absolute(), device=place, dtype=dtype, seed=seed)
     on_gpu = place.type == "cuda"
@@ -92,10 +96,12 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     fingerprint = job.fingerprint(text, format)
     if resume and (done := job.already_finished(fingerprint)) is not None:
         return done
+    if job.output.is_file():
+        raise OptionError(f"{job.output} is a file; choose another name for the folder")
     if job.output.exists() and not overwrite and any(job.output.iterdir()):
         raise OptionError(f"{job.output} exists already; pass --overwrite or choose another folder")
     store = BlockStore(job.output, fingerprint, resume=resume)
-    complete = False
+    written = False
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(place)
     try:
@@ -106,10 +112,15 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
             if complete:
                 name = format or formats.default_of(tensor for part in finished for tensor in part.linears.values())
                 job.assemble(store, finished, formats.named(name), fingerprint, overwrite=overwrite)
+                written = True
             else:
                 name = "unfinished"
+    except ResourceError as error:
+        if "--resume" in str(error):
+            raise
+        raise ResourceError(f"{error}; finished blocks are kept: run again with --resume") from error
     finally:
-        store.close(remove=complete)
+        store.close(remove=written)
     peak = torch.cuda.max_memory_allocated(place) / 1e9 if on_gpu else 0.0
     return job.summarize(finished, name, seconds=time.perf_counter() - started, tokens=0 if text is None else text.tokens.numel(),
                          peak=peak, complete=complete)
@@ -146,8 +157,6 @@ class Job:
         if isinstance(self.source, PresetWeights):  # random weights: any tokens will do
             generator = torch.Generator().manual_seed(self.seed)
             return Samples(torch.randint(self.config.vocab_size, (count, length), generator=generator), "random", self.seed)
-        from flyweight.commands.evaluate import encode
-
         text = read_text(source)
         if not text.strip():
             raise OptionError(f"--calibration {source}: the text is empty")

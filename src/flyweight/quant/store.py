@@ -72,7 +72,7 @@ class BlockStore:
             differing = [key for key, value in json.loads(note.read_text()).items() if fingerprint.get(key) != value]
             if differing:
                 self.lock.release()
-                raise OptionError(f"{self.folder} holds the unfinished work of another run ({', '.join(differing)} differ); "
+                raise OptionError(f"{self.folder} holds the unfinished work of another run (another {' and '.join(differing)}); "
                                   "repeat that command, or run without --resume to start over")
         else:
             for path in self.folder.iterdir():

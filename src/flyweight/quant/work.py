@@ -145,10 +145,6 @@ class WorkBlock:
 
     # -- equivalent changes -----------------------------------------------------------------------------------
 
-    def can_fold(self, group: Group) -> bool:
-        """Gemma-like norms aside, every source can take a factor; a source that is quantized already cannot."""
-        return group.source not in self.quantized
-
     def allowed(self, group: Group, scales: Tensor) -> Tensor:
         """The nearest scales that can be folded: one per channel of the source, shared by the query heads that read it."""
         if group.source != "self_attn.v_proj" or self.config.heads == self.config.kv_heads:

@@ -17,7 +17,7 @@ def draw(figure: Figure, folder: Path, *, kind: str = "png") -> Path:
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
-        raise MissingPackageError("figures need matplotlib: pip install 'flyweight[report]', or give --no-figures") from None
+        raise MissingPackageError("figures need matplotlib: pip install 'flyweight[report]'") from None
     tall = max(3.6, 0.22 * len(figure.series) + 1.4) if figure.kind == "heat" else 4.2
     canvas = Canvas(figsize=(7.5, tall), layout="constrained")
     axes = canvas.subplots()

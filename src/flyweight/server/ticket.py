@@ -21,7 +21,6 @@ class Sample:
     """One answer among those of a ticket, and when its tokens came."""
 
     prompt_tokens: int
-    prompt_index: int
     started: float | None = None
     cached: int = 0
     first: float | None = None
@@ -42,7 +41,7 @@ class Ticket:
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        self.samples = [Sample(len(prompt), index) for index, prompt in enumerate(self.prompts) for _ in range(self.n)]
+        self.samples = [Sample(len(prompt)) for prompt in self.prompts for _ in range(self.n)]
         self.unfinished = len(self.samples)
         self.changed = asyncio.Event()
 

@@ -22,7 +22,7 @@ def halves(tensor):
 
 @given(bits=st.sampled_from([4, 8]), rows=st.integers(1, 5), words=st.integers(1, 9), group=st.sampled_from([8, 32, -1]),
        symmetric=st.booleans(), act_order=st.booleans(), version2=st.booleans(), seed=SEEDS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_gptq(bits, rows, words, group, symmetric, act_order, version2, seed):
     group = -1 if group > 8 * words else group  # a group longer than a row is the row
     tensor = halves(IntGroup.random((8 * rows, 8 * words), seed, bits=bits, group_size=group, symmetric=symmetric,
@@ -34,7 +34,7 @@ def test_gptq(bits, rows, words, group, symmetric, act_order, version2, seed):
 
 
 @given(rows=st.integers(1, 6), groups=st.integers(1, 4), group=st.sampled_from([4, 32]), symmetric=st.booleans(), seed=SEEDS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_awq(rows, groups, group, symmetric, seed):
     tensor = halves(IntGroup.random((8 * rows, groups * group), seed, group_size=group, symmetric=symmetric))
     if tensor.zeros is not None and bool((tensor.zeros == 8).all()):
@@ -44,7 +44,7 @@ def test_awq(rows, groups, group, symmetric, seed):
 
 @given(bits=st.integers(2, 8), rows=st.integers(1, 70), groups=st.integers(1, 3), group=st.sampled_from([5, 32, -1]),
        symmetric=st.booleans(), seed=SEEDS)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_pack_quantized_of_any_width_and_ragged_shape(bits, rows, groups, group, symmetric, seed):
     columns = 11 * groups if group == -1 else group * groups
     tensor = IntGroup.random((rows, columns), seed, bits=bits, group_size=group, symmetric=symmetric)
@@ -84,7 +84,7 @@ def test_fp8_family(scales, activation):
 @given(rows=st.integers(1, 20), columns=st.integers(2, 40), length=st.integers(1, 8), outliers=st.integers(0, 3),
        main=st.sampled_from([4, 64]), residual=st.sampled_from([None, 2, 4]), permute=st.booleans(),
        normalize=st.booleans(), seed=SEEDS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_vptq(rows, columns, length, outliers, main, residual, permute, normalize, seed):
     outliers = min(outliers, columns - 1)
     groups = 2 if (columns - outliers) % 2 == 0 else 1

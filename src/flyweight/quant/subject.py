@@ -1,0 +1,39 @@
+"""A model under measurement: its decoder, and a text in its own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flyweight.checkpoint.hub import resolve
+from flyweight.checkpoint.reader import Checkpoint
+from flyweight.device import pick_device
+
+if TYPE_CHECKING:
+    from flyweight.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Subject:
+    checkpoint: Checkpoint
+    decoder: Decoder
+    ids: list[int]
+    bos: int | None
+
+
+def load_subject(model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True) -> Subject:
+    from flyweight.engine.llm import choose_dtype
+    from flyweight.models.decoder import Decoder
+
+    place = pick_device(device)
+    checkpoint = Checkpoint(resolve(model))
+    ids, bos = encode(checkpoint.tokenizer(), text)
+    decoder = Decoder.load(checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact)
+    return Subject(checkpoint, decoder, ids, bos)
+
+
+def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
+    """The text's own tokens, and the BOS id if this tokenizer begins texts with one."""
+    begins_with_bos = tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids, tokenizer.bos_token_id if begins_with_bos else None
