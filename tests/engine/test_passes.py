@@ -128,9 +128,12 @@ def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
     assert Played.made == len(graphs.held) == 2
 
 
-def test_the_oldest_pass_gives_way(monkeypatch):
+def test_the_pass_that_was_not_used_for_longest_gives_way(played, monkeypatch):
     monkeypatch.setattr(passes, "MOST", 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    graphs = SimpleNamespace(held={"a": 1, "b": 2}, device=None)
-    passes.PassGraphs._make_room(graphs)
-    assert graphs.held == {"b": 2}
+    story = Story(load(CONFIG, torch.float16), tolerance=1)
+    graphs = passes.PassGraphs(story.decoder, story.padded, story.rows)
+    monkeypatch.setattr(graphs.decoder, "hidden", lambda batch, *_: torch.zeros(len(batch.tokens), 32))
+    for size in (16, 32, 16, 64):
+        graphs.hidden(SimpleNamespace(tokens=torch.zeros(size), kv_lengths=[size]))
+    assert list(graphs.held) == [(16,), (64,)]
