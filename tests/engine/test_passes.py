@@ -79,9 +79,10 @@ class Played:
 
 
 @pytest.fixture
-def played(monkeypatch):
+def played(monkeypatch, request):
     """Captures are played, and decoders get the ops of CUDA devices once `decoders.decoder_ops` is set to what this gives."""
     attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
+    request.getfixturevalue("interpreted_loops")
     from flyweight.kernels import cuda_ops
 
     monkeypatch.setattr(attention, "FRESH_FROM", 10)  # so that whole prompts of both ways are among the small steps here
@@ -97,7 +98,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compi
 
 
 @interpreted
-@pytest.mark.usefixtures("interpreted_loops")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an empty tile divides 0 by 0, and writes nothing
 @pytest.mark.parametrize("config, dtype", [(CONFIG | dict(num_hidden_layers=1), torch.float16), (WINDOWED, torch.float32)])
 def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, played, monkeypatch):
@@ -113,7 +113,6 @@ def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, played, mo
 
 
 @interpreted
-@pytest.mark.usefixtures("interpreted_loops")
 def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
     monkeypatch.setattr(passes, "SIZES", (16, 32))
     config = CONFIG | dict(num_hidden_layers=1)
@@ -128,9 +127,14 @@ def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
     assert Played.made == len(graphs.held) == 2
 
 
-def test_the_oldest_pass_gives_way(monkeypatch):
+def test_the_pass_that_was_not_used_for_longest_gives_way(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: None)
     monkeypatch.setattr(passes, "MOST", 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    graphs = SimpleNamespace(held={"a": 1, "b": 2}, device=None)
-    passes.PassGraphs._make_room(graphs)
-    assert graphs.held == {"b": 2}
+    story = Story(load(CONFIG, torch.float16), tolerance=1)
+    graphs = passes.PassGraphs(story.decoder, story.padded, story.rows)
+    monkeypatch.setattr(graphs.decoder, "hidden", lambda batch, *_: torch.zeros(len(batch.tokens), 32))
+    for size in (16, 32, 16, 64):
+        graphs.hidden(SimpleNamespace(tokens=torch.zeros(size), kv_lengths=[size]))
+    assert list(graphs.held) == [(16,), (64,)]

@@ -132,6 +132,12 @@ def test_blocks_load_alone_and_run_whole_sequences():
     assert_same_logits(logits, whole.forward_whole(torch.tensor([tokens_of(9), tokens_of(9, seed=1)])))
 
 
+def test_no_tokens_have_no_logits_and_cost_no_head(monkeypatch):
+    decoder = load(transformers_model("qwen3"))
+    monkeypatch.setattr(decoder, "head", None)  # kernels cannot be launched for no rows
+    assert decoder.logits(torch.empty(0, decoder.config.hidden_size)).shape == (0, 97)
+
+
 def test_watching_a_block_shows_the_input_of_every_linear():
     model = transformers_model("llama odd heads")
     decoder, expected, seen = load(model), {}, {}

@@ -28,7 +28,7 @@ from flyweight.engine.transfer import upload
 from flyweight.kernels.dispatch import why_not_triton
 from flyweight.models.decoder import Decoder, Plans
 
-MOST = 96  # captured passes held; the oldest goes
+MOST = 96  # kinds of passes held; the one that was not used for longest goes
 
 
 def why_not(decoder: Decoder, page: int) -> str | None:
@@ -76,13 +76,14 @@ class PassGraphs:
         fixed = {} if alone else self._plans(batch)
         key = (size, *((window, plan.shape) for window, plan in fixed.items()))
         known = key in self.held
-        if not known:
-            self._make_room()
-            self.held[key] = Captured({window: plan.place() for window, plan in fixed.items()})
-        captured = self.held[key]
-        for window, plan in fixed.items():
-            if known:
+        if known:
+            captured = self.held.pop(key)
+            for window, plan in fixed.items():
                 captured.plans[window].fill(plan)
+        else:
+            self._make_room()
+            captured = Captured({window: plan.place() for window, plan in fixed.items()})
+        self.held[key] = captured  # behind all others: the last used
         if captured.graph is not None:
             captured.graph.replay()
             return self.states[:size]

@@ -268,6 +268,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor, delta: Tensor | None = None) -> Tensor:
         """Final norm and head of what the last block gives, float32."""
+        if not hidden.numel():  # chunks of prompts alone: nobody wants logits, and kernels cannot be launched for no rows
+            return torch.empty(*hidden.shape[:-1], self.config.vocab_size, device=hidden.device)
         if delta is None:
             return self.head(self.ops.rms_norm(hidden, self.norm.weight, self.norm.epsilon)).float()
         return self.head(self.ops.add_rms_norm(delta, hidden, self.norm.weight, epsilon=self.norm.epsilon)[0]).float()
