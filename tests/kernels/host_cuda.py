@@ -14,7 +14,8 @@ from flyweight.kernels import gemv, jit
 SHIM = Path(__file__).parent / "host_cuda.cuh"
 PROCESSORS = 5  # as many CTAs as a launch has for a whole GPU
 COMPILER = shutil.which("g++")
-FLAGS = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+FLAGS = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", "-pthread",
+         "-fvisibility=hidden"]  # torch has functions of the same names
 
 
 def source(file: str) -> str:
@@ -47,7 +48,8 @@ class Host:
         return SimpleNamespace(kernel=lambda name: self.kernel(file, flags, name))
 
     def kernel(self, file: str, flags: list[str], name: str) -> Kernel:
-        entry = f'\nextern "C" void run_{name}(int x, int y, int block, void** args) {{ run_grid({name}, x, y, block, args); }}\n'
+        entry = (f'\nextern "C" __attribute__((visibility("default"))) void run_{name}(int x, int y, int block, void** args) '
+                 f"{{ run_grid({name}, x, y, block, args); }}\n")
         path = self.folder / hashlib.sha256("".join([file, name, *flags]).encode()).hexdigest()[:20]
         if not path.with_suffix(".so").exists():
             path.with_suffix(".cpp").write_text(source(file) + entry)
