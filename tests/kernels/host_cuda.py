@@ -15,7 +15,7 @@ INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh"}
 PROCESSORS = 3  # as many CTAs as a launch has for a whole GPU
 COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique",
-         "-fvisibility=hidden"]
+         "-fvisibility=hidden"]  # torch has functions of the same names
 
 
 def source(file: str) -> str:

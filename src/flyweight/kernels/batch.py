@@ -17,7 +17,7 @@ from torch import Tensor
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, FORMATS, GROUPED, Gemv, processors
-from flyweight.kernels.gemv_split import CLOCK, HAND_OVER, PER_SLICE, SUM_WORD, mail
+from flyweight.kernels.gemv_split import CLOCK, HAND_OVER, PER_SLICE, SUM_WORD, WEIGHT_BYTE, mail
 
 KINDS = ("plain", "int4", "int8", "w8a8")
 ROWS = (16, 32, 64)
@@ -85,15 +85,17 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
         stages = min(12, (SHARED - 1024) // (stage + 16))
         if stages < 3 or together > 4:
             continue
-        fetched = (mine * length * step + rounds * length * x_bytes(kind, group, padded)) * L2_BYTE
+        weights, inputs = mine * length * step, rounds * length * x_bytes(kind, group, padded)
+        fetched = max(weights * WEIGHT_BYTE, (weights + inputs) * L2_BYTE)
         busy = math.ceil(tiles / together) * parts
         multiplied = mine * length * 2 * (BLOCK_CYCLES[kind][0] * parts + BLOCK_CYCLES[kind][1] * padded) * max(1.0, WARPS / busy)
         handed_over = HAND_OVER + PER_SLICE * count + mine * 16 * padded * SUM_WORD if count > 1 else 0
-        early = min(PACK, stages * tiles * step * L2_BYTE)  # weights that are there when x comes
+        early = min(PACK, stages * tiles * step * WEIGHT_BYTE)  # weights that are there when x comes
         shared = max(SHARED_LEAST, stages * (stage + 16) + padded * 4 + 256)
         if count * math.ceil(outputs / 16) * 16 * padded * 4 <= MOST_MAIL or count == 1:
+            idle = 1 + 0.05 * max(0, 8 - busy)  # few warps wait for their own products
             found.append(Choice(padded, count, tiles, together, parts, stages, shared,
-                                (PACK + max(fetched - early, multiplied) + handed_over) / CLOCK))
+                                (PACK + max(fetched - early, multiplied) * idle + handed_over) / CLOCK))
     return min(found, key=lambda choice: choice.microseconds, default=None)
 
 

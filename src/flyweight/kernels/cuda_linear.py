@@ -42,7 +42,7 @@ def few(kind: str, outputs: int, columns: int, group: int, rows: int, processors
         return "gemv" if whole else None
     beside = whole and whole.shared <= gemv.SHARED_LIMIT
     at_once = gemv_split.estimate(kind, outputs, columns, group, rows, slices=1, processors=processors)
-    return "gemv" if beside and at_once <= split.microseconds else "split"
+    return "gemv" if beside and at_once <= 1.05 * split.microseconds else "split"
 
 
 class CudaLinear:
