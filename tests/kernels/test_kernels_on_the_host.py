@@ -10,7 +10,7 @@ from flyweight.kernels import cuda_linear, experts, gemm, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
 
 
 @pytest.fixture(scope="module")
