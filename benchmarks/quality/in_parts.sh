@@ -1,9 +1,9 @@
 #!/bin/bash
-# The quality run on a rented GPU, in calls of a few minutes: each call starts it where it is not running, waits, and leaves
+# The quality run in parts of a few minutes, on a GPU that is rented by the minute: each call starts it where it is not running, waits, and leaves
 # all rows so far in $OUT/quality.jsonl. Put that file in the place of benchmarks/h200/quality.jsonl before a call on another
 # machine; finished jobs are not done again, and on the same machine a run goes on between calls.
 #
-#   OUT=/tmp/out bash benchmarks/quality/sitting.sh PIECES SECONDS [more options of run.py]
+#   OUT=/tmp/out bash benchmarks/quality/in_parts.sh PIECES SECONDS [more options of run.py]
 #
 # PIECES: a folder of `pieces.py cut` with smollm2-135m.gguf, valid.txt, train.txt, install.py and the peers' wheels.
 set -u
