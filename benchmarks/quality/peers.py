@@ -34,7 +34,8 @@ def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, ac
 LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rtn-int4": ("", "rtn", integers(4)),
     "rtn-int4-mse": ("", "rtn", integers(4, observer="memoryless_mse")),
-    "rtn-int8": ("", "rtn", integers(8)),
+    "rtn-int8": ("", "rtn", integers(8, group=None)),
+    "rtn-int8-group": ("", "rtn", integers(8)),
     "gptq-int3": ("", "gptq", integers(3)),
     "gptq-int3-imatrix": ("", "gptq", integers(3, observer="imatrix_mse")),
     "gptq-int4": ("", "gptq", integers(4)),
@@ -49,10 +50,11 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     "autoround-int4-asym": {"bits": 4, "sym": False},
 }
 SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
+VARIANTS = ("-mse", "-imatrix", "-group")  # of a peer's scheme: ours has one of that name without the ending
 # Ours → the peers' that it is held against, at the same group size and symmetry and no more stored bits.
 RIVALS: dict[str, list[tuple[str, str]]] = {
-    **{ours: [("llm-compressor", name) for name in LLM_COMPRESSOR if name in (ours, f"{ours}-mse", f"{ours}-imatrix")]
-       for ours in LLM_COMPRESSOR},
+    **{ours: [("llm-compressor", name) for name in LLM_COMPRESSOR if name.removeprefix(ours) in ("", *VARIANTS)]
+       for ours in LLM_COMPRESSOR if not ours.endswith(VARIANTS)},
     "int4-best-symmetric": [("auto-round", "autoround-int4"), ("llm-compressor", "gptq-int4"),
                             ("llm-compressor", "gptq-int4-imatrix"), ("llm-compressor", "rtn-int4")],
     "int4-best": [("auto-round", "autoround-int4-asym"), ("auto-round", "autoround-int4"), ("llm-compressor", "awq-int4"),

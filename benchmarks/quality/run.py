@@ -5,13 +5,16 @@
 
 The model's off-grid equivalent is quantized once per scheme and seed, and each result is measured on the whole text by
 the same evaluator. Jobs run in `--jobs` worker processes on one device: a small model leaves a GPU idle most of the time.
-A job that fails becomes a `failed` row with its reason; one that is finished in OUT is not done again.
+A job that fails becomes a `failed` row with its reason; one that is finished in OUT is not done again, unless it is one of
+ours and the solvers have changed since. Blocks of ours that were finished when time ran out are not done again either, as
+long as the folder WORK is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
@@ -24,6 +27,18 @@ from typing import Any
 
 import peers
 import table
+
+# The open questions first, slow ones before quick ones; what is not named here follows as it comes.
+FIRST = ("int4-best", "autoround-int4-asym", "int4-best-symmetric", "autoround-int4", "vptq-3bit", "w8a8-smooth", "rtn-int4",
+         "gptq-int3", "w8a8-smooth-gptq", "gptq-int4-imatrix", "gptq-int3-imatrix", "rtn-int4-mse", "awq-int3", "vptq-2bit",
+         "vptq-4bit")
+QUANT = Path(__file__).parents[2] / "src" / "flyweight" / "quant"
+
+
+def solvers_digest() -> str:
+    """Which solvers and schemes made a row: ours are made again when they change, a peer's are not."""
+    files = sorted(path for path in QUANT.iterdir() if path.suffix in (".py", ".toml"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class Worker:
     def __init__(self, setting: Setting) -> None:
         import measure
 
-        self.setting, self.samples = setting, {}
+        self.setting, self.samples, self.resumed = setting, {}, 0
         self.ruler = measure.Ruler(Path(setting.model), Path(setting.text), device=setting.device, windows=setting.windows)
 
     def calibration(self, seed: int) -> Any:
@@ -86,7 +101,9 @@ class Worker:
             import measure
 
             return [{"bench": "quality"} | measure.facts_of(self.ruler.checkpoint) | self.ruler.facts()]
-        samples, output = self.calibration(job.seed), Path(self.setting.work) / job.name.replace("/", "-").replace(":", "-")
+        samples = self.calibration(job.seed)
+        output = Path(self.setting.work) / solvers_digest() / job.name.replace("/", "-").replace(":", "-")
+        output.parent.mkdir(exist_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         started, on_gpu = time.perf_counter(), self.setting.device.startswith("cuda")
         if on_gpu:
@@ -96,8 +113,9 @@ class Worker:
             steps=self.setting.learn_steps or 200)
         seconds = time.perf_counter() - started
         calibration = {"calibration": samples.facts(), "calibration_tokens": samples.tokens.numel()}
+        resumed = {"resumed_blocks": self.resumed} if self.resumed else {}  # then the seconds are those of the rest
         made = {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),
-                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **calibration}
+                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **resumed, **calibration}
         found = {"bench": "quality", **calibration, **self.ruler.measure(folder)}
         if not self.setting.keep:
             shutil.rmtree(output, ignore_errors=True)
@@ -112,9 +130,13 @@ class Worker:
         if chosen.learn_steps and self.setting.learn_steps:
             chosen = dataclasses.replace(chosen, learn_steps=self.setting.learn_steps,
                                          tune_steps=min(chosen.tune_steps, self.setting.learn_steps))
-        batch = 16 if self.setting.device.startswith("cuda") else 4
+        batch, self.resumed = 16 if self.setting.device.startswith("cuda") else 4, 0
+
+        def listen(event: Any) -> None:
+            self.resumed += event.kind == "resumed"
+
         return quantize(self.setting.model, output=output, recipe=chosen, calibration=self.calibration(job.seed), seed=job.seed,
-                        device=self.setting.device, batch=batch, overwrite=True).output
+                        device=self.setting.device, batch=batch, overwrite=True, resume=True, listen=listen).output
 
 
 def host_gb() -> float:
@@ -123,12 +145,12 @@ def host_gb() -> float:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
 
 
-def work(setting: Setting, pipe: Any) -> None:
+def work(setting: Setting, threads: int, pipe: Any) -> None:
     """The loop of a worker process: a job comes in, rows or the reason of a failure go out."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; quantizing is deterministic with it
     import torch
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))
+    torch.set_num_threads(threads)
     worker: Worker | None = None
     while (job := pipe.recv()) is not None:
         try:
@@ -146,15 +168,16 @@ def work(setting: Setting, pipe: Any) -> None:
 class Seat:
     """A worker process that is replaced when it dies, or when another tool comes: packages change global settings."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.tool, self.process, self.pipe = setting, "", None, None
+    def __init__(self, setting: Setting, threads: int) -> None:
+        self.setting, self.threads, self.tool, self.process, self.pipe = setting, threads, "", None, None
 
     def run(self, job: Job, deadline: float) -> tuple[list[dict[str, Any]], str]:
         if self.process is None or self.tool != job.tool:
             self.leave()
             context = multiprocessing.get_context("spawn")
             self.pipe, theirs = context.Pipe()
-            self.process, self.tool = context.Process(target=work, args=(self.setting, theirs), daemon=True), job.tool
+            self.process, self.tool = context.Process(
+                target=work, args=(self.setting, self.threads, theirs), daemon=True), job.tool
             self.process.start()
             theirs.close()
         try:
@@ -200,7 +223,7 @@ class Rows:
         from flyweight.bench.rows import make_row
 
         shared = {"job": job.name, "tool": job.tool, "model": self.model, "scheme": job.scheme, "seed": job.seed,
-                  "weights": "trained"}
+                  "weights": "trained"} | ({"solvers": solvers_digest()} if job.tool == "flyweight" else {})
         if reason:
             return self.write([make_row("quality", self.environment, status="failed", reason=reason, **shared)])
         self.write([make_row(row.pop("bench"), self.environment, **shared, **row) for row in found])
@@ -219,19 +242,26 @@ def peer_versions() -> dict[str, str]:
 
 
 def make_jobs(schemes: list[str], tools: list[str], seeds: list[int], recipes: list[str]) -> list[Job]:
-    """Seed by seed, so that a run that is cut short has every scheme once; the slow ones of a seed first."""
+    """Seed by seed, so that a run that is cut short has every scheme once; within a seed as FIRST says."""
     from flyweight.quant import recipe
 
     named = recipe.named()
     wanted = list(named) if schemes == ["all"] else schemes
     jobs = [Job("original", "fp32", 0)]
-    slow = ("int4-best", "vptq", "auto")
+    place = {scheme: i for i, scheme in enumerate(FIRST)}
     for seed in seeds:
         ours = [Job("flyweight", s, seed) for s in [*wanted, *recipes] if s in named or s in recipes or s.startswith("vptq:")]
         theirs = [Job(tool, s, seed) for tool in tools for s in peers.SCHEMES[tool] if schemes == ["all"] or s in wanted]
         needed = [job for job in [*theirs, *ours] if seed == seeds[0] or calibrated(job)]
-        jobs += sorted(needed, key=lambda job: not job.scheme.startswith(slow))
+        jobs += sorted(needed, key=lambda job: place.get(job.scheme, len(place)))
     return jobs
+
+
+def finished_jobs(rows: list[dict[str, Any]]) -> set[str]:
+    """Names of the jobs that need not be done again."""
+    now = solvers_digest()
+    return {row["job"] for row in rows if row.get("status") == "ok" and row["bench"] == "quality"
+            and (row["tool"] != "flyweight" or row.get("solvers") == now)}
 
 
 def calibrated(job: Job) -> bool:
@@ -245,6 +275,7 @@ def calibrated(job: Job) -> bool:
 
 def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: float) -> None:
     waiting, lock, done = list(jobs), threading.Lock(), 0
+    threads = max(1, (os.cpu_count() or 1) // (2 * seats if setting.device.startswith("cuda") else seats))
 
     def take(tool: str) -> Job:
         """The next job of the tool that the seat has loaded, or else simply the next."""
@@ -255,7 +286,7 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
 
     def sit() -> None:
         nonlocal done
-        seat = Seat(setting)
+        seat = Seat(setting, threads)
         while True:
             try:
                 job = take(seat.tool)
@@ -316,7 +347,7 @@ def main() -> None:
                       options.device or ("cuda" if torch.cuda.is_available() else "cpu"), options.samples, options.length,
                       options.windows, options.learn_steps, options.keep,
                       tuple((path.stem, str(path.absolute())) for path in options.recipes))
-    finished = {row["job"] for row in table.read(options.out) if row.get("status") == "ok" and row["bench"] == "quality"}
+    finished = finished_jobs(table.read(options.out))
     names = [path.stem for path in options.recipes]
     jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds, names) if job.name not in finished]
     if options.only_peers:

@@ -1,5 +1,8 @@
 """The comparison: mean over seeds, and paired differences with their standard errors.
 
+    python benchmarks/quality/run.py --out rows.jsonl --table       prints it
+    python benchmarks/quality/table.py                              puts it into docs/quantize.md, from the committed rows
+
 A difference d[seed, window] of mean losses has two sources of noise, the text and the calibration draw:
 error² = var(mean over seeds by window) / windows + var(mean over windows by seed) / seeds. "Better" and "worse" mean by
 more than two errors, at no more stored bits per weight.
@@ -16,6 +19,8 @@ from typing import Any
 
 import peers
 
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- rows: quality -->", "<!-- end -->"
 Results = dict[tuple[str, str], list[dict[str, Any]]]
 
 
@@ -57,11 +62,10 @@ def mean(rows: list[dict[str, Any]], key: str) -> float:
     return statistics.fmean(row[key] for row in rows)
 
 
-def show(path: Path) -> None:
-    """Markdown: one line per tool and scheme, then every comparison that is asked for."""
-    results = collect(path)
-    seconds = {row["job"]: row["seconds"] for row in read(path) if row["bench"] == "quantize" and row["status"] == "ok"}
-    print("| tool | scheme | bits | perplexity | change | KL | top-1 | seeds | seconds |\n|---|---|---|---|---|---|---|---|---|")
+def quality_lines(results: Results, seconds: dict[str, float]) -> list[str]:
+    """Markdown: one line per tool and scheme, the best first."""
+    columns = ("tool", "scheme", "bits", "perplexity", "change", "KL", "top-1", "seeds", "seconds")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for (tool, scheme), rows in sorted(results.items(), key=lambda item: mean(item[1], "perplexity")):
         compared = ["", "", ""]
         if "kl" in rows[0]:
@@ -70,12 +74,52 @@ def show(path: Path) -> None:
             compared = [f"{100 * math.expm1(ratio):+.2f} ± {100 * error:.2f} %", f"{mean(rows, 'kl'):.5f}",
                         f"{100 * mean(rows, 'top1_agreement'):.2f} %"]
         took = [seconds[row["job"]] for row in rows if row["job"] in seconds]
-        print(f"| {tool} | {scheme} | {rows[0]['bits_per_weight']:.3f} | {mean(rows, 'perplexity'):.4f} | {' | '.join(compared)} "
-              f"| {len(rows)} | {statistics.fmean(took) if took else 0:.1f} |")
-    print("\n| ours | against | ours is |\n|---|---|---|")
+        lines.append(f"| {tool} | {scheme} | {rows[0]['bits_per_weight']:.3f} | {mean(rows, 'perplexity'):.4f} "
+                     f"| {' | '.join(compared)} | {len(rows)} | {f'{statistics.fmean(took):.1f}' if took else ''} |")
+    return lines
+
+
+def rival_lines(results: Results) -> list[str]:
+    """Every comparison that is asked for; "not measured" where a side of it is missing."""
+    lines = ["| ours | against | ours is |", "|---|---|---|"]
     for scheme, others in peers.RIVALS.items():
+        ours = results.get(("flyweight", scheme))
         for other in others:
-            if ("flyweight", scheme) in results and other in results:
-                print(f"| {scheme} | {' '.join(other)} | {verdict(results['flyweight', scheme], results[other])} |")
-    for job, reason in sorted({(row["job"], row["reason"]) for row in read(path) if row["status"] == "failed"}):
-        print(f"\nfailed: {job}: {reason}")
+            said = verdict(ours, results[other]) if ours and other in results else "not measured"
+            lines.append(f"| {scheme} | {' '.join(other)} | {f'**{said}**' if said.startswith('worse') else said} |")
+    return lines
+
+
+def unfinished(rows: list[dict[str, Any]]) -> list[str]:
+    """Jobs whose last attempt failed, with the reason."""
+    last = {row["job"]: row for row in rows if row["bench"] == "quality"}
+    return [f"{job}: {row['reason']}" for job, row in sorted(last.items()) if row["status"] == "failed"]
+
+
+def document(path: Path) -> str:
+    """Everything there is to say of the rows, in markdown."""
+    rows, results = read(path), collect(path)
+    seconds = {row["job"]: row["seconds"] for row in rows if row["bench"] == "quantize" and row["status"] == "ok"}
+    parts = ["\n".join(quality_lines(results, seconds)), "\n".join(rival_lines(results))]
+    if missing := unfinished(rows):
+        parts.append("Did not finish:\n\n" + "\n".join(f"- {line}" for line in missing))
+    return "\n\n".join(parts)
+
+
+def show(path: Path) -> None:
+    print(document(path))
+
+
+def fill(target: Path, path: Path) -> None:
+    """The tables between the marks in `target`, and in one sentence what they were made on."""
+    machines = {row["id"]: row for row in read(path) if row["bench"] == "environment"}
+    used = [machines[row["environment"]] for row in read(path) if row["bench"] == "quality" and row["environment"] in machines]
+    told = sorted({f"{one['device']}, commit {one['commit']}" for one in used})
+    text = target.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN, 1)
+    body = f"Measured on {'; '.join(told)}.\n\n{document(path)}" if used else "Not measured yet."
+    target.write_text(f"{before}{BEGIN}\n{body}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    fill(ROOT / "docs" / "quantize.md", ROOT / "benchmarks" / "h200" / "quality.jsonl")

@@ -10,6 +10,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "quality"), str(ROOT / "tests" / "quant")]
 
+import peers  # noqa: E402
 import pieces  # noqa: E402
 import run  # noqa: E402
 import table  # noqa: E402
@@ -85,6 +86,23 @@ def test_jobs_need_one_seed_where_nothing_is_calibrated_and_finish_a_seed_first(
     assert "flyweight/rtn-int4/0" in names and "flyweight/rtn-int4/1" not in names
     assert "llm-compressor/rtn-int4/1" not in names and "llm-compressor/gptq-int4/1" in names
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
+    assert names[1:3] == ["flyweight/int4-best/0", "auto-round/autoround-int4/0"]  # the open questions come first
+
+
+def test_ours_is_made_again_when_the_solvers_change_and_a_peers_is_not():
+    def done(tool, **more):
+        return {"bench": "quality", "status": "ok", "tool": tool, "job": f"{tool}/x/0", **more}
+
+    rows = [done("llm-compressor"), done("flyweight"), done("flyweight", job="flyweight/y/0", solvers=run.solvers_digest()),
+            done("auto-round", status="failed")]
+    assert run.finished_jobs(rows) == {"llm-compressor/x/0", "flyweight/y/0"}
+
+
+def test_every_rival_is_a_scheme_that_someone_makes():
+    made = {(tool, scheme) for tool, schemes in peers.SCHEMES.items() for scheme in schemes}
+    rivals = {rival for others in peers.RIVALS.values() for rival in others}
+    assert {rival for rival in rivals if rival[0] != "flyweight"} <= made
+    assert ("llm-compressor", "rtn-int8-group") in peers.RIVALS["rtn-int8"] and "rtn-int4-mse" not in peers.RIVALS
 
 
 def test_the_last_good_row_of_a_seed_counts(tmp_path):
@@ -92,6 +110,28 @@ def test_the_last_good_row_of_a_seed_counts(tmp_path):
             for status, value in (("ok", 1.0), ("ok", 2.0), ("failed", 3.0))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert [r["perplexity"] for r in table.collect(tmp_path / "rows.jsonl")["flyweight", "s"]] == [2.0]
+
+
+def test_the_document_shows_what_lost_and_what_did_not_finish(tmp_path):
+    def quality(tool, scheme, losses, **more):
+        return dict(row(losses), bench="quality", status="ok", tool=tool, scheme=scheme, job=f"{tool}/{scheme}/0",
+                    environment="e", perplexity=10.0) | more
+
+    rows = [{"bench": "environment", "id": "e", "device": "a GPU", "commit": "abc"},
+            quality("flyweight", "rtn-int4", [2.1, 3.1, 2.6, 3.61]), quality("llm-compressor", "rtn-int4", [2.0, 3.0, 2.5, 3.5]),
+            quality("flyweight", "int4-best", [], status="failed", reason="stopped: out of time"),
+            quality("flyweight", "fp8", [], status="failed", reason="once"), quality("flyweight", "fp8", [2.0, 3.0, 2.5, 3.5])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    page = tmp_path / "page.md"
+    page.write_text(f"by hand\n{table.BEGIN}\nold\n{table.END}\nby hand too\n")
+    table.fill(page, tmp_path / "rows.jsonl")
+    text = page.read_text()
+    assert text.startswith("by hand\n") and text.endswith("by hand too\n") and "old" not in text
+    assert "a GPU, commit abc" in text and "| rtn-int4 | llm-compressor rtn-int4 | **worse +" in text
+    assert "| gptq-int4 | llm-compressor gptq-int4 | not measured |" in text
+    assert "- flyweight/int4-best/0: stopped: out of time" in text and "once" not in text
+    table.fill(page, tmp_path / "rows.jsonl")
+    assert page.read_text() == text
 
 
 def test_vllm_agrees_where_only_near_ties_fall_the_other_way():

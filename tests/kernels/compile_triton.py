@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flyweight.kernels import triton_attention, triton_ops
+from flyweight.kernels import triton_attention, triton_columns, triton_nearest, triton_ops, triton_vectors
 
 FLOAT, SCALES, TABLE = "*bf16", "*fp32", "*i32"
 NORM = dict(x=FLOAT, residual=FLOAT, weight=FLOAT, out=FLOAT, total=FLOAT)
@@ -15,6 +15,15 @@ ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, positions="*i64", slots="*i64", n
 ATTEND = dict(query=FLOAT, keys=FLOAT, values=FLOAT, out=FLOAT, tables=TABLE, tiles=TABLE, GROUP=4, HEAD_DIM=128, BLOCK=128,
               PAGE=16, WINDOW=0)
 PARTS = dict(parts=SCALES, sums=SCALES)
+COLUMN = dict(values_at=SCALES, matrix_at=SCALES, scale_at=SCALES, bias_at=SCALES)
+FOUND = dict(least_at=SCALES, index_at=TABLE, parts="i32")
+NEAREST = COLUMN | FOUND | dict(points_at=SCALES, high_at="*fp16", low_at="*fp16", squares_at=SCALES, COLUMN=True, DESCENT=True,
+                                KEEP=1, VECTORS=64, ENTRIES=128, WIDTH=16)
+PAIR = COLUMN | FOUND | dict(tile_at=SCALES, main_at=SCALES, residual_at=SCALES, first_at="*i64", second_at="*i64",
+                             rounded_at=SCALES, errors_at=SCALES, BEAM=4, LENGTH=8, WIDE=8, PARTS=64, RESIDUALS=256, DESCENT=True,
+                             VECTORS=16, LATER=16)
+WALK = dict(tile_at=SCALES, matrix_at=SCALES, scales_at=SCALES, zeros_at=SCALES, kept_at="*i8", values_at=SCALES, codes_at=SCALES,
+            errors_at=SCALES, DESCENT=True, MASKED=True, COLUMNS=128, OUTPUTS=32)
 
 
 def row(size: int, **changes) -> dict:
@@ -34,9 +43,14 @@ CASES = [
     (triton_attention._attend, ATTEND | tile(128)),
     (triton_attention._attend, ATTEND | tile(256) | dict(HEAD_DIM=256, BLOCK=256)),
     (triton_attention._attend, ATTEND | tile(128) | PARTS | dict(ROWS=16, GROUP=7, HEAD_DIM=96, WINDOW=4096)),
+    (triton_nearest._nearest, NEAREST),
+    (triton_nearest._nearest, NEAREST | dict.fromkeys(COLUMN) | dict(COLUMN=False, DESCENT=False)),
+    (triton_vectors._pair, PAIR),
+    (triton_vectors._pair, PAIR | dict(values_at=None, residual_at=None, BEAM=1, RESIDUALS=0, LENGTH=3, WIDE=4, DESCENT=False)),
+    (triton_columns._walk, WALK),
     (triton_attention._add_parts, PARTS | dict(merges=TABLE, out=FLOAT, GROUP=4, HEAD_DIM=128, BLOCK=128, ROWS=16)),
 ]
-NUMBERS = dict(epsilon="fp32", scale="fp32")  # other numbers are int32; pointers that are not named are None
+NUMBERS = dict(epsilon="fp32", scale="fp32", steps="fp32")  # other numbers are int32; pointers that are not named are None
 
 
 def compile_case(kernel, given: dict, arch: int) -> bytes:
@@ -44,7 +58,9 @@ def compile_case(kernel, given: dict, arch: int) -> bytes:
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         value = given.get(parameter.name)
-        if parameter.name in ("residual", "scales", "parts", "sums", "norm", "positions", "total") and value is None:
+        pointer = parameter.name.endswith("_at") or parameter.name in (
+            "residual", "scales", "parts", "sums", "norm", "positions", "total")
+        if pointer and value is None:
             constants[(i,)], signature[parameter.name] = None, "constexpr"
         elif isinstance(value, str):
             signature[parameter.name], attributes[(i,)] = value, [["tt.divisibility", 16]]

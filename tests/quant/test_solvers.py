@@ -48,6 +48,14 @@ def test_every_integer_solver_is_at_least_as_good_as_rounding(bits, symmetric, r
     assert error(weight, awq_round(weight, statistics, settings), statistics) <= nearest
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_searched_range_has_no_larger_square_error_in_any_group(symmetric):
+    weight, _, _ = problem()
+    errors = [(rtn(weight, Integers(4, 32, symmetric, ranges)).dequantize() - weight).square().unflatten(1, (-1, 32)).sum(-1)
+              for ranges in ("minmax", "mse")]
+    assert (errors[1] <= errors[0] * (1 + 1e-5)).all() and errors[1].sum() < 0.95 * errors[0].sum()
+
+
 def test_each_refinement_lowers_the_error_of_the_one_before():
     weight, statistics, _ = problem()
     plain = Integers(4, 32, True, "minmax")

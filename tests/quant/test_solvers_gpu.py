@@ -69,20 +69,26 @@ def test_the_nearest_centroids_are_those_of_float64(points, length, entries):
     torch.testing.assert_close(distance.cpu().double(), exact.amin(1), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("length", "entries", "residuals"), [(8, 4096, 256), (4, 300, 5), (4, 512, 0), (2, 256, 16)])
-def test_a_column_is_matched_with_pairs_as_close_as_on_the_cpu(length, entries, residuals):
-    points, main = random(70, length), random(entries, length, seed=1)
-    residual = random(residuals, length, seed=2) * 0.3 if residuals else None
-    books = Books(main.cuda(), None if residual is None else residual.cuda(), beam=4)
-    first, second = torch.zeros(2, 75, dtype=torch.int64, device="cuda")
-    scale, bias = torch.tensor([1.7, 0.3], device="cuda")
-    values = books.round_fused(points.cuda(), scale=scale, bias=bias, first=first, second=second)
-    decoded = books.decode(first[:70], second[:70] if residuals else None)
-    torch.testing.assert_close(values.view(70, length), decoded * scale + bias)
-    on_cpu = Books(main, residual, beam=4)
-    wanted = (on_cpu.decode(*on_cpu.match(points)) - points).square().sum(1)
-    found = (decoded.cpu() - points).square().sum(1)
-    assert found.mean() < 1.02 * wanted.mean() and not first[70:].any()
+@pytest.mark.parametrize("descent", [False, True])
+@pytest.mark.parametrize(("length", "entries", "residuals"), [
+    (8, 65536, 256), (4, 2048, 2), (4, 256, 16), (4, 512, 0), (2, 256, 16)])
+def test_a_block_of_vectors_is_walked_as_well_as_on_the_cpu(length, entries, residuals, descent):
+    columns, count = 48, 70
+    matrix = random(columns, columns, seed=3) * 0.05
+    matrix = matrix @ matrix.T + torch.eye(columns)
+    main, residual = random(entries, length, seed=1), random(residuals, length, seed=2) * 0.3 if residuals else None
+    tile, values = random(columns, count * length), random(columns, count * length, seed=4) if descent else None
+    norms, found = dict(scale=random(columns, seed=5).abs() + 0.5, bias=random(columns, seed=6)), {}
+    for device in ("cpu", "cuda"):
+        placed = [None if t is None else t.to(device) for t in (main, residual, tile, matrix, values)]
+        books, indices = Books(*placed[:2], beam=4), torch.zeros(2, columns, count, dtype=torch.int64, device=device)
+        rounded, errors = books.walk(*placed[2:4], **{name: value.to(device) for name, value in norms.items()}, first=indices[0],
+                                     second=indices[1], values=placed[4])
+        decoded = books.decode(indices[0], indices[1] if residuals else None).flatten(1).cpu()
+        expected = decoded * norms["scale"][:, None] + norms["bias"][:, None]
+        torch.testing.assert_close(rounded.cpu(), expected, rtol=1e-4, atol=1e-5)
+        found[device] = errors.cpu().square().mean()
+    assert found["cuda"] < 1.02 * found["cpu"]
 
 
 @pytest.mark.parametrize(("settings", "options"), [
@@ -113,7 +119,7 @@ def test_vptq_is_as_good_as_on_the_cpu_and_gives_the_same_bytes_twice(shape):
 def test_every_kind_of_scheme_runs_on_a_gpu(scheme, tmp_path):
     model = make_tiny_model(tmp_path / "model")
     recipe = find(scheme)
-    changes = {"learn_steps": 4, "tune_steps": 3} if recipe.learn_steps or recipe.tune_steps else {}
+    changes = {"learn_steps": min(4, recipe.learn_steps), "tune_steps": min(3, recipe.tune_steps)}
     summary = quantize(model, recipe=Recipe.from_dict(recipe.to_dict() | changes, scheme), output=tmp_path / "out",
                        device="cuda", samples=4, length=64)
     assert summary.finished

@@ -96,6 +96,15 @@ def test_sums_do_not_depend_on_the_order_of_addition():
     torch.testing.assert_close(exact_sums(index, values, 7).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_sums_leave_the_determinism_of_everything_else_alone():
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        exact_sums(torch.tensor([0, 1]), torch.ones(2, 1), 2)
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_kmeans_finds_well_separated_clusters():
     centres = torch.tensor([[0.0, 0], [10, 0], [0, 10], [10, 10]])
     points = (centres[torch.arange(400) % 4] + 0.1 * torch.randn(400, 2, generator=torch.Generator().manual_seed(1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +60,8 @@ def quantize(
         return print_schemes(as_json)
     if not model or output is None:
         raise OptionError("quantize needs a model and an output folder: flyweight quantize MODEL --scheme NAME -o OUT")
+    # Stages need pieces of other sizes; fixed segments would keep what the last one needed. torch reads it when CUDA starts.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from flyweight.quant.quantize import quantize as make
 
     if eval_text is not None:

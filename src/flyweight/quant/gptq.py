@@ -129,25 +129,8 @@ def columnwise(columns: Tensor, upper: Tensor, round_column: Callable[[int, Tens
     return columns
 
 
-def sweep(target: Tensor, values: Tensor, hessian: Tensor, round_column: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """One round of coordinate descent on ‖(W − Q)·X‖²: each column of `values` [in, out] moves to its own best rounding."""
-    values = values.clone()
-    diagonal = hessian.diagonal().clamp(min=1e-8 * float(hessian.diagonal().mean()) + 1e-30)
-    pull = hessian @ (target - values)  # [in, out]: minus half the gradient
-    for begin in range(0, values.shape[0], BLOCK):
-        end = min(begin + BLOCK, values.shape[0])
-        local, moves = pull[begin:end].clone(), torch.empty_like(pull[begin:end])
-        for j in range(begin, end):
-            new = round_column(j, values[j] + local[j - begin] / diagonal[j])
-            moves[j - begin] = new - values[j]
-            values[j] = new
-            local.addr_(hessian[begin:end, j], moves[j - begin], alpha=-1)
-        pull -= hessian[:, begin:end] @ moves
-    return values
-
-
 def descend(weight: Tensor, codes: Tensor, grid: Grid, hessian: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Better codes [out, in] on the same grid: `sweep`, block by block."""
+    """Better codes [out, in] on the same grid: one round of coordinate descent on ‖(W − Q)·X‖², block by block."""
     scales, zeros = (tensor.T.contiguous() for tensor in grid.expand())
     values, found = grid.values(codes).T.contiguous(), torch.empty_like(scales)
     pull = hessian @ (weight.T - values)

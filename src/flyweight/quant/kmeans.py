@@ -7,7 +7,9 @@ at once with probability weight · distance², so that a book of 65536 is seeded
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,10 +27,23 @@ def fixed_point(values: Tensor, count: int) -> tuple[Tensor, float]:
     return torch.round(values.double() * 2.0**shift).long(), 2.0**-shift
 
 
+@contextlib.contextmanager
+def any_order() -> Iterator[None]:
+    """Lets a GPU add as it likes: to be deterministic with floats too, torch would sort everything by its index first."""
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
 def exact_sums(index: Tensor, values: Tensor, bins: int) -> Tensor:
     """Sums of values [n, v] by index [n] → float32 [bins, v], whatever the order of addition."""
     whole, factor = fixed_point(values, values.shape[0])
-    sums = torch.zeros(bins, values.shape[1], dtype=torch.int64, device=values.device).index_add_(0, index, whole)
+    sums = torch.zeros(bins, values.shape[1], dtype=torch.int64, device=values.device)
+    with any_order():
+        sums.index_add_(0, index, whole)
     return (sums.double() * factor).float()
 
 
@@ -37,7 +52,7 @@ def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     if fused(points, book):
         from flyweight.kernels.triton_nearest import nearest_by_part
 
-        least, found = nearest_by_part(points, split_book(book), parts=parts_for(points, book))
+        least, found = nearest_by_part(points, split_book(book), parts=parts_for(len(points), book))
         if least.shape[1] == 1:
             return found[:, 0].long(), least[:, 0].clamp(min=0)
         distance, part = least.min(1, keepdim=True)
@@ -65,9 +80,9 @@ def split_book(book: Tensor) -> Any:
     return Split.of(book)
 
 
-def parts_for(points: Tensor, book: Tensor) -> int:
+def parts_for(points: int, book: Tensor) -> int:
     """Into how many parts a book is cut so that a GPU has work for all its cores: about 512 tiles of 64 points."""
-    return max(1, min(512 * 64 // max(len(points), 1), len(book) // 512))
+    return max(1, min(512 * 64 // max(points, 1), len(book) // 512))
 
 
 def draw(mass: Tensor, count: int, generator: torch.Generator) -> Tensor:

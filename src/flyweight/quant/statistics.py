@@ -144,8 +144,10 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             damped = hessian.flip(0, 1)
             damped.diagonal().add_(damping)
             lower, failed = torch.linalg.cholesky_ex(damped)
+            del damped  # each is 600 MB where an 8B model has 12288 columns
             if int(failed) == 0:
-                upper = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(lower), device=lower.device), upper=True)
+                lower = lower.flip(0, 1)
+                upper = torch.linalg.solve_triangular(lower, torch.eye(len(lower), device=lower.device), upper=True)
                 if bool(torch.isfinite(upper).all()):
                     return upper
             damping = max(damping, 1e-6 * float(hessian.diagonal().mean())) * 10

@@ -12,17 +12,17 @@ a big layer. Column order costs nothing where there are neither outlier columns 
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError
-from flyweight.quant.gptq import columnwise, sweep
-from flyweight.quant.kmeans import exact_sums, fused, kmeans, nearest, parts_for, split_book
+from flyweight.quant.books import Books
+from flyweight.quant.gptq import BLOCK
+from flyweight.quant.kmeans import exact_sums, kmeans, nearest
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import VectorQuant
 
@@ -90,54 +90,6 @@ def shape_score(shape: VPTQ) -> tuple[int, ...]:
     return shape.main, int(shape.normalize), shape.length
 
 
-@dataclass(eq=False)
-class Books:
-    """Entries in the stored dtype's values, and how a column's segments are matched with them."""
-
-    main: Tensor  # [centroids, length]
-    residual: Tensor | None
-    beam: int
-
-    @functools.cached_property
-    def split(self) -> Any:
-        """Of the main book, for the fused search."""
-        return split_book(self.main)
-
-    def match(self, points: Tensor) -> tuple[Tensor, Tensor | None]:
-        """points [n, length] → indices [n] into main and residual."""
-        if self.residual is None:
-            return nearest(points, self.main)[0], None
-        first = self.candidates(points)  # [n, beam]
-        left = points[:, None] - self.main[first]  # [n, beam, length]
-        second, distance = nearest(left.flatten(0, 1), self.residual)
-        pick = distance.view(first.shape).argmin(1, keepdim=True)
-        return first.gather(1, pick)[:, 0], second.view(first.shape).gather(1, pick)[:, 0]
-
-    def candidates(self, points: Tensor) -> Tensor:
-        """The main entries that are tried: the nearest ones. (On a GPU: the nearest of the best parts of the book.)"""
-        beam = min(self.beam, self.main.shape[0])
-        scores = torch.addmm(self.main.square().sum(1), points, self.main.T, alpha=-2)
-        return scores.topk(beam, dim=1, largest=False).indices if beam > 1 else scores.argmin(1, keepdim=True)
-
-    def round_fused(self, points: Tensor, *, scale: Tensor, bias: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """A whole column on a GPU in two launches: its values; indices go to the rows `first` and `second`."""
-        from flyweight.kernels.triton_nearest import nearest_by_part
-        from flyweight.kernels.triton_pair import best_pairs
-
-        parts = parts_for(points, self.main)
-        found = nearest_by_part(points, self.split, parts=parts if self.residual is None else max(parts, 8 * self.beam))
-        return best_pairs(points, found, self.main, self.residual, beam=self.beam, scale=scale, bias=bias, first=first,
-                          second=second)
-
-    def decode(self, main: Tensor, residual: Tensor | None) -> Tensor:
-        vectors = self.main[main]
-        return vectors if residual is None or self.residual is None else vectors + self.residual[residual]
-
-    def stored(self, dtype: torch.dtype) -> Books:
-        extra = None if self.residual is None else self.residual.to(dtype).float()
-        return Books(self.main.to(dtype).float(), extra, self.beam)
-
-
 def vptq(weight: Tensor, statistics: Statistics, settings: VPTQ) -> VectorQuant:
     """weight [out, in] → codebooks and indices."""
     rows, columns = weight.shape
@@ -174,9 +126,6 @@ class Solver:
         scale = scale.clamp(min=1e-4 * float(scale.mean()) + 1e-8)
         return scale.to(self.shape.dtype).float(), bias.to(self.shape.dtype).float()
 
-    def normalized(self, j: int, column: Tensor) -> Tensor:
-        return ((column - self.bias[j]) / self.scale[j]).view(-1, self.length(j))
-
     def length(self, j: int) -> int:
         return self.shape.outlier_length if j < self.outliers else self.shape.length
 
@@ -202,28 +151,40 @@ class Solver:
             book = kmeans(points, heft, min(shape.outlier_centroids, points.shape[0]), seed=shape.seed + 2)
             self.wide = Books(book, None, 1).stored(shape.dtype)
 
-    def rounder(self, main: Tensor, residual: Tensor):
-        def round_column(j: int, column: Tensor) -> Tensor:
-            books = self.wide if j < self.outliers and self.wide else self.books
-            points = self.normalized(j, column)
-            if fused(points, books.main):
-                return books.round_fused(points, scale=self.scale[j], bias=self.bias[j], first=main[j], second=residual[j])
-            first, second = books.match(points)
-            main[j, : len(first)] = first
-            if second is not None:
-                residual[j, : len(second)] = second
-            return books.decode(first, second).flatten() * self.scale[j] + self.bias[j]
-
-        return round_column
+    def blocks(self) -> Iterator[tuple[slice, Books]]:
+        """Some columns at a time, and their books; outlier columns share no block with others."""
+        for begin, end, books in ((0, self.outliers, self.wide), (self.outliers, self.width, self.books)):
+            for start in range(begin, end, BLOCK):
+                assert books is not None
+                yield slice(start, min(start + BLOCK, end)), books
 
     def empty_indices(self) -> tuple[Tensor, Tensor]:
         most = self.target.shape[1] // min(self.length(0), self.length(self.width - 1))
         zeros = torch.zeros(self.width, most, dtype=torch.int64, device=self.target.device)
         return zeros, zeros.clone()
 
+    def walk(self, books: Books, block: slice, tile: Tensor, matrix: Tensor, values: Tensor | None = None,
+             ) -> tuple[Tensor, Tensor]:
+        return books.walk(tile, matrix[block, block], scale=self.scale[block], bias=self.bias[block], first=self.main[block],
+                          second=self.residual[block], values=values)
+
     def assign(self) -> None:
+        """The recursion of GPTQ: later columns make up for the errors of earlier ones."""
         self.main, self.residual = self.empty_indices()
-        self.values = columnwise(self.target.clone(), self.upper, self.rounder(self.main, self.residual))
+        self.values = self.target.clone()
+        for block, books in self.blocks():
+            self.values[block], errors = self.walk(books, block, self.values[block], self.upper)
+            self.values[block.stop :] -= self.upper[block, block.stop :].T @ errors
+
+    def descend(self, values: Tensor) -> Tensor:
+        """A round of coordinate descent on ‖(W − Q)·X‖²: each column moves to its own best rounding, given all others."""
+        self.main, self.residual = self.empty_indices()
+        found = torch.empty_like(values)
+        pull = self.hessian @ (self.target - values)  # [in, out]: minus half the gradient
+        for block, books in self.blocks():
+            found[block], moves = self.walk(books, block, pull[block], self.hessian, values[block])
+            pull -= self.hessian[:, block] @ moves
+        return found
 
     def error(self, values: Tensor) -> float:
         difference = self.target - values
@@ -236,11 +197,10 @@ class Solver:
         values = self.decode()
         if self.error(values) > before:
             self.books, self.wide, values = books, wide, self.values
-        main, residual = self.empty_indices()
-        swept = sweep(self.target, values, self.hessian, self.rounder(main, residual))
-        if self.error(swept) <= self.error(values):
-            self.main, self.residual, values = main, residual, swept
-        self.values = values
+        indices = self.main, self.residual
+        self.values = self.descend(values)
+        if self.error(self.values) > self.error(values):
+            (self.main, self.residual), self.values = indices, values
 
     def decode(self) -> Tensor:
         blocks = self.target.shape[1] // self.shape.length
