@@ -13,7 +13,7 @@ import torch
 from flyweight.kernels import gemv, jit
 
 INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh"}
-PROCESSORS = 3  # as many CTAs as a launch has for a whole GPU
+PROCESSORS = 5  # as many CTAs as a launch has for a whole GPU
 COMPILER = shutil.which("g++") if platform.machine() == "x86_64" else None  # for its conversions of halves
 FLAGS = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique",
          "-fvisibility=hidden"]  # torch has functions of the same names

@@ -35,7 +35,11 @@ DEVICE u32 pack2(float low, float high) { return pack<FP16>(low, high); }
 DEVICE u32 add2(u32 a, u32 b) {
   u32 r;
   if (FP16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#if __CUDA_ARCH__ >= 900
   else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80), "r"(b));
+#endif
   return r;
 }
 DEVICE u32 mul2(u32 a, u32 b) {

@@ -69,13 +69,4 @@ DEVICE int gathered_column(u32 v, int step, int lane) {
   return column_of((step & ~(WINDOW - 1)) + position(owner), column_lane(lane));
 }
 
-DEVICE u32 add2(u32 a, u32 b) {
-  u32 c;
-#if FP16
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-#else
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(0x3f803f80), "r"(b));
-#endif
-  return c;
-}
 DEVICE uint4 add8(uint4 a, uint4 b) { return make_uint4(add2(a.x, b.x), add2(a.y, b.y), add2(a.z, b.z), add2(a.w, b.w)); }
