@@ -16,7 +16,7 @@ from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.writer import CheckpointWriter
-from flyweight.errors import FlyweightError, OptionError, ResourceError
+from flyweight.errors import FlyweightError, OptionError, ResourceError, UnsupportedError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import GROUPS, LINEARS, Decoder, Whole
@@ -202,6 +202,15 @@ def test_a_disk_that_is_full_at_the_last_step_keeps_all_blocks(model, text, tmp_
 def test_an_unknown_format_is_refused_before_any_work(model, text, tmp_path):
     with pytest.raises(OptionError, match="unknown format 'gptqq'; did you mean 'gptq'"):
         make(model, text, tmp_path / "out", format="gptqq", listen=lambda event: pytest.fail("work was done"))
+
+
+@pytest.mark.parametrize(("scheme", "format", "reason"), [
+    ("rtn-int4", "vptq", "would have to be quantized again"), ("vptq:v4-k100", None, "a power of two entries")])
+def test_what_a_format_cannot_hold_is_refused_in_the_first_block(model, text, tmp_path, scheme, format, reason):
+    events = []
+    with pytest.raises(UnsupportedError, match=rf"model\.layers\.0\..*the vptq format cannot hold this weight: .*{reason}"):
+        make(model, text, tmp_path / "out", scheme=scheme, format=format, listen=events.append)
+    assert not [event for event in events if event.kind == "finished"]
 
 
 def test_running_out_of_memory_is_one_clear_line(model, text, tmp_path, monkeypatch):

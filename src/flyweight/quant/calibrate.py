@@ -39,6 +39,7 @@ from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
 from flyweight.quant.tune import Predictions, Tuning, tune
 from flyweight.quant.work import WorkBlock
+from flyweight.tensors import QuantTensor
 
 FEWEST_TOKENS = 32  # an expert that fewer calibration tokens reached is rounded to nearest
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP, and α its matmuls
@@ -104,10 +105,11 @@ class Loop:
 
     def __init__(self, source: Any, recipe: Recipe, store: BlockStore, *, config: ModelConfig, tables: tuple[Tensor, Tensor],
                  ops: Any, device: torch.device, dtype: torch.dtype, stored: torch.dtype, seed: int, budget: Budget,
+                 accept: Callable[[str, QuantTensor], None] = lambda name, tensor: None,
                  listen: Listener = lambda event: None) -> None:
         self.source, self.recipe, self.store, self.config = source, recipe, store, config
         self.tables, self.ops, self.device, self.dtype, self.stored = tables, ops, device, dtype, stored
-        self.seed, self.budget, self.listen = seed, budget, listen
+        self.seed, self.budget, self.accept, self.listen = seed, budget, accept, listen
         self.hidden = ActivationCache(device, budget, store.folder, "hidden")
         # Learning and tuning aim at the original model, which therefore runs beside the quantized one.
         self.original = ActivationCache(device, budget, store.folder, "original") if recipe.follows_original else None
@@ -134,6 +136,8 @@ class Loop:
                 else:
                     work, kind = self.load(index), "finished"
                     finished = work.finished(self.quantize(work))
+                    for linear, tensor in finished.linears.items():
+                        self.accept(f"model.layers.{index}.{linear}", tensor)
                     self.store.save(name, finished)
                 if self.context is not None:
                     self.advance(index, work)

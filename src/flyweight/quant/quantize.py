@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flyweight import __version__
 from flyweight.checkpoint import formats
+from flyweight.checkpoint.formats.base import dense_of
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint, read_json
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
@@ -86,8 +87,7 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     started = time.perf_counter()
     if not output:
         raise OptionError("quantize needs an output folder: -o OUT")
-    if format:
-        formats.named(format)  # an unknown name must not show after an hour of calibration
+    form = formats.named(format) if format else None  # an unknown name must not show after an hour of calibration
     place = pick_device(device)
     chosen = recipe if isinstance(recipe, Recipe) else recipes.load(Path(recipe)) if recipe else recipes.find(scheme)
     job = Job(model, chosen, Path(output).absolute(), device=place, dtype=dtype, seed=seed)
@@ -107,7 +107,8 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     try:
         with reproducible(fast=job.dtype != torch.float32):
             budget = Budget(device_bytes=(3 << 30) if on_gpu else 0, host_bytes=int(cache_gb * 2**30))
-            finished = job.make(store, text, budget=budget, batch=batch or (8 if on_gpu else 1), blocks=blocks, listen=listen)
+            finished = job.make(store, text, form, budget=budget, batch=batch or (8 if on_gpu else 1), blocks=blocks,
+                                listen=listen)
             complete = len(finished) > job.config.layers
             if complete:
                 name = format or formats.default_of(tensor for part in finished for tensor in part.linears.values())
@@ -181,12 +182,17 @@ class Job:
 
     # -- making -----------------------------------------------------------------------------------------------
 
-    def make(self, store: BlockStore, samples: Samples | None, *, budget: Budget, batch: int, blocks: int | None,
-             listen: Listener) -> list[FinishedBlock]:
+    def make(self, store: BlockStore, samples: Samples | None, form: formats.Format | None, *, budget: Budget, batch: int,
+             blocks: int | None, listen: Listener) -> list[FinishedBlock]:
         """All blocks, and the head as the last entry unless `blocks` stops before."""
+
+        def accept(name: str, tensor: QuantTensor) -> None:  # what cannot be written shows in the first block, not after the last
+            dense = dense_of(tensor)
+            (form or formats.named(formats.default_for(dense))).expect(name, dense)
+
         loop = Loop(self.source, self.recipe, store, config=self.config, tables=rope_tables(self.config, self.device),
                     ops=decoder_ops(self.device), device=self.device, dtype=self.dtype, stored=self.stored, seed=self.seed,
-                    budget=budget, listen=listen)
+                    budget=budget, accept=accept, listen=listen)
         embedding = self.source.tensor("model.embed_tokens.weight").cpu() if samples is not None else None
         if samples is not None and embedding is not None:
             loop.begin(samples.tokens, embedding, batch=batch)

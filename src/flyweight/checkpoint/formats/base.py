@@ -94,6 +94,10 @@ class Format:
         """
         raise NotImplementedError
 
+    def expect(self, prefix: str, dense: QuantTensor) -> None:
+        if not isinstance(dense, Plain) and (reason := self.refuses(dense)):
+            raise UnsupportedError(f"{prefix}: the {self.name} format cannot hold this weight: {reason}")
+
     def write(self, prefix: str, tensor: QuantTensor) -> dict[str, Tensor]:
         """The tensors of the module `prefix` by full name. 2:4 weights are written dense: no engine reads them otherwise."""
         if tensor.experts is not None:
@@ -101,8 +105,7 @@ class Format:
         dense = dense_of(tensor)
         if isinstance(dense, Plain):
             return {f"{prefix}.weight": dense.weight}
-        if reason := self.refuses(dense):
-            raise UnsupportedError(f"{prefix}: the {self.name} format cannot hold this weight: {reason}")
+        self.expect(prefix, dense)
         return {f"{prefix}.{suffix}": part.contiguous() for suffix, part in self.pack(dense).items()}
 
 
