@@ -45,6 +45,13 @@ def make(model, text, output, scheme="gptq-int4", **options):
     return quantize(model, scheme, output, **{"calibration": str(text), "samples": 4, "length": 48, "device": "cpu", **options})
 
 
+def kinds(model, text, output, **options):
+    """What was told of the work: each event's kind."""
+    seen = []
+    make(model, text, output, listen=lambda event: seen.append(event.kind), **options)
+    return seen
+
+
 def digest(folder):
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(folder.iterdir()))).hexdigest()
 
@@ -179,8 +186,7 @@ def test_a_full_disk_keeps_the_finished_blocks(model, text, tmp_path, monkeypatc
     with pytest.raises(ResourceError, match=r"No space left.*--resume"):
         make(model, text, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    seen = []
-    make(model, text, tmp_path / "out", resume=True, listen=lambda event: seen.append(event.kind))
+    seen = kinds(model, text, tmp_path / "out", resume=True)
     assert seen.count("resumed") == 1 and seen.count("finished") == 2
 
 
@@ -193,8 +199,7 @@ def test_a_disk_that_is_full_at_the_last_step_keeps_all_blocks(model, text, tmp_
         with pytest.raises(ResourceError, match=r"No space left.*finished blocks are kept: run again with --resume"):
             make(model, text, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    seen = []
-    make(model, text, tmp_path / "out", resume=True, listen=lambda event: seen.append(event.kind))
+    seen = kinds(model, text, tmp_path / "out", resume=True)
     assert seen.count("resumed") == 3 and "finished" not in seen
     assert Checkpoint(tmp_path / "out").format is not None and not list(tmp_path.glob(".out*"))
 
@@ -246,8 +251,7 @@ def test_resuming_something_else_is_refused(model, text, tmp_path):
     make(model, text, tmp_path / "out", blocks=1)
     with pytest.raises(OptionError, match=r"another run \(another .*recipe"):
         make(model, text, tmp_path / "out", "gptq-int8", resume=True)
-    seen = []
-    make(model, text, tmp_path / "out", listen=lambda event: seen.append(event.kind))  # without --resume it starts over
+    seen = kinds(model, text, tmp_path / "out")  # without --resume it starts over
     assert seen.count("finished") == 3
 
 

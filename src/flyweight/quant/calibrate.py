@@ -105,8 +105,7 @@ class Loop:
 
     def __init__(self, source: Any, recipe: Recipe, store: BlockStore, *, config: ModelConfig, tables: tuple[Tensor, Tensor],
                  ops: Any, device: torch.device, dtype: torch.dtype, stored: torch.dtype, seed: int, budget: Budget,
-                 accept: Callable[[str, QuantTensor], None] = lambda name, tensor: None,
-                 listen: Listener = lambda event: None) -> None:
+                 accept: Callable[[str, QuantTensor], None], listen: Listener) -> None:
         self.source, self.recipe, self.store, self.config = source, recipe, store, config
         self.tables, self.ops, self.device, self.dtype, self.stored = tables, ops, device, dtype, stored
         self.seed, self.budget, self.accept, self.listen = seed, budget, accept, listen

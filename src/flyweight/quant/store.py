@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flyweight.errors import OptionError, ResourceError
+from flyweight.errors import OptionError, ResourceError, writing
 from flyweight.tensors import KINDS, QuantTensor
 
 
@@ -119,8 +119,6 @@ class BlockStore:
 
     def _write_text(self, path: Path, text: str) -> None:
         half = path.with_suffix(".half")
-        try:
+        with writing(path):
             half.write_text(text, encoding="utf-8")
             os.replace(half, path)
-        except OSError as error:
-            raise ResourceError(f"{self.folder}: cannot write {path.name} ({error})") from error
