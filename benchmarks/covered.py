@@ -75,7 +75,7 @@ EXPECTED = (
     Piece("vptq-large", "65536 + 256 on 30 shapes", 30, "kernel", {"main_centroids": 65536}),
     Piece("rows", "3 formats × 2 shapes × 5 numbers of rows, and peers", 30, "kernel", {
         "format": ("w4a16", "w8a16", "w8a8"), "chain": None, "rows": (1, 8, 32, 64, 2048)}),
-    Piece("real-model", "logits of 10 formats", 10, "quality", {"check": "logits"}),
+    Piece("real-model", "logits of 11 formats", 11, "quality", {"check": "logits"}),
     Piece("real-model", "12 ways of serving", 12, "quality", {"check": "served"}),
     Piece("real-model", "a storm of 1,000 requests", 1, "quality", {"check": "storm"}),
     Piece("vllm_agreement.py", "six folders through vLLM", 6, "quality", {"check": "vllm"}),
