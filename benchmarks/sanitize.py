@@ -1,11 +1,13 @@
 """compute-sanitizer over one small shape of each hand-written kernel: memory accesses, and races in shared memory.
 
-    python benchmarks/sanitize.py OUT.jsonl [--tool PATH/compute-sanitizer] [--only gemv,gemm] [--logs FOLDER]
+    python benchmarks/sanitize.py OUT.jsonl [--tool PATH/compute-sanitizer…] [--only gemv,gemm] [--logs FOLDER]
 
 A row for each kernel and check: what the tool found, and whether the result was right. Weights and references are made on the
 CPU and only the kernel itself is watched, so a run is little more than the start of an interpreter; all run side by side, once
 without the tool first, to compile. Every tensor has an allocation of its own, so that a read beyond one is found. Exits with 1
-where anything was found or nothing was checked. The tool is in the CUDA toolkit, and in `pip install nvidia-cuda-sanitizer-api`.
+where anything was found or nothing was checked. The tool is in the CUDA toolkit, and in `pip install nvidia-cuda-sanitizer-api`;
+of several the first is taken that can watch the first kernel. It starts programs through TreeLauncherSubreaper, which must lie
+beside it, executable: the package of 13.0.85 lacks that, and every program then "terminated before first instrumented API call".
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ def run(name: str, check: str | None, tool: str, logs: Path) -> dict:
     """A case under the tool (None: without it)."""
     command = [sys.executable, __file__, "--worker", name]
     if check:
-        command = [tool, "--tool", check, "--kernel-name", f"regex={CASES[name][1]}", "--target-processes", "application-only",
+        command = [tool, "--tool", check, "--kernel-name", f"regex={CASES[name][1]}", "--target-processes", "all",
                    "--error-exitcode", str(FOUND), *CHECKS[check], *command]
     log = logs / f"{check or 'alone'}-{name}.txt"
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
@@ -155,10 +157,25 @@ def run(name: str, check: str | None, tool: str, logs: Path) -> dict:
             "status": "ok" if clean else "failed", **({} if clean else {"reason": reason})}
 
 
+def working(tools: list[str], name: str, logs: Path) -> str:
+    """The first of the tools that can watch a kernel: whether one can depends on what lies beside it, and on the driver."""
+    reasons = []
+    for tool in tools:
+        try:
+            found = run(name, "memcheck", tool, logs)
+        except OSError as error:  # not there, or not executable
+            found = {"found": None, "reason": str(error)}
+        if found["found"] is not None:
+            return tool
+        reasons.append(f"{tool}: {found.get('reason', 'no summary')}")
+    sys.exit("\n".join(["no compute-sanitizer can watch a kernel here:", *reasons]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=Path("sanitize.jsonl"))
-    parser.add_argument("--tool", default=shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES])))
+    found_here = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES]))
+    parser.add_argument("--tool", nargs="+", default=[found_here] if found_here else [])
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
@@ -169,17 +186,18 @@ def main() -> None:
         torch.manual_seed(0)
         print(f"relative error {CASES[options.worker][0]():.5f}", flush=True)
         return
-    if options.tool is None:
+    if not options.tool:
         sys.exit("compute-sanitizer is not here: pip install nvidia-cuda-sanitizer-api, and name it with --tool")
     from flyweight.bench.rows import ResultFile, environment_row, make_row
 
     logs, names = options.logs or Path(tempfile.mkdtemp()), options.only.split(",")
     logs.mkdir(parents=True, exist_ok=True)
     environment, file = environment_row("cuda", measure_bandwidth=False), ResultFile(options.out)
-    version = subprocess.run([options.tool, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
     with ThreadPoolExecutor(16) as pool:
-        alone = list(pool.map(lambda name: run(name, None, options.tool, logs), names))
-        found = list(pool.map(lambda pair: run(*pair, options.tool, logs), [(name, check) for check in CHECKS for name in names]))
+        alone = list(pool.map(lambda name: run(name, None, "", logs), names))
+        tool = working(options.tool, names[0], logs)
+        found = list(pool.map(lambda pair: run(*pair, tool, logs), [(name, check) for check in CHECKS for name in names]))
+    version = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
     file.append([environment, *(make_row("sanitize", environment["id"], tool=version, **fields) for fields in found)])
     for fields in [*alone, *found]:
         print(f"{fields['check'] or 'alone':9s} {fields['kernel']:14s} {fields['status']}", fields.get("reason", ""))
