@@ -159,9 +159,9 @@ def test_workers_take_jobs_side_by_side(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven " * 200)
     out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["run.py", "--model", str(source), "--text", str(text), "--calibration", str(text), "--jobs", "2",
-                                      "--schemes", "rtn-int8", "--seeds", "0", "--samples", "2", "--length", "32", "--windows", "1",
-                                      "--out", str(out), "--device", "cpu"])
+    options = f"--model {source} --text {text} --calibration {text} --out {out} --device cpu --jobs 2"
+    few = "--schemes rtn-int8 --seeds 0 --samples 2 --length 32 --windows 1"
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split(), *few.split()])
     run.main()
     found = {row["job"]: row["status"] for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"}
     assert found == {"original/fp32/0": "ok", "flyweight/rtn-int8/0": "ok"}
