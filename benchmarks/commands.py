@@ -58,6 +58,17 @@ def wait_for_one() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, __file__, "--stand-by"], stdin=subprocess.PIPE, text=True, process_group=0)
 
 
+def tell(process: subprocess.Popen[str], command: list[object]) -> bool:
+    """Whether a process that stands by got its command: it may have ended in the meantime."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(command) + "\n")
+        process.stdin.close()
+    except BrokenPipeError:
+        return False
+    return True
+
+
 def end(process: subprocess.Popen[str]) -> None:
     """With everything that it started."""
     if process.poll() is None:
@@ -82,12 +93,11 @@ class Plan:
         if len(self.processes) < len(self.lines):
             self.waiting.append(wait_for_one())
             self.processes.append(self.waiting[-1])
-        assert process.stdin is not None
-        process.stdin.write(json.dumps([command, str(log)]) + "\n")
-        process.stdin.close()
+        log.unlink(missing_ok=True)
+        told = tell(process, [command, str(log)])
         try:
             code = process.wait(float(seconds))
-            fault = f", exit code {code}" if code else ""
+            fault = f", exit code {code}" if code else "" if told else ", ended before its turn"
         except subprocess.TimeoutExpired:
             end(process)
             fault = ", ended: that was its time"

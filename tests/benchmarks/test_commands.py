@@ -1,5 +1,6 @@
 """Commands in processes that stood by: each runs alone, is ended when its time is over, and stops none of the others."""
 
+import runpy
 import shlex
 import signal
 import subprocess
@@ -23,10 +24,10 @@ def scripts(tmp_path):
     return tmp_path
 
 
-def start(folder, lines):
+def start(folder, lines, **more):
     plan = folder / "plan"
     plan.write_text("\n".join(lines))
-    environment = {"TMPDIR": str(folder), "PATH": "/usr/bin:/bin"}
+    environment = {"TMPDIR": str(folder), "PATH": "/usr/bin:/bin"} | more
     return subprocess.Popen([sys.executable, COMMANDS, plan], stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -37,6 +38,18 @@ def test_every_command_runs_although_others_fail_or_hang(scripts):
     assert (scripts / "out").read_text() == "two words\nlast\n"
     assert "bad:" in told and "exit code 3\nthe reason" in told and "slow:" in told and "that was its time" in told
     assert process.returncode == 1 and (scripts / "first.log").exists()
+
+
+def test_a_process_that_ended_before_its_turn_fails_alone(scripts):
+    (scripts / "torch.py").write_text("raise SystemExit(7)")  # what stands by imports it, and ends
+    process = start(scripts, [f"{name} 60 {scripts}/note.py {scripts}/out {name}" for name in ("one", "two", "three")],
+                    PYTHONPATH=str(scripts))
+    told, _ = process.communicate(timeout=100)
+    assert told.count("exit code 7") == 3 and process.returncode == 1 and not (scripts / "out").exists()
+    commands = runpy.run_path(str(COMMANDS))
+    gone = subprocess.Popen(["true"], stdin=subprocess.PIPE, text=True)
+    gone.wait()
+    assert commands["tell"](gone, ["flyweight"]) is False
 
 
 def test_ending_the_plan_ends_what_it_started(scripts):

@@ -30,6 +30,7 @@ WAYS = {  # of serving the same requests; name → what the engine gets
     "in a batch": {}, "in chunks": dict(max_num_batched_tokens=64), "preempted": dict(blocks=52),
     "read at once": dict(overlap=False), "not captured": {}, "with a prefix cache": dict(prefix_cache=True),
 }
+BEST, FAR = 8, 99.0  # tokens whose logprobs are compared where answers part (more than two may tie); behind all of these
 MODELS = ["tiny", *([FOLDER] if FOLDER else [])]
 
 
@@ -66,7 +67,7 @@ def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
 
 def both_ways(decoder: Decoder, asked: list[list[int]], way: str) -> tuple[list[Request], list[Request]]:
     """The same greedy requests one after the other, and together in one of the WAYS."""
-    options, engine, alone = params(logprobs=2), make_engine(decoder), []
+    options, engine, alone = params(logprobs=BEST), make_engine(decoder), []
     for prompt in asked:
         (request,) = engine.submit(prompt, options)
         run(engine, [request])
@@ -83,11 +84,11 @@ def both_ways(decoder: Decoder, asked: list[list[int]], way: str) -> tuple[list[
 
 
 def gap_where_parted(one: Request, other: Request) -> float | None:
-    """How far apart the two best were where two answers part; more than any bound if the other token was neither."""
+    """How far the other's token was behind the best where two answers part; FAR, more than any bound, if not among the BEST."""
     for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
         if ours.token_id != theirs.token_id:
-            best, second = sorted(ours.top.values(), reverse=True)
-            return best - second if theirs.token_id in ours.top else 99.0
+            found = ours.top.get(theirs.token_id)
+            return FAR if found is None else max(ours.top.values()) - found
     return None
 
 

@@ -1,7 +1,7 @@
 """The engine on a GPU: the CPU's logits in every format, and the same greedy tokens however a request is served.
 
-Kernels differ by the number of rows and sum in another order, so two runs may part where the two best logits are
-closer than GAP; from there on they are different texts. How often that happens is printed.
+Kernels differ by the number of rows and sum in another order, so two runs may part where the token that one took is within
+GAP of the other's best; from there on they are different texts. How often that happens is printed.
 """
 
 import pytest
@@ -11,10 +11,11 @@ from gpu_models import CUDA, FOLDER, MODELS, WAYS, both_ways, forced, gap_where_
 from flyweight import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
-GAP = 0.1  # of the logprobs of the two best tokens
+GAP = 0.1  # of logprobs
 POSITIONS, DECODED = 512, 64
-# Relative error of the logits against float32 on the CPU. Rounded activations (w8a8, fp8) may fall to the other side.
-BOUND = {"bf16": 0.03, "fp16": 0.01, "int4": 0.03, "int4-sym": 0.03, "int8": 0.03, "w8a16": 0.03, "w8a8": 0.1, "fp8": 0.1,
+# Relative error of the logits against float32 on the CPU, at the worst position. Rounded activations may fall to the other side:
+# by 1/127 of the row's largest in w8a8, but e4m3 has three mantissa bits, and its step is 6 to 12 % of the value itself.
+BOUND = {"bf16": 0.03, "fp16": 0.01, "int4": 0.03, "int4-sym": 0.03, "int8": 0.03, "w8a16": 0.03, "w8a8": 0.1, "fp8": 0.2,
          "vptq": 0.03, "sparse-int4": 0.03, "sparse-w8a8": 0.1}
 FORMATS = [*(("tiny", scheme) for scheme in BOUND), *([(FOLDER, "file")] if FOLDER else [])]
 
@@ -102,7 +103,7 @@ def test_launching_a_step_waits_for_nothing(decoder):
 
 def test_greedy_text_of_the_real_model_is_that_of_the_cpu(smollm2):
     asked = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at"]
-    options = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=2)
+    options = params(logprobs=8)
     on_cpu = LLM(smollm2, device="cpu").generate(asked, options)
     gpu = LLM(smollm2, device="cuda", dtype=torch.float16, max_model_len=1024, max_num_seqs=8)
     assert gpu.engine.runner.steps is not None

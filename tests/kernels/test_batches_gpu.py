@@ -9,7 +9,8 @@ from flyweight.kernels.cuda_linear import CudaLinear
 
 pytestmark = pytest.mark.gpu
 KINDS = ["plain", "w8a8", "w8a8-static", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32"]
-SHAPES = [(1000, 7392), (192, 1536), (11008, 576)]
+# and the slices of 50 rows: a third of the SMs would have more of the 688 tiles than their warps hold, a fourth goes twice
+SHAPES = {(1000, 7392): 3, (192, 1536): 3, (11008, 576): 4}
 
 
 def poisoned(rows, width, dtype=torch.bfloat16):
@@ -29,12 +30,12 @@ def test_every_number_of_rows_from_1_to_65(kind):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices_and_steps_of_ragged_shapes(kind, dtype):
-    for seed, shape in enumerate(SHAPES if dtype == torch.bfloat16 else SHAPES[:1]):
+    for seed, shape in enumerate(SHAPES if dtype == torch.bfloat16 else [*SHAPES][:1]):
         tensor = make(kind, shape, seed, dtype)
         weight = gemv.prepare(tensor, dtype=dtype)
         x = torch.randn(64, shape[1], device="cuda").to(dtype)
         want = tensor.matmul_reference(x)
-        ways = [(batch.multiply, rows, slices) for rows, slices in ((9, None), (32, 2), (64, 1), (50, 3))]
+        ways = [(batch.multiply, rows, slices) for rows, slices in ((9, None), (32, 2), (64, 1), (50, SHAPES[shape]))]
         if weight.kind in gemv_split.KINDS:
             ways += [(gemv_split.multiply, rows, slices) for rows, slices in ((3, None), (8, 2), (16, 5))]
         for multiply, rows, slices in ways:

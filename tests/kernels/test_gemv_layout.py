@@ -1,5 +1,7 @@
 """The re-laid-out weights, multiplied the way the kernel multiplies them, but in plain torch on the CPU."""
 
+import copy
+
 import pytest
 import torch
 
@@ -136,3 +138,11 @@ def test_plans_cover_the_weight_and_stay_within_shared_memory():
                 assert plan is not None and plan.stages >= 2 and plan.shared <= gemv.SHARED_LIMIT
                 if kind in gemv.GROUPED and group < columns:
                     assert plan.stage_blocks * 64 % group == 0 or group % (plan.stage_blocks * 64) == 0
+
+
+def test_a_copy_has_weights_of_its_own_and_nothing_that_was_made_ready_for_the_first():
+    prepared = gemv.prepare(Int8Channel.random((32, 64)), dtype=torch.bfloat16)
+    prepared.calls["gemm"] = torch  # as a kernel: cannot be copied, and knows the addresses of these weights
+    copied = copy.deepcopy(prepared)
+    assert copied.calls == {} and prepared.calls and copied.weights.data_ptr() != prepared.weights.data_ptr()
+    assert torch.equal(copied.weights, prepared.weights) and torch.equal(copied.channel_scale, prepared.channel_scale)

@@ -121,7 +121,9 @@ class Layer:
             for result, expected in zip((got[row], stores[0][slot], stores[1][slot]), want[row], strict=True):
                 assert result.isfinite().all()
                 # W8A8 and float8 quantize the float32 result of the norm, the reference one that was rounded to 16 bits first
-                rough = 5e-2 if self.kind == "fp8" else 1.2e-2 if self.kind.endswith("w8a8") else 0
+                # one step of one input (1/127 of the row's largest) moves every output of a head, and few heads average it less
+                integers = 2.5e-2 if self.shape.heads < 16 else 1.2e-2
+                rough = 5e-2 if self.kind == "fp8" else integers if self.kind.endswith("w8a8") else 0
                 bound = max(TOLERANCE[self.dtype], rough)
                 assert (result.double() - expected).norm() / expected.norm() < bound
             for store, old in zip(stores, before, strict=True):

@@ -218,6 +218,9 @@ class Gemv:
     def static_scale(self) -> Tensor | None:
         return self.channel_scale[self.out_features:] if self.static and self.channel_scale is not None else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"calls": {}}  # a copy has weights at other addresses
+
     def fits(self, rows: int) -> bool:
         return self.plan(rows, tiles=16 // rows) is not None
 
