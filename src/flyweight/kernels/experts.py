@@ -27,6 +27,7 @@ TOKENS_AT_ONCE = 8192  # more are done in turns: by then every expert has enough
 # while they run, and what route and combine reserve of an SM so that each has one of their CTAs, as of the linears around them.
 BEGIN_EARLY = {"route", "experts", "combine"}
 LET_BEGIN = {"route", "combine"}
+FETCH_AHEAD = True  # experts' weights as soon as the route is known
 RESERVED = 100 * 1024
 
 
@@ -171,7 +172,8 @@ def few_rows(weight: Gemv, x: Tensor, route: Route, *, norm: Tensor | None = Non
     assert plan is not None
     out = torch.empty(route.rows, width, dtype=x.dtype, device=x.device)
     defines = weight.defines(rows, plan, warps=warps, norm=norm is not None, epilogue="silu" if weight.interleaved else "store")
-    kernel = jit.load("experts.cu", defines=defines | {"PER_SLOT": int(norm is None)}).kernel("experts")
+    defines |= {"PER_SLOT": int(norm is None), "AHEAD": int(FETCH_AHEAD)}
+    kernel = jit.load("experts.cu", defines=defines).kernel("experts")
     args = (weight.weights, weight.records, weight.channel_scale, x, norm, out, route.expert_of, route.tiles, float(epsilon))
     kernel.launch(processors(x.device.index or 0), 32 * (warps + 1), args, shared=plan.shared, pdl="experts" in BEGIN_EARLY)
     return out
