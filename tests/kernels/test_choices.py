@@ -15,7 +15,7 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
     assert ways[0].rows == 1 and [way.rows for way in ways] == sorted({way.rows for way in ways})
     assert {way.kernel for way in ways} <= set(choices.KERNELS)
     assert choices.wanted(kind, 1) == "gemv" and choices.wanted(kind, 512) == "gemm"
-    assert kind in choices.WARPS and kind in choices.PRODUCTS
+    assert kind in choices.WARPS and kind in choices.PRODUCTS and kind in choices.EXPERT_TOKENS
 
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
