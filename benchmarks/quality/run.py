@@ -299,10 +299,10 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
             result = reason or f"perplexity {found[-1]['perplexity']:.4f}"
             print(f"[{done}/{len(jobs)}] {job.name}: {result} ({time.monotonic() - started:.1f} s)", flush=True)
 
-    threads = [threading.Thread(target=sit) for _ in range(min(seats, len(jobs)))]
-    for thread in threads:
+    sitting = [threading.Thread(target=sit) for _ in range(min(seats, len(jobs)))]
+    for thread in sitting:
         thread.start()
-    for thread in threads:
+    for thread in sitting:
         thread.join()
 
 

@@ -14,7 +14,7 @@ from flyweight.report.read import read
 from flyweight.report.rows import Results
 
 # Two layers: each kernel begins before the one before it ends, but for the gaps of 3 before `choose` and 5 after it.
-STEP = [("embed", 0, 2), ("qkv_attention", 1, 12), ("gemv", 4, 20), ("gemm", 15, 30), ("pack", 30, 31), ("gemm", 31, 61),
+STEP = [("embed", 0, 2), ("qkv_attention", 1, 12), ("gemv", 4, 20), ("batch", 15, 30), ("batch_pack", 30, 31), ("batch", 31, 61),
         ("choose", 64, 66)]
 PERIOD = 71
 

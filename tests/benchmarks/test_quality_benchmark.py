@@ -152,3 +152,16 @@ def test_vllm_agrees_where_only_near_ties_fall_the_other_way():
     place_of_other = [place(0, 1, float(other[0, 1])), place(2, 0, float(other[1, 0]))]
     facts = vllm_agreement.compare(expected, place_of_other, ids, other)
     assert facts["agrees"] and facts["floor_same_argmax"] == facts["same_argmax"] == 1
+
+
+def test_workers_take_jobs_side_by_side(tmp_path, monkeypatch):
+    source = make_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven " * 200)
+    out = tmp_path / "rows.jsonl"
+    options = f"--model {source} --text {text} --calibration {text} --out {out} --device cpu --jobs 2"
+    few = "--schemes rtn-int8 --seeds 0 --samples 2 --length 32 --windows 1"
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split(), *few.split()])
+    run.main()
+    found = {row["job"]: row["status"] for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"}
+    assert found == {"original/fp32/0": "ok", "flyweight/rtn-int8/0": "ok"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from padded_story import Story, request_of
 
 from flyweight.engine import passes
-from flyweight.engine.packed import MIXED, SIZES, padded_tokens
+from flyweight.engine.packed import SIZES, padded_tokens
 from flyweight.engine.scheduler import Work
 from flyweight.kernels import gemm
 from flyweight.models import decoder as decoders
@@ -39,13 +39,12 @@ def works_of(spans):
 @given(counts)
 def test_a_step_runs_as_the_next_size_or_is_not_captured(spans):
     total, size = sum(count for _, count in spans), padded_tokens(works_of(spans))
-    most = 2048 if len(spans) == 1 and spans[0][0] == 0 else MIXED
-    assert (size is None) == (total > most)
+    assert (size is None) == (total > SIZES[-1])
     if size is not None:
         assert size == min(each for each in SIZES if each >= total)
 
 
-@given(st.integers(1, 2048))
+@given(st.integers(1, SIZES[-1]))
 def test_padding_gives_the_matrix_kernels_nothing_more_to_do(count):
     size = padded_tokens(works_of([(0, count)]))
     assert gemm.padded_rows(size) == gemm.padded_rows(count)

@@ -275,6 +275,8 @@ DEVICE void copy_piece(void* to, const void* from) {
   memcpy(to, from, 16);
 }
 DEVICE void copy_arrive(u64* full) { barrier_arrive(full); }
+DEVICE void copy_group() {}
+template <int LEFT> DEVICE void copy_wait() {}
 DEVICE void prefetch_l2(const void*) {}
 
 // ---- between CTAs ----

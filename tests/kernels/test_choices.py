@@ -15,11 +15,22 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
     assert ways[0].rows == 1 and [way.rows for way in ways] == sorted({way.rows for way in ways})
     assert {way.kernel for way in ways} <= set(choices.KERNELS)
     assert choices.wanted(kind, 1) == "gemv" and choices.wanted(kind, 512) == "gemm"
-    assert kind in choices.WARPS and kind in choices.PRODUCTS
+    assert kind in choices.WARPS and kind in choices.PRODUCTS and kind in choices.EXPERT_TOKENS
 
 
-def test_what_is_not_measured_is_said_not_to_be():
-    assert "not measured" in choices.explain("sparse-w8a8") and "once)" in choices.explain("w8a8")
+@pytest.mark.parametrize(("kind", "rows", "small", "large"), [
+    ("w8a8", 4, "batch", "batch"), ("w8a8", 32, "gemm", "batch"), ("int4", 8, "gemv", "gemv"), ("int4", 32, "gemm", "batch"),
+    ("int4", 64, "gemm", "gemm"), ("int8", 64, "batch", "batch"), ("plain", 16, "batch", "batch"),
+    ("plain", 64, "gemm", "batch")])
+def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
+    assert (choices.wanted(kind, rows, 6144 * 4096), choices.wanted(kind, rows, 4096 * 12288)) == (small, large)
+
+
+def test_what_is_not_measured_is_said_not_to_be(monkeypatch):
+    assert "not measured" not in choices.explain("w8a8")
+    assert "from 17 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
+    monkeypatch.setitem(choices.WAYS, "fp8", tuple(dataclasses.replace(way, measured=False) for way in choices.WAYS["fp8"]))
+    assert choices.explain("fp8").endswith("every CTA; not measured)")
     assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
 
 

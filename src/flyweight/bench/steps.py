@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
 
 FIRST = "embed"  # the kernel that begins a step
-LINEARS = ("gemv", "gemm", "vptq", "nvjet", "cutlass", "cublas", "untile", "scaled_mm", "sparse", "experts")
-PACK = "pack"  # of x for gemm.cu: a linear's, too
+LINEARS = ("gemv", "gemm", "batch", "vptq", "nvjet", "cutlass", "cublas", "untile", "scaled_mm", "sparse", "experts")
+PACKS = ("pack", "batch_pack")  # of x for gemm.cu and batch.cu: a linear's, too
 PARTS = ("linears", "qkv with attention", "attention", "lm_head", "other kernels", "gaps")
 
 
@@ -45,7 +45,7 @@ class Kernel:
     def part(self) -> str:
         if "attention" in self.name:
             return "qkv with attention" if "qkv" in self.name else "attention"
-        return "linears" if self.name == PACK or any(word in self.name for word in LINEARS) else "other kernels"
+        return "linears" if self.name in PACKS or any(word in self.name for word in LINEARS) else "other kernels"
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
@@ -62,7 +62,7 @@ def parts_of(step: Sequence[Kernel]) -> dict[str, tuple[float, int]]:
     if "linears" in names:
         head = len(names) - 1 - names[::-1].index("linears")
         names[head] = "lm_head"
-        if head and kernels[head - 1].name == PACK:
+        if head and kernels[head - 1].name in PACKS:
             names[head - 1] = "lm_head"
     found = dict.fromkeys(PARTS, (0.0, 0))
 

@@ -21,6 +21,7 @@ from flyweight.engine.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.sampling import GREEDY, Mode
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
+from flyweight.kernels.choices import MOST_WITHIN
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.gemv import processors
 from flyweight.kernels.qkv_attention import mailbox_cycle, qkv_attention
@@ -96,7 +97,10 @@ class Step:
         for block, shape in zip(self.decoder.blocks, self.shapes, strict=True):
             if not isinstance(block.qkv.single, CudaLinear):
                 return f"qkv of layer {block.index} runs as {block.qkv.segments[0].kernel}"
-            if reason := why_apart(block.qkv.single.weight, shape, self.size):
+            weight = block.qkv.single.weight
+            if self.size > MOST_WITHIN.get(weight.kind, self.size):
+                return f"{self.size} rows of {weight.kind} are faster through a kernel of their own"
+            if reason := why_apart(weight, shape, self.size):
                 return reason
         return None
 

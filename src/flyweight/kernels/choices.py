@@ -25,31 +25,40 @@ KERNELS = {
 }
 
 
+SMALL = 1 << 25  # weights: of qkv and o of an 8-billion model, not of its gate/up and down
+
+
 @dataclass(frozen=True)
 class Way:
-    """From `rows` on, `kernel` (of KERNELS) is the fastest."""
+    """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: for up to SMALL weights."""
 
     rows: int
     kernel: str
     why: str
     measured: bool = True
+    small: bool = False
 
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
-SOME = Way(9, "batch", "x, converted once, streams beside the weights", measured=False)
-MANY = Way(65, "gemm", "warpgroup products do more at once", measured=False)
-SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read", measured=False),
-          Way(9, "gemm", "the sparse matrix units do twice as much at once", measured=False))
+SOME = Way(5, "batch", "x, converted once, streams beside the weights")
+MANY = Way(65, "gemm", "warpgroup products do more at once")
+CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
+SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read"), Way(9, "gemm", "the sparse matrix units do twice as much at once"))
+ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
-    "plain": (FEW, SOME, MANY),
-    "int4": (FEW, SOME, MANY),
+    "plain": (FEW, SOME, CLUSTERS, MANY),
+    "int4": (FEW, Way(9, "batch", SOME.why), CLUSTERS, Way(33, "gemm", MANY.why),
+             Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
-    "w8a8": (FEW, Way(5, "batch", "x is quantized once instead of in every CTA", measured=False), MANY),
-    "fp8": (FEW, Way(5, "gemm", "as w8a8, which quantizes x the same way", measured=False)),
+    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, MANY),
+    "fp8": (FEW, Way(3, "gemm", ONCE)),
     "sparse-int4": SPARSE,
     "sparse-int8": SPARSE,
-    "sparse-w8a8": SPARSE,
+    "sparse-w8a8": (SPARSE[0], Way(3, "gemm", ONCE)),
 }
+# Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own,
+# where not all: x is quantized in every CTA (a step of Qwen3-8B W8A8: 4 rows 3.04 instead of 3.23 ms, 8 rows 3.26 against 3.14).
+MOST_WITHIN = {"w8a8": 4, "fp8": 4, "sparse-w8a8": 4}
 
 # Warps of gemv.cu that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a
 # token of Qwen3-8B, W8A8 2.35 instead of 2.62, with 8 instead of 16). fp8 and 2:4 take after them, not measured.
@@ -57,15 +66,21 @@ WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 
 # What an SM does in a microsecond with gemm.cu's largest tiles: tokens · 64 outputs · inputs. fp8 and 2:4 are estimates.
 PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
             "sparse-w8a8": 90e3}
+# Up to so many tokens experts.cu multiplies all of them with every expert in use, of which each then reads its weights at the
+# pace of memory; more are sorted by expert for gemm.cu, whose tiles of 16 rows cost the same however few are filled. Where x is
+# quantized by its row that pays sooner. Estimated for int4 of Qwen2-57B-A14B: 8 tokens use 42 of 64 experts, 113 µs (measured)
+# instead of 150; 16 tokens would take two rounds, 226 instead of 185.
+EXPERT_TOKENS = {"plain": 8, "int4": 8, "int8": 8, "w8a8": 4, "fp8": 4, "sparse-int4": 8, "sparse-int8": 8, "sparse-w8a8": 8}
 
 
 @functools.cache
-def wanted(kind: str, rows: int) -> str:
+def wanted(kind: str, rows: int, weights: int = 0) -> str:
     """The kernel that is fastest, whether or not it takes the shape."""
-    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows)
+    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows and (weights <= SMALL or not way.small))
 
 
 def explain(kind: str) -> str:
     """The ways of a format with their borders and reasons, for `flyweight info`."""
-    return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]} ({way.why}"
+    return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]}"
+                     + f", up to {SMALL:,} weights" * way.small + f" ({way.why}"
                      + ("" if way.measured else "; not measured") + ")" for way in WAYS[kind])

@@ -19,6 +19,9 @@ from torch import Tensor
 from flyweight.kernels import batch, choices, gemm, gemv, gemv_split, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
+# What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
+NEXT = {"gemv": ("gemv", "batch", "gemm"), "batch": ("batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "dense": ("dense",),
+        "cublas": ()}
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -54,16 +57,18 @@ class CudaLinear:
 
     def way(self, rows: int, device: torch.device) -> str:
         """The kernel of choices.py for so many rows, or the next one that takes them."""
-        weight, wanted = self.weight, choices.wanted(self.weight.kind, rows)
+        weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
-        if wanted == "gemv":
-            wanted = few(*cut) or "batch"
-        if wanted == "batch" and (batch.choose(*cut) is None or torch.cuda.get_device_capability(device)[0] != 9):
-            wanted = "gemm"
-        if wanted in ("gemv", "split", "batch"):
-            return wanted
-        fits = wanted != "cublas" and gemm.why_not(weight, gemm.padded_rows(rows), device) is None
-        return wanted if fits else "cublas"
+        for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features * weight.in_features)]:
+            if kernel == "gemv":
+                if found := few(*cut):
+                    return found
+            elif kernel == "batch":
+                if batch.choose(*cut) is not None and torch.cuda.get_device_capability(device)[0] == 9:
+                    return kernel
+            elif gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
+                return kernel
+        return "cublas"
 
     def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
               residual: Tensor | None = None, way: str | None = None) -> Tensor:

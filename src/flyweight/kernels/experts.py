@@ -1,8 +1,8 @@
 """The experts of a layer as one: host side of cuda/route.cu and cuda/experts.cu, and of gemm.cu over rows sorted by expert.
 
 The weights of all experts lie stacked in gemv's tiles; the kernels find out on the device which of them a step needs, so
-nothing waits for the host and a step can be captured. Up to 8 tokens go through experts.cu (every token meets every
-expert in use), more through pack.cu and gemm.cu (rows sorted by expert, in tiles of one expert each).
+nothing waits for the host and a step can be captured. Few tokens (choices.EXPERT_TOKENS) go through experts.cu (every token
+meets every expert in use), more through pack.cu and gemm.cu (rows sorted by expert, in tiles of one expert each).
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from flyweight.kernels.gemv import QUANTIZED, ROWS, WARPS, Gemv, processors
 
 STACKED = ("weights", "records", "channel_scale")
 TILES = (16, 32, 64, 128, 256)  # rows
+WARPGROUPS = {16: 2, 32: 2}  # of gemm.cu, for tiles of so many rows; two for larger ones too
 TOKENS_AT_ONCE = 8192  # more are done in turns: by then every expert has enough rows, and rows cost memory
+# Launches that overlap, of few tokens: those that may begin while the kernel before them ends, those that let the next one begin
+# while they run, and what route and combine reserve of an SM so that each has one of their CTAs, as of the linears around them.
+BEGIN_EARLY = {"route", "experts", "combine"}
+LET_BEGIN = {"route", "combine"}
+FETCH_AHEAD = True  # experts' weights as soon as the route is known
+RESERVED = 100 * 1024
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
 
 def shape_for(weight: Gemv, rows: int, tile: int, processors: int) -> gemm.Shape | None:
     return gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors, tokens=tile,
-                          split=gemm.WHOLE)
+                          split=gemm.WHOLE, warpgroups=WARPGROUPS.get(tile))
 
 
 def tile_rows(pairs: int, experts: int) -> int:
@@ -107,7 +114,7 @@ class Grouped:
 
     def few(self, tokens: int) -> bool:
         """Whether experts.cu takes them."""
-        few = tokens in ROWS and choices.wanted(self.down.kind, tokens) == "gemv"
+        few = tokens in ROWS and tokens <= choices.EXPERT_TOKENS[self.down.kind]
         return few and self.gate_up.fits(tokens) and self.down.fits(tokens)
 
     def route(self, x: Tensor, *, norm: Tensor, epsilon: float, lengths: Tensor | None = None) -> Route:
@@ -124,14 +131,16 @@ class Grouped:
         found = Route(table(tokens, self.chosen, dtype=torch.float32), gates, table(tokens, self.chosen), source, table(most),
                       self.ready if by_token else table(1), tile)
         rows = min(8, 1 << (tokens - 1).bit_length())
-        groups = math.ceil(tokens / rows)
-        outputs = len(self.router)
-        # Few tokens: a CTA on every SM, so that the next kernel finds all alike.
-        grid = (max(outputs, processors(device.index or 0)) if groups == 1 else outputs, groups)
+        groups, outputs, count = math.ceil(tokens / rows), len(self.router), processors(device.index or 0)
+        # Few tokens: a CTA on every SM, so that the next kernel finds all alike. Many: two, each with several outputs in turn.
+        each = math.ceil(outputs / max(1, 2 * count // groups))
+        grid = (max(outputs, count) if groups == 1 else math.ceil(outputs / each), groups)
         logits, chosen = table(tokens, outputs, dtype=torch.float32), table(tokens, self.chosen)
         args = (x, norm, self.router, logits, chosen, found.shares, gates, found.place, source, found.expert_of, found.tiles,
                 gemm.buffer("tickets", 4 * groups + 4, device), lengths, tokens, float(epsilon))
-        self._kernel("route", x, rows, tile, by_token).launch(grid, 256, args, pdl=True)
+        shared = 10 * x.shape[1]  # two rows of the router and the norm
+        self._kernel("route", x, rows, tile, by_token).launch(grid, 256, args, shared=max(shared, RESERVED * by_token),
+                                                              pdl="route" in BEGIN_EARLY)
         return found
 
     def combine(self, y: Tensor, route: Route, residual: Tensor, out: Tensor, *, shared: Tensor | None = None) -> None:
@@ -139,12 +148,13 @@ class Grouped:
         count = math.ceil(residual.numel() / 512)
         args = (y, route.place, route.shares, shared, route.gates, residual, out, route.tiles, len(residual))
         grid = max(min(count, 16 * processors(y.device.index or 0)), processors(y.device.index or 0))
-        self._kernel("combine", residual, 1, 16, False).launch(grid, 256, args, pdl=True)
+        self._kernel("combine", residual, 1, 16, False).launch(grid, 256, args, shared=RESERVED * (route.source is None),
+                                                               pdl="combine" in BEGIN_EARLY)
 
     def _kernel(self, name: str, x: Tensor, rows: int, tile: int, by_token: bool) -> jit.Kernel:
         defines = {"FP16": int(x.dtype == torch.float16), "KDIM": x.shape[1], "EXPERTS": self.experts, "CHOSEN": self.chosen,
                    "GATE": int(self.gated), "NORMALIZE": int(self.normalize), "ROWS": rows, "TILE": tile,
-                   "BY_TOKEN": int(by_token)}
+                   "BY_TOKEN": int(by_token), "EARLY": int(name in LET_BEGIN)}
         return jit.load("route.cu", defines=defines).kernel(name)
 
     def multiply(self, x: Tensor, route: Route, *, norm: Tensor, epsilon: float) -> Tensor:
@@ -162,9 +172,10 @@ def few_rows(weight: Gemv, x: Tensor, route: Route, *, norm: Tensor | None = Non
     assert plan is not None
     out = torch.empty(route.rows, width, dtype=x.dtype, device=x.device)
     defines = weight.defines(rows, plan, warps=warps, norm=norm is not None, epilogue="silu" if weight.interleaved else "store")
-    kernel = jit.load("experts.cu", defines=defines | {"PER_SLOT": int(norm is None)}).kernel("experts")
+    defines |= {"PER_SLOT": int(norm is None), "AHEAD": int(FETCH_AHEAD)}
+    kernel = jit.load("experts.cu", defines=defines).kernel("experts")
     args = (weight.weights, weight.records, weight.channel_scale, x, norm, out, route.expert_of, route.tiles, float(epsilon))
-    kernel.launch(processors(x.device.index or 0), 32 * (warps + 1), args, shared=plan.shared, pdl=True)
+    kernel.launch(processors(x.device.index or 0), 32 * (warps + 1), args, shared=plan.shared, pdl="experts" in BEGIN_EARLY)
     return out
 
 

@@ -3,23 +3,29 @@
 //   route     logits = router · norm(x), shares = the CHOSEN largest of softmax(logits), and a place for each (token, choice)
 //   combine   out[t] = residual[t] + sum_j share[t, j] · y[place[t, j]]  (+ gate[t] · shared[t])
 //
-// Work split of route: a CTA a row of the router and ROWS tokens. The last CTA of those tokens chooses their experts, a warp a
-// token; the last of these lays the tiles of the grouped product out, TILE rows of one expert each. An expert has as many
-// tiles as its tokens fill, and rows that nobody fills have source -1; or (BY_TOKEN, for few tokens) one tile, row t being
-// token t. Tokens of an expert come in any order: no product depends on its neighbours. The router and all sums are float32;
-// x is normed and rounded as the other kernels do it. The gate of the shared expert is the router's last row. Rows of length 0
-// are nobody's: they go to no expert (their shares are 0), but for the first, so that there is a tile.
+// Work split of route: a CTA has ROWS tokens, normed, in registers and some rows of the router, which come through shared memory
+// two at a time. The last CTA of those tokens chooses their experts, a warp a token; the last of these lays the tiles of the
+// grouped product out, TILE rows of one expert each. An expert has as many tiles as its tokens fill, and rows that nobody fills
+// have source -1; or (BY_TOKEN, for few tokens) one tile, row t being token t. Tokens of an expert come in any order: no product
+// depends on its neighbours. The router and all sums are float32; x is normed and rounded as the other kernels do it. The gate of
+// the shared expert is the router's last row. Rows of length 0 are nobody's: they go to no expert (their shares are 0), but for
+// the first, so that there is a tile.
 // combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
 // how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
-// Limit: latency; of combine with many tokens bytes / bandwidth.
+// Limit: latency; of route with many tokens reads of shared memory, of combine bytes / bandwidth.
 //
-// defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN
+// Of few tokens both stand between kernels that take half an SM each and work at one pace only where every SM has one CTA of
+// each. The host therefore reserves shared memory for them, and registers are held to half an SM's: else an SM that is left
+// early gets two CTAs of the next kernel and another none. EARLY: whether the next kernel may begin while this one runs.
+//
+// defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN, EARLY
 #include "common.cuh"
 
 constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
 constexpr int PER_ROW = WARPS / ROWS, PIECES = KDIM / 8;  // warps of a token; 8 inputs each
 constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
 constexpr int OWN = (EXPERTS + 31) / 32;  // experts of a lane
+constexpr int AHEAD = 8;                  // pairs that a thread reads at a time where there are many
 static_assert(KDIM % 8 == 0 && CHOSEN <= 32 && CHOSEN <= EXPERTS, "sizes");
 
 struct Piece {
@@ -28,7 +34,10 @@ struct Piece {
 DEVICE Piece unpack(uint4 p) {
   return {low_float(p.x), high_float(p.x), low_float(p.y), high_float(p.y), low_float(p.z), high_float(p.z), low_float(p.w), high_float(p.w)};
 }
-DEVICE float rounded(float v) { return to_float(to_bits(v)); }
+DEVICE u32 normed(u32 pair, u32 factors, float inverse) {
+  const u32 scaled = pack2(low_float(pair) * inverse, high_float(pair) * inverse);
+  return pack2(low_float(scaled) * low_float(factors), high_float(scaled) * high_float(factors));
+}
 DEVICE u64 rank(float value, int index) {  // in an order that integers share; the first of equals is the largest
   const u32 bits = __float_as_uint(value), ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
   return (u64)ordered << 32 | (u32)~index;
@@ -77,14 +86,27 @@ DEVICE void choose(const float* logits, u64* keys, int* chosen, float* shares, f
   if (GATE && lane == 0) *gate = 1.f / (1.f + __expf(-__ldcg(logits + EXPERTS)));
 }
 
+// One CTA: use(pair, expert), AHEAD reads at a time.
+template <typename Use> DEVICE void each_pair(const int* chosen, int pairs, Use use) {
+  for (int first = threadIdx.x; first < pairs; first += AHEAD * THREADS) {
+    int expert[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) expert[i] = first + i * THREADS < pairs ? __ldcg(chosen + first + i * THREADS) : -1;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      if (first + i * THREADS < pairs) use(first + i * THREADS, expert[i]);
+  }
+}
+
 // One CTA: from the experts of all pairs to places, sources, and the expert of each tile.
 DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, int* tiles, int pairs) {
   __shared__ int counts[EXPERTS], begins[EXPERTS], taken[EXPERTS], total;
   const int lane = threadIdx.x % 32;
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = taken[e] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += THREADS)
-    if (const int e = __ldcg(chosen + i); e >= 0) atomicAdd(&counts[e], 1);
+  each_pair(chosen, pairs, [&](int, int e) {
+    if (e >= 0) atomicAdd(&counts[e], 1);
+  });
   __syncthreads();
   auto tiles_of = [&](int e) { return e >= EXPERTS ? 0 : BY_TOKEN ? counts[e] > 0 : (counts[e] + TILE - 1) / TILE; };
   if (threadIdx.x < 32) {
@@ -108,85 +130,92 @@ DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, 
     __syncthreads();
   }
   if (threadIdx.x == 0) store_release(tiles, total);
-  for (int i = threadIdx.x; i < pairs; i += THREADS) {
-    const int e = __ldcg(chosen + i), at = e < 0 ? 0 : begins[e] * TILE + (BY_TOKEN ? i / CHOSEN : atomicAdd(&taken[e], 1));
+  each_pair(chosen, pairs, [&](int i, int e) {
+    const int at = e < 0 ? 0 : begins[e] * TILE + (BY_TOKEN ? i / CHOSEN : atomicAdd(&taken[e], 1));
     place[i] = at;
     if (!BY_TOKEN && e >= 0) source[at] = i / CHOSEN;
-  }
+  });
   for (int i = threadIdx.x; i < (BY_TOKEN ? 0 : EXPERTS * TILE); i += THREADS) {  // the empty rows of last tiles
     const int e = i / TILE, last = tiles_of(e) - 1;
     if (last >= 0 && last * TILE + i % TILE >= counts[e]) source[(begins[e] + last) * TILE + i % TILE] = -1;
   }
 }
 
+struct RouteShared {
+  float4 weights[2][2][PIECES];  // of the router: this row and the next, the halves of its pieces apart, so that lanes are neighbours
+  uint4 norm[PIECES];
+};
+
 // arrived [token groups + 1] is zero before and after.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, PER_LANE <= 16 ? 2 : 1)
 route(const u16* X, const u16* norm, const float* router, float* logits, int* chosen, float* shares, float* gates, int* place, int* source,
       int* expert_of, int* tiles, u32* arrived, const int* lengths, int tokens, float epsilon) {
-  __shared__ float sums[2][WARPS];
+  extern __shared__ __align__(128) u8 raw[];
+  RouteShared& sh = *(RouteShared*)raw;
+  __shared__ float squares_of[WARPS], sums[2][WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp / PER_ROW, part = warp % PER_ROW;
   const int token = blockIdx.y * ROWS + row;
-  launch_dependents();
-  float4 weights[PER_LANE][2];
-  uint4 x[PER_LANE], factors[PER_LANE];
-  auto fetch = [&](int output) {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int piece = (i * PER_ROW + part) * 32 + lane;
-        weights[i][h] = piece < PIECES ? ((const float4*)(router + (size_t)output * KDIM))[2 * piece + h] : make_float4(0, 0, 0, 0);
-      }
+  if (EARLY) launch_dependents();
+  auto fetch = [&](int output, int to) {
+    for (int i = threadIdx.x; i < 2 * PIECES; i += THREADS)
+      copy_piece(&sh.weights[to][i % 2][i / 2], (const float4*)(router + (size_t)output * KDIM) + i);
   };
-  const uint4 none = make_uint4(0, 0, 0, 0);
-  if (blockIdx.x < OUTPUTS) fetch(blockIdx.x);
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const int piece = (i * PER_ROW + part) * 32 + lane;
-    factors[i] = piece < PIECES ? ((const uint4*)norm)[piece] : none;
+  if (blockIdx.x < OUTPUTS) {
+    fetch(blockIdx.x, 0);
+    for (int i = threadIdx.x; i < PIECES; i += THREADS) copy_piece(&sh.norm[i], (const uint4*)norm + i);
+    copy_group();
   }
   wait_for_inputs();
   if (blockIdx.x >= OUTPUTS) {  // here, and to the end, only so that the next kernel finds all SMs alike
     while (BY_TOKEN && threadIdx.x == 0 && !load_acquire(tiles)) {}
     return;
   }
+  uint4 x[PER_LANE];
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * PER_ROW + part) * 32 + lane;
-    x[i] = piece < PIECES && token < tokens ? ((const uint4*)(X + (size_t)token * KDIM))[piece] : none;
+    x[i] = piece < PIECES && token < tokens ? ((const uint4*)(X + (size_t)token * KDIM))[piece] : make_uint4(0, 0, 0, 0);
     const Piece p = unpack(x[i]);
 #pragma unroll
     for (int j = 0; j < 8; j++) squares += p.v[j] * p.v[j];
   }
   squares = warp_sum(squares);
-  if (lane == 0) sums[0][warp] = squares;
+  if (lane == 0) squares_of[warp] = squares;
+  copy_wait<0>();
   __syncthreads();
   squares = 0;
 #pragma unroll
-  for (int i = 0; i < PER_ROW; i++) squares += sums[0][row * PER_ROW + i];
+  for (int i = 0; i < PER_ROW; i++) squares += squares_of[row * PER_ROW + i];
   const float inverse = rsqrtf(squares / KDIM + epsilon);
-  for (int output = blockIdx.x; output < OUTPUTS; output += gridDim.x) {
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const uint4 f = sh.norm[min((i * PER_ROW + part) * 32 + lane, PIECES - 1)];
+    x[i] = make_uint4(normed(x[i].x, f.x, inverse), normed(x[i].y, f.y, inverse), normed(x[i].z, f.z, inverse), normed(x[i].w, f.w, inverse));
+  }
+  for (int output = blockIdx.x, turn = 0; output < OUTPUTS; output += gridDim.x, turn ^= 1) {
+    if (output + gridDim.x < OUTPUTS) fetch(output + gridDim.x, turn ^ 1);
+    copy_group();
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-      const Piece p = unpack(x[i]), f = unpack(factors[i]);
-      const float w[8] = {weights[i][0].x, weights[i][0].y, weights[i][0].z, weights[i][0].w,
-                          weights[i][1].x, weights[i][1].y, weights[i][1].z, weights[i][1].w};
+      const int piece = min((i * PER_ROW + part) * 32 + lane, PIECES - 1);  // x is 0 beyond the last
+      const Piece p = unpack(x[i]);
+      const float4 a = sh.weights[turn][0][piece], b = sh.weights[turn][1][piece];
+      const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum += rounded(rounded(p.v[j] * inverse) * f.v[j]) * w[j];
+      for (int j = 0; j < 8; j++) sum += p.v[j] * w[j];
     }
-    if (output + gridDim.x < OUTPUTS) fetch(output + gridDim.x);
     sum = warp_sum(sum);
-    if (lane == 0) sums[1][warp] = sum;
-    __syncthreads();
+    if (lane == 0) sums[turn][warp] = sum;
+    copy_wait<0>();
+    __syncthreads();  // all have added up, and the next row is here
     if (threadIdx.x < ROWS && blockIdx.y * ROWS + threadIdx.x < tokens) {
       sum = 0;
 #pragma unroll
-      for (int i = 0; i < PER_ROW; i++) sum += sums[1][threadIdx.x * PER_ROW + i];
+      for (int i = 0; i < PER_ROW; i++) sum += sums[turn][threadIdx.x * PER_ROW + i];
       logits[(size_t)(blockIdx.y * ROWS + threadIdx.x) * OUTPUTS + output] = sum;
     }
-    __syncthreads();
   }
   if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return;
   const int own = blockIdx.y * ROWS + warp;
@@ -204,7 +233,7 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
 extern "C" __global__ void __launch_bounds__(THREADS)
 combine(const u16* y, const int* place, const float* shares, const u16* shared, const float* gates, const u16* residual, u16* out,
         int* tiles, int tokens) {
-  launch_dependents();
+  if (EARLY) launch_dependents();
   wait_for_inputs();
   if (blockIdx.x == 0 && threadIdx.x == 0) tiles[0] = 0;
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < tokens * (KDIM / 2); i += gridDim.x * THREADS) {
