@@ -20,6 +20,7 @@ FAST = ("src/flyweight/kernels", "src/flyweight/engine", "src/flyweight/models")
 PACKAGES = {  # bench → the code that its figures are of
     "kernel": FAST[:1], "latency": FAST, "speed": FAST, "throughput": FAST, "profile": FAST,
     "serve": (*FAST, "src/flyweight/server"), "quality": ("src/flyweight/quant",), "quantize": ("src/flyweight/quant",),
+    "sanitize": FAST[:1], "prefill": FAST,
 }
 CELL = ("bench", "model", "scheme", "backend", "tool", "workload", "batch", "input", "output", "prompts", "seed", "check",
         "setting", "format", "kernel", "rows", "in_features", "out_features", "chain", "context", "main_centroids",
@@ -74,7 +75,8 @@ EXPECTED = (
     Piece("attention", "4 contexts × 2 batches", 8, "kernel", {"format": "attention"}),
     Piece("vptq-large", "65536 + 256 on 30 shapes", 30, "kernel", {"main_centroids": 65536}),
     Piece("rows", "3 formats × 2 shapes × 5 numbers of rows, and peers", 30, "kernel", {
-        "format": ("w4a16", "w8a16", "w8a8"), "chain": None, "rows": (1, 8, 32, 64, 2048)}),
+        "format": ("w4a16", "w8a16", "w8a8"), "chain": None, "rows": (1, 8, 32, 64, 2048), "chosen": None}),
+    Piece("prefill", "Qwen3-8B: 3 variants × 8 prompts × captured or not", 48, "prefill", {}),
     Piece("real-model", "logits of 11 formats", 11, "quality", {"check": "logits"}),
     Piece("real-model", "12 ways of serving", 12, "quality", {"check": "served"}),
     Piece("real-model", "a storm of 1,000 requests", 1, "quality", {"check": "storm"}),

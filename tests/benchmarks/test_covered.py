@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import covered
 
-from flyweight.report.rows import Results
+from flyweight.report.rows import REQUIRED, Results
 
 
 def kernel(number, *, environment="old", time="2026-01-01T00:00:00", us=1.0, status="ok"):
@@ -75,3 +75,7 @@ def test_code_that_changed_since_a_row_is_named(repository):
     assert covered.changed(f"{first[:12]}-dirty", covered.FAST) == "changed: kernels"
     assert covered.changed("0" * 12, covered.FAST) == "unknown: no such commit here"
     assert covered.changed(None, covered.FAST) == "not ours"
+
+
+def test_every_bench_has_code_that_its_figures_are_of():
+    assert set(covered.PACKAGES) == set(REQUIRED) - {"environment"}

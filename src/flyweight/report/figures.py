@@ -41,11 +41,11 @@ def variant(record: Record, *, gpus: bool = False) -> str:
 
 
 def heat_maps(records: Sequence[Record]) -> list[Figure]:
-    """Shape × codebook (or format): time over torch's, below 1 is faster."""
+    """Shape × codebook (or format): time over torch's, below 1 is faster. Not of several kernels for one weight (`chosen`)."""
     figures: list[Figure] = []
     for codebook in (True, False):
         shown = [one for one in records if one.get("ratio") is not None and one.get("in_features")
-                 and (one.get("main_centroids") is not None) == codebook]
+                 and one.get("chosen") is None and (one.get("main_centroids") is not None) == codebook]
         for device in dict.fromkeys(one["device_name"] for one in shown):
             series = collect((one for one in shown if one["device_name"] == device),
                              lambda one: f"{one['in_features']} → {one['out_features']}", heat_point)

@@ -34,6 +34,7 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "quality": MODEL,
     "quantize": ("scheme", "seconds"),
     "sanitize": ("kernel", "check", "found"),
+    "prefill": ("model", "case", "passes"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
     "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "context", "group_size", "zero_points",
@@ -46,6 +47,7 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
     "quality": (*MODEL, "kv_dtype", "tool", "text", "window", "stride", "tokens", "exact"),
     "quantize": (*MODEL, "device", "calibration_tokens"),
     "sanitize": ("kernel", "check"),
+    "prefill": ("model", "case", "passes"),
 }
 PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}
 TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backend", "workload", "format", "kernel", "operator",
