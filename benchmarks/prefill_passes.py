@@ -7,7 +7,7 @@ A case is tokens of one prompt, TOKENSxPROMPTS together, or ROWS+TOKENS: a promp
 before them). Each row has, as medians of `repeats` after the warm-up: `step_ms` from submitting to holding the tokens (for a
 prompt beside answers: the step itself), `host_ms` of launching, `device_ms` between events before and after the launches. A
 pass is host-bound where the two are alike. `token_gap` is the largest difference of logprobs of the five likeliest first
-tokens to those of the passes launched one by one.
+tokens to those of the captured passes; where one is not among their eight likeliest, to the last of these.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def measure(llm: LLM, watch: Stopwatch, case: str, repeats: int) -> dict[str, fl
 
 
 def token_gap(one: list[Request], other: list[Request]) -> float:
-    return max(abs(value - there.logprobs[0].top.get(token, -99.0))
-               for here, there in zip(one, other, strict=True) for token, value in list(here.logprobs[0].top.items())[:5])
+    tops = [(here.logprobs[0].top, there.logprobs[0].top) for here, there in zip(one, other, strict=True)]
+    return max(abs(value - there.get(token, min(there.values()))) for here, there in tops for token, value in [*here.items()][:5])
 
 
 def measure_model(name: str, cases: list[str], repeats: int):
