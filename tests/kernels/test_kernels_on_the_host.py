@@ -84,8 +84,10 @@ def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, c
     assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("int4:64", 1), ("w8a8", 2), ("plain", 4), ("int4:64", 12)])
-def test_tokens_go_to_their_experts_and_come_back_added_up(kind, tokens):
+@pytest.mark.parametrize(("kind", "tokens", "warpgroups"), [
+    ("int4:64", 1, 2), ("w8a8", 2, 2), ("plain", 4, 2), ("int4:64", 12, 2), ("int4:64", 12, 4)])
+def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, tokens, warpgroups):
+    monkeypatch.setitem(experts.WARPGROUPS, 16, warpgroups)
     count, chosen, hidden, width = 6, 2, 192, 64
     tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
     gate_up = experts.stack([CudaLinear(first, dtype=torch.bfloat16, gated=True) for first, _ in tensors])
