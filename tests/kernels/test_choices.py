@@ -19,9 +19,9 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
-    ("w8a8", 4, "batch", "batch"), ("w8a8", 32, "gemm", "batch"), ("int4", 8, "gemv", "gemv"), ("int4", 32, "gemm", "batch"),
-    ("int4", 64, "gemm", "gemm"), ("int8", 64, "batch", "batch"), ("plain", 16, "batch", "batch"),
-    ("plain", 64, "gemm", "batch")])
+    ("w8a8", 4, "batch", "batch"), ("w8a8", 32, "gemm", "batch"), ("int4", 8, "batch", "batch"), ("int4", 32, "gemm", "batch"),
+    ("int4", 64, "gemm", "gemm"), ("int8", 64, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
+    ("plain", 64, "gemm", "gemm")])
 def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
     assert (choices.wanted(kind, rows, 6144 * 4096), choices.wanted(kind, rows, 4096 * 12288)) == (small, large)
 

@@ -41,16 +41,16 @@ class Way:
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
-MANY = Way(65, "gemm", "warpgroup products do more at once")
+MANY = Way(33, "gemm", "warpgroup products do more at once")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
 SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read"), Way(9, "gemm", "the sparse matrix units do twice as much at once"))
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, CLUSTERS, MANY),
-    "int4": (FEW, Way(9, "batch", SOME.why), CLUSTERS, Way(33, "gemm", MANY.why),
+    "int4": (FEW, Way(5, "batch", SOME.why, measured=False), CLUSTERS, MANY,
              Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
-    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, MANY),
+    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
     "sparse-int4": SPARSE,
     "sparse-int8": SPARSE,
