@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flyweight.kernels import choices, dispatch, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Int8Channel, Sparse24
 
 
@@ -24,6 +25,13 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
     ("plain", 64, "gemm", "gemm")])
 def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
     assert (choices.wanted(kind, rows, 6144 * 4096), choices.wanted(kind, rows, 4096 * 12288)) == (small, large)
+
+
+def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch):
+    linear, device = CudaLinear(Int8Channel.random((64, 128)), dtype=torch.bfloat16), torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(gemv, "processors", lambda index: 132)
+    assert [linear.way(rows, device) for rows in (1, 4, 8, 64)] == ["gemv", "gemv", "gemv", "cublas"]
 
 
 def test_what_is_not_measured_is_said_not_to_be(monkeypatch):
