@@ -24,7 +24,12 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
     ("int4", 64, "gemm", "gemm"), ("int8", 64, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
     ("plain", 64, "gemm", "gemm")])
 def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
-    assert (choices.wanted(kind, rows, 6144 * 4096), choices.wanted(kind, rows, 4096 * 12288)) == (small, large)
+    assert (choices.wanted(kind, rows, 6144, 4096), choices.wanted(kind, rows, 4096, 12288)) == (small, large)
+
+
+def test_few_rows_of_fewer_inputs_stay_with_gemv():
+    assert [choices.wanted("w8a8", rows, 1536, 576) for rows in (4, 8, 9)] == ["gemv", "gemv", "batch"]
+    assert choices.within("w8a8", 8, 2048) and not choices.within("w8a8", 8, 4096) and choices.within("int4", 8, 4096)
 
 
 def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch):

@@ -25,6 +25,7 @@ KERNELS = {
 }
 
 
+INPUTS = 4096  # of the linears that the borders of up to 8 rows were measured with
 SMALL = 1 << 25  # weights: of qkv and o of an 8-billion model, not of its gate/up and down
 
 
@@ -68,10 +69,21 @@ PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3
             "sparse-w8a8": 90e3}
 
 
+def scaled(rows: int, columns: int) -> int:
+    """Rows of INPUTS inputs that are as much x: what few rows cost is fetching and converting x in every CTA."""
+    return max(1, rows * min(columns, INPUTS) // INPUTS) if rows <= 8 else rows
+
+
 @functools.cache
-def wanted(kind: str, rows: int, weights: int = 0) -> str:
+def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS) -> str:
     """The kernel that is fastest, whether or not it takes the shape."""
-    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows and (weights <= SMALL or not way.small))
+    rows, small = scaled(rows, columns), outputs * columns <= SMALL
+    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows and (small or not way.small))
+
+
+def within(kind: str, rows: int, columns: int) -> bool:
+    """Whether gemv's products are better a part of a larger kernel; see MOST_WITHIN."""
+    return scaled(rows, columns) <= MOST_WITHIN.get(kind, rows)
 
 
 def explain(kind: str) -> str:

@@ -107,7 +107,7 @@ class Grouped:
 
     def few(self, tokens: int) -> bool:
         """Whether experts.cu takes them."""
-        few = tokens in ROWS and tokens <= choices.MOST_WITHIN.get(self.down.kind, tokens)
+        few = tokens in ROWS and choices.within(self.down.kind, tokens, self.gate_up.in_features)
         return few and self.gate_up.fits(tokens) and self.down.fits(tokens)
 
     def route(self, x: Tensor, *, norm: Tensor, epsilon: float, lengths: Tensor | None = None) -> Route:
