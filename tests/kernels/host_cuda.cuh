@@ -261,13 +261,15 @@ DEVICE void barrier_wait(u64* b, u32 parity) {
 DEVICE void copy_begin(u64* full, u32 bytes, int lane) {
   if (lane == 0) barrier_of(full).bytes_and_parity += 2 * (int)bytes, barrier_arrive(full);
 }
-DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* full, int lane) {
-  if (lane) return;
+DEVICE void copy_own(void* to, const void* from, u32 bytes, u64* full) {
   give_way();
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16) fprintf(stderr, "a bulk copy is not aligned\n"), abort();
   memcpy(to, from, bytes);
   barrier_of(full).bytes_and_parity -= 2 * (int)bytes;
   complete(barrier_of(full));
+}
+DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* full, int lane) {
+  if (lane == 0) copy_own(to, from, bytes, full);
 }
 DEVICE void copy_end(u64*) {}
 DEVICE void copy_piece(void* to, const void* from) {

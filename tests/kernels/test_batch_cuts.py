@@ -32,7 +32,7 @@ def test_an_sm_holds_one_cta_of_the_kernel_for_more_rows(kind):
 
 @pytest.mark.parametrize(("kind", "rows", "slices"), [
     ("int4", 16, (4, 4, 1, 6)), ("int8", 16, (4, 4, 1, 6)), ("int8", 32, (4, 4, 1, 6)), ("w8a8", 8, (4, 4, 1, 6)),
-    ("w8a8", 64, (None, None, 1, 6)), ("plain", 16, (1, 4, 1, 6)), ("plain", 64, (None, None, 1, 6))])
+    ("w8a8", 64, (None, None, 1, 6)), ("plain", 16, (1, 4, 1, 6))])
 def test_inputs_are_cut_as_was_measured_to_be_fastest(kind, rows, slices):
     """Within 0.7 microseconds of the best. None: gemm.cu is faster."""
     group = 128 if kind in gemv.GROUPED else 64

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flyweight.kernels import choices, dispatch, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Int8Channel, Sparse24
 
 
@@ -19,11 +20,23 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
-    ("w8a8", 4, "batch", "batch"), ("w8a8", 32, "gemm", "batch"), ("int4", 8, "gemv", "gemv"), ("int4", 32, "gemm", "batch"),
-    ("int4", 64, "gemm", "gemm"), ("int8", 64, "batch", "batch"), ("plain", 16, "batch", "batch"),
-    ("plain", 64, "gemm", "batch")])
+    ("w8a8", 4, "batch", "batch"), ("w8a8", 32, "gemm", "batch"), ("int4", 8, "batch", "batch"), ("int4", 32, "gemm", "batch"),
+    ("int4", 64, "gemm", "gemm"), ("int8", 64, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
+    ("plain", 64, "gemm", "gemm")])
 def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
-    assert (choices.wanted(kind, rows, 6144 * 4096), choices.wanted(kind, rows, 4096 * 12288)) == (small, large)
+    assert (choices.wanted(kind, rows, 6144, 4096), choices.wanted(kind, rows, 4096, 12288)) == (small, large)
+
+
+def test_few_rows_of_fewer_inputs_stay_with_gemv():
+    assert [choices.wanted("w8a8", rows, 1536, 576) for rows in (4, 8, 9)] == ["gemv", "gemv", "batch"]
+    assert choices.within("w8a8", 8, 2048) and not choices.within("w8a8", 8, 4096) and choices.within("int4", 8, 4096)
+
+
+def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch):
+    linear, device = CudaLinear(Int8Channel.random((64, 128)), dtype=torch.bfloat16), torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(gemv, "processors", lambda index: 132)
+    assert [linear.way(rows, device) for rows in (1, 4, 8, 64)] == ["gemv", "gemv", "gemv", "cublas"]
 
 
 def test_what_is_not_measured_is_said_not_to_be(monkeypatch):

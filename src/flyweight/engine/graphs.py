@@ -20,8 +20,8 @@ from torch import Tensor
 from flyweight.engine.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.sampling import GREEDY, Mode
+from flyweight.kernels import choices
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
-from flyweight.kernels.choices import MOST_WITHIN
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.gemv import processors
 from flyweight.kernels.qkv_attention import mailbox_cycle, qkv_attention
@@ -98,7 +98,7 @@ class Step:
             if not isinstance(block.qkv.single, CudaLinear):
                 return f"qkv of layer {block.index} runs as {block.qkv.segments[0].kernel}"
             weight = block.qkv.single.weight
-            if self.size > MOST_WITHIN.get(weight.kind, self.size):
+            if not choices.within(weight.kind, self.size, weight.in_features):
                 return f"{self.size} rows of {weight.kind} are faster through a kernel of their own"
             if reason := why_apart(weight, shape, self.size):
                 return reason

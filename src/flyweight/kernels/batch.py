@@ -20,7 +20,7 @@ from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, FORMATS, GROUPED, Gem
 from flyweight.kernels.gemv_split import CLOCK, mail
 
 KINDS = ("plain", "int4", "int8", "w8a8")
-ROWS = (16, 32, 64)
+ROWS = (8, 16, 32, 64)
 SHARED_LEAST, SHARED = 116 * 1024, 200 * 1024  # two never fit on an SM; batch_pack's few bytes always fit beside one
 WARPS, LOADERS, PACK_WARPS = 12, 4, 8  # 128 registers for each of 12 + 4
 MOST_MAIL = 64 << 20

@@ -25,6 +25,7 @@ KERNELS = {
 }
 
 
+INPUTS = 4096  # of the linears that the borders of up to 8 rows were measured with
 SMALL = 1 << 25  # weights: of qkv and o of an 8-billion model, not of its gate/up and down
 
 
@@ -41,16 +42,16 @@ class Way:
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
-MANY = Way(65, "gemm", "warpgroup products do more at once")
+MANY = Way(33, "gemm", "warpgroup products do more at once")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
 SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read"), Way(9, "gemm", "the sparse matrix units do twice as much at once"))
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, CLUSTERS, MANY),
-    "int4": (FEW, Way(9, "batch", SOME.why), CLUSTERS, Way(33, "gemm", MANY.why),
+    "int4": (FEW, Way(5, "batch", SOME.why, measured=False), CLUSTERS, MANY,
              Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
-    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, MANY),
+    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
     "sparse-int4": SPARSE,
     "sparse-int8": SPARSE,
@@ -73,10 +74,21 @@ PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3
 EXPERT_TOKENS = {"plain": 8, "int4": 8, "int8": 8, "w8a8": 4, "fp8": 4, "sparse-int4": 8, "sparse-int8": 8, "sparse-w8a8": 8}
 
 
+def scaled(rows: int, columns: int) -> int:
+    """Rows of INPUTS inputs that are as much x: what few rows cost is fetching and converting x in every CTA."""
+    return max(1, rows * min(columns, INPUTS) // INPUTS) if rows <= 8 else rows
+
+
 @functools.cache
-def wanted(kind: str, rows: int, weights: int = 0) -> str:
+def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS) -> str:
     """The kernel that is fastest, whether or not it takes the shape."""
-    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows and (weights <= SMALL or not way.small))
+    rows, small = scaled(rows, columns), outputs * columns <= SMALL
+    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows and (small or not way.small))
+
+
+def within(kind: str, rows: int, columns: int) -> bool:
+    """Whether gemv's products are better a part of a larger kernel; see MOST_WITHIN."""
+    return scaled(rows, columns) <= MOST_WITHIN.get(kind, rows)
 
 
 def explain(kind: str) -> str:

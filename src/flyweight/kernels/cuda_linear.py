@@ -59,7 +59,7 @@ class CudaLinear:
         """The kernel of choices.py for so many rows, or the next one that takes them."""
         weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
-        for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features * weight.in_features)]:
+        for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features)]:
             if kernel == "gemv":
                 if found := few(*cut):
                     return found

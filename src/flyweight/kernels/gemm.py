@@ -1,4 +1,4 @@
-"""Nine rows or more times a weight in gemv's tiles: host side of cuda/pack.cu and cuda/gemm.cu (Hopper).
+"""Three rows or more times a weight in gemv's tiles: host side of cuda/pack.cu and cuda/gemm.cu (Hopper).
 
 x is packed first, with the norm and W8A8's quantization in the same pass; bias, residual or silu·mul end the product.
 """

@@ -1,4 +1,4 @@
-// y[r, n] = sum_k x[r, k] · W[n, k] for 9 to 64 rows, from gemv.cuh's tiles and with its integer products.
+// y[r, n] = sum_k x[r, k] · W[n, k] for 3 to 64 rows, from gemv.cuh's tiles and with its integer products.
 //
 // Work split: a CTA has the tiles of a group, ROUND at a time, and one of SLICES slices of the inputs. It goes along the inputs in steps of
 // 128; sums stay in registers until the slice ends.
@@ -52,45 +52,61 @@ DEVICE Part part_of(int cta, int ctas) {
   return {group, slice, tile, group < groups ? next_tile - tile : 0, step, next_step - step};
 }
 
-// A loader warp's share of a stage: every LOADERS-th tile; the first has the records and x too.
+// A loader warp's share of a stage: every LOADERS-th tile with its records, a lane each; the last warp has x too. A warp by itself
+// takes several cycles for each instruction, and int4 has 750 for a step at memory's rate: so nothing is done tile by tile that lanes
+// can do at once, and no step is found by a division.
 struct Loader {
   Shared& sh;
   const Linear& a;
   const u8* packed;
   Part part;
   int loader, lane;
-  DEVICE int tiles_of(int done) const { return min(ROUND, part.count - done); }
-  DEVICE void weights(int slot, int done, int step) const {
+  struct Place {  // the tiles done before this round, and the step of the slice
+    int done, step;
+    DEVICE void move_on(int steps) {
+      if (++step == steps) step = 0, done += ROUND;
+    }
+  };
+  DEVICE void weights(int slot, Place at) const {
     u8* stage = sh.ring[slot];
-    const int tiles = tiles_of(done), bytes = (BLOCKS % 2 && step == STEPS - 1 ? 1 : 2) * BLOCK_BYTES;
-    copy_begin(&sh.full[slot], (tiles - loader + LOADERS - 1) / LOADERS * bytes + (loader == 0 ? X_BYTES : 0), lane);
-    for (int i = loader; i < tiles; i += LOADERS)
-      copy_bytes(stage + i * 2 * BLOCK_BYTES, a.weights + ((size_t)(part.first_tile + done + i) * BLOCKS + step * 2) * BLOCK_BYTES, bytes,
-                 &sh.full[slot], lane);
-    if (GROUPED && loader == 0)
-      for (int i = lane; i < tiles * RECORDS * 4; i += 32) {
-        const int group = min(step * 128 / GROUP + i / 4 % RECORDS, GROUPS - 1);
-        const u32* from = a.records + ((size_t)(part.first_tile + done + i / 4 / RECORDS) * GROUPS + group) * 16;
-        copy_piece(stage + RECORDS_AT + i * 16, from + i % 4 * 4);
+    const int tiles = (min(ROUND, part.count - at.done) - loader + LOADERS - 1) / LOADERS, tile = loader + lane * LOADERS;
+    const int first = part.first_tile + at.done, step = part.first_step + at.step;
+    const int bytes = (BLOCKS % 2 && step == STEPS - 1 ? 1 : 2) * BLOCK_BYTES;
+    copy_begin(&sh.full[slot], tiles * bytes + (loader == LOADERS - 1 ? X_BYTES : 0), lane);
+    if (lane < tiles)
+      copy_own(stage + tile * 2 * BLOCK_BYTES, a.weights + ((size_t)(first + tile) * BLOCKS + step * 2) * BLOCK_BYTES, bytes,
+               &sh.full[slot]);
+    if constexpr (GROUPED) {
+#pragma unroll
+      for (int piece = lane; piece < (ROUND + LOADERS - 1) / LOADERS * RECORDS * 4; piece += 32) {
+        if (piece >= tiles * RECORDS * 4) break;
+        const int its = loader + piece / 4 / RECORDS * LOADERS, record = piece / 4 % RECORDS;
+        const int group = min(step * 128 / GROUP + record, GROUPS - 1);
+        copy_piece(stage + RECORDS_AT + (its * RECORDS + record) * 64 + piece % 4 * 16,
+                   a.records + ((size_t)(first + its) * GROUPS + group) * 16 + piece % 4 * 4);
       }
+      copy_arrive(&sh.full[slot]);
+    }
   }
-  DEVICE void inputs(int slot, int step) const {
-    if (loader == 0) copy_bytes(sh.ring[slot] + X_AT, packed + (size_t)step * X_BYTES, X_BYTES, &sh.full[slot], lane);
-    if (loader == 0 && GROUPED) copy_arrive(&sh.full[slot]);  // of the records
+  DEVICE void inputs(int slot, Place at) const {
+    if (loader == LOADERS - 1)
+      copy_bytes(sh.ring[slot] + X_AT, packed + (size_t)(part.first_step + at.step) * X_BYTES, X_BYTES, &sh.full[slot], lane);
     copy_end(&sh.full[slot]);
   }
   DEVICE void run() const {
     const int stages = (part.count + ROUND - 1) / ROUND * part.steps, first = min(stages, STAGES);
-    auto done = [&](int i) { return i / part.steps * ROUND; };
-    auto step = [&](int i) { return part.first_step + i % part.steps; };
-    for (int i = 0; i < first; i++) weights(i, done(i), step(i));
+    Place at = {0, 0}, x_at = {0, 0};
+    for (int i = 0; i < first; i++, at.move_on(part.steps)) weights(i, at);
     wait_for_inputs();
-    for (int i = 0; i < first; i++) inputs(i, step(i));
-    for (int i = first; i < stages; i++) {
-      const int slot = i % STAGES;
-      barrier_wait(&sh.empty[slot], (i / STAGES + 1) & 1);
-      weights(slot, done(i), step(i));
-      inputs(slot, step(i));
+    for (int i = 0; i < first; i++, x_at.move_on(part.steps)) inputs(i, x_at);
+    int slot = 0;
+    u32 parity = 0;
+#pragma unroll 1
+    for (int i = first; i < stages; i++, at.move_on(part.steps)) {
+      barrier_wait(&sh.empty[slot], parity);
+      weights(slot, at);
+      inputs(slot, at);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
     }
   }
 };
@@ -226,7 +242,7 @@ batch(const u8* weights, const u32* records, const float* channel_scale, const u
   const Linear a = {weights, records, channel_scale, nullptr, nullptr, bias, residual, Y, 0.f};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(&sh.full[i], LOADERS * COPY_ARRIVALS + (GROUPED ? 32 : 0));
+      barrier_init(&sh.full[i], LOADERS * (COPY_ARRIVALS + (GROUPED ? 32 : 0)));  // records: an arrival of each lane
       barrier_init(&sh.empty[i], WARPS);
     }
     fence_barriers();

@@ -164,13 +164,20 @@ DEVICE void copy_begin(u64* full, u32 bytes, int lane) {
                  : "memory");
 #endif
 }
+DEVICE void copy_own(void* to, const void* from, u32 bytes, u64* full) {  // a copy of this lane's; they start one after the other
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy; }"
+      ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
+#else
+  for (u32 i = 0; i < bytes; i += 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"((const char*)from + i));
+#endif
+}
 DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* full, int lane) {
 #if __CUDA_ARCH__ >= 900
-  if (lane == 0)
-    asm volatile(
-        "{ .reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy; }"
-        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
+  if (lane == 0) copy_own(to, from, bytes, full);
 #else
   for (u32 i = lane * 16; i < bytes; i += 512)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"((const char*)from + i));
