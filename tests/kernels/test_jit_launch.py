@@ -53,6 +53,13 @@ def test_the_configuration_says_grid_stream_cluster_and_dependent_launch(kernel)
     assert kernel._driver.launches[-1][0].numAttrs == 0
 
 
+def test_launches_wait_for_their_turn_where_overlap_is_not_allowed(kernel):
+    with jit.overlap(False):
+        kernel.launch(1, 32, (None, None, 1, 1.0), pdl=True)
+    kernel.launch(1, 32, (None, None, 1, 1.0), pdl=True)
+    assert [config.numAttrs for config, _, _ in kernel._driver.launches] == [0, 1]
+
+
 def test_a_launch_that_fails_says_what_was_asked_for(kernel):
     kernel._driver.status = 701
     with pytest.raises(jit.KernelError, match=r"example was not launched \(grid 9, 256 threads.*701"):

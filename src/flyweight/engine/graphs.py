@@ -20,7 +20,7 @@ from torch import Tensor
 from flyweight.engine.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.sampling import GREEDY, Mode
-from flyweight.kernels import choices
+from flyweight.kernels import choices, jit
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.gemv import processors
@@ -106,6 +106,11 @@ class Step:
 
     def launch(self) -> None:
         """embedding → blocks → head, into `logits`; the rows stay as they are."""
+        grouped = next((block.experts.grouped for block in self.decoder.blocks if block.experts is not None), None)
+        with jit.overlap(grouped is None or not grouped.few(self.size) or self.size <= choices.OVERLAPPING_TOKENS):
+            self._launch()
+
+    def _launch(self) -> None:
         decoder, hidden = self.decoder, self.hidden
         embed(decoder.embedding.weight, self.tokens, hidden)
         for i, block in enumerate(decoder.blocks):

@@ -21,7 +21,7 @@ from flyweight.kernels.gemv import QUANTIZED, ROWS, WARPS, Gemv, processors
 
 STACKED = ("weights", "records", "channel_scale")
 TILES = (16, 32, 64, 128, 256)  # rows
-WARPGROUPS = {16: 2, 32: 2}  # of gemm.cu, for tiles of so many rows; two for larger ones too
+WARPGROUPS = {16: 4, 32: 4}  # of gemm.cu, for tiles of so many rows, where they fit; two for larger ones
 TOKENS_AT_ONCE = 8192  # more are done in turns: by then every expert has enough rows, and rows cost memory
 # Launches that overlap, of few tokens: those that may begin while the kernel before them ends, those that let the next one begin
 # while they run, and what route and combine reserve of an SM so that each has one of their CTAs, as of the linears around them.
@@ -84,8 +84,9 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
 
 
 def shape_for(weight: Gemv, rows: int, tile: int, processors: int) -> gemm.Shape | None:
-    return gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors, tokens=tile,
-                          split=gemm.WHOLE, warpgroups=WARPGROUPS.get(tile))
+    shapes = (gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors, tokens=tile,
+                             split=gemm.WHOLE, warpgroups=count) for count in (WARPGROUPS.get(tile, 2), 2))
+    return next((shape for shape in shapes if shape is not None), None)
 
 
 def tile_rows(pairs: int, experts: int) -> int:

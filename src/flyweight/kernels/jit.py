@@ -7,6 +7,8 @@ beside and renamed, so several processes can share the folder. Sources include n
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import hashlib
@@ -14,7 +16,7 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,17 @@ import torch
 from flyweight.errors import FlyweightError, MissingPackageError
 
 SOURCES = Path(__file__).parent / "cuda"
+_overlap = contextvars.ContextVar("overlap", default=True)
+
+
+@contextlib.contextmanager
+def overlap(allowed: bool) -> Iterator[None]:
+    """Whether launches in here may begin before the kernel in front of them has ended (`pdl`)."""
+    before = _overlap.set(allowed)
+    try:
+        yield
+    finally:
+        _overlap.reset(before)
 
 
 class KernelError(FlyweightError):
@@ -146,7 +159,8 @@ class Kernel:
         if shared > self._shared:
             self._allow_shared(shared)
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        config = _launch_config((grid,) if isinstance(grid, int) else tuple(grid), block, shared, pdl, cluster or 1, stream)
+        grids = (grid,) if isinstance(grid, int) else tuple(grid)
+        config = _launch_config(grids, block, shared, pdl and _overlap.get(), cluster or 1, stream)
         values = [0 if a is None else a if type(a) is int or type(a) is float else a.data_ptr() for a in args]
         with self._lock:  # the driver takes its copy of the arguments before it returns
             (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
