@@ -28,6 +28,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "info": ("flyweight.commands.info:info", "Show what a model is: layers, schemes, sizes, kernels."),
     "quantize": ("flyweight.commands.quantize:quantize", "Make a smaller copy of a model."),
     "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
+    "compile": ("flyweight.commands.compile:compile", "Compile the CUDA kernels of models ahead of their first start."),
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "serve": ("flyweight.commands.serve:serve", "Serve a model over HTTP, as the OpenAI API does."),

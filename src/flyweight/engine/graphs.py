@@ -191,14 +191,17 @@ class DecodeGraphs:
             for mode in modes:
                 self.capture(size, mode)
 
+    def step(self, size: int) -> Step:
+        if size not in self.steps:
+            self.steps[size] = Step(self.decoder, self.caches, self.rows, size=size, rope=self.rope,
+                                    activations=self.activations, apart=self.apart)
+        return self.steps[size]
+
     @torch.inference_mode()
     def capture(self, size: int, mode: Mode | None) -> None:
         """The step is run once before, which compiles what is not compiled yet. The rows may be in use: it writes the
         keys and values that the step itself will write, and takes no token."""
-        if size not in self.steps:
-            self.steps[size] = Step(self.decoder, self.caches, self.rows, size=size, rope=self.rope,
-                                    activations=self.activations, apart=self.apart)
-        step = self.steps[size]
+        step = self.step(size)
         step.launch()
         if mode is not None:
             step.choose(mode)

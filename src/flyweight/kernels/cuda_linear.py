@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.kernels import batch, choices, gemm, gemv, gemv_split, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
@@ -64,7 +65,7 @@ class CudaLinear:
                 if found := few(*cut):
                     return found
             elif kernel == "batch":
-                if batch.choose(*cut) is not None and torch.cuda.get_device_capability(device)[0] == 9:
+                if batch.choose(*cut) is not None and gpu.capability(device)[0] == 9:
                     return kernel
             elif gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
                 return kernel

@@ -20,6 +20,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.kernels import choices, cpu, gemv, reference, vptq
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Float8, Plain, QuantTensor, Sparse24, VectorQuant
@@ -94,7 +95,9 @@ def because(tensor: QuantTensor) -> str:
 
 def decoder_ops(device: torch.device | str) -> ModuleType:
     """Norm, rope, KV write and attention for a device: a module with the functions of `reference`."""
-    return _cuda_ops() if torch.device(device).type == "cuda" else reference
+    if torch.device(device).type != "cuda":
+        return reference
+    return importlib.import_module("flyweight.kernels.dry_ops") if gpu.is_pretended() else _cuda_ops()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.kernels import choices, gemm, jit
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.gemv import QUANTIZED, ROWS, WARPS, Gemv, processors
@@ -76,7 +77,7 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
             return "an expert has a bias, a scale of its own for the input, or outputs that are no multiple of 16"
     if len(scheme) > 1:
         return "the experts of a layer have more than one scheme"
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if gpu.capability(device)[0] != 9:
         return "needs Hopper's matrix units"
     if any(shape_for(weight, 16, tile, 1) is None for tile in TILES):
         return f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.choices import PRODUCTS
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
@@ -119,7 +120,7 @@ def why_not(weight: Gemv, rows: int, device: torch.device) -> str | None:
 
 @functools.cache
 def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: bool, rows: int, device: torch.device) -> str | None:
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if gpu.capability(device)[0] != 9:
         return "needs Hopper's matrix units"
     if outputs % (4 if interleaved else 2):
         return "outputs are written in pairs"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.choices import WARPS
 from flyweight.packing import unpack
@@ -56,7 +57,7 @@ def _format_of(tensor: QuantTensor, stretch: int = 1) -> str | None:
 
 
 def has_float8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type != "cuda" or gpu.capability(device) >= (8, 9)
 
 
 def blocks(values: Tensor, *, interleave: bool) -> Tensor:
@@ -270,7 +271,7 @@ def deinterleave(rows: Tensor, interleaved: bool) -> Tensor:
 
 @functools.cache
 def processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu.properties(device).multi_processor_count
 
 
 def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = None, interleave: bool = False) -> Gemv:

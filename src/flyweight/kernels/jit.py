@@ -18,10 +18,11 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from flyweight import gpu
 from flyweight.errors import FlyweightError, MissingPackageError
 
 SOURCES = Path(__file__).parent / "cuda"
@@ -57,7 +58,10 @@ def cache_folder() -> Path:
 
 @functools.cache
 def architecture(device: int = 0) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
+    return architecture_name(*gpu.capability(device))
+
+
+def architecture_name(major: int, minor: int) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
@@ -72,15 +76,23 @@ def _source(file: str) -> str:
     return "\n".join(lines)
 
 
-def compile_cubin(file: str, defines: Mapping[str, object], arch: str, registers: int | None = None) -> bytes:
-    """Compile with NVRTC, or take the cubin from the cache. Needs no GPU. `registers`: at most so many a thread."""
-    core = _cuda_core()
+def _flags(defines: Mapping[str, object]) -> list[str]:
+    return [f"{name}={value}" for name, value in sorted(defines.items())]
+
+
+def cubin_path(file: str, defines: Mapping[str, object], arch: str, registers: int | None = None) -> Path:
+    """Where the cache has it, or will."""
+    _cuda_core()  # says what to install
     from cuda.bindings import nvrtc
 
-    flags = [f"{name}={value}" for name, value in sorted(defines.items())]
-    version = nvrtc.nvrtcVersion()[1:]
-    key = hashlib.sha256("\0".join([_source(file), *flags, arch, str(version), str(registers)]).encode()).hexdigest()[:32]
-    path = cache_folder() / f"{Path(file).stem}-{arch}-{key}.cubin"
+    parts = [_source(file), *_flags(defines), arch, str(nvrtc.nvrtcVersion()[1:]), str(registers)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return cache_folder() / f"{Path(file).stem}-{arch}-{key}.cubin"
+
+
+def compile_cubin(file: str, defines: Mapping[str, object], arch: str, registers: int | None = None) -> bytes:
+    """Compile with NVRTC, or take the cubin from the cache. Needs no GPU. `registers`: at most so many a thread."""
+    core, flags, path = _cuda_core(), _flags(defines), cubin_path(file, defines, arch, registers)
     if path.exists():
         return path.read_bytes()
     options = core.ProgramOptions(std="c++17", arch=arch, max_register_count=registers,
@@ -186,6 +198,30 @@ def _load(file: str, flags: tuple[tuple[str, object], ...], arch: str, registers
     return Module(compile_cubin(file, dict(flags), arch, registers))
 
 
-def load(file: str, *, defines: Mapping[str, object] | None = None, registers: int | None = None) -> Module:
+class Wanted(NamedTuple):
+    """A kernel that a dry run asked for: what `compile_cubin` takes."""
+
+    file: str
+    defines: tuple[tuple[str, object], ...]
+    registers: int | None
+
+
+class Unlaunched:
+    """Stands for the modules and kernels of a dry run."""
+
+    def kernel(self, name: str) -> Unlaunched:
+        return self
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+wanted: set[Wanted] = set()  # by the dry run that this process is
+
+
+def load(file: str, *, defines: Mapping[str, object] | None = None, registers: int | None = None) -> Any:
     """The module of a source file under these defines for the current GPU; compiled or read from disk once."""
+    if gpu.is_pretended():
+        wanted.add(Wanted(file, tuple(sorted((defines or {}).items())), registers))
+        return Unlaunched()
     return _load(file, tuple(sorted((defines or {}).items())), architecture(torch.cuda.current_device()), registers)

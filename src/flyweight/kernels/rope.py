@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.batch import KVStorage
-from flyweight.kernels import jit, triton_ops
+from flyweight.kernels import jit
 
 
 @functools.cache
@@ -28,6 +28,8 @@ def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor
     tokens, all_heads, size = qkv.shape
     kv_heads, half = cache.keys.shape[2], cos.shape[-1] // 2
     if not qkv.is_cuda or qkv.dtype == torch.float32 or half % 2 or size % 2:
+        from flyweight.kernels import triton_ops  # late: a dry run needs no triton
+
         return triton_ops.rope_norm_write(qkv, cache, slots, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon)
     # rope_rows negates the sine of the first half of a row: both are read from the second half on
     args = (qkv, cos[..., half:], sin[..., half:], slots, norm, cache.keys, cache.values, tokens, qkv.stride(0), cos.stride(0),

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.cuda_linear import scratch
 from flyweight.kernels.vptq_layout import CHUNK, SLICE_BITS, Layout, lay_out, why_not
@@ -56,13 +56,13 @@ class Plan:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu.properties(device).multi_processor_count
 
 
 @functools.cache
 def shared_limit(device: torch.device, resident: int) -> int:
     """Shared memory of one thread block, 1 KB of which the system takes."""
-    properties: Any = torch.cuda.get_device_properties(device)
+    properties = gpu.properties(device)
     return min(properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor // resident - 1024)
 
 

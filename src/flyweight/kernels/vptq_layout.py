@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.packing import unpack
 from flyweight.tensors import VectorQuant
@@ -171,14 +172,14 @@ def lists(joint: Tensor, part: Tensor, *, slices: int, ranges: int, width: int, 
     owner = (torch.arange(blocks, device=device)[:, None] * slices + part) * ranges + column // width
     key, where = (owner * BANKS + joint % BANKS).flatten().sort(stable=True)
     owner = key // BANKS
-    counts = torch.bincount(owner, minlength=blocks * slices * ranges)
+    counts = torch.zeros(blocks * slices * ranges, dtype=torch.int64, device=device).index_add_(0, owner, torch.ones_like(owner))
     steps = (counts + 31) // 32
     offsets = pad(steps.cumsum(0), (1, 0))
     rank = torch.arange(owner.numel(), device=device) - (counts.cumsum(0) - counts)[owner]
     stride = 4 * steps[owner]  # groups of eight lanes in this list; rank → (lane of eight, group)
     group, lane = rank % stride, rank // stride
     slot = offsets[owner] * 32 + group // 4 * 32 + group % 4 * 8 + lane
-    total = int(offsets[-1]) * 32
+    total = (columns if gpu.is_pretended() else int(offsets[-1])) * 32
     position = torch.full((total,), width, dtype=torch.int64, device=device)  # padding: entry 0 times the zero behind the range
     index = torch.zeros(total, dtype=torch.int64, device=device)
     index[slot] = joint.flatten()[where]
@@ -224,7 +225,7 @@ def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype) -> tup
 
     affine = signed(torch.where(order >= 0, bits(tensor.scale, 1.0) | bits(tensor.bias, 0.0) << 16, 0))
     place = torch.arange(order.numel(), device=device)
-    same = bool((inputs == place)[order >= 0].all())
+    same = gpu.known(((inputs == place) | (order < 0)).all(), otherwise=False)
     return affine, None if same else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(torch.int16)
 
 

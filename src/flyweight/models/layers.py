@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.errors import CheckpointError
 from flyweight.kernels import dispatch
 from flyweight.tensors import QuantTensor, merge
@@ -62,17 +63,19 @@ class Linear:
     def load(cls, weights: Weights, prefix: str, names: Sequence[str], *, sizes: Sequence[int], in_features: int, bias: bool,
              device: torch.device | str, dtype: torch.dtype, exact: bool = False, gated: bool = False) -> Linear:
         """`bias` says what the config promises; a bias in the file (GPTQ tools write zeros) is used either way."""
-        tensors, biases = [], []
+        tensors, biases, given = [], [], False
         for name, size in zip(names, sizes, strict=True):
             tensor = weights.linear(prefix + name)
             _check_shape(prefix + name, tensor.shape, (size, in_features))
             tensors.append(tensor.to(device))
             if bias or weights.has(f"{prefix}{name}.bias"):
+                given = True
                 biases.append(load_tensor(weights, f"{prefix}{name}.bias", (size,), device=device, dtype=dtype))
             else:
                 biases.append(torch.zeros(size, device=device, dtype=dtype))
         joined = torch.cat(biases)
-        return cls(tensors, joined if bool(joined.any()) else None, names=names, dtype=dtype, exact=exact, gated=gated)
+        used = given and gpu.known(joined.any(), otherwise=True)
+        return cls(tensors, joined if used else None, names=names, dtype=dtype, exact=exact, gated=gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.watch is not None:

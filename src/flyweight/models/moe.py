@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flyweight import gpu
 from flyweight.kernels import experts
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.models.layers import Linear, Weights, load_tensor
@@ -118,6 +119,8 @@ class Experts:
 
     def routed(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs by expert
+        if gpu.is_pretended():  # nobody counts: all are the first one's
+            return self.run("experts.0", x.repeat_interleave(chosen.shape[-1], 0)).view(*chosen.shape, -1).sum(1)
         counts = torch.bincount(chosen.flatten(), minlength=self.config.experts).tolist()
         products = x.new_empty(chosen.numel(), x.shape[-1])
         begin = 0

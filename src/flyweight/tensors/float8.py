@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from flyweight.gpu import same
 from flyweight.tensors.base import QuantTensor, generator_on
 
 FLOAT8 = torch.float8_e4m3fn
@@ -73,7 +74,7 @@ class Float8(QuantTensor):
         """Siblings share an input; calibrated alike, they share its scale."""
         assert self.input_scale is not None
         scales = [getattr(o, "input_scale", None) for o in others]
-        if any(scale is None or not torch.equal(scale, self.input_scale) for scale in scales):
+        if any(scale is None or not same(scale, self.input_scale) for scale in scales):
             return None
         joined = dataclasses.replace(self, input_scale=None)._merge([dataclasses.replace(o, input_scale=None) for o in others])
         return joined and dataclasses.replace(joined, input_scale=self.input_scale)

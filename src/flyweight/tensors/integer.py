@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from flyweight.gpu import known, same
 from flyweight.packing import pack, packed_words, unpack
 from flyweight.tensors.base import QuantTensor, generator_on
 
@@ -77,7 +78,7 @@ class IntGroup(QuantTensor):
     def _merge(self, others: Sequence[Any]) -> Self | None:
         if self.g_idx is None:
             return super()._merge(others)
-        if any(not isinstance(o, IntGroup) or o.g_idx is None or not torch.equal(o.g_idx, self.g_idx) for o in others):
+        if any(not isinstance(o, IntGroup) or o.g_idx is None or not same(o.g_idx, self.g_idx) for o in others):
             return None  # columns grouped differently
         plain = [dataclasses.replace(t, g_idx=None) for t in (self, *others)]
         joined = plain[0]._merge(plain[1:])
@@ -206,7 +207,7 @@ class Sparse24(QuantTensor):
         if isinstance(dense, IntGroup) and (dense.g_idx is not None or dense.group_size % 4):
             return None
         integers = dense.integers() if isinstance(dense, IntGroup) else dense.codes.int()
-        if bool(((integers != 0).unflatten(1, (-1, 4)).sum(-1) > 2).any()):
+        if known(((integers != 0).unflatten(1, (-1, 4)).sum(-1) > 2).any(), otherwise=True):
             return None
         # Kept: the non-zeros, then zeros from the left until there are two; sorted by column.
         order = torch.argsort((integers == 0).unflatten(1, (-1, 4)).to(torch.int8), dim=-1, stable=True)[..., :2]

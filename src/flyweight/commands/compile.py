@@ -1,0 +1,105 @@
+"""`flyweight compile`: the CUDA kernels of models, ahead of their first start."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flyweight.errors import OptionError, unknown
+
+if TYPE_CHECKING:
+    from flyweight.gpu import Gpu
+    from flyweight.kernels.precompile import Compiled, Listen
+
+
+def compile(
+    models: Annotated[list[str], typer.Argument(help="Names, folders, hub ids or preset:NAME:SCHEME.")],
+    arch: Annotated[str | None, typer.Option(help="sm_80, sm_86, sm_89, sm_90a or sm_100a; default: this machine's GPU, or "
+                                                  "sm_90a.")] = None,
+    processors: Annotated[int | None, typer.Option(min=1, help="Multiprocessors of the GPU, where it is not the usual one of its "
+                                                               "architecture (H100 PCIe: 114).")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most answers at once; default: the engine's.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one step; default: the engine's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: the model's own.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compile every CUDA kernel that models will need, without a GPU and without their weights.
+
+    Kernels are otherwise compiled when they are first used, a minute or two of a first start. They go into `kernels` of
+    ~/.cache/flyweight (FLYWEIGHT_CACHE), for an image or another machine to take along: with the same version of this package
+    and of NVRTC nothing is compiled there. What Triton compiles is not among them.
+
+    Examples:
+
+        flyweight compile preset:qwen3-8b:int4
+
+        flyweight compile ./my-quantized-model Qwen/Qwen3-0.6B --arch sm_90a
+
+        FLYWEIGHT_CACHE=./image flyweight compile smollm2-135m --arch sm_89 --max-num-seqs 64 --dtype float16
+    """
+    from flyweight.engine.ahead import DEFAULTS, Target, wanted_by
+    from flyweight.kernels.precompile import precompile
+
+    gpu, architecture = pick_gpu(arch, processors)
+    sequences = max_num_seqs or DEFAULTS["cuda"]["max_num_seqs"]
+    tokens = max_num_batched_tokens or max(sequences, DEFAULTS["cuda"]["max_num_batched_tokens"])
+    target = Target(gpu, dtype, sequences, tokens)
+    with listening() as listen:
+        done = precompile([functools.partial(wanted_by, model, target) for model in models], architecture, listen=listen,
+                          workers=workers)
+    show(done, architecture, as_json=as_json)
+
+
+def pick_gpu(arch: str | None, processors: int | None) -> tuple[Gpu, str]:
+    """The GPU to compile for, and its architecture as the compiler calls it."""
+    import dataclasses
+
+    import torch
+
+    from flyweight.gpu import GPUS, Gpu
+    from flyweight.kernels.jit import architecture_name
+
+    if arch is None and torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = Gpu(*(getattr(found, field.name) for field in dataclasses.fields(Gpu)))
+    elif (arch or "sm_90a") in GPUS:
+        gpu = GPUS[arch or "sm_90a"]
+    else:
+        raise OptionError(unknown("architecture", str(arch), GPUS))
+    if processors:
+        gpu = dataclasses.replace(gpu, multi_processor_count=processors)
+    return gpu, architecture_name(gpu.major, gpu.minor)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Listen]:
+    """A bar on stderr for each of the two stages."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks = {}
+
+        def listen(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield listen
+
+
+def show(done: Compiled, architecture: str, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"kernels": done.kernels, "compiled": done.fresh, "seconds": round(done.seconds, 1),
+                               "arch": architecture, "folder": str(done.folder)}))
+    else:
+        typer.echo(f"{done.kernels} kernels for {architecture} in {done.folder}: {done.fresh} compiled in {done.seconds:.0f} s, "
+                   f"{done.kernels - done.fresh} were there")

@@ -1,0 +1,147 @@
+"""Which kernels an engine will ask for, found out without a GPU and without weights.
+
+The model is loaded and run as always, in a dry run: decode steps of every size, and passes with every number of tokens that
+could need a kernel of its own. So nothing here repeats how kernels are chosen. The trade-off: numbers of tokens that are padded
+alike are taken to need the same kernels, which a test checks for every one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight.engine.batch import Batch, KVStorage
+from flyweight.engine.llm import DEFAULTS, choose_dtype
+from flyweight.engine.sampling import GREEDY
+from flyweight.gpu import Gpu
+from flyweight.kernels import choices, jit
+from flyweight.kernels.dry_run import DEVICE, dry_run, real
+from flyweight.models.config import ModelConfig
+from flyweight.models.decoder import Decoder
+from flyweight.models.presets import PresetWeights
+from flyweight.tensors import QuantTensor, Sparse24
+
+PAGE = 16  # tokens of a block of the KV cache: LLM's own default
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, and an engine's options."""
+
+    gpu: Gpu
+    dtype: str | None = None  # None: the model's own
+    sequences: int = DEFAULTS["cuda"]["max_num_seqs"]
+    tokens: int = DEFAULTS["cuda"]["max_num_batched_tokens"]
+
+
+class Read:
+    """A checkpoint for a dry run: what is read of it is real, and so is what its values decide."""
+
+    def __init__(self, checkpoint: Any):
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.tied = ModelConfig.from_dict(self.config).tied_embeddings
+
+    def has(self, name: str) -> bool:
+        """A bias of zeros, or a tied head written a second time, is as good as none."""
+        if not self.checkpoint.has(name) or (name == "lm_head.weight" and self.tied):
+            return False
+        return not name.endswith(".bias") or self._is_used(name)
+
+    def _is_used(self, bias: str) -> bool:
+        with real():
+            return bool(self.checkpoint.tensor(bias).any())
+
+    def tensor(self, name: str) -> Tensor:
+        with real():
+            return self.checkpoint.tensor(name)
+
+    def linear(self, prefix: str) -> QuantTensor:
+        with real():
+            return Sparse24.find(self.checkpoint.linear(prefix))
+
+    def check_used(self) -> None:
+        """Only some layers are read."""
+
+
+def open_weights(model: str) -> PresetWeights | Read:
+    if model.startswith("preset:"):
+        _, name, *scheme = model.split(":")
+        return PresetWeights(name, scheme[0] if scheme else "bf16")
+    from flyweight.checkpoint.hub import resolve
+    from flyweight.checkpoint.reader import Checkpoint
+
+    return Read(Checkpoint(resolve(model)))
+
+
+def layers_of(weights: PresetWeights | Read) -> list[int]:
+    """The first of every kind of layer."""
+    config = ModelConfig.from_dict(weights.config)
+    kinds: dict[tuple[Any, ...], int] = {}
+    for index in range(config.layers):
+        parts: list[tuple[Any, ...]] = []
+        if isinstance(weights, Read):
+            prefix = f"model.layers.{index}."
+            parts = sorted((name.removeprefix(prefix), entry.dtype, entry.shape)
+                           for name, entry in weights.checkpoint.entries.items() if name.startswith(prefix))
+        dense = config.moe is None or index in config.moe.dense_layers
+        kinds.setdefault((config.windows[index], dense, *parts), index)
+    return list(kinds.values())
+
+
+def row_counts(most: int, step: int = 64) -> list[int]:
+    """Numbers of rows that between them ask for every kernel: the last of each class that is padded alike, and both sides of
+    every border of choices.py. `step`: between those of hundreds of rows."""
+    classes = [*range(1, 17), 32, 48, *range(64, 1024, step), *range(1024, most, 256), most]
+    borders = {way.rows for ways in choices.WAYS.values() for way in ways} | {17, 33, 65}
+    return sorted({rows for rows in (*classes, *borders, *(border - 1 for border in borders)) if 0 < rows <= most})
+
+
+def run_steps(decoder: Decoder, target: Target) -> None:
+    """Decode steps of every size, where they are captured."""
+    from flyweight.engine.graphs import DecodeGraphs, why_not
+    from flyweight.engine.rows import Rows
+
+    if why_not(decoder, PAGE) is not None:
+        return
+    kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)  # neighbours hand over to each other
+    caches, pages = make_caches(decoder), -(-decoder.config.context_length // PAGE)
+    rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
+    steps = DecodeGraphs(decoder, caches, rows)
+    for size in steps.sizes:
+        steps.step(size).launch()
+        steps.step(size).advance(GREEDY)
+    decoder.blocks = kinds
+
+
+def run_pass(decoder: Decoder, tokens: int) -> None:
+    """A pass of prompts, and as many rows of logits as it may be asked for."""
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
+    batch = Batch(zeros, zeros, zeros, zeros[None].int(), [0, tokens], [tokens], zeros)
+    decoder.logits(decoder.hidden(batch, make_caches(decoder)))
+
+
+def make_caches(decoder: Decoder) -> list[KVStorage]:
+    """One for all layers."""
+    config = decoder.config
+    size = (-(-config.context_length // PAGE), PAGE, config.kv_heads, config.head_dim)
+    return [KVStorage(*(torch.zeros(size, dtype=decoder.dtype, device=decoder.device) for _ in range(2)))] * config.layers
+
+
+def load(model: str, dtype: str | None) -> Decoder:
+    """With one layer of each kind."""
+    weights = open_weights(model)
+    return Decoder.load(weights, device=DEVICE, dtype=choose_dtype(dtype, weights.config, DEVICE), layers=layers_of(weights))
+
+
+def wanted_by(model: str, target: Target) -> set[jit.Wanted]:
+    """What this process has asked for so far, the model's kernels included."""
+    with dry_run(target.gpu):
+        decoder = load(model, target.dtype)
+        run_steps(decoder, target)
+        step = 64 if decoder.config.moe is None else 8  # where the tiles of experts grow depends on how many there are
+        for tokens in row_counts(max(target.tokens, target.sequences), step):
+            run_pass(decoder, tokens)
+    return jit.wanted

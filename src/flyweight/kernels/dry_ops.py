@@ -1,0 +1,33 @@
+"""The decoder's ops in a dry run: those of `cuda_ops` that launch kernels of jit.py as they are, of the others only shapes.
+
+What Triton would compile is left out: it keeps a cache of its own, and needs the GPU.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from flyweight.kernels.reference import rope_rows
+from flyweight.kernels.rope import rope_norm_write
+
+__all__ = ["add_rms_norm", "paged_attention", "plan_attention", "rms_norm", "rope_norm_write", "rope_rows", "silu_mul"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
+    return x, residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    return gate_up.chunk(2, dim=-1)[0]
+
+
+def plan_attention(*args: Any) -> None:
+    pass
+
+
+def paged_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return query
