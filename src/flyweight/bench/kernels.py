@@ -27,7 +27,9 @@ from flyweight.bench.rows import Row
 from flyweight.bench.timing import percentile, summarize
 from flyweight.checkpoint.formats.fused import take_rows
 from flyweight.errors import FlyweightError
-from flyweight.kernels import dispatch
+from flyweight.gpu import Gpu
+from flyweight.kernels import dispatch, jit
+from flyweight.kernels.dry_run import DEVICE, dry_run
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 SLICE = 4096  # outputs multiplied in float64 at a time
@@ -122,6 +124,16 @@ def measure_case(case: Case, *, device: torch.device, peers: Sequence[str], samp
                 bandwidth=bandwidth)
     for name, reason in refused.items():
         yield facts | {"kernel": name, "status": "skipped", "reason": reason}
+
+
+def wanted_by(cases: Sequence[Case], pretended: Gpu) -> set[jit.Wanted]:
+    """What this process has asked for so far, our kernels of these cases included."""
+    with dry_run(pretended):
+        for case in cases:
+            tensor = FORMATS[case.format](case, (case.out_features, case.in_features), torch.device("cpu")).to(DEVICE)
+            x = torch.empty(case.rows, case.in_features, dtype=case.dtype, device=DEVICE)
+            dispatch.prepare(tensor, dtype=case.dtype).run(x)
+    return jit.wanted
 
 
 def find_candidates(case: Case, tensor: QuantTensor, peers: Sequence[str]) -> tuple[list[Candidate], dict[str, str]]:

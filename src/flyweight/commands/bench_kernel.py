@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +16,10 @@ from flyweight.errors import OptionError, unknown
 if TYPE_CHECKING:
     import torch
 
+    from flyweight.bench.kernels import Case
     from flyweight.bench.rows import ResultFile, Row
 
-Measure = Callable[..., Iterator["Row"]]  # keyword arguments: device, samples, bandwidth
+Measure = functools.partial[Iterator["Row"]]  # keyword arguments: device, samples, bandwidth
 
 
 def kernel(
@@ -39,6 +41,9 @@ def kernel(
     layout: Annotated[str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")] = "full",
     device: Device = None,
     vllm_library: Annotated[Path | None, typer.Option(help="The shared library of vLLM's wheel, for its kernels alone.")] = None,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Only compile the kernels of the linears (no chain, no "
+                                                                      "attention), ahead and without a GPU.")] = False,
+    arch: Annotated[str | None, typer.Option(help="With --compile-only: as of `flyweight compile`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")] = False,
 ) -> None:
     """Time kernels against torch and their peers, in one run: cold and hot, with bandwidth and error.
@@ -55,6 +60,8 @@ def kernel(
         flyweight bench kernel --chain qwen3-8b --format w4a16,w8a16,w8a8
 
         flyweight bench kernel --format attention --rows 1,16 --contexts 16384,131072
+
+        flyweight bench kernel --shapes seed-000,seed-001 --compile-only --arch sm_90a
     """
     from flyweight.bench import peers as others
     from flyweight.device import pick_device
@@ -64,17 +71,33 @@ def kernel(
         raise OptionError(unknown("layout", layout, LAYOUTS))
     if vllm_library:
         others.load_library(str(vllm_library))
-    place = pick_device(device)
+    place = pick_device(None if compile_only else device)
+    if compile_only:
+        dtype = dtype or "bf16"  # a GPU's default
     options = dict(dtype=pick_dtype(dtype, place), vector_length=vector_length, zero_points=not symmetric)
     found = plan(split(format) if format else [], split(shapes), numbers("rows", rows), chain=chain, group_size=group_size,
                  contexts=numbers("contexts", contexts), books=[pair(text) for text in split(codebooks)],
                  peers=others.names(peers), options=options)
+    if compile_only:
+        return compile_cases([measure.args[0] for facts, measure in found if facts.get("in_features")], arch, as_json=as_json)
     lines = run(found, place, samples=samples, out=out)
     if as_json:
         for row in lines:
             typer.echo(json.dumps(row, ensure_ascii=False))
     else:
         typer.echo(table(lines, layout))
+
+
+def compile_cases(cases: Sequence[Case], arch: str | None, *, as_json: bool) -> None:
+    from flyweight.bench.kernels import wanted_by
+    from flyweight.commands.compile import listening, pick_gpu, show
+    from flyweight.kernels.precompile import precompile
+
+    gpu, architecture = pick_gpu(arch, None)
+    with listening() as listen:
+        done = precompile([functools.partial(wanted_by, cases[begin::8], gpu) for begin in range(min(8, len(cases)))],
+                          architecture, listen=listen)
+    show(done, architecture, as_json=as_json)
 
 
 def split(text: str) -> list[str]:
@@ -107,8 +130,6 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
 def plan(formats: list[str], words: list[str], rows: list[int], *, chain: str | None, contexts: list[int], group_size: int,
          books: list[tuple[int, int]], peers: list[str], options: dict[str, Any]) -> list[tuple[Row, Measure]]:
     """(what identifies the row, how to measure it) for everything asked for."""
-    import functools
-
     from flyweight.bench import shapes
     from flyweight.bench.attention import measure_attention
     from flyweight.bench.chain import measure_chain

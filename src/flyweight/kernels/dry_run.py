@@ -27,7 +27,7 @@ def dry_run(pretended: gpu.Gpu) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     gpu.pretend(pretended)
-    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), Unguarded():
+    with torch.inference_mode(), FakeTensorMode(), Unguarded():
         yield
 
 

@@ -1,0 +1,72 @@
+"""What test_ahead.py runs in processes of its own: a process that has pretended a GPU is good for nothing else."""
+
+import contextlib
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from flyweight.engine import ahead
+from flyweight.engine.graphs import DecodeGraphs, Step
+from flyweight.engine.memory import dummy_batch
+from flyweight.engine.rows import SIZES, Rows
+from flyweight.engine.sampling import GREEDY
+from flyweight.gpu import GPUS
+from flyweight.kernels import jit
+from flyweight.kernels.dry_run import DEVICE, dry_run
+from flyweight.models.decoder import Decoder
+
+MOST = 1100  # tokens of a pass
+TARGET = ahead.Target(GPUS["sm_90a"], sequences=64, tokens=MOST)
+
+
+@contextlib.contextmanager
+def process():
+    """A pool of one, whose caches nobody has filled."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+def wanted_and_asked(model):
+    """The kernels found ahead, and those of them or others that whole models ask for when they run."""
+    found = set(ahead.wanted_by(model, TARGET))
+    jit.wanted.clear()
+    forget()
+    with dry_run(TARGET.gpu):
+        weights = ahead.open_weights(model)
+        decoder = Decoder.load(weights, device=DEVICE, dtype=torch.bfloat16)
+        decode(decoder)
+        for tokens in (*range(1, 70), *range(70, MOST, 53), 512, 1023, 1024, MOST):
+            batch = dummy_batch(tokens, context=4096, block_size=16, device=DEVICE)
+            decoder.hidden(batch, ahead.make_caches(decoder))
+            decoder.logits(torch.empty(tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=DEVICE))
+    return found, set(jit.wanted)
+
+
+def forget():
+    """What was asked for once is asked for again."""
+    from flyweight.kernels import batch, gemm, rope
+
+    for kept in (batch.kernels, gemm.kernels, rope._kernel):
+        kept.cache_clear()
+
+
+def decode(decoder):
+    """As `DecodeGraphs.capture` does, qkv and attention in one kernel where they can be, and apart."""
+    config = decoder.config
+    rows = Rows(TARGET.sequences, pages=64, vocabulary=config.vocab_size, device=DEVICE)
+    graphs = DecodeGraphs(decoder, ahead.make_caches(decoder), rows)
+    assert graphs.sizes == [size for size in SIZES if size <= TARGET.sequences]
+    for size in graphs.sizes:
+        step = Step(decoder, graphs.caches, rows, size=size, rope=graphs.rope, activations=graphs.activations)
+        step.launch()
+        step.advance(GREEDY)
+
+
+def wanted_by(model):
+    return ahead.wanted_by(model, ahead.Target(GPUS["sm_90a"], sequences=16, tokens=64))
+
+
+def two_kernels():
+    """Small ones."""
+    return {jit.Wanted("token.cu", (("FP16", 0), ("THREADS", 256), ("WIDTH", width)), None) for width in (256, 512)}

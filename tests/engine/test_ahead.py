@@ -1,0 +1,89 @@
+"""Kernels found without a GPU are those that the engine asks for when it runs."""
+
+import json
+
+import dry_runs
+import pytest
+
+from flyweight import cli
+from flyweight.checkpoint.random_folder import write_preset
+from flyweight.engine import ahead
+from flyweight.errors import OptionError
+from flyweight.gpu import GPUS
+from flyweight.kernels.precompile import precompile
+from flyweight.models.presets import PresetWeights, preset_config
+
+
+def in_a_process(function, *arguments):
+    with dry_runs.process() as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@pytest.mark.parametrize(("model", "files"), [
+    ("preset:tiny:int4", {"gemv.cu", "gemv_split.cu", "batch.cu", "gemm.cu", "untile.cu", "qkv_attention.cu", "attention.cu"}),
+    ("preset:tiny:w8a8", {"batch.cu", "batch_pack.cu", "gemm.cu", "pack.cu", "token.cu", "rope.cu"}),
+    ("preset:tiny:sparse-w8a16", {"gemv.cu", "gemm.cu"}),
+    ("preset:tiny:vptq", {"vptq.cu", "vptq_layout.cu", "attention.cu"}),
+    ("preset:tiny-moe:int4-sym", {"route.cu", "experts.cu", "gemm.cu", "pack.cu"}),
+])
+def test_nothing_that_a_model_asks_for_is_missing(model, files):
+    found, asked = in_a_process(dry_runs.wanted_and_asked, model)
+    assert asked <= found, sorted(asked - found)[:3]
+    assert files <= {one.file for one in asked}
+
+
+def test_a_folder_needs_what_its_preset_does(tmp_path):
+    folder = write_preset("preset:tiny-moe:w8a8", tmp_path / "model")
+    assert in_a_process(dry_runs.wanted_by, str(folder)) == in_a_process(dry_runs.wanted_by, "preset:tiny-moe:w8a8")
+
+
+def test_layers_of_one_kind_are_asked_once():
+    config = preset_config("tiny") | dict(num_hidden_layers=6, sliding_window=512, use_sliding_window=True,
+                                          layer_types=["full_attention"] * 2 + ["sliding_attention"] * 4)
+    assert ahead.layers_of(PresetWeights(config)) == [0, 2]
+    config = preset_config("tiny-moe") | dict(num_hidden_layers=4, mlp_only_layers=[0])
+    assert ahead.layers_of(PresetWeights(config)) == [0, 1]
+
+
+def test_numbers_of_rows_end_at_the_most_that_there_are():
+    assert ahead.row_counts(20) == list(range(1, 18)) + [20]
+    counts = ahead.row_counts(16640)
+    assert {1, 16, 64, 256, 1023, 1024, 4095, 4096, 16640} <= set(counts) and counts[-1] == 16640
+
+
+def test_kernels_are_compiled_once(tmp_path, monkeypatch):
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
+    heard = []
+    done = precompile([dry_runs.two_kernels], "sm_90a", listen=lambda *news: heard.append(news), workers=1)
+    assert (done.kernels, done.fresh, done.folder) == (2, 2, tmp_path / "kernels")
+    assert len(list(done.folder.glob("token-sm_90a-*.cubin"))) == 2
+    assert heard == [("dry runs", 0, 1), ("dry runs", 1, 1), ("kernels", 0, 2), ("kernels", 1, 2), ("kernels", 2, 2)]
+    again = precompile([dry_runs.two_kernels], "sm_90a", listen=lambda *news: None, workers=1)
+    assert (again.kernels, again.fresh) == (2, 0)
+
+
+def test_the_command_says_how_many_and_where(monkeypatch, tmp_path, capsys):
+    from flyweight.kernels import precompile as module
+
+    def instead(runs, architecture, **options):
+        assert [run.args[0] for run in runs] == ["preset:tiny:int4", "preset:tiny:w8a8"]
+        target = runs[0].args[1]
+        assert (target.gpu.multi_processor_count, target.sequences, target.tokens, target.dtype) == (114, 64, 16640, "float16")
+        return module.Compiled(86, 80, 12.34, tmp_path)
+
+    monkeypatch.setattr(module, "precompile", instead)
+    words = ["compile", "preset:tiny:int4", "preset:tiny:w8a8", "--arch", "sm_90a", "--processors", "114", "--max-num-seqs", "64"]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--dtype", "float16", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"kernels": 86, "compiled": 80, "seconds": 12.3, "arch": "sm_90a",
+                                                   "folder": str(tmp_path)}
+
+
+def test_an_unknown_architecture_is_named():
+    from flyweight.commands.compile import pick_gpu
+
+    with pytest.raises(OptionError, match="unknown architecture 'sm_90'; did you mean 'sm_90a'"):
+        pick_gpu("sm_90", None)
+    assert pick_gpu("sm_89", 128)[0].multi_processor_count == 128 != GPUS["sm_89"].multi_processor_count
