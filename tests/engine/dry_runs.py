@@ -36,7 +36,7 @@ def wanted_and_asked(model):
         weights = ahead.open_weights(model)
         decoder = Decoder.load(weights, device=DEVICE, dtype=torch.bfloat16)
         decode(decoder)
-        for tokens in (*range(1, 70), *range(70, MOST, 53), 512, 1023, 1024, MOST):
+        for tokens in (*range(1, 36), *range(36, MOST, 71), 1023, 1024):
             batch = dummy_batch(tokens, context=4096, block_size=16, device=DEVICE)
             decoder.hidden(batch, ahead.make_caches(decoder))
             decoder.logits(torch.empty(tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=DEVICE))

@@ -1,9 +1,11 @@
 """Kernels found without a GPU are those that the engine asks for when it runs."""
 
 import json
+from types import SimpleNamespace
 
 import dry_runs
 import pytest
+import torch
 
 from flyweight import cli
 from flyweight.checkpoint.random_folder import write_preset
@@ -22,7 +24,6 @@ def in_a_process(function, *arguments):
 @pytest.mark.parametrize(("model", "files"), [
     ("preset:tiny:int4", {"gemv.cu", "gemv_split.cu", "batch.cu", "gemm.cu", "untile.cu", "qkv_attention.cu", "attention.cu"}),
     ("preset:tiny:w8a8", {"batch.cu", "batch_pack.cu", "gemm.cu", "pack.cu", "token.cu", "rope.cu"}),
-    ("preset:tiny:sparse-w8a16", {"gemv.cu", "gemm.cu"}),
     ("preset:tiny:vptq", {"vptq.cu", "vptq_layout.cu", "attention.cu"}),
     ("preset:tiny-moe:int4-sym", {"route.cu", "experts.cu", "gemm.cu", "pack.cu"}),
 ])
@@ -33,8 +34,10 @@ def test_nothing_that_a_model_asks_for_is_missing(model, files):
 
 
 def test_a_folder_needs_what_its_preset_does(tmp_path):
-    folder = write_preset("preset:tiny-moe:w8a8", tmp_path / "model")
-    assert in_a_process(dry_runs.wanted_by, str(folder)) == in_a_process(dry_runs.wanted_by, "preset:tiny-moe:w8a8")
+    folder = write_preset("preset:tiny:sparse-w8a8", tmp_path / "model")  # that it is 2:4 only its values tell
+    found = in_a_process(dry_runs.wanted_by, str(folder))
+    assert found == in_a_process(dry_runs.wanted_by, "preset:tiny:sparse-w8a8")
+    assert any(("SPARSE", 1) in one.defines for one in found)
 
 
 def test_layers_of_one_kind_are_asked_once():
@@ -87,3 +90,9 @@ def test_an_unknown_architecture_is_named():
     with pytest.raises(OptionError, match="unknown architecture 'sm_90'; did you mean 'sm_90a'"):
         pick_gpu("sm_90", None)
     assert pick_gpu("sm_89", 128)[0].multi_processor_count == 128 != GPUS["sm_89"].multi_processor_count
+
+
+def test_biases_of_zeros_and_tied_heads_count_as_none():
+    values = {"q.bias": torch.zeros(4), "k.bias": torch.ones(4), "lm_head.weight": torch.ones(4)}
+    checkpoint = SimpleNamespace(config=preset_config("tiny"), has=values.__contains__, tensor=values.__getitem__)
+    assert [name for name in (*values, "o.bias") if ahead.Read(checkpoint).has(name)] == ["k.bias"]

@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flyweight import gpu
 
 DEVICE = torch.device("cuda", 0)
-real = _disable_current_modes  # a context in which tensors have values again
+
+
+@contextlib.contextmanager
+def real() -> Iterator[None]:
+    """In here tensors have values."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 @contextlib.contextmanager
@@ -44,7 +50,7 @@ class Unguarded(TorchFunctionMode):
         if func not in (Tensor.__getitem__, torch.tensor):
             return func(*args, **options)
         device = args[0].device if func is Tensor.__getitem__ else options.pop("device", "cpu")
-        with real(), torch.device("meta"):
+        with _disable_current_modes(), torch.device("meta"):
             found = func(*pytree.tree_map_only(Tensor, _shape_of, args), **options)
         return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device)
 

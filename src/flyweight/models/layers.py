@@ -68,13 +68,14 @@ class Linear:
             tensor = weights.linear(prefix + name)
             _check_shape(prefix + name, tensor.shape, (size, in_features))
             tensors.append(tensor.to(device))
-            if bias or weights.has(f"{prefix}{name}.bias"):
-                given = True
+            there = weights.has(f"{prefix}{name}.bias")
+            given = given or there
+            if bias or there:
                 biases.append(load_tensor(weights, f"{prefix}{name}.bias", (size,), device=device, dtype=dtype))
             else:
                 biases.append(torch.zeros(size, device=device, dtype=dtype))
         joined = torch.cat(biases)
-        used = given and gpu.known(joined.any(), otherwise=True)
+        used = gpu.known(joined.any(), otherwise=given)
         return cls(tensors, joined if used else None, names=names, dtype=dtype, exact=exact, gated=gated)
 
     def __call__(self, x: Tensor) -> Tensor:
