@@ -187,7 +187,9 @@ class Block:
         if self.experts is not None:
             return self.experts.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon).view(hidden.shape)
         gate_up, down = (cast(CudaLinear, linear.single) for linear in (self.gate_up, self.down))
-        x = down.fused(gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon), residual=x)
+        packed = down.packed_input(len(x), x.device, before=gate_up)
+        gated = gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon, to=packed)
+        x = down.fused(packed or gated, residual=x)
         return x.view(hidden.shape)
 
     def attention(self, x: Tensor, context: Context) -> Tensor:

@@ -1,9 +1,7 @@
 // x [rows, K] → the order in which gemm.cu's matrix units read it; the norm applied, and quantized to 8 bits for W8A8 and float8.
 //
-// packed: [stage][8 rows][16-byte column][row][16 bytes]. Within 32 inputs the columns hold, for s, p in {0, 1} and
-// t = 0 … 3, input 8t + 4s + 2p and the next (ORDER 0), inputs 8t + 4s + p and + 2 (ORDER 1: how a lane takes its codes
-// apart), or bytes 8t + 4s … + 3 (QUANTIZE: 1 to int8, 2 to float8); the c-th holds inputs 4c … 4c + 3 and 16 further
-// (ORDER 2: 2:4 weights). Rows up to a whole tile of tokens are zeros.
+// packed.cuh has the order; quantized (QUANTIZE: 1 to int8, 2 to float8) the two columns of 32 inputs hold bytes 8t + 4s … + 3. Rows
+// up to a whole tile of tokens are zeros.
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
 // that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 1, for few rows: a CTA has one row.
@@ -15,6 +13,7 @@
 //
 // defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS, TILE (0)
 #include "common.cuh"
+#include "packed.cuh"
 #ifndef TILE
 #define TILE 0
 #endif
@@ -28,7 +27,6 @@ constexpr bool KEPT = HELD <= 16;
 #endif
 constexpr float LARGEST = QUANTIZE == 2 ? 448.f : 127.f;      // code
 constexpr bool DIVIDED = STATIC || QUANTIZE == 2;             // codes are x / scale, not x · (largest / most)
-constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;           // of a stage
 
 struct Eight {
   u32 word[4];
@@ -108,7 +106,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   auto write = [&](const Eight& x, int eight) {
     constexpr int own = QUANTIZE ? 2 : 4;  // columns that the 32 inputs around these 8 fill
     const int piece = eight / 4, t = eight % 4;
-    u32* to = packed + ((((size_t)(piece / (2 * SB)) * groups + row / 8) * COLUMNS + piece % (2 * SB) * own) * 8 + row % 8) * 4 + t;
+    u32* to = packed + packed_place<SB, own>(row, piece, groups) * 4 + t;
     float f[8];
     if (NORM || QUANTIZE) normed(x, eight, f, QUANTIZE ? inverse : factor);
     if constexpr (QUANTIZE) {
