@@ -83,16 +83,17 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
+    if (warpgroups, split) == (None, None) and kind == "int4" and rows > 32 and 0.9 < outputs / 192 / processors <= 1:
+        warpgroups, split = 3, WHOLE  # a tile for nearly every SM: gate/up of Qwen3-8B 36.0 instead of 38.2 µs
     if split is None:
         split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
     small = split == CLUSTERS
     if warpgroups is None:
-        three, two = kind == "int4" and large, kind in QUANTIZED and outputs > 16384
-        warpgroups = 2 if not small or two else 3 if three else 1
+        warpgroups = 2 if not small or kind == "int4" or (kind in QUANTIZED and outputs > 16384) else 1
     tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
     if cluster is None or not small:
-        room = 2 * processors if m_tiles <= processors // 2 and kind == "int4" and large else max(processors, 2 * m_tiles)
+        room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
