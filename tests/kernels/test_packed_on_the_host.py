@@ -28,7 +28,7 @@ def check(linear, x, write, rows=slice(None), **cut):
     residual = torch.randn(len(x), linear.out_features).to(x.dtype)
     want = gemm.multiply(linear, x, residual=residual, **cut)
     to = gemm.packed_input(linear, len(x), x.device, residual=True, **cut)
-    ours = next(call for call in linear.calls.values()).packed.clone()
+    ours = gemm.buffer("packed", next(iter(linear.calls.values())).packed_bytes, CPU).clone()
     to.data.fill_(0x55)
     write(to)
     packed, wanted = (rows_of(data, to, linear.in_features)[rows] for data in (to.data, ours))

@@ -191,7 +191,7 @@ class Call:
     block: int
     shared: int
     cluster: int
-    packed: Tensor
+    packed_bytes: int
     row_scale: Tensor
     partials: Tensor
     flags: Tensor
@@ -212,7 +212,7 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
     return Call(pack, gemm, tokens=shape.tokens, stage_blocks=shape.stage_blocks, pack_rows=pack_rows, pack_block=32 * pack_warps,
                 grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32, shared=shape.shared,
                 cluster=shape.cluster,
-                packed=buffer("packed", padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), device),
+                packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
                 row_scale=buffer("row scale", padded * 4, device),
                 partials=buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device),
                 flags=buffer("flags", count * 4, device))
@@ -236,7 +236,7 @@ def padded_rows(rows: int) -> int:
 def packed_input(weight: Gemv, rows: int, device: torch.device, *, residual: bool, **choices: int) -> Packed:
     """Where the kernel before writes x for `multiply`, which has to be called with the same residual and choices."""
     call = _call(weight, rows, device, norm=False, residual=residual, to=None, choices=choices)
-    return Packed(buffer("packed ahead", call.packed.nbytes, device), rows, -(-rows // call.tokens) * call.tokens // 8,
+    return Packed(buffer("packed ahead", call.packed_bytes, device), rows, -(-rows // call.tokens) * call.tokens // 8,
                   call.stage_blocks, order_of(weight.kind))
 
 
@@ -249,11 +249,11 @@ def multiply(weight: Gemv, x: Tensor | Packed, out: Tensor | None = None, *, nor
         out = to.data
     elif out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=data.device)
-    padded, packed = -(-rows // call.tokens) * call.tokens, call.packed
+    padded, packed = -(-rows // call.tokens) * call.tokens, data
     if isinstance(x, Packed):
         assert norm is None and (x.groups * 8, x.stage_blocks, x.order) == (padded, call.stage_blocks, order_of(weight.kind))
-        packed = data
     else:
+        packed = buffer("packed", call.packed_bytes, data.device)
         args = (x, norm, packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
         call.pack.launch(padded // call.pack_rows, call.pack_block, args, pdl=pdl)
     call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, packed, call.row_scale,
