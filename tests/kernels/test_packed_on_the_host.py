@@ -19,7 +19,8 @@ CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
 def rows_of(data, to, columns):
     """[rows, columns] of packed x, each row's values in the packed order."""
     values = data[: 16 * to.groups * columns].view(torch.int16)
-    shape = (columns // 64 // to.stage_blocks, to.groups, 8 * to.stage_blocks, 8, 8)  # stage, 8 rows, column, row, value
+    blocks = to.order.stage_blocks
+    shape = (columns // 64 // blocks, to.groups, 8 * blocks, 8, 8)  # stage, 8 rows, column, row, value
     return values.view(shape).permute(1, 3, 0, 2, 4).reshape(-1, columns)[: to.rows]
 
 

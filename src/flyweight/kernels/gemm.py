@@ -39,18 +39,26 @@ def buffer(name: str, size: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """x of one linear, in the order that its product reads: the kernel before writes it so (cuda/packed.cuh)."""
+class Order:
+    """Of the inputs in packed x (cuda/packed.cuh)."""
 
-    data: Tensor
-    rows: int
-    groups: int  # of 8 rows, up to a whole tile
-    stage_blocks: int  # of that product
+    stage_blocks: int  # of the product that reads it
     order: int
 
     @property
     def defines(self) -> dict[str, int]:
+        """For the kernel before that product."""
         return {"PACKED": self.stage_blocks, "ORDER": self.order}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """x of one linear, as its product reads it: the kernel before writes it so."""
+
+    data: Tensor
+    rows: int
+    groups: int  # of 8 rows, up to a whole tile
+    order: Order
 
 
 @dataclass(frozen=True)
@@ -155,8 +163,8 @@ def order_of(kind: str) -> int:
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
             epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool,
-            experts: bool = False, packed: tuple[tuple[str, int], ...] = ()) -> tuple[jit.Kernel, jit.Kernel]:
-    """`experts`: rows in tiles of one expert each (experts.py). `packed`: the defines of a `Packed` that is written."""
+            experts: bool = False, to: Order | None = None) -> tuple[jit.Kernel, jit.Kernel]:
+    """`experts`: rows in tiles of one expert each (experts.py). `to`: results are packed x."""
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order_of(kind), "ROWS": pack_rows,
@@ -165,7 +173,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
-        "EXPERTS": int(experts), **dict(packed)})
+        "EXPERTS": int(experts), **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
@@ -184,7 +192,7 @@ class Call:
     pack: jit.Kernel
     gemm: jit.Kernel
     tokens: int
-    stage_blocks: int
+    order: Order
     pack_rows: int
     pack_block: int
     grid: int
@@ -197,7 +205,7 @@ class Call:
     flags: Tensor
 
 
-def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, to: Packed | None,
+def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, to: Order | None,
                choices: dict[str, int]) -> Call:
     count = processors(device.index or 0)
     shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, residual=residual,
@@ -207,21 +215,21 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
     pack_rows, pack_warps = pack_shape(weight.in_features, padded)
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
-                         pack_warps=pack_warps, static=weight.static, packed=tuple(to.defines.items()) if to else (),
+                         pack_warps=pack_warps, static=weight.static, to=to,
                          epilogue="silu" if weight.interleaved else "residual" if residual else "store")
-    return Call(pack, gemm, tokens=shape.tokens, stage_blocks=shape.stage_blocks, pack_rows=pack_rows, pack_block=32 * pack_warps,
-                grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32, shared=shape.shared,
-                cluster=shape.cluster,
+    return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), pack_rows=pack_rows,
+                pack_block=32 * pack_warps, grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32,
+                shared=shape.shared, cluster=shape.cluster,
                 packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
                 row_scale=buffer("row scale", padded * 4, device),
                 partials=buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device),
                 flags=buffer("flags", count * 4, device))
 
 
-def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, to: Packed | None,
+def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, to: Order | None = None,
           choices: dict[str, int]) -> Call:
     most = padded_rows(rows)
-    key = (most, norm, residual, (to.stage_blocks, to.order) if to else None, *choices.items())
+    key = (most, norm, residual, to, *choices.items())
     call = weight.calls.get(key)
     if call is None:
         call = weight.calls[key] = _make_call(weight, most, device, norm=norm, residual=residual, to=to, choices=choices)
@@ -235,23 +243,24 @@ def padded_rows(rows: int) -> int:
 
 def packed_input(weight: Gemv, rows: int, device: torch.device, *, residual: bool, **choices: int) -> Packed:
     """Where the kernel before writes x for `multiply`, which has to be called with the same residual and choices."""
-    call = _call(weight, rows, device, norm=False, residual=residual, to=None, choices=choices)
+    call = _call(weight, rows, device, norm=False, residual=residual, choices=choices)
     return Packed(buffer("packed ahead", call.packed_bytes, device), rows, -(-rows // call.tokens) * call.tokens // 8,
-                  call.stage_blocks, order_of(weight.kind))
+                  call.order)
 
 
 def multiply(weight: Gemv, x: Tensor | Packed, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
              residual: Tensor | None = None, to: Packed | None = None, pdl: bool = True, **choices: int) -> Tensor:
     """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up); `to`: into the next one's x."""
     data, rows = (x.data, x.rows) if isinstance(x, Packed) else (x, x.shape[0])
-    call = _call(weight, rows, data.device, norm=norm is not None, residual=residual is not None, to=to, choices=choices)
+    call = _call(weight, rows, data.device, norm=norm is not None, residual=residual is not None,
+                 to=to.order if to else None, choices=choices)
     if to is not None:
         out = to.data
     elif out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=data.device)
     padded, packed = -(-rows // call.tokens) * call.tokens, data
     if isinstance(x, Packed):
-        assert norm is None and (x.groups * 8, x.stage_blocks, x.order) == (padded, call.stage_blocks, order_of(weight.kind))
+        assert norm is None and (x.groups * 8, x.order) == (padded, call.order)
     else:
         packed = buffer("packed", call.packed_bytes, data.device)
         args = (x, norm, packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
