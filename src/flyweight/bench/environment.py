@@ -98,7 +98,7 @@ def nvidia(query: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the source this package runs from; FLYWEIGHT_COMMIT tells that of a copy whose repository is not its own, or has none."""
+    """Of the source this package runs from; FLYWEIGHT_COMMIT tells that of a copy without its repository."""
     found = _first_line(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
     return os.environ.get("FLYWEIGHT_COMMIT") or found
 
