@@ -48,8 +48,7 @@ SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read"), Way(9, "gemm", "the s
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, CLUSTERS, MANY),
-    "int4": (FEW, Way(5, "batch", SOME.why, measured=False), CLUSTERS, MANY,
-             Way(4096, "cublas", "bf16 products without codes to convert")),
+    "int4": (FEW, SOME, CLUSTERS, MANY, Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
     "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
@@ -57,8 +56,8 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "sparse-int8": SPARSE,
     "sparse-w8a8": (SPARSE[0], Way(3, "gemm", ONCE)),
 }
-# Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own,
-# where not all: x is quantized in every CTA (a step of Qwen3-8B W8A8: 4 rows 3.04 instead of 3.23 ms, 8 rows 3.26 against 3.14).
+# Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own, where not all: x is quantized in
+# every CTA (a step of Qwen3-8B W8A8: 4 rows 3.04 instead of 3.23 ms, 8 rows 3.26 against 3.14).
 MOST_WITHIN = {"w8a8": 4, "fp8": 4, "sparse-w8a8": 4}
 
 # Warps of gemv.cu that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a
