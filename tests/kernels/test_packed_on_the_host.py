@@ -16,6 +16,11 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x
 CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch):
+    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded: (8, 1))  # every thread takes memory of the host
+
+
 def rows_of(data, to, columns):
     """[rows, columns] of packed x, each row's values in the packed order."""
     values = data[: 16 * to.groups * columns].view(torch.int16)
@@ -41,7 +46,8 @@ def check(linear, x, write, rows=slice(None), **cut):
 # narrower, warpgroups beyond the last output.
 CASES = [("int8:64", BRAIN, 9, dict(split=gemm.CLUSTERS), {}),
          ("plain", HALF, 20, dict(split=gemm.LINE, tokens=32, staged=32), dict(tokens=16)),
-         ("int4:32", BRAIN, 41, dict(split=gemm.WHOLE, tokens=32, staged=32, warpgroups=3), dict(tokens=64, stage_blocks=1))]
+         ("int4:32", BRAIN, 41, dict(split=gemm.WHOLE, tokens=32, staged=32, warpgroups=3), dict(tokens=64, stage_blocks=1)),
+         ("int4:128", HALF, 300, dict(split=gemm.WHOLE, tokens=256, staged=64), dict(tokens=128))]  # a tile of prefill
 
 
 @pytest.mark.parametrize(("kind", "dtype", "rows", "first", "second"), CASES)
