@@ -172,6 +172,9 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   };
   int start = begin + warp * TOKENS;
   load(start);
+  constexpr int LINES = HEAD_DIM * 2 / 128;
+  if (QK_NORM && threadIdx.x < 2 * LINES)  // of this layer alone, and so long out of L2
+    prefetch_l2((const u8*)(threadIdx.x < LINES ? query_norm : key_norm) + threadIdx.x % LINES * 128);
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;

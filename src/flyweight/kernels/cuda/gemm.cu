@@ -162,6 +162,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     return;
   }
   if (WIDE) take_registers<232>();
+  if (QUANTIZED && SPLIT == CLUSTERS && lane == 0)  // here before they are needed
+    prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER * MT + warp, TILES - 1) * 16);
   wait_for_inputs();
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
