@@ -75,9 +75,9 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind):
         assert torch.equal(buffers[-1], want)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("plain", torch.bfloat16), ("int4:128", torch.bfloat16), ("int4:32", torch.float16),
-                                            ("int8:64", torch.bfloat16)])
-@pytest.mark.parametrize("rows", [9, 33, 64, 70, 200, 300, 2000])
+@pytest.mark.parametrize(("kind", "dtype", "rows"), [
+    ("plain", torch.bfloat16, 33), ("plain", torch.bfloat16, 2000), ("int4:128", torch.bfloat16, 64),
+    ("int4:128", torch.bfloat16, 300), ("int4:32", torch.float16, 20), ("int8:64", torch.bfloat16, 70)])
 def test_x_packed_by_the_linear_before_gives_the_same_bits(kind, dtype, rows):
     gate_up = gemv.prepare(make(kind, (6144, 512), 1, dtype), dtype=dtype, interleave=True)
     down, norm = gemv.prepare(make(kind, (512, 3072), 2, dtype), dtype=dtype), torch.ones(512, device="cuda", dtype=dtype)
