@@ -60,6 +60,7 @@ def test_a_step_of_64_rows_packs_what_no_kernel_before_has_packed(launches, monk
 
 
 def test_a_prefill_packs_ahead_what_down_reads(launches, monkeypatch):
+    monkeypatch.setattr(choices, "PACKED_AHEAD", True)
     decoder, hidden = decoder_of("bf16"), torch.zeros(300, 512).bfloat16()
     block = decoder.blocks[0]
     monkeypatch.setattr(block, "attend", lambda qkv, context: torch.zeros(300, 4 * 128).bfloat16())

@@ -78,6 +78,7 @@ def test_decode_attention_writes_the_packed_input_of_o(kind, dtype):
 
 def test_x_is_packed_ahead_where_both_linears_are_products_of_unquantized_rows(monkeypatch):
     monkeypatch.setattr(jit, "load", lambda file, **options: SimpleNamespace(kernel=lambda name: name))
+    monkeypatch.setattr(choices, "PACKED_AHEAD", True)
 
     def linears(*kinds):
         sizes = zip(kinds, ((512, 256), (192, 256)), (True, False), strict=True)
