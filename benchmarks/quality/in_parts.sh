@@ -16,7 +16,7 @@ mkdir -p "$place"
 [ -e "$rows" ] || cp "$here/../h200/quality.jsonl" "$rows"
 export PYTHONPATH="$place/code/src:$place/site" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
-known=$(git -C "$here" describe --always --dirty --abbrev=12 2> /dev/null)
+known=${FLYWEIGHT_COMMIT:-$(git -C "$here" describe --always --dirty --abbrev=12 2> /dev/null)}
 [ -z "$known" ] || export FLYWEIGHT_COMMIT=$known  # the copy below has no repository
 
 running() { [ -e "$place/pid" ] && kill -0 "$(cat "$place/pid")" 2> /dev/null; }

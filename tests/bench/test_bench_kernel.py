@@ -72,7 +72,7 @@ def test_a_peer_computes_the_same_product(format, peer):
 def test_a_peer_that_cannot_run_says_why():
     rows = list(measure_case(case(), device=CPU, peers=list(peers.PEERS), samples=1, bandwidth=1.0))
     reasons = {row["kernel"]: row.get("reason") for row in rows if row["status"] == "skipped"}
-    assert "pip install gemlite" in reasons["gemlite"] and "pip install vllm" in reasons["vllm.marlin"]
+    assert "pip install gemlite" in reasons["gemlite"] and "pip install vllm" in reasons["vllm.marlin"] == reasons["vllm.machete"]
     with pytest.raises(OptionError, match=r"did you mean 'torch\._int_mm'"):
         peers.names("torch._intmm")
 

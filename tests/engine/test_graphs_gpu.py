@@ -6,6 +6,7 @@ import torch
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.graphs import DecodeGraphs, why_not
 from flyweight.engine.rows import Rows
+from flyweight.kernels import choices
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
 
@@ -46,3 +47,30 @@ def test_fused_decode_follows_the_float32_model(preset, dtype, scheme, apart):
     assert all(step.apart == apart for step in graphs.steps.values())
     error = (torch.cat(got) - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < BOUND[scheme]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int4", "w8a16", "w8a8"])
+def test_x_that_is_packed_ahead_changes_no_bit(scheme, monkeypatch):
+    """Of a prefill, and of steps of 20 and 64 rows, of which some are not in use."""
+    device = torch.device("cuda", 0)
+    decoder = Decoder.load(PresetWeights("qwen3-0.6b", scheme, device=device), device=device, dtype=torch.bfloat16)
+    config, results = decoder.config, []
+    tokens = torch.randint(10, 1000, (300,), device=device, generator=torch.Generator(device).manual_seed(1))
+    tables = torch.arange(64 * 2, device=device).view(64, 2).int()
+    for ahead in (False, True):
+        monkeypatch.setattr(choices, "PACKED_AHEAD", ahead)
+        caches = [KVStorage(*(torch.zeros(128, PAGE, config.kv_heads, config.head_dim, dtype=torch.bfloat16, device=device)
+                              for _ in range(2))) for _ in range(config.layers)]
+        found = [decoder.forward(whole_batch(tokens, torch.arange(100, 119, device=device).int()), caches)]
+        rows = Rows(64, pages=2, vocabulary=config.vocab_size, device=device)
+        graphs = DecodeGraphs(decoder, caches, rows)
+        rows.tables[:64] = tables
+        for count in (20, 64):
+            for step in range(20):
+                rows.tokens[:count], rows.lengths[:count] = tokens[step : step + count], step + 1
+                rows.lengths[7] = 0
+                used = torch.arange(count, device=device) != 7
+                found.append(graphs.logits(count)[used].clone())
+        results.append(found)
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(got, want)

@@ -52,6 +52,7 @@ DEVICE float __int_as_float(int v) { return bits_of<float>(v); }
 DEVICE float rsqrtf(float v) { return 1.f / sqrtf(v); }
 #define __expf expf
 DEVICE float __fdividef(float a, float b) { return a / b; }
+DEVICE float exp2_fast(float v) { return exp2f(v); }
 DEVICE float __fmul_rn(float a, float b) { return a * b; }
 DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {

@@ -75,6 +75,32 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind):
         assert torch.equal(buffers[-1], want)
 
 
+@pytest.mark.parametrize(("kind", "dtype", "rows"), [
+    ("plain", torch.bfloat16, 33), ("plain", torch.bfloat16, 2000), ("int4:128", torch.bfloat16, 64),
+    ("int4:128", torch.bfloat16, 300), ("int4:32", torch.float16, 20), ("int8:64", torch.bfloat16, 70)])
+def test_x_packed_by_the_linear_before_gives_the_same_bits(kind, dtype, rows):
+    gate_up = gemv.prepare(make(kind, (6144, 512), 1, dtype), dtype=dtype, interleave=True)
+    down, norm = gemv.prepare(make(kind, (512, 3072), 2, dtype), dtype=dtype), torch.ones(512, device="cuda", dtype=dtype)
+    hidden = torch.randn(rows, 512, device="cuda").to(dtype)
+
+    def layers(x, ahead, pdl):
+        for out in [poisoned(rows, 512, dtype) for _ in range(3)]:  # the next one's gate/up writes what this one's down has read
+            to = gemm.packed_input(down, rows, x.device, residual=True) if ahead else None
+            gated = gemm.multiply(gate_up, x, norm=norm, to=to, pdl=pdl)
+            x = gemm.multiply(down, to or gated, out, residual=x, pdl=pdl)
+        return x
+
+    want = layers(hidden, False, False)
+    gemm.packed_input(down, rows, hidden.device, residual=True).data.fill_(255)  # not a number
+    assert torch.equal(layers(hidden, True, False), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(hidden, True, True)
+    for _ in range(100):
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("kind", ["int8:64", "int8:channel", "int4:64", "sparse-int8:64"])
 def test_zero_points_are_taken_out_exactly(kind):
     """Inputs with a mean of 4 make much of a zero point that is off by one."""

@@ -78,14 +78,21 @@ def test_prefill_and_decode_share_a_step():
     assert_same_logits(found[1], reference_logits(model, first)[-1])
 
 
-def test_only_the_wanted_rows_reach_the_head(monkeypatch):
-    decoder = load(transformers_model("llama"))
-    seen = []
-    monkeypatch.setattr(decoder.head, "watch", lambda x: seen.append(x.shape[0]))
-    cache = [KVStorage(torch.zeros(2, 8, 2, 8), torch.zeros(2, 8, 2, 8)) for _ in range(3)]
-    batch = Batch(torch.tensor(tokens_of(6)), torch.arange(6), torch.arange(6), torch.tensor([[0]], dtype=torch.int32), [0, 6],
-                  [6], torch.tensor([5]))
-    assert decoder.forward(batch, cache).shape == (1, 97) and seen == [1]
+@pytest.mark.parametrize("wanted", [[5], [0, 3], []])
+def test_only_the_wanted_rows_go_on_from_the_last_attention(wanted):
+    """Their logits are those of a run that asks for all, and so are the keys and values of every token."""
+    decoder, seen, found, caches = load(transformers_model("llama")), [], [], []
+    for outputs in (list(range(6)), wanted):
+        cache = [KVStorage(torch.zeros(2, 8, 2, 8), torch.zeros(2, 8, 2, 8)) for _ in range(3)]
+        batch = Batch(torch.tensor(tokens_of(6)), torch.arange(6), torch.arange(6), torch.zeros(1, 1, dtype=torch.int32), [0, 6],
+                      [6], torch.tensor(outputs, dtype=torch.int64))
+        found.append(decoder.forward(batch, cache))
+        caches.append(torch.stack([torch.stack([each.keys, each.values]) for each in cache]))
+        for linear in (decoder.blocks[-1].qkv, decoder.blocks[-1].down, decoder.head):
+            linear.watch = lambda x: seen.append(x.shape[0])
+    torch.testing.assert_close(found[1], found[0][wanted], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(caches[1], caches[0], rtol=1e-5, atol=1e-6)
+    assert seen == ([6, len(wanted), len(wanted)] if wanted else [6])
 
 
 def test_dynamic_rope_beyond_the_trained_length_is_what_token_by_token_gives():

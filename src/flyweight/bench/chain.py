@@ -75,8 +75,9 @@ def fused_step(case: Case, shapes: dict[str, tuple[int, int]], *, norm: Tensor) 
     def step(layer: Layer, x: Tensor) -> Tensor:
         layer["qkv"].run.fused(x, qkv, norm=norm, epsilon=EPSILON)
         layer["o"].run.fused(qkv[:, :width].contiguous(), x, residual=x)
-        layer["gate_up"].run.fused(x, gated, norm=norm, epsilon=EPSILON)
-        layer["down"].run.fused(gated, x, residual=x)
+        packed = layer["down"].run.packed_input(len(x), x.device, before=layer["gate_up"].run)
+        layer["gate_up"].run.fused(x, gated, norm=norm, epsilon=EPSILON, to=packed)
+        layer["down"].run.fused(packed or gated, x, residual=x)
         return x
 
     return step

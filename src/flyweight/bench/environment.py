@@ -98,9 +98,9 @@ def nvidia(query: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the source this package runs from; a copy without its repository is told by FLYWEIGHT_COMMIT, or unknown."""
+    """Of the source this package runs from; FLYWEIGHT_COMMIT tells that of a copy without its repository."""
     found = _first_line(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"])
-    return found or os.environ.get("FLYWEIGHT_COMMIT")
+    return os.environ.get("FLYWEIGHT_COMMIT") or found
 
 
 def _first_line(command: list[str]) -> str | None:

@@ -142,6 +142,25 @@ def _run_marlin(x: Tensor, *, apply: Any, **options: Any) -> Tensor:
     return apply(input=x, **options)
 
 
+def machete(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
+    """vLLM's for Hopper, with its own repacking; codes less zero point, which it wants as −scale · zero point."""
+    ops, types = package("vllm._custom_ops"), package("vllm.scalar_type").scalar_types
+    need(tensor.g_idx is None and tensor.bits in (4, 8), "4 or 8 bits without act-order")
+    names = ("uint4b8", "uint8b128") if tensor.zeros is None else ("uint4", "uint8")
+    kind = getattr(types, names[tensor.bits == 8])
+    packed = pack(tensor.values(), tensor.bits)  # [out, in · bits / 32]: as GPTQ's, column by column
+    weight = ops.machete_prepack_B(packed.contiguous().t(), a_type=dtype, b_type=kind, group_scales_type=dtype)
+    scales = tensor.scales.t().to(dtype).contiguous()  # [groups, out]
+    zeros = None if tensor.zeros is None else (-scales * tensor.zeros.t().to(dtype)).contiguous()
+    group = tensor.group_size if tensor.group_size < tensor.in_features else -1
+    return functools.partial(_run_machete, apply=ops.machete_mm, b_q=weight, b_type=kind, b_group_scales=scales,
+                             b_group_zeros=zeros, b_group_size=group)
+
+
+def _run_machete(x: Tensor, *, apply: Any, **options: Any) -> Tensor:
+    return apply(a=x, **options)
+
+
 def cutlass(tensor: Int8Channel | Float8, *, rows: int, dtype: torch.dtype) -> Run:
     """vLLM's, from the package or from its library alone (`--vllm-library`)."""
     if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
@@ -171,6 +190,7 @@ PEERS = {peer.name: peer for peer in (
     Peer("cusparselt", ("w8a8-2:4",), cusparselt),
     Peer("gemlite", ("w4a16", "w8a16"), gemlite),
     Peer("vllm.marlin", ("w4a16", "w8a16"), marlin),
+    Peer("vllm.machete", ("w4a16", "w8a16"), machete),
     Peer("vllm.cutlass", ("w8a8", "fp8"), cutlass),
 )}
 

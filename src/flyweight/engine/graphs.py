@@ -13,6 +13,7 @@ of the large ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from flyweight.engine.sampling import GREEDY, Mode
 from flyweight.kernels import choices, jit
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors
 from flyweight.kernels.qkv_attention import mailbox_cycle, qkv_attention
 from flyweight.kernels.qkv_attention import why_not as why_apart
@@ -114,17 +116,24 @@ class Step:
         decoder, hidden = self.decoder, self.hidden
         embed(decoder.embedding.weight, self.tokens, hidden)
         for i, block in enumerate(decoder.blocks):
-            self._attention(block, i)
-            self.project(block.o, self.attended, hidden, residual=hidden)
+            self.project(block.o, self._attention(block, i), hidden, residual=hidden)
             if block.experts is not None:
                 block.experts.fused(hidden, hidden, norm=block.post_norm.weight, epsilon=block.epsilon, lengths=self.lengths)
                 continue
-            self.project(block.gate_up, hidden, self.gated, norm=block.post_norm, gated=True)
-            self.project(block.down, self.gated, hidden, residual=hidden)
+            packed = self._packed(block.down, before=block.gate_up)
+            self.project(block.gate_up, hidden, self.gated, norm=block.post_norm, gated=True, to=packed)
+            self.project(block.down, packed or self.gated, hidden, residual=hidden)
         self.project(decoder.head, hidden, self.logits, norm=decoder.norm)
 
-    def _attention(self, block: Block, i: int) -> None:
-        """hidden → attended, in one kernel or two."""
+    def _packed(self, linear: Linear, before: Linear | None = None) -> Packed | None:
+        """Where the kernel before leaves the linear's x, if in the order that its product reads."""
+        own, first = linear.single, before.single if before else None
+        if not isinstance(own, CudaLinear) or (before and not isinstance(first, CudaLinear)):
+            return None
+        return own.packed_input(self.size, self.decoder.device, before=cast(CudaLinear | None, first))
+
+    def _attention(self, block: Block, i: int) -> Tensor | Packed:
+        """hidden → o's x, in one kernel or two."""
         boxes, cache = self.mailboxes, self.caches[i]
         common = dict(shape=self.shapes[i], norms=self.norms[i], rope=self.rope, lengths=self.lengths, tables=self.tables,
                       epsilon=block.epsilon, scale=block.scale)
@@ -132,17 +141,20 @@ class Step:
             assert isinstance(block.qkv.single, CudaLinear)
             qkv_attention(block.qkv.single.weight, self.hidden, self.attended, cache, norm=block.input_norm.weight,
                           mailbox=boxes[i], next_mailbox=boxes[(i + 1) % len(boxes)], **common)
-        else:
-            self.project(block.qkv, self.hidden, self.qkv, norm=block.input_norm)
-            decode_attention(self.qkv, self.attended, cache, workspace=self.workspace, splits=self.splits, **common)
+            return self.attended
+        packed = self._packed(block.o)
+        self.project(block.qkv, self.hidden, self.qkv, norm=block.input_norm)
+        decode_attention(self.qkv, self.attended, cache, workspace=self.workspace, splits=self.splits, to=packed, **common)
+        return packed or self.attended
 
-    def project(self, linear: Linear, x: Tensor, out: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None,
-                gated: bool = False) -> None:
+    def project(self, linear: Linear, x: Tensor | Packed, out: Tensor, *, norm: RMSNorm | None = None,
+                residual: Tensor | None = None, gated: bool = False, to: Packed | None = None) -> None:
         """One kernel where the format has a fused one; else norm, product and what follows it, one by one."""
         if isinstance(linear.single, CudaLinear):
             linear.single.fused(x, out, norm=norm.weight if norm else None, epsilon=norm.epsilon if norm else 1e-6,
-                                residual=residual)
+                                residual=residual, to=to)
             return
+        assert isinstance(x, Tensor)
         ops = self.decoder.ops
         y = linear(ops.rms_norm(x, norm.weight, norm.epsilon) if norm else x)
         y = ops.silu_mul(y) if gated else y

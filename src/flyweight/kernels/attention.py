@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels import jit
+from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors
 
 SHARED = 60 * 1024  # so much that an SM holds one CTA beside a linear's
@@ -65,21 +66,23 @@ def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
                      rope: Tensor, lengths: Tensor, tables: Tensor, workspace: Workspace, splits: int, epsilon: float,
-                     scale: float, warps: int = 8, pdl: bool = True) -> Tensor:
+                     scale: float, to: Packed | None = None, warps: int = 8, pdl: bool = True) -> Tensor:
     """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim]; writes the new K and V.
 
     lengths int32 [sequences] count the new token; tables int32 [sequences, pages]. A sequence of length 0 is padding.
+    `to`: results are the next linear's x, and written there instead of to `out`.
     """
     defines = {
         "FP16": int(qkv.dtype == torch.float16), "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim,
         "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
-        "SHORTEST": SHORTEST,
+        "SHORTEST": SHORTEST, **(to.order.defines if to else {}),
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
     query_norm, key_norm = norms or (None, None)
     sequences = qkv.shape[0]
-    args = (qkv, query_norm, key_norm, rope, lengths, tables, cache.keys, cache.values, out, workspace.scratch, workspace.tickets,
-            float(epsilon), float(scale), tables.shape[1], sequences, splits)
+    target, groups = (to.data, to.groups) if to else (out, 0)
+    args = (qkv, query_norm, key_norm, rope, lengths, tables, cache.keys, cache.values, target, workspace.scratch,
+            workspace.tickets, float(epsilon), float(scale), tables.shape[1], sequences, splits, groups)
     grid = max(sequences * shape.kv_heads * splits, processors(qkv.device.index or 0))
     kernel.launch(grid, 32 * warps, args, shared=SHARED, pdl=pdl)
     return out

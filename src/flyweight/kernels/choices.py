@@ -48,8 +48,7 @@ SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read"), Way(9, "gemm", "the s
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, CLUSTERS, MANY),
-    "int4": (FEW, Way(5, "batch", SOME.why, measured=False), CLUSTERS, MANY,
-             Way(4096, "cublas", "bf16 products without codes to convert")),
+    "int4": (FEW, SOME, CLUSTERS, MANY, Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
     "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
@@ -57,8 +56,8 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "sparse-int8": SPARSE,
     "sparse-w8a8": (SPARSE[0], Way(3, "gemm", ONCE)),
 }
-# Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own,
-# where not all: x is quantized in every CTA (a step of Qwen3-8B W8A8: 4 rows 3.04 instead of 3.23 ms, 8 rows 3.26 against 3.14).
+# Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own, where not all: x is quantized in
+# every CTA (a step of Qwen3-8B W8A8: 4 rows 3.04 instead of 3.23 ms, 8 rows 3.26 against 3.14).
 MOST_WITHIN = {"w8a8": 4, "fp8": 4, "sparse-w8a8": 4}
 
 # Warps of gemv.cu that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a
@@ -67,6 +66,9 @@ WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 
 # What an SM does in a microsecond with gemm.cu's largest tiles: tokens · 64 outputs · inputs. fp8 and 2:4 are estimates.
 PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
             "sparse-w8a8": 90e3}
+# Whether gate/up and decode attention write the packed x of the gemm.cu that follows them, which saves it pack.cu. It gives the
+# same bits on the emulator; to be switched on when a GPU has run it. Expected: 2 to 3 µs each with 64 rows (Qwen3-8B).
+PACKED_AHEAD = False
 # Up to so many tokens experts.cu multiplies all of them with every expert in use, of which each then reads its weights at the
 # pace of memory; more are sorted by expert for gemm.cu, whose tiles of 16 rows cost the same however few are filled. Where x is
 # quantized by its row that pays sooner. Estimated for int4 of Qwen2-57B-A14B: 8 tokens use 42 of 64 experts, 113 µs (measured)

@@ -71,9 +71,22 @@ class CudaLinear:
                 return kernel
         return "cublas"
 
-    def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-              residual: Tensor | None = None, way: str | None = None) -> Tensor:
-        """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after."""
+    def packed_input(self, rows: int, device: torch.device, *, before: CudaLinear | None = None) -> gemm.Packed | None:
+        """Where the kernel before (that linear, or attention) writes x for a `fused` with a residual, ready for the product.
+
+        None where it has to be packed: x is quantized by its row, or one of the two does not go through gemm.cu.
+        """
+        weight = self.weight
+        ahead = choices.PACKED_AHEAD and weight.kind in ("plain", "int4", "int8") and weight.in_features % 64 == 0
+        if not ahead or any(linear.way(rows, device) != "gemm" for linear in (self, before) if linear):
+            return None
+        return gemm.packed_input(weight, rows, device, residual=True)
+
+    def fused(self, x: Tensor | gemm.Packed, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
+              residual: Tensor | None = None, to: gemm.Packed | None = None, way: str | None = None) -> Tensor:
+        """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after; see `packed_input` for `to`."""
+        if to is not None or isinstance(x, gemm.Packed):
+            return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual, to=to)
         way = way or self.way(x.shape[0], x.device)
         if way == "gemv":
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)

@@ -200,5 +200,5 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
     pack.launch(rows // pack_rows, 32 * pack_warps, args, pdl=True)
     product.launch(shape.grid(count), (4 * shape.warpgroups + shape.loaders) * 32, (
         weight.weights, weight.records, weight.channel_scale, packed, row_scale, None, None, out, None, None, route.expert_of,
-        route.tiles, rows), shared=shape.shared, pdl=True)
+        route.tiles, rows, 0), shared=shape.shared, pdl=True)
     return out

@@ -1,6 +1,9 @@
 """Three rows or more times a weight in gemv's tiles: host side of cuda/pack.cu and cuda/gemm.cu (Hopper).
 
-x is packed first, with the norm and W8A8's quantization in the same pass; bias, residual or silu·mul end the product.
+x is packed first, with the norm and W8A8's quantization in the same pass; bias, residual or silu·mul end the product. Where
+neither is to be done, the kernel that makes x writes it packed (`Packed`): gate/up for down, decode attention for o. That kernel
+may still read its own packed x, so there are two buffers; two are enough, because every kernel writes only after its wait for the
+one before it, which has itself waited: nothing earlier is still reading.
 """
 
 from __future__ import annotations
@@ -37,6 +40,29 @@ def buffer(name: str, size: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Of the inputs in packed x (cuda/packed.cuh)."""
+
+    stage_blocks: int  # of the product that reads it
+    order: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """For the kernel before that product."""
+        return {"PACKED": self.stage_blocks, "ORDER": self.order}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """x of one linear, as its product reads it: the kernel before writes it so."""
+
+    data: Tensor
+    rows: int
+    groups: int  # of 8 rows, up to a whole tile
+    order: Order
+
+
+@dataclass(frozen=True)
 class Shape:
     """What the kernel is compiled for, the weight aside."""
 
@@ -66,16 +92,17 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
+    if (warpgroups, split) == (None, None) and kind == "int4" and rows > 32 and 0.9 < outputs / 192 / processors <= 1:
+        warpgroups, split = 3, WHOLE  # a tile for nearly every SM: gate/up of Qwen3-8B 36.0 instead of 38.2 µs
     if split is None:
         split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
     small = split == CLUSTERS
     if warpgroups is None:
-        three, two = kind == "int4" and large, kind in QUANTIZED and outputs > 16384
-        warpgroups = 2 if not small or two else 3 if three else 1
+        warpgroups = 2 if not small or kind == "int4" or (kind in QUANTIZED and outputs > 16384) else 1
     tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
     if cluster is None or not small:
-        room = 2 * processors if m_tiles <= processors // 2 and kind == "int4" and large else max(processors, 2 * m_tiles)
+        room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
@@ -129,21 +156,25 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
     return None
 
 
+def order_of(kind: str) -> int:
+    """Of the inputs of packed x: cuda/packed.cuh."""
+    return 0 if kind not in GROUPED else 2 if kind.startswith("sparse") else 1
+
+
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
             epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool,
-            experts: bool = False) -> tuple[jit.Kernel, jit.Kernel]:
-    """`experts`: rows in tiles of one expert each (experts.py)."""
+            experts: bool = False, to: Order | None = None) -> tuple[jit.Kernel, jit.Kernel]:
+    """`experts`: rows in tiles of one expert each (experts.py). `to`: results are packed x."""
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
-    order = 0 if kind not in GROUPED else 2 if kind.startswith("sparse") else 1
     pack = jit.load("pack.cu", defines=common | {
-        "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order, "ROWS": pack_rows,
+        "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order_of(kind), "ROWS": pack_rows,
         "WARPS": pack_warps, "TILE": shape.tokens if experts else 0})
     gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
-        "EXPERTS": int(experts)})
+        "EXPERTS": int(experts), **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
@@ -162,19 +193,21 @@ class Call:
     pack: jit.Kernel
     gemm: jit.Kernel
     tokens: int
+    order: Order
     pack_rows: int
     pack_block: int
     grid: int
     block: int
     shared: int
     cluster: int
-    packed: Tensor
+    packed_bytes: int
     row_scale: Tensor
     partials: Tensor
     flags: Tensor
 
 
-def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, choices: dict[str, int]) -> Call:
+def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, to: Order | None,
+               choices: dict[str, int]) -> Call:
     count = processors(device.index or 0)
     shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, residual=residual,
                       **choices)
@@ -183,14 +216,25 @@ def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual
     pack_rows, pack_warps = pack_shape(weight.in_features, padded)
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
-                         pack_warps=pack_warps, static=weight.static,
+                         pack_warps=pack_warps, static=weight.static, to=to,
                          epilogue="silu" if weight.interleaved else "residual" if residual else "store")
-    return Call(pack, gemm, tokens=shape.tokens, pack_rows=pack_rows, pack_block=32 * pack_warps, grid=shape.grid(count),
-                block=(4 * shape.warpgroups + shape.loaders) * 32, shared=shape.shared, cluster=shape.cluster,
-                packed=buffer("packed", padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), device),
+    return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), pack_rows=pack_rows,
+                pack_block=32 * pack_warps, grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32,
+                shared=shape.shared, cluster=shape.cluster,
+                packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
                 row_scale=buffer("row scale", padded * 4, device),
                 partials=buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device),
                 flags=buffer("flags", count * 4, device))
+
+
+def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual: bool, to: Order | None = None,
+          choices: dict[str, int]) -> Call:
+    most = padded_rows(rows)
+    key = (most, norm, residual, to, *choices.items())
+    call = weight.calls.get(key)
+    if call is None:
+        call = weight.calls[key] = _make_call(weight, most, device, norm=norm, residual=residual, to=to, choices=choices)
+    return call
 
 
 def padded_rows(rows: int) -> int:
@@ -198,21 +242,32 @@ def padded_rows(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 256) * 256
 
 
-def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-             residual: Tensor | None = None, pdl: bool = True, **choices: int) -> Tensor:
-    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
-    rows, most = x.shape[0], padded_rows(x.shape[0])
-    key = (most, norm is None, residual is None, *choices.items())
-    call = weight.calls.get(key)
-    if call is None:
-        call = weight.calls[key] = _call(weight, most, x.device, norm=norm is not None, residual=residual is not None,
-                                         choices=choices)
-    if out is None:
-        out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
-    padded = -(-rows // call.tokens) * call.tokens
-    args = (x, norm, call.packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
-    call.pack.launch(padded // call.pack_rows, call.pack_block, args, pdl=pdl)
-    call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, call.packed, call.row_scale,
-                                             weight.bias, residual, out, call.partials, call.flags, None, None, rows),
+def packed_input(weight: Gemv, rows: int, device: torch.device, *, residual: bool, **choices: int) -> Packed:
+    """Where the kernel before writes x for `multiply`, which has to be called with the same residual and choices."""
+    call = _call(weight, rows, device, norm=False, residual=residual, choices=choices)
+    return Packed(buffer("packed ahead", call.packed_bytes, device), rows, -(-rows // call.tokens) * call.tokens // 8,
+                  call.order)
+
+
+def multiply(weight: Gemv, x: Tensor | Packed, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
+             residual: Tensor | None = None, to: Packed | None = None, pdl: bool = True, **choices: int) -> Tensor:
+    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up); `to`: into the next one's x."""
+    data, rows = (x.data, x.rows) if isinstance(x, Packed) else (x, x.shape[0])
+    call = _call(weight, rows, data.device, norm=norm is not None, residual=residual is not None,
+                 to=to.order if to else None, choices=choices)
+    if to is not None:
+        out = to.data
+    elif out is None:
+        out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=data.device)
+    padded, packed = -(-rows // call.tokens) * call.tokens, data
+    if isinstance(x, Packed):
+        assert norm is None and (x.groups * 8, x.order) == (padded, call.order)
+    else:
+        packed = buffer("packed", call.packed_bytes, data.device)
+        args = (x, norm, packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
+        call.pack.launch(padded // call.pack_rows, call.pack_block, args, pdl=pdl)
+    call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, packed, call.row_scale,
+                                             weight.bias, residual, out, call.partials, call.flags, None, None, rows,
+                                             to.groups if to else 0),
                      shared=call.shared, pdl=pdl, cluster=call.cluster)
     return out

@@ -162,32 +162,48 @@ class Block:
         delta, hidden = self.step(None, hidden, context)
         return hidden if delta is None else hidden + delta
 
-    def step(self, delta: Tensor | None, hidden: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
-        """As `forward`, with the last addition left to the next norm: input and output are (delta, hidden)."""
+    def step(self, delta: Tensor | None, hidden: Tensor, context: Context, rows: Tensor | None = None
+             ) -> tuple[Tensor | None, Tensor]:
+        """As `forward`, with the last addition left to the next norm: input and output are (delta, hidden).
+
+        `rows`: the tokens whose results are wanted; keys and values are those of all.
+        """
         ops = self.ops
         if self.fusable and self.qkv.watch is None:
-            return None, self.fused(hidden if delta is None else hidden + delta, context)
+            return None, self.fused(hidden if delta is None else hidden + delta, context, rows)
         if delta is None:
             x = ops.rms_norm(hidden, self.input_norm.weight, self.epsilon)
         else:
             x, hidden = ops.add_rms_norm(delta, hidden, self.input_norm.weight, epsilon=self.epsilon)
-        x, hidden = ops.add_rms_norm(self.attention(x, context), hidden, self.post_norm.weight, epsilon=self.epsilon)
+        attended = self.attend(self.qkv(x), context)
+        if rows is not None:
+            attended, hidden = attended[rows], hidden[rows]
+            if not len(rows):  # kernels cannot be launched for no rows
+                return None, hidden
+        x, hidden = ops.add_rms_norm(self.o(attended), hidden, self.post_norm.weight, epsilon=self.epsilon)
         return self.mlp(x), hidden
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.down(self.ops.silu_mul(self.gate_up(x))) if self.experts is None else self.experts(x)
 
-    def fused(self, hidden: Tensor, context: Context) -> Tensor:
-        """As `forward`, norms, residuals and silu·mul being part of the linears."""
+    def fused(self, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """As `forward`, norms, residuals and silu·mul being part of the linears; `rows` as in `step`."""
         qkv, o = (cast(CudaLinear, linear.single) for linear in (self.qkv, self.o))
         x = hidden.reshape(-1, hidden.shape[-1])
         heads = qkv.fused(x, norm=self.input_norm.weight, epsilon=self.epsilon)
         attended = self.attend(heads.view(*hidden.shape[:-1], -1), context)
+        if rows is not None:
+            attended, hidden = attended[rows], x[rows]
+            if not len(rows):
+                return hidden
+            x = hidden
         x = o.fused(attended.reshape(len(x), -1), residual=x)
         if self.experts is not None:
             return self.experts.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon).view(hidden.shape)
         gate_up, down = (cast(CudaLinear, linear.single) for linear in (self.gate_up, self.down))
-        x = down.fused(gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon), residual=x)
+        packed = down.packed_input(len(x), x.device, before=gate_up)
+        gated = gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon, to=packed)
+        x = down.fused(packed or gated, residual=x)
         return x.view(hidden.shape)
 
     def attention(self, x: Tensor, context: Context) -> Tensor:
@@ -239,8 +255,10 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
         """Float32 logits [outputs, vocab] of the tokens in batch.output_rows; caches by layer."""
-        hidden = self.hidden(batch, caches)
-        return self.logits(hidden if len(batch.output_rows) == len(hidden) else hidden[batch.output_rows])
+        rows = None if len(batch.output_rows) == len(batch.tokens) else batch.output_rows
+        context = Paged(batch, caches, self.tables, self.ops)
+        delta, hidden = self._run(self.embedding(batch.tokens), context, rows)
+        return self.logits(hidden, delta)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, caches: Sequence[KVStorage], plans: Plans | None = None) -> Tensor:
@@ -260,10 +278,11 @@ class Decoder:
             raise ValueError(f"{tokens} tokens are more than the context of {self.config.context_length}")
         return Whole(tokens, self.tables, self.ops)
 
-    def _run(self, hidden: Tensor, context: Context) -> tuple[Tensor | None, Tensor]:
+    def _run(self, hidden: Tensor, context: Context, rows: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """Of the last block only `rows` need more than their keys and values: a prompt has one token to go on from."""
         delta = None
         for block in self.blocks:
-            delta, hidden = block.step(delta, hidden, context)
+            delta, hidden = block.step(delta, hidden, context, rows if block is self.blocks[-1] else None)
         return delta, hidden
 
     def logits(self, hidden: Tensor, delta: Tensor | None = None) -> Tensor:

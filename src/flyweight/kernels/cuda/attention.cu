@@ -14,8 +14,15 @@
 // tokens of the cache are read before the wait: what wrote them ended before this step began (a step's only write is the
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST
+// PACKED: results are written in the order of the product that follows (packed.cuh): its SB, and its ORDER.
+//
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, PACKED (0), ORDER (0)
+#ifndef PACKED
+#define PACKED 0
+#define ORDER 0
+#endif
 #include "attention.cuh"
+#include "packed.cuh"
 
 constexpr int LANES = HEAD_DIM / 8;     // lanes that share a token
 constexpr int SIDE = 32 / LANES;        // tokens side by side in a warp
@@ -128,7 +135,8 @@ template <typename At> DEVICE float3 merge_states(int count, int dimension, At a
 
 extern "C" __global__ void __launch_bounds__(THREADS, G > 4 ? 1 : 2)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
-          u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width, int sequences, int splits) {
+          u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width, int sequences, int splits,
+          int groups) {
   extern __shared__ __align__(16) u8 raw[];
   Shared& sh = *(Shared*)raw;
   __shared__ bool last_one;
@@ -164,6 +172,9 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   };
   int start = begin + warp * TOKENS;
   load(start);
+  constexpr int LINES = HEAD_DIM * 2 / 128;
+  if (QK_NORM && threadIdx.x < 2 * LINES)  // of this layer alone, and so long out of L2
+    prefetch_l2((const u8*)(threadIdx.x < LINES ? query_norm : key_norm) + threadIdx.x % LINES * 128);
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -234,13 +245,20 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     }
   }
   __syncthreads();
-  u16* target = out + ((size_t)sequence * HEADS + head * G) * HEAD_DIM;
+  auto write = [&](int i, float value) {
+    const int n = head * G * HEAD_DIM + i;
+#if PACKED
+    out[packed_place(sequence, n, groups)] = to_bits(value);
+#else
+    out[(size_t)sequence * HEADS * HEAD_DIM + n] = to_bits(value);
+#endif
+  };
   const size_t place = ((size_t)sequence * KV_HEADS + head) * splits;
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float3 state = merge_states(WARPS, d, [&](int p, int c) { return sh.partial[p][h][c]; });
     if (used == 1) {
-      target[i] = to_bits(state.x / state.z);
+      write(i, state.x / state.z);
     } else {
       float* to = scratch + (place + split) * G * STATE + h * STATE;
       to[d] = state.x;
@@ -262,6 +280,6 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float* from = scratch + place * G * STATE + h * STATE;
     const float3 state = merge_states(used, d, [&](int c, int column) { return __ldcg(from + (size_t)c * G * STATE + column); });
-    target[i] = to_bits(state.x / state.z);
+    write(i, state.x / state.z);
   }
 }

@@ -4,12 +4,6 @@
 
 constexpr int G = HEADS / KV_HEADS;  // query heads that share a kv head
 
-DEVICE float exp2_fast(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-
 // The tokens [begin, end) of one split. Runs come from the length on the device (a captured grid is fixed): as many as there
 // are splits, but none shorter than SHORTEST, so that the first `used` splits have work.
 struct Run {

@@ -48,6 +48,11 @@ DEVICE u32 mul2(u32 a, u32 b) {
   else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+DEVICE float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 DEVICE u16 to_bits(float f) { return (u16)(pack2(f, 0.f) & 0xffff); }
 
 DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated

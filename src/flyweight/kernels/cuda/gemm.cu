@@ -7,7 +7,7 @@
 //
 // A stage's weights go from shared memory to registers, become 16-bit floats there where they are codes (exact integers
 // less the zero point, times the scale, rounded once) and meet x, which stays in shared memory. pack.cu has written x in
-// the order that the matrix units want (core matrices; inputs permuted the way a lane holds its codes), with the norm
+// the order that the matrix units want (core matrices; inputs permuted the way a lane holds its codes: packed.cuh), with the norm
 // applied and, for W8A8 and float8, quantized. So both operands arrive by plain bulk copies. 2:4 weights stay compressed: the
 // sparse matrix units take 64 inputs (8 bits) or 32 (16 bits) at a time, with a word that says which of them are kept.
 //
@@ -23,19 +23,25 @@
 // STAGED tokens at a time (0: none) go through shared memory when a tile is done, so that whole lines are written; where that is
 // the whole tile, the residual waits there from the tile's beginning on.
 //
+// PACKED: silu·mul's results are written in the order of the product that follows, which then needs no pack.cu: its SB, and its ORDER.
+//
 // EXPERTS: the weights of many experts are stacked, and a tile of tokens belongs to one of them. How many tiles there are, and
 // whose, route.cu has left in memory: nothing is fetched before that. Rows that fill up a tile are zeros.
 //
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, STAGED, EXPERTS (0)
+// CLUSTER, STAGED, EXPERTS (0), PACKED (0), ORDER (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
 
 #ifndef EXPERTS
 #define EXPERTS 0
+#endif
+#ifndef PACKED
+#define PACKED 0
+#define ORDER 0
 #endif
 #define WHOLE 0
 #define LINE 1
@@ -62,6 +68,7 @@ constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
 static_assert(!STAGED || (SPLIT != CLUSTERS && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
+static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
@@ -116,6 +123,7 @@ DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int 
 }
 #endif
 
+#include "packed.cuh"
 #include "gemm_segments.cuh"
 #include "gemm_results.cuh"
 #include "gemm_sums.cuh"
@@ -125,7 +133,8 @@ extern "C" __global__ void
 __launch_bounds__(THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
-     const u16* residual, u16* Y, uint4* partials, int* flags, const int* expert_of, const int* tiles, int rows) {
+     const u16* residual, u16* Y, uint4* partials, int* flags, const int* expert_of, const int* tiles, int rows,
+     int groups) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
@@ -153,6 +162,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     return;
   }
   if (WIDE) take_registers<232>();
+  if (QUANTIZED && SPLIT == CLUSTERS && lane == 0)  // here before they are needed
+    prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER * MT + warp, TILES - 1) * 16);
   wait_for_inputs();
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
@@ -213,7 +224,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     if (rank < OWNERS) {
       accumulator sum[OWNED * 4];
       take_sums(sh, sum);
-      write_tile<OWNED>(sum, s, rank * OWNED, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+      write_tile<OWNED>(sum, s, rank * OWNED, channel_scale, row_scale, bias, residual, Y, rows, groups, warp, lane);
     }
 #else
     if (SPLIT == LINE && s.begin > 0) {
@@ -221,9 +232,9 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     } else {
       if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(acc, partials, flags, s, (unit - 1) / STAGE_COUNT, n_tiles);
 #if STAGED
-      write_staged(sh, acc, s, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+      write_staged(sh, acc, s, channel_scale, row_scale, bias, residual, Y, rows, groups, warp, lane);
 #else
-      write_tile<COLUMNS>(acc, s, 0, channel_scale, row_scale, bias, residual, Y, rows, warp, lane);
+      write_tile<COLUMNS>(acc, s, 0, channel_scale, row_scale, bias, residual, Y, rows, groups, warp, lane);
 #endif
     }
 #endif

@@ -31,7 +31,8 @@ struct Finish {
 // D transposed in 8 × 8 pieces: a lane writes two outputs of token 8j + g at once. `acc` has the column groups from `first` on.
 template <int COUNT>
 DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, int first, const float* channel_scale,
-                       const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
+                       const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int groups, int warp,
+                       int lane) {
   const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
   if (tile >= TILES) return;
   const Finish finish(tile, channel_scale + s.expert * NDIM, row_scale, bias, lane);
@@ -44,7 +45,14 @@ DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, in
     const int token = column + g;
     if constexpr (EPILOGUE == SILU) {
       const u32 pair = transpose8(pack2(v[0][0], v[0][1]));
-      if (token < rows && tile * 8 + 2 * t < WIDTH) *(u32*)(Y + (size_t)token * WIDTH + tile * 8 + 2 * t) = pair;
+      const int n = tile * 8 + 2 * t;
+      if (token < rows && n < WIDTH) {
+#if PACKED  // small pieces, of the few rows that are not staged
+        Y[packed_place(token, n, groups)] = (u16)pair, Y[packed_place(token, n + 1, groups)] = (u16)(pair >> 16);
+#else
+        *(u32*)(Y + (size_t)token * WIDTH + n) = pair;
+#endif
+      }
     } else {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -80,8 +88,28 @@ DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* r
   each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
   copy_group();
 }
+#if PACKED
+// The 32 outputs of a warpgroup are the four columns of as many inputs; a warp writes them for 8 tokens at a time: 512 bytes in a row.
+DEVICE void write_packed(const u8* staging, const Segment& s, int first, u16* Y, int rows, int groups, int warp, int lane) {
+  const int column = lane / 8, piece = s.m * WGS + warp / 4;
+#pragma unroll
+  for (int i = 0; i < STAGED / 32; i++) {
+    const int token = (warp % 4 * (STAGED / 32) + i) * 8 + lane % 8, row = s.n * TOKENS + first + token;
+    if (row / 8 * 8 >= rows || piece >= WIDTH / 32) continue;
+    u32 words[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      const u8* from = staging + token * OUT_ROW + 16 * t;
+      const uint2 pairs = *(const uint2*)(from + column / 2 * 8);
+      words[t] = ORDER ? __byte_perm(pairs.x, pairs.y, column % 2 ? 0x7632 : 0x5410) : *(const u32*)(from + column * 4);
+    }
+    ((uint4*)Y)[packed_place<PACKED, 4>(row, piece, groups) + 8 * column] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+#endif
 DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
-                         const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int warp, int lane) {
+                         const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int groups, int warp,
+                         int lane) {
   const u8* staging = sh.staging[warp / 4];
   const Finish finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane);
   const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
@@ -113,7 +141,11 @@ DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const
       store_matrices(place + j * 8 * OUT_ROW, words);
     }
     named_barrier(2 + warp / 4, 128);
+#if PACKED
+    write_packed(staging, s, first, Y, rows, groups, warp, lane);
+#else
     each_piece(s, first, rows, warp, lane, [&](size_t to, int from) { *(uint4*)(Y + to) = *(const uint4*)(staging + from); });
+#endif
   }
 }
 #endif

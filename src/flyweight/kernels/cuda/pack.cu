@@ -1,9 +1,7 @@
 // x [rows, K] → the order in which gemm.cu's matrix units read it; the norm applied, and quantized to 8 bits for W8A8 and float8.
 //
-// packed: [stage][8 rows][16-byte column][row][16 bytes]. Within 32 inputs the columns hold, for s, p in {0, 1} and
-// t = 0 … 3, input 8t + 4s + 2p and the next (ORDER 0), inputs 8t + 4s + p and + 2 (ORDER 1: how a lane takes its codes
-// apart), or bytes 8t + 4s … + 3 (QUANTIZE: 1 to int8, 2 to float8); the c-th holds inputs 4c … 4c + 3 and 16 further
-// (ORDER 2: 2:4 weights). Rows up to a whole tile of tokens are zeros.
+// packed.cuh has the order; quantized (QUANTIZE: 1 to int8, 2 to float8) the two columns of 32 inputs hold bytes 8t + 4s … + 3. Rows
+// up to a whole tile of tokens are zeros.
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
 // that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 1, for few rows: a CTA has one row.
@@ -15,6 +13,7 @@
 //
 // defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS, TILE (0)
 #include "common.cuh"
+#include "packed.cuh"
 #ifndef TILE
 #define TILE 0
 #endif
@@ -23,12 +22,12 @@ constexpr int EIGHTS = (KDIM + 63) / 64 * 8;                  // of a row
 constexpr int THREADS = WARPS * 32, TEAM = THREADS / ROWS;    // threads of a row
 constexpr int HELD = (EIGHTS + TEAM - 1) / TEAM;              // eights of a thread
 constexpr bool KEPT = HELD <= 16;
+constexpr bool EARLY = NORM && ROWS == 1 && KEPT;             // the norm's weights, long out of L2, are fetched while x is still made
 #ifndef STATIC
 #define STATIC 0
 #endif
 constexpr float LARGEST = QUANTIZE == 2 ? 448.f : 127.f;      // code
 constexpr bool DIVIDED = STATIC || QUANTIZE == 2;             // codes are x / scale, not x · (largest / most)
-constexpr int COLUMNS = QUANTIZE ? SB * 4 : SB * 8;           // of a stage
 
 struct Eight {
   u32 word[4];
@@ -58,6 +57,9 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = ROWS == 8 ? lane / 4 : 0, row = blockIdx.x * ROWS + place;
   const int thread = ROWS == 8 ? warp * 4 + lane % 4 : threadIdx.x;  // of the row's
   launch_dependents();
+  Eight weights[EARLY ? HELD : 1];
+#pragma unroll
+  for (int p = 0; p < (EARLY ? HELD : 0); p++) weights[p] = read_eight(norm, thread + p * TEAM, true);
   wait_for_inputs();
   int from_row = row;
   if (TILE) {
@@ -71,22 +73,22 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
 #pragma unroll
   for (int p = 0; p < (KEPT ? HELD : 0); p++) kept[p] = read_eight(from, thread + p * TEAM, exists);
   float factor = 1, scale = 1, inverse = 1, most = 0, squares = 0;
-  auto normed = [&](const Eight& x, int eight, float (&f)[8], float by) {
+  auto normed = [&](const Eight& x, int p, float (&f)[8], float by) {
     Eight weight;
-    if (NORM) weight = read_eight(norm, eight, true);
+    if (NORM) weight = EARLY ? weights[p] : read_eight(norm, thread + p * TEAM, true);
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = x.value(i) * (NORM ? weight.value(i) * by : by);
   };
   if (NORM || QUANTIZE) {
-    auto look = [&](const Eight& x, int eight) {
+    auto look = [&](const Eight& x, int p) {
       float f[8];
-      normed(x, eight, f, 1.f);
+      normed(x, p, f, 1.f);
 #pragma unroll
       for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i])), squares += x.value(i) * x.value(i);
     };
 #pragma unroll
-    for (int p = 0; p < (KEPT ? HELD : 0); p++) look(kept[p], thread + p * TEAM);
-    for (int p = 0; p < (KEPT ? 0 : HELD); p++) look(read_eight(from, thread + p * TEAM, exists), thread + p * TEAM);
+    for (int p = 0; p < (KEPT ? HELD : 0); p++) look(kept[p], p);
+    for (int p = 0; p < (KEPT ? 0 : HELD); p++) look(read_eight(from, thread + p * TEAM, exists), p);
 #pragma unroll
     for (int o = ROWS == 8 ? 2 : 16; o; o >>= 1) {
       squares += __shfl_xor_sync(~0u, squares, o);
@@ -105,12 +107,13 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
       factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
     }
   }
-  auto write = [&](const Eight& x, int eight) {
+  auto write = [&](const Eight& x, int p) {
     constexpr int own = QUANTIZE ? 2 : 4;  // columns that the 32 inputs around these 8 fill
-    const int piece = eight / 4, t = eight % 4;
-    u32* to = packed + ((((size_t)(piece / (2 * SB)) * groups + row / 8) * COLUMNS + piece % (2 * SB) * own) * 8 + row % 8) * 4 + t;
+    const int eight = thread + p * TEAM, piece = eight / 4, t = eight % 4;
+    if (eight >= EIGHTS) return;
+    u32* to = packed + packed_place<SB, own>(row, piece, groups) * 4 + t;
     float f[8];
-    if (NORM || QUANTIZE) normed(x, eight, f, QUANTIZE ? inverse : factor);
+    if (NORM || QUANTIZE) normed(x, p, f, QUANTIZE ? inverse : factor);
     if constexpr (QUANTIZE) {
 #pragma unroll
       for (int s = 0; s < 2; s++) to[32 * s] = codes_of(f, 4 * s, scale, factor);
@@ -127,7 +130,6 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     }
   };
 #pragma unroll
-  for (int p = 0; p < (KEPT ? HELD : 0); p++)
-    if (thread + p * TEAM < EIGHTS) write(kept[p], thread + p * TEAM);
-  for (int eight = thread; eight < (KEPT ? 0 : EIGHTS); eight += TEAM) write(read_eight(from, eight, exists), eight);
+  for (int p = 0; p < (KEPT ? HELD : 0); p++) write(kept[p], p);
+  for (int p = 0; p < (KEPT ? 0 : HELD); p++) write(read_eight(from, thread + p * TEAM, exists), p);
 }

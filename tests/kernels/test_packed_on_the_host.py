@@ -1,0 +1,93 @@
+"""Kernels that write the packed x of the linear behind them, run on the CPU: the bytes of pack.cu, and the same answers."""
+
+from types import SimpleNamespace
+
+import host_cuda
+import pytest
+import torch
+from test_kernels_on_the_host import folder, host, make  # noqa: F401 (fixtures)
+
+from flyweight.engine.batch import KVStorage
+from flyweight.kernels import choices, gemm, gemv, jit
+from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
+from flyweight.kernels.cuda_linear import CudaLinear
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
+CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch):
+    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded: (8, 1))  # every thread takes memory of the host
+
+
+def rows_of(data, to, columns):
+    """[rows, columns] of packed x, each row's values in the packed order."""
+    values = data[: 16 * to.groups * columns].view(torch.int16)
+    blocks = to.order.stage_blocks
+    shape = (columns // 64 // blocks, to.groups, 8 * blocks, 8, 8)  # stage, 8 rows, column, row, value
+    return values.view(shape).permute(1, 3, 0, 2, 4).reshape(-1, columns)[: to.rows]
+
+
+def check(linear, x, write, rows=slice(None), **cut):
+    """What `write` leaves behind is x as pack.cu packs it, and the product the same to the last bit."""
+    residual = torch.randn(len(x), linear.out_features).to(x.dtype)
+    want = gemm.multiply(linear, x, residual=residual, **cut)
+    to = gemm.packed_input(linear, len(x), x.device, residual=True, **cut)
+    ours = gemm.buffer("packed", next(iter(linear.calls.values())).packed_bytes, CPU).clone()
+    to.data.fill_(0x55)
+    write(to)
+    packed, wanted = (rows_of(data, to, linear.in_features)[rows] for data in (to.data, ours))
+    assert torch.equal(packed, wanted)
+    assert torch.equal(gemm.multiply(linear, to, residual=residual, **cut)[rows], want[rows])
+
+
+# Straight from the registers and through shared memory, rows that fill 8 and that do not, tiles wider than the next one's and
+# narrower, warpgroups beyond the last output.
+CASES = [("int8:64", BRAIN, 9, dict(split=gemm.CLUSTERS), {}),
+         ("plain", HALF, 20, dict(split=gemm.LINE, tokens=32, staged=32), dict(tokens=16)),
+         ("int4:32", BRAIN, 41, dict(split=gemm.WHOLE, tokens=32, staged=32, warpgroups=3), dict(tokens=64, stage_blocks=1)),
+         ("int4:128", HALF, 300, dict(split=gemm.WHOLE, tokens=256, staged=64), dict(tokens=128))]  # a tile of prefill
+
+
+@pytest.mark.parametrize(("kind", "dtype", "rows", "first", "second"), CASES)
+def test_gate_up_writes_the_packed_input_of_down(kind, dtype, rows, first, second):
+    gate_up = gemv.prepare(make(kind, (256, 128), 1), dtype=dtype, bias=torch.randn(256).to(dtype), interleave=True)
+    down, x = gemv.prepare(make(kind, (40, 128), 2), dtype=dtype), torch.randn(rows, 128).to(dtype)
+    gated = gemm.multiply(gate_up, x, **first)
+    check(down, gated, lambda to: gemm.multiply(gate_up, x, to=to, **first), split=gemm.WHOLE, warpgroups=1, **second)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("plain", BRAIN), ("int4:64", HALF)])
+def test_decode_attention_writes_the_packed_input_of_o(kind, dtype):
+    shape, sequences, splits = HeadShape(heads=2, kv_heads=1, head_dim=64, rotary=64, page=16, qk_norm=False), 9, 2
+    lengths = torch.tensor([1, 3, 0, 130, 17, 8, 66, 2, 70], dtype=torch.int32)  # runs of 64, and a row that nobody uses
+    tables = torch.randperm(9 * sequences).view(sequences, 9).int()
+    cache = KVStorage(*torch.randn(2, 9 * sequences, 16, 1, 64).to(dtype))
+    angles, qkv = torch.rand(130, 32) * 6, torch.randn(sequences, 4 * 64).to(dtype)
+
+    def attend(to):
+        out = torch.zeros(sequences, 128, dtype=dtype)
+        return decode_attention(qkv, out, cache, shape=shape, norms=None, rope=rope_pairs(angles.cos(), angles.sin()), to=to,
+                                lengths=lengths, tables=tables, workspace=Workspace.make(shape, sequences, splits, CPU),
+                                splits=splits, epsilon=1e-6, scale=0.125)
+
+    o = gemv.prepare(make(kind, (40, 128), 2), dtype=dtype)
+    check(o, attend(None), attend, rows=lengths > 0, split=gemm.WHOLE, warpgroups=1)
+
+
+def test_x_is_packed_ahead_where_both_linears_are_products_of_unquantized_rows(monkeypatch):
+    monkeypatch.setattr(jit, "load", lambda file, **options: SimpleNamespace(kernel=lambda name: name))
+    monkeypatch.setattr(choices, "PACKED_AHEAD", True)
+
+    def linears(*kinds):
+        sizes = zip(kinds, ((512, 256), (192, 256)), (True, False), strict=True)
+        return (CudaLinear(make(kind, size, 1), dtype=BRAIN, gated=gated) for kind, size, gated in sizes)
+
+    gate_up, down = linears("int4:64", "plain")
+    assert down.packed_input(64, CPU, before=gate_up) and down.packed_input(64, CPU)
+    assert down.packed_input(4, CPU, before=gate_up) is None, "few rows go through other kernels"
+    quantized, last = linears("w8a8", "w8a8")
+    assert down.packed_input(100, CPU, before=quantized) is not None and last.packed_input(100, CPU, before=gate_up) is None
+    monkeypatch.setattr(choices, "PACKED_AHEAD", False)
+    assert down.packed_input(64, CPU, before=gate_up) is None
