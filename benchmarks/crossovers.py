@@ -40,7 +40,7 @@ def ways_for(weight: gemv.Gemv, rows: int) -> Iterator[str]:
     if batch.choose(*cut) is not None:
         yield "batch"
     if gemm.why_not(weight, gemm.padded_rows(rows), DEVICE) is None:
-        yield from ("gemm", "dense") if weight.kind.startswith("sparse") else ("gemm",)
+        yield "gemm"
     if rows > 8:
         yield "cublas"
 

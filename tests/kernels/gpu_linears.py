@@ -38,6 +38,31 @@ def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
     return IntGroup.random(shape, seed, "cuda", **options)
 
 
+def replayed(multiply, weights, start, *, replays: int) -> list[torch.Tensor]:
+    """Some results of a dependent chain in graphs: launches one after the other, then overlapping, many times."""
+    buffers = [torch.empty_like(start) for _ in range(2)]
+
+    def chain(pdl: bool) -> None:
+        x = start
+        for i, weight in enumerate(weights):
+            x = multiply(weight, x, buffers[i % 2], pdl=pdl)
+
+    results = []
+    for pdl in (False, True):
+        chain(pdl)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain(pdl)
+        for replay in range(replays if pdl else 1):
+            for buffer in buffers:
+                buffer.fill_(float("nan"))
+            graph.replay()
+            if replay % 100 == 0:
+                results.append(buffers[(len(weights) - 1) % 2].clone())
+    return results
+
+
 def relative_error(got, want):
     assert got.isfinite().all(), "an output was not written"
     return ((got.double() - want).norm() / want.norm()).item()

@@ -1,8 +1,10 @@
 """Linears of 2 to 65 rows against `matmul_reference` in float64; outputs are poisoned before each launch."""
 
+import functools
+
 import pytest
 import torch
-from gpu_linears import TOLERANCE, make, relative_error
+from gpu_linears import TOLERANCE, make, relative_error, replayed
 
 from flyweight.kernels import batch, gemv, gemv_split
 from flyweight.kernels.cuda_linear import CudaLinear
@@ -68,26 +70,8 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
 def test_a_thousand_dependent_replays_agree_bit_for_bit(multiply, rows):
     weights = [gemv.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
     norm, start = torch.ones(1024, device="cuda").bfloat16(), torch.randn(rows, 1024, device="cuda").bfloat16()
-    buffers = [torch.empty_like(start) for _ in range(2)]
-
-    def chain(pdl: bool) -> None:
-        x = start
-        for i, weight in enumerate(weights):
-            x = multiply(weight, x, buffers[i % 2], norm=norm, pdl=pdl, slices=4)
-
-    results = []
-    for pdl in (False, True):
-        chain(pdl)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain(pdl)
-        for replay in range(1000 if pdl else 1):
-            for buffer in buffers:
-                buffer.fill_(float("nan"))
-            graph.replay()
-            if replay % 100 == 0:
-                results.append(buffers[(len(weights) - 1) % 2].clone())
+    product = functools.partial(multiply, norm=norm, slices=4)
+    results = replayed(product, weights, start, replays=1000)
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
 
 

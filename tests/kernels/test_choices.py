@@ -1,7 +1,5 @@
 """Which kernel takes how many rows of a format, and what is said about it."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -39,22 +37,13 @@ def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch):
     assert [linear.way(rows, device) for rows in (1, 4, 8, 64)] == ["gemv", "gemv", "gemv", "cublas"]
 
 
-def test_what_is_not_measured_is_said_not_to_be(monkeypatch):
-    assert "not measured" not in choices.explain("w8a8")
+def test_borders_and_reasons_are_told():
     assert "from 17 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
-    monkeypatch.setitem(choices.WAYS, "fp8", tuple(dataclasses.replace(way, measured=False) for way in choices.WAYS["fp8"]))
-    assert choices.explain("fp8").endswith("every CTA; not measured)")
     assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
 
 
-def test_two_of_four_are_written_out_at_load_where_dense_is_faster(monkeypatch):
+def test_two_of_four_are_found_where_a_kernel_takes_them():
     dense = Sparse24.random((32, 64)).to_dense()
-    assert isinstance(dense, Int8Channel)
-    found, why = dispatch._sparse_where_faster(dense, torch.bfloat16)
-    assert isinstance(found, Sparse24) and why == "two of four inputs kept: "
-    slower = (dataclasses.replace(choices.SPARSE[0], kernel="expanded", why="0.9 × the dense speed", measured=True),)
-    monkeypatch.setitem(choices.WAYS, "sparse-w8a8", slower)
-    choices.wanted.cache_clear()
-    found, why = dispatch._sparse_where_faster(found, torch.bfloat16)
-    choices.wanted.cache_clear()
-    assert isinstance(found, Int8Channel) and "zeros written out at load (0.9 × the dense speed)" in why
+    found, why = dispatch._find_sparse(dense, torch.bfloat16)
+    assert isinstance(dense, Int8Channel) and isinstance(found, Sparse24) and why == "two of four inputs kept: "
+    assert dispatch._find_sparse(Int8Channel.random((32, 64)), torch.bfloat16)[1] == ""

@@ -31,7 +31,6 @@ CASES = [
     *(("batch_pack.cu", dict(FORMAT=kind, FP16=0, KDIM=4096, GROUP=128, NORM=1, ROWS=32, PARTS=4, WARPS=8)) for kind in range(4)),
     ("untile.cu", LINEAR | dict(FORMAT=4, INTERLEAVED=0)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, SPARSE=1, INTERLEAVED=kind % 2)) for kind in (1, 2, 3)),
-    *(("densify.cu", dict(FORMAT=kind, SPARSE=1, KDIM=4096, GROUP=128)) for kind in (1, 2, 3)),
     ("gemm.cu", GEMM | dict(FORMAT=4)),
     ("gemm.cu", GEMM | dict(FORMAT=4, TOKENS=256, SPLIT=0)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_linears import FUSED_KINDS, KINDS, TOLERANCE, make, relative_error
+from gpu_linears import FUSED_KINDS, KINDS, TOLERANCE, make, relative_error, replayed
 
 from flyweight.kernels import gemv
 from flyweight.kernels.cuda_linear import CudaLinear
@@ -58,24 +58,5 @@ def test_many_rows_compute_the_same_function_as_few(kind):
 def test_a_dependent_chain_gives_the_same_bits_with_and_without_overlapping_launches():
     weights = [gemv.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
     start = torch.randn(1, 1024, device="cuda").bfloat16()
-    buffers = [torch.empty_like(start) for _ in range(2)]
-
-    def chain(pdl: bool) -> None:
-        x = start
-        for i, weight in enumerate(weights):
-            x = weight(x, buffers[i % 2], pdl=pdl)
-
-    results = []
-    for pdl in (False, True):
-        chain(pdl)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain(pdl)
-        for replay in range(500 if pdl else 1):
-            for buffer in buffers:
-                buffer.fill_(float("nan"))
-            graph.replay()
-            if replay % 100 == 0:
-                results.append(buffers[(len(weights) - 1) % 2].clone())
+    results = replayed(gemv.Gemv.__call__, weights, start, replays=500)
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()

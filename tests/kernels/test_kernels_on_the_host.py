@@ -6,7 +6,7 @@ import host_cuda
 import pytest
 import torch
 
-from flyweight.kernels import cuda_linear, experts, gemm, gemv
+from flyweight.kernels import experts, gemm, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
@@ -150,16 +150,6 @@ def test_of_equal_experts_the_first_is_chosen():
     layer = experts.Grouped(weight, weight, router, torch.zeros(1, dtype=torch.int32), 36, 5, normalize=True)
     chosen = experts_of(layer.route(torch.randn(4, 128).bfloat16(), norm=torch.ones(128).bfloat16(), epsilon=1e-6))
     assert (chosen[:, ::2] % 2 == 0).all() and torch.equal(chosen[:, 1::2], chosen[:, :4:2] + 1)
-
-
-@pytest.mark.parametrize("kind", ["sparse-w8a8", "sparse-int8:64", "sparse-int4:32"])
-def test_zeros_written_out_are_the_tiles_of_the_dense_weight(kind):
-    tensor = make(kind, (40, 192), 3)
-    dense = gemv.prepare(tensor.to_dense(), dtype=torch.bfloat16)
-    written = cuda_linear.densified(gemv.prepare(tensor, dtype=torch.bfloat16))
-    assert (written.kind, written.group) == (dense.kind, dense.group)
-    tiles, bytes_of_row = dense.weights.view(3, 3, -1), written.weights.view(3, 3, -1)
-    assert torch.equal(tiles[:2], bytes_of_row[:2]), "the last tile has rows that do not exist"
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary", "normed"), [(3, 1, 80, 32, True), (2, 2, 256, 256, False)])

@@ -1,13 +1,12 @@
 """Which kernel multiplies with how many rows of each format on CUDA, and the numbers behind it: one table, not branches.
 
-A border is where one way becomes faster than another. Those that are not `measured` follow from bytes and from the rates of
-the matrix units. This command times every way of every format and prints the borders that it finds:
+A border is where one way becomes faster than another. This command times every way of every format and prints the borders
+that it finds:
 
     python benchmarks/crossovers.py benchmarks/h200/crossovers.jsonl
 
-2:4 weights stay compressed as long as nothing says that dense ones are faster: 5 and 3 bits a weight are memory saved in any
-case, and few rows are bound by bytes. Where the dense product of many rows turns out faster, `dense` writes the zeros out into
-a scratch for each call; where even few rows are slower than dense, `expanded` does it once, at load.
+2:4 weights stay compressed: 5 and 3 bits a weight are memory saved in any case, few rows are bound by bytes, and the sparse
+matrix units do more of many rows at once than the dense ones.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ KERNELS = {
     "gemv": "gemv.cu or, inputs cut into slices, gemv_split.cu",
     "batch": "batch.cu",
     "gemm": "gemm.cu",
-    "dense": "gemm.cu, zeros written out for each call",
     "cublas": "cuBLAS, written out in 16 bits for each call",
-    "expanded": "the dense kernels, zeros written out at load",
 }
 
 
@@ -36,7 +33,6 @@ class Way:
     rows: int
     kernel: str
     why: str
-    measured: bool = True
     small: bool = False
 
 
@@ -57,25 +53,23 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "sparse-w8a8": (SPARSE[0], Way(3, "gemm", ONCE)),
 }
 # Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own, where not all: x is quantized in
-# every CTA (a step of Qwen3-8B W8A8: 4 rows 3.04 instead of 3.23 ms, 8 rows 3.26 against 3.14).
+# every CTA.
 MOST_WITHIN = {"w8a8": 4, "fp8": 4, "sparse-w8a8": 4}
 
-# Warps of gemv.cu that multiply: int4 is bound by instructions, the others by how soon x is ready (bf16 3.78 instead of 4.40 ms a
-# token of Qwen3-8B, W8A8 2.35 instead of 2.62, with 8 instead of 16). fp8 and 2:4 take after them, not measured.
+# Warps of gemv.cu that multiply: int4 is bound by instructions, the others by how soon x is ready. fp8 and 2:4 take after them.
 WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 16, "sparse-int8": 8, "sparse-w8a8": 8}
 # What an SM does in a microsecond with gemm.cu's largest tiles: tokens · 64 outputs · inputs. fp8 and 2:4 are estimates.
 PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
             "sparse-w8a8": 90e3}
 # Whether gate/up and decode attention write the packed x of the gemm.cu that follows them, which saves it pack.cu. It gives the
-# same bits on the emulator; to be switched on when a GPU has run it. Expected: 2 to 3 µs each with 64 rows (Qwen3-8B).
+# same bits on the emulator; to be switched on when a GPU has run it.
 PACKED_AHEAD = False
 # Up to so many tokens experts.cu multiplies all of them with every expert in use, of which each then reads its weights at the
 # pace of memory; more are sorted by expert for gemm.cu, whose tiles of 16 rows cost the same however few are filled. Where x is
-# quantized by its row that pays sooner. Estimated for int4 of Qwen2-57B-A14B: 8 tokens use 42 of 64 experts, 113 µs (measured)
-# instead of 150; 16 tokens would take two rounds, 226 instead of 185.
+# quantized by its row that pays sooner.
 EXPERT_TOKENS = {"plain": 8, "int4": 8, "int8": 8, "w8a8": 4, "fp8": 4, "sparse-int4": 8, "sparse-int8": 8, "sparse-w8a8": 8}
 # Steps of more rows, but few enough for experts.cu, launch their kernels one after the other: with 8 tokens CTAs that begin early
-# gather on some SMs (Qwen2-57B-A14B int4: 13.4 ms a step with overlap, 9.2 without; one token 2.62 with, 2.89 without).
+# gather on some SMs, which takes longer than the overlap saves.
 OVERLAPPING_TOKENS = 4
 
 
@@ -99,5 +93,4 @@ def within(kind: str, rows: int, columns: int) -> bool:
 def explain(kind: str) -> str:
     """The ways of a format with their borders and reasons, for `flyweight info`."""
     return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]}"
-                     + f", up to {SMALL:,} weights" * way.small + f" ({way.why}"
-                     + ("" if way.measured else "; not measured") + ")" for way in WAYS[kind])
+                     + f", up to {SMALL:,} weights" * way.small + f" ({way.why})" for way in WAYS[kind])

@@ -8,7 +8,6 @@ way: whole numbers are exact in 16-bit floats, and their products are summed in 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -21,8 +20,7 @@ from flyweight.kernels import batch, choices, gemm, gemv, gemv_split, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
 # What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
-NEXT = {"gemv": ("gemv", "batch", "gemm"), "batch": ("batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "dense": ("dense",),
-        "cublas": ()}
+NEXT = {"gemv": ("gemv", "batch", "gemm"), "batch": ("batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "cublas": ()}
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -94,8 +92,7 @@ class CudaLinear:
             multiply = gemv_split.multiply if way == "split" else batch.multiply
             return multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         if way != "cublas":
-            weight = densified(self.weight) if way == "dense" else self.weight  # nothing of which may be fetched ahead
-            return gemm.multiply(weight, x, out, norm=norm, epsilon=epsilon, residual=residual, pdl=way != "dense")
+            return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 
         ops = decoder_ops(x.device)
@@ -145,14 +142,3 @@ def untile(weight: gemv.Gemv, out: Tensor) -> Tensor:
     kernel = jit.load("untile.cu", defines=defines).kernel("untile")
     kernel.launch(math.ceil(units / 8), 256, (weight.weights, weight.records, out))
     return out.view(weight.out_features, weight.in_features)
-
-
-def densified(weight: gemv.Gemv) -> gemv.Gemv:
-    """A 2:4 weight with its zeros written out, in the tiles of the dense kernels, in the scratch."""
-    kind = weight.kind.removeprefix("sparse-")
-    units = math.ceil(weight.out_features / 16) * math.ceil(weight.in_features / 64)
-    tiles = scratch(units * gemv.BLOCK_BYTES[kind], torch.uint8, weight.weights.device)
-    defines = gemv.format_defines(weight.kind) | {"KDIM": weight.in_features, "GROUP": weight.group}
-    kernel = jit.load("densify.cu", defines=defines).kernel("densify")
-    kernel.launch(math.ceil(units / 8), 256, (weight.weights, weight.records, tiles, units))
-    return dataclasses.replace(weight, kind=kind, weights=tiles, calls=weight.calls.setdefault(("dense",), {}))

@@ -48,7 +48,7 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
     `gated` marks a merged gate/up, whose rows a CUDA kernel may pair up.
     """
     if tensor.device.type == "cuda" and not exact:
-        tensor, why = _sparse_where_faster(tensor, dtype)
+        tensor, why = _find_sparse(tensor, dtype)
         kind = gemv.format_of(tensor, dtype)
         if kind is not None and (not gated or tensor.matrix_shape[0] % 32 == 0):
             on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
@@ -72,14 +72,11 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
     return Prepared(linear if isinstance(tensor, Plain) else run_quantized, "torch.linear", why, tensor.shape, weight.nbytes)
 
 
-def _sparse_where_faster(tensor: QuantTensor, dtype: torch.dtype) -> tuple[QuantTensor, str]:
-    """A weight with two of four inputs as such, or with its zeros written out; and what is to be said about that."""
+def _find_sparse(tensor: QuantTensor, dtype: torch.dtype) -> tuple[QuantTensor, str]:
+    """A weight with two of four inputs as such where there is a kernel for it, and what is to be said about that."""
     found = Sparse24.find(tensor)
-    kind = gemv.format_of(found, dtype)
-    if not isinstance(found, Sparse24) or kind is None:
+    if not isinstance(found, Sparse24) or gemv.format_of(found, dtype) is None:
         return tensor, ""
-    if choices.wanted(kind, 1) == "expanded":
-        return found.to_dense(), f"two of four inputs kept, {choices.explain(kind)}: "
     return found, "two of four inputs kept: "
 
 

@@ -24,11 +24,7 @@ STACKED = ("weights", "records", "channel_scale")
 TILES = (16, 32, 64, 128, 256)  # rows
 WARPGROUPS = {16: 4, 32: 4}  # of gemm.cu, for tiles of so many rows, where they fit; two for larger ones
 TOKENS_AT_ONCE = 8192  # more are done in turns: by then every expert has enough rows, and rows cost memory
-# Launches that overlap, of few tokens: those that may begin while the kernel before them ends, those that let the next one begin
-# while they run, and what route and combine reserve of an SM so that each has one of their CTAs, as of the linears around them.
-BEGIN_EARLY = {"route", "experts", "combine"}
-LET_BEGIN = {"route", "combine"}
-FETCH_AHEAD = True  # experts' weights as soon as the route is known
+# Of an SM, by route and combine of few tokens, so that each has one of their CTAs, as of the linears around them.
 RESERVED = 100 * 1024
 
 
@@ -141,8 +137,7 @@ class Grouped:
         args = (x, norm, self.router, logits, chosen, found.shares, gates, found.place, source, found.expert_of, found.tiles,
                 gemm.buffer("tickets", 4 * groups + 4, device), lengths, tokens, float(epsilon))
         shared = 10 * x.shape[1]  # two rows of the router and the norm
-        self._kernel("route", x, rows, tile, by_token).launch(grid, 256, args, shared=max(shared, RESERVED * by_token),
-                                                              pdl="route" in BEGIN_EARLY)
+        self._kernel("route", x, rows, tile, by_token).launch(grid, 256, args, shared=max(shared, RESERVED * by_token), pdl=True)
         return found
 
     def combine(self, y: Tensor, route: Route, residual: Tensor, out: Tensor, *, shared: Tensor | None = None) -> None:
@@ -151,12 +146,12 @@ class Grouped:
         args = (y, route.place, route.shares, shared, route.gates, residual, out, route.tiles, len(residual))
         grid = max(min(count, 16 * processors(y.device.index or 0)), processors(y.device.index or 0))
         self._kernel("combine", residual, 1, 16, False).launch(grid, 256, args, shared=RESERVED * (route.source is None),
-                                                               pdl="combine" in BEGIN_EARLY)
+                                                               pdl=True)
 
     def _kernel(self, name: str, x: Tensor, rows: int, tile: int, by_token: bool) -> jit.Kernel:
         defines = {"FP16": int(x.dtype == torch.float16), "KDIM": x.shape[1], "EXPERTS": self.experts, "CHOSEN": self.chosen,
                    "GATE": int(self.gated), "NORMALIZE": int(self.normalize), "ROWS": rows, "TILE": tile,
-                   "BY_TOKEN": int(by_token), "EARLY": int(name in LET_BEGIN)}
+                   "BY_TOKEN": int(by_token)}
         return jit.load("route.cu", defines=defines).kernel(name)
 
     def multiply(self, x: Tensor, route: Route, *, norm: Tensor, epsilon: float) -> Tensor:
@@ -174,10 +169,9 @@ def few_rows(weight: Gemv, x: Tensor, route: Route, *, norm: Tensor | None = Non
     assert plan is not None
     out = torch.empty(route.rows, width, dtype=x.dtype, device=x.device)
     defines = weight.defines(rows, plan, warps=warps, norm=norm is not None, epilogue="silu" if weight.interleaved else "store")
-    defines |= {"PER_SLOT": int(norm is None), "AHEAD": int(FETCH_AHEAD)}
-    kernel = jit.load("experts.cu", defines=defines).kernel("experts")
+    kernel = jit.load("experts.cu", defines=defines | {"PER_SLOT": int(norm is None)}).kernel("experts")
     args = (weight.weights, weight.records, weight.channel_scale, x, norm, out, route.expert_of, route.tiles, float(epsilon))
-    kernel.launch(processors(x.device.index or 0), 32 * (warps + 1), args, shared=plan.shared, pdl="experts" in BEGIN_EARLY)
+    kernel.launch(processors(x.device.index or 0), 32 * (warps + 1), args, shared=plan.shared, pdl=True)
     return out
 
 

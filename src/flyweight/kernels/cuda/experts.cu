@@ -9,10 +9,10 @@
 // Work split: the tiles of all slots lie in one line that is cut evenly over the CTAs; each loads the rows of a slot when
 // it comes to it, while the ring goes on. Which weights these are is known as soon as `slots` is not 0, which is long before the
 // kernel before this one has ended where that is the shared expert or the experts' first linear: so the ring is filled then.
-// Waiting for it is safe: route's CTAs have all begun before any of this kernel may. AHEAD 0: not before that kernel has ended.
+// Waiting for it is safe: route's CTAs have all begun before any of this kernel may.
 // Limit: bytes of the weights in use / bandwidth.
 //
-// defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES, AHEAD
+// defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES
 #include "gemv.cuh"
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
@@ -25,7 +25,6 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   LinearShared& sh = *(LinearShared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_linear(sh);
-  if (!AHEAD) wait_for_inputs();
   int used;
   while (!(used = load_acquire(slots))) {}
   const int tiles = used * TILES;

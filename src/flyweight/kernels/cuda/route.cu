@@ -16,9 +16,9 @@
 //
 // Of few tokens both stand between kernels that take half an SM each and work at one pace only where every SM has one CTA of
 // each. The host therefore reserves shared memory for them, and registers are held to half an SM's: else an SM that is left
-// early gets two CTAs of the next kernel and another none. EARLY: whether the next kernel may begin while this one runs.
+// early gets two CTAs of the next kernel and another none.
 //
-// defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN, EARLY
+// defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN
 #include "common.cuh"
 
 constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
@@ -155,7 +155,7 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   __shared__ float squares_of[WARPS], sums[2][WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp / PER_ROW, part = warp % PER_ROW;
   const int token = blockIdx.y * ROWS + row;
-  if (EARLY) launch_dependents();
+  launch_dependents();
   auto fetch = [&](int output, int to) {
     for (int i = threadIdx.x; i < 2 * PIECES; i += THREADS)
       copy_piece(&sh.weights[to][i % 2][i / 2], (const float4*)(router + (size_t)output * KDIM) + i);
@@ -233,7 +233,7 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
 extern "C" __global__ void __launch_bounds__(THREADS)
 combine(const u16* y, const int* place, const float* shares, const u16* shared, const float* gates, const u16* residual, u16* out,
         int* tiles, int tokens) {
-  if (EARLY) launch_dependents();
+  launch_dependents();
   wait_for_inputs();
   if (blockIdx.x == 0 && threadIdx.x == 0) tiles[0] = 0;
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < tokens * (KDIM / 2); i += gridDim.x * THREADS) {
