@@ -14,7 +14,7 @@ mkdir -p "$place"
 [ -d "$place/input" ] || python3 "$here/../pieces.py" join "$pieces" "$place/input" || exit 1
 [ -d "$place/site" ] || python3 "$place/input/install.py" "$place/input/wheels" "$place/site" > "$place/install.log" || exit 1
 [ -e "$rows" ] || cp "$here/../h200/quality.jsonl" "$rows"
-export PYTHONPATH="$place/code/src:$place/site" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+export PYTHONPATH="$place/code/src:$place/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 known=${FLYWEIGHT_COMMIT:-$(git -C "$here" describe --always --dirty --abbrev=12 2> /dev/null)}
 [ -z "$known" ] || export FLYWEIGHT_COMMIT=$known  # the copy below has no repository
