@@ -8,7 +8,7 @@ from flyweight.quant.fp8 import FP8, fp8
 from flyweight.quant.gptq import GPTQ, gptq
 from flyweight.quant.grid import Integers, fit_group_size, make_grid
 from flyweight.quant.rtn import rtn, to_int8_channel
-from flyweight.quant.smoothquant import search_alpha, smooth_scales, w8a8_error
+from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales, w8a8_error
 from flyweight.quant.sparsegpt import prune24
 from flyweight.quant.statistics import NonFiniteError, Statistics, inverse_factor, layer_error
 from flyweight.quant.vptq import VPTQ, vptq
@@ -208,6 +208,18 @@ def test_smoothing_is_never_worse_than_none_and_folds_away():
     assert w8a8_error(x, [weight], scales) < 0.5 * w8a8_error(x, [weight], torch.ones(96))
     fixed = smooth_scales(largest, [weight], 0.8)
     torch.testing.assert_close((x / fixed) @ (weight * fixed).T, x @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+def test_refined_scales_make_less_noise_on_tokens_they_were_not_learned_on():
+    weight, _, x = problem()
+    x[:, 5] *= 60
+    x[:, 7:20] *= 4
+    x, fresh = x.chunk(2)
+    _, scales = search_alpha(x, [x.abs().amax(0)], [weight])
+    refined = refine(x, [weight], scales)
+    assert w8a8_error(fresh, [weight], refined) < w8a8_error(fresh, [weight], scales)
+    pairs = refine(x, [weight], scales, allowed=lambda s: s.view(-1, 2).mean(1, keepdim=True).expand(-1, 2).reshape(-1))
+    assert torch.equal(pairs[::2], pairs[1::2])
 
 
 def pattern_holds(weight: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ from flyweight.quant.awq import Judge, search_scales
 from flyweight.quant.cache import ActivationCache, Budget
 from flyweight.quant.recipe import Layer, Recipe
 from flyweight.quant.rounding import Learning, learn_rounding
-from flyweight.quant.smoothquant import search_alpha, smooth_scales
+from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
@@ -264,7 +264,9 @@ class Loop:
     def smooth(self, work: WorkBlock, group: Group, statistics: dict[str, Statistics], samples: Samples) -> float:
         weights, found = [work.weights[name] for name in group.linears], statistics[group.name]
         if self.recipe.smooth == "search":
-            alpha, scales = search_alpha(samples.inputs(group), (found.largest, found.importance.sqrt()), weights)
+            x = samples.inputs(group)
+            alpha, scales = search_alpha(x, (found.largest, found.importance.sqrt()), weights)
+            scales = refine(x, weights, scales, allowed=lambda s: work.allowed(group, s))
         elif group.source.endswith("norm"):  # the published method smooths what follows a norm
             alpha = float(self.recipe.smooth or 0)
             scales = smooth_scales(found.largest, weights, alpha)
