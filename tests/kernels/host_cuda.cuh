@@ -120,6 +120,13 @@ template <class T> static inline T __shfl_up_sync(u32, T v, int by) {
   const int lane = threadIdx.x % 32;
   return from_lane(v, lane < by ? lane : lane - by);
 }
+DEVICE bool __any_sync(u32, bool v) {
+  const u64 mine[1] = {v};
+  u64 found[32], any = 0;
+  share(mine, found);
+  for (u64 one : found) any |= one;
+  return any;
+}
 static void fiber_main() {
   kernel_call();
   cta->over[cta->at] = 1;

@@ -90,7 +90,7 @@ def test_whole_prompts(heads, spans):
 
 CHUNKS = [
     (Heads(4, 1, 128, BRAIN), [(70, 130)]),
-    (Heads(4, 2, 64, HALF), [(33, 256), (64, 0), (1, 300), (40, 15)]),  # a prefix of whole tiles, none, one token, less than a page
+    (Heads(4, 2, 64, HALF), [(33, 256), (64, 0), (1, 300), (40, 15)]),  # whole tiles before it, none, one token, not a page
     (Heads(4, 1, 128, BRAIN, Tile(keys=64, warpgroups=3, stages=4)), [(70, 130)]),
 ]
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.engine.batch import KVStorage
 from flyweight.engine.transfer import upload
 from flyweight.kernels import choices, jit
 from flyweight.kernels.gemv import processors
@@ -73,19 +72,23 @@ def _kernel(heads: Heads, page: int) -> jit.Kernel:
     return jit.load("prefill_attention.cu", defines=defines).kernel("prefill_attention")
 
 
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and gpu.capability(device)[0] == 9
+
+
 def takes(heads: Heads, device: torch.device) -> bool:
-    """Whether there is a kernel for these heads; on the CPU only tests pretend so."""
-    return (choices.PREFILL_ATTENTION and gpu.capability(device.index or 0)[0] == 9 and heads.dtype != torch.float32
-            and heads.head_dim in (64, 128) and heads.heads // heads.kv_heads <= heads.rows)
+    """Whether there is a kernel for these heads, and it is wanted."""
+    return (choices.PREFILL_ATTENTION and is_hopper(device) and heads.dtype != torch.float32 and heads.head_dim in (64, 128)
+            and heads.heads // heads.kv_heads <= heads.rows)
 
 
 @dataclass(frozen=True)
 class Span:
-    """New tokens of a sequence: the first of them in the step, how many, and how many it has with those in the cache."""
+    """New tokens of a sequence."""
 
-    token: int
+    token: int  # the first of them in the step
     new: int
-    length: int
+    length: int  # with those in the cache
     base: int  # its first token in the step, or its place in the block tables
 
 
@@ -102,8 +105,8 @@ class Units:
         records = [(span.base, span.token + first, min(heads.tokens, span.new - first), span.length - span.new + first)
                    for span in spans for first in range(0, span.new, heads.tokens)]
         records.sort(key=lambda record: -(record[2] + record[3]))
-        bytes_each = 4 * heads.head_dim * max(span.length for span in spans)
-        section = max(n for n in range(1, heads.kv_heads + 1) if heads.kv_heads % n == 0 and (n == 1 or n * bytes_each <= HELD_BYTES))
+        fitting = max(1, HELD_BYTES // (4 * heads.head_dim * sum(span.length for span in spans)))
+        section = max(n for n in range(1, heads.kv_heads + 1) if heads.kv_heads % n == 0 and n <= fitting)
         return cls(upload(device, numpy.array(records, dtype=numpy.int32))[0], section, page)
 
     def in_sections(self, section: int) -> Units:
@@ -121,13 +124,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, units: U
     """query and out [tokens, heads, head_dim]; keys and values [tokens, kv_heads, head_dim], or the cache's
     [blocks, block_size, kv_heads, head_dim] with its block tables."""
     box = (1, BOX if units.page else heads.tile.keys, 64)
-    maps = [jit.tensor_map(x.flatten(0, x.dim() - 3).transpose(0, 1), box) for x in (keys, values)]
+    maps = [jit.tensor_map(x.view(-1, *x.shape[-2:]).transpose(0, 1), box) for x in (keys, values)]
     groups = jit.tensor_map(query, (heads.tokens, heads.heads // heads.kv_heads, 64))
     grid = min(processors(query.device.index or 0), len(units.records) * heads.kv_heads)
     args = (groups, *maps, out, units.records, tables, _counter(query.device), len(units.records), units.section,
             scale / math.log(2))
     heads.kernel(units.page).launch(grid, heads.rows * 2 + 128, args, shared=heads.shared, pdl=True)
-
-
-def attend_cache(query: Tensor, cache: KVStorage, out: Tensor, *, units: Units, heads: Heads, scale: float, tables: Tensor) -> None:
-    attend(query, cache.keys, cache.values, out, units=units, heads=heads, scale=scale, tables=tables)

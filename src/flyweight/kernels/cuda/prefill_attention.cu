@@ -13,18 +13,25 @@
 //
 // A score that is masked is −2^100: a power of two, whose product with the scale is exact, so a tile of which a row sees nothing
 // adds ones that the next tile's factor of 0 takes out again. Values beyond the sequence's end may be no numbers, which times 0
-// are no zeros: they are cleared. Limit: the matrix units; the exponentials take half as long.
+// are no zeros: they are cleared. The highest score of a row follows only when it has grown by a factor of 256, so results are
+// rarely scaled. Limit: the matrix units; the exponentials take half as long.
 //
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM (64 or 128), KEYS, WGS, STAGES, BOX, PAGE (0: not paged), TURNS
 #include "common.cuh"
 #include "wgmma.cuh"
+#ifndef LATE
+#define LATE 1
+#endif
+#ifndef LAZY
+#define LAZY 1
+#endif
 
 constexpr int GROUP = HEADS / KV_HEADS, ROWS = 64 * WGS, TOKENS = ROWS / GROUP;
 constexpr int PARTS = HEAD_DIM / 64;                                  // of a head: what a row of 128 bytes holds
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = KEYS * HEAD_DIM * 2;
 constexpr int OUT_ROW = HEAD_DIM * 2 + 16;                            // padded: 8 rows lie in different banks
 constexpr int COPIES = PARTS * KEYS / BOX;                            // of a tile, one a lane
-constexpr float MASKED = -0x1p100f;
+constexpr float MASKED = -0x1p100f, GROWTH = 8;                       // in base 2: weights up to 256
 static_assert(COPIES <= 32 && KEYS % BOX == 0 && BOX % 8 == 0 && (!PAGE || PAGE % BOX == 0), "boxes are parts of pages");
 
 struct __align__(1024) Shared {
@@ -134,6 +141,7 @@ struct Softmax {  // of a lane's two rows
       for (int i = 0; i < KEYS / 8; i++) highest = fmaxf(highest, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      if (LAZY && (highest - most[h]) * scale < GROWTH) highest = most[h];
       shift[h] = highest * scale;
       fade[h] = exp2_fast(fmaf(most[h], scale, -shift[h]));
       most[h] = highest;
@@ -230,13 +238,16 @@ DEVICE void consume(Shared& sh, u16* out, const int* records, int tiles, int sec
       if (lane == 0) barrier_arrive(&sh.keys_empty[k.slot]);
       if (masked) softmax.mask(s, tile * KEYS, position, lane);
       softmax.absorb(s, scale);
+      if (LATE) done_before(softmax.total[0] + softmax.total[1], &sh.unit);
       wgmma_wait<0>();
       keep_behind(o);
       if (lane == 0) barrier_arrive(&sh.values_empty[v.slot]);
       k.advance(), v.advance();
       pack_weights(p, s);
+      if (!LAZY || __any_sync(~0u, softmax.fade[0] < 1 || softmax.fade[1] < 1)) {
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= softmax.fade[i % 4 / 2];
+        for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= softmax.fade[i % 4 / 2];
+      }
     };
     int tile = u.last - 1;
 #pragma unroll 1
