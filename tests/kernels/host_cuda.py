@@ -32,7 +32,7 @@ class Kernel:
         self.run = library[f"run_{name}"]
 
     def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
-        assert shared <= 240 * 1024
+        assert shared <= 227 * 1024
         values = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else
                   ctypes.c_void_p(0) if a is None else ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a)
                   if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args]
