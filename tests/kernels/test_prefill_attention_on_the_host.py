@@ -78,7 +78,7 @@ WHOLE = [
     (Heads(7, 1, 64, BRAIN), [(75, 0)]),  # rows that do not fill a tile
     (Heads(2, 2, 64, HALF), [(300, 0)]),  # every head its own keys
     (Heads(4, 2, 128, BRAIN, Tile(keys=160)), [(330, 0)]),
-    (Heads(4, 2, 128, BRAIN, Tile(keys=64, warpgroups=3, stages=3)), [(200, 0)]),
+    (Heads(4, 2, 128, BRAIN, Tile(keys=64, warpgroups=3, stages=4)), [(200, 0)]),
     (Heads(4, 2, 128, BRAIN, Tile(turns=False)), [(150, 0)]),
 ]
 
@@ -91,7 +91,7 @@ def test_whole_prompts(heads, spans):
 CHUNKS = [
     (Heads(4, 1, 128, BRAIN), [(70, 130)]),
     (Heads(4, 2, 64, HALF), [(33, 256), (64, 0), (1, 300), (40, 15)]),  # whole tiles before it, none, one token, not a page
-    (Heads(4, 1, 128, BRAIN, Tile(keys=64, warpgroups=3, stages=3)), [(70, 130)]),
+    (Heads(4, 1, 128, BRAIN, Tile(keys=64, warpgroups=3, stages=4)), [(70, 130)]),
 ]
 
 

@@ -56,8 +56,8 @@ class Heads:
 
     @property
     def shared(self) -> int:
-        rows = self.rows * (4 * self.head_dim + 16) + 4 * self.tile.stages * self.tile.keys * self.head_dim
-        return rows + 16 + 32 * self.tile.stages + 8
+        """Bytes: two units' queries, the ring of keys and values, barriers."""
+        return 4 * self.head_dim * (self.rows + self.tile.stages * self.tile.keys) + 32 + 32 * self.tile.stages + 8
 
     def kernel(self, page: int) -> jit.Kernel:
         return _kernel(self, page)

@@ -29,17 +29,15 @@
 constexpr int GROUP = HEADS / KV_HEADS, ROWS = 64 * WGS, TOKENS = ROWS / GROUP;
 constexpr int PARTS = HEAD_DIM / 64;                                  // of a head: what a row of 128 bytes holds
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = KEYS * HEAD_DIM * 2;
-constexpr int OUT_ROW = HEAD_DIM * 2 + 16;                            // padded: 8 rows lie in different banks
 constexpr int COPIES = PARTS * KEYS / BOX;                            // of a tile, one a lane
 constexpr float MASKED = -0x1p100f, GROWTH = 8;                       // in base 2: weights up to 256
 static_assert(COPIES <= 32 && KEYS % BOX == 0 && BOX % 8 == 0 && (!PAGE || PAGE % BOX == 0), "boxes are parts of pages");
 
-struct __align__(1024) Shared {
-  u8 query[QUERY_BYTES];
-  u8 keys[STAGES][TILE_BYTES], values[STAGES][TILE_BYTES];            // [part][token][64], swizzled
-  u8 out[ROWS][OUT_ROW];
-  u64 query_full, query_empty, keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
-  int unit;
+struct __align__(1024) Shared {                                        // [part][row or token][64], swizzled
+  u8 query[2][QUERY_BYTES];                                            // of this unit, whose results take its place, and the next
+  u8 keys[STAGES][TILE_BYTES], values[STAGES][TILE_BYTES];
+  u64 query_full[2], query_empty[2], keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+  int unit[2];
 };
 
 struct Unit {
@@ -53,10 +51,10 @@ DEVICE Unit find_unit(int unit, const int* records, int tiles, int section) {
   return {r[0], r[1], r[2], r[3], unit / (tiles * section) * section + within % section, (r[3] + r[2] - 1) / KEYS};
 }
 
-struct Place {  // in a ring
+template <int SLOTS> struct Place {  // in a ring
   int slot = 0;
   u32 parity = 0;
-  DEVICE void advance() { if (++slot == STAGES) slot = 0, parity ^= 1; }
+  DEVICE void advance() { if (++slot == SLOTS) slot = 0, parity ^= 1; }
 };
 
 DEVICE int first_token(const Unit& u, const int* tables, int tile, int lane) {  // of this lane's copy
@@ -76,17 +74,17 @@ DEVICE void fetch_tile(u8* to, const TensorMap& map, u64* full, u64* empty, u32 
 DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys, const TensorMap& values, const int* records,
                     const int* tables, u32* counter, int tiles, int section, int lane) {
   const int units = tiles * KV_HEADS;
-  Place k, v;
-  u32 turn = 1;
-  for (int unit = blockIdx.x; unit < units; turn ^= 1) {
+  Place<2> q;
+  Place<STAGES> k, v;
+  for (int unit = blockIdx.x; unit < units; q.advance()) {
     const Unit u = find_unit(unit, records, tiles, section);
-    int next = lane == 0 ? gridDim.x + atomicInc(counter, units - 1) : 0;  // back at 0 when every CTA has found no more
     int token = first_token(u, tables, u.last, lane), before = 0;
     if (lane == 0) {
-      barrier_wait(&sh.query_empty, turn);
-      sh.unit = unit;
-      copy_begin(&sh.query_full, PARTS * TOKENS * GROUP * 128, 0);
-      for (int i = 0; i < PARTS; i++) tensor_copy(sh.query + i * ROWS * 128, queries, i * 64, u.head * GROUP, u.token, &sh.query_full);
+      barrier_wait(&sh.query_empty[q.slot], q.parity ^ 1);
+      sh.unit[q.slot] = unit;
+      copy_begin(&sh.query_full[q.slot], PARTS * TOKENS * GROUP * 128, 0);
+      for (int i = 0; i < PARTS; i++)
+        tensor_copy(sh.query[q.slot] + i * ROWS * 128, queries, i * 64, u.head * GROUP, u.token, &sh.query_full[q.slot]);
     }
     __syncwarp();
     for (int tile = u.last; tile >= -1; tile--) {                      // values follow one tile behind
@@ -101,12 +99,13 @@ DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys,
       }
       before = token, token = then;
     }
-    unit = __shfl_sync(~0u, next, 0);
+    const int taken = lane == 0 ? (int)atomicInc(counter, units - 1) : 0;  // back at 0 when every CTA has found no more
+    unit = gridDim.x + __shfl_sync(~0u, taken, 0);
   }
   if (lane == 0) {
-    barrier_wait(&sh.query_empty, turn);
-    sh.unit = -1;
-    barrier_arrive(&sh.query_full);
+    barrier_wait(&sh.query_empty[q.slot], q.parity ^ 1);
+    sh.unit[q.slot] = -1;
+    barrier_arrive(&sh.query_full[q.slot]);
   }
 }
 
@@ -168,7 +167,7 @@ DEVICE void clear_beyond(u8* values, int first, int group) {
   named_barrier(8 + group, 128);
 }
 
-DEVICE void write_results(Shared& sh, float (&o)[HEAD_DIM / 2], Softmax& softmax, const Unit& u, u16* out, int warp, int lane) {
+DEVICE void write_results(u8* staging, float (&o)[HEAD_DIM / 2], Softmax& softmax, const Unit& u, u16* out, int warp, int lane) {
   float inverse[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -177,12 +176,12 @@ DEVICE void write_results(Shared& sh, float (&o)[HEAD_DIM / 2], Softmax& softmax
     total += __shfl_xor_sync(~0u, total, 2);
     inverse[h] = 1.f / total;
   }
-  __syncwarp();                                                        // the last results have left
+  auto place = [&](int row, int piece) {                               // of 16 bytes; 8 rows lie in different banks
+    return staging + (piece / 8 * ROWS + row) * 128 + (piece % 8 ^ row % 8) * 16;
+  };
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 4; i++) {
-    const int h = i % 2;
-    *(u32*)(sh.out[warp * 16 + lane / 4 + 8 * h] + i / 2 * 16 + lane % 4 * 4) = pack2(o[2 * i] * inverse[h], o[2 * i + 1] * inverse[h]);
-  }
+  for (int i = 0; i < HEAD_DIM / 4; i++)
+    *(u32*)(place(warp * 16 + lane / 4 + i % 2 * 8, i / 2) + lane % 4 * 4) = pack2(o[2 * i] * inverse[i % 2], o[2 * i + 1] * inverse[i % 2]);
   __syncwarp();
   constexpr int PIECES = HEAD_DIM / 8;
 #pragma unroll
@@ -190,22 +189,23 @@ DEVICE void write_results(Shared& sh, float (&o)[HEAD_DIM / 2], Softmax& softmax
     const int row = warp * 16 + i / PIECES, token = row / GROUP;
     if (token < u.count)
       *(uint4*)(out + ((size_t)(u.token + token) * HEADS + u.head * GROUP + row % GROUP) * HEAD_DIM + i % PIECES * 8) =
-          *(const uint4*)(sh.out[row] + i % PIECES * 16);
+          *(const uint4*)place(row, i % PIECES);
   }
 }
 
 DEVICE void consume(Shared& sh, u16* out, const int* records, int tiles, int section, float scale, int warp, int lane) {
   const int group = warp / 4;
-  const u64 query = swizzled_descriptor(sh.query + group * 64 * 128, 16);
   const u64 keys = swizzled_descriptor(sh.keys[0], 16), values = swizzled_descriptor(sh.values[0], KEYS * 128);
-  Place k, v;
+  Place<2> q;
+  Place<STAGES> k, v;
   float s[KEYS / 2], o[HEAD_DIM / 2];
   u32 p[KEYS / 16][4];
   if (TURNS && group == WGS - 1) named_arrive(1, 256);                 // the first one's turn
-  for (u32 turn = 0;; turn ^= 1) {
-    barrier_wait(&sh.query_full, turn);
-    const int unit = sh.unit;
+  for (;; q.advance()) {
+    barrier_wait(&sh.query_full[q.slot], q.parity);
+    const int unit = sh.unit[q.slot];
     if (unit < 0) return;
+    const u64 query = swizzled_descriptor(sh.query[q.slot] + group * 64 * 128, 16);
     const Unit u = find_unit(unit, records, tiles, section);
     const int row = warp * 16 + lane / 4, position[2] = {u.position + row / GROUP, u.position + (row + 8) / GROUP};
     const int clear = (u.position + group * 64 / GROUP + 1) / KEYS;    // tiles before this one are seen by every row
@@ -238,7 +238,7 @@ DEVICE void consume(Shared& sh, u16* out, const int* records, int tiles, int sec
       if (lane == 0) barrier_arrive(&sh.keys_empty[k.slot]);
       if (masked) softmax.mask(s, tile * KEYS, position, lane);
       softmax.absorb(s, scale);
-      if (LATE) done_before(softmax.total[0] + softmax.total[1], &sh.unit);
+      if (LATE) done_before(softmax.total[0] + softmax.total[1], sh.unit);
       wgmma_wait<0>();
       keep_behind(o);
       if (lane == 0) barrier_arrive(&sh.values_empty[v.slot]);
@@ -254,14 +254,17 @@ DEVICE void consume(Shared& sh, u16* out, const int* records, int tiles, int sec
     for (; tile >= clear; tile--) step(tile, true);
 #pragma unroll 1
     for (; tile >= 0; tile--) step(tile, false);
-    if (lane == 0) barrier_arrive(&sh.query_empty);
     barrier_wait(&sh.values_full[v.slot], v.parity);
     multiply_values(o, p, values + v.slot * (TILE_BYTES >> 4));
     wgmma_wait<0>();
     keep_behind(o);
     if (lane == 0) barrier_arrive(&sh.values_empty[v.slot]);
     v.advance();
-    write_results(sh, o, softmax, u, out, warp, lane);
+    named_barrier(8 + group, 128);                                     // nobody reads the queries any more
+    write_results(sh.query[q.slot], o, softmax, u, out, warp, lane);
+    fence_for_products();                                              // and copies
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&sh.query_empty[q.slot]);
   }
 }
 
@@ -274,8 +277,7 @@ prefill_attention(const __grid_constant__ TensorMap queries, const __grid_consta
   Shared& sh = *(Shared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    barrier_init(&sh.query_full, 1);
-    barrier_init(&sh.query_empty, 4 * WGS);
+    for (int i = 0; i < 2; i++) barrier_init(&sh.query_full[i], 1), barrier_init(&sh.query_empty[i], 4 * WGS);
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.keys_full[i], 1), barrier_init(&sh.keys_empty[i], 4 * WGS);
       barrier_init(&sh.values_full[i], 1), barrier_init(&sh.values_empty[i], 4 * WGS);
