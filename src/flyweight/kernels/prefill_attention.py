@@ -56,8 +56,8 @@ class Heads:
 
     @property
     def shared(self) -> int:
-        """Bytes: two units' queries, the ring of keys and values, barriers."""
-        return 4 * self.head_dim * (self.rows + self.tile.stages * self.tile.keys) + 32 + 32 * self.tile.stages + 8
+        """Bytes: two units' queries, the ring of keys and values, barriers, the two units."""
+        return 4 * self.head_dim * (self.rows + self.tile.stages * self.tile.keys) + 32 + 32 * self.tile.stages + 48
 
     def kernel(self, page: int) -> jit.Kernel:
         return _kernel(self, page)

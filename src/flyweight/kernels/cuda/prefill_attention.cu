@@ -33,23 +33,23 @@ constexpr int COPIES = PARTS * KEYS / BOX;                            // of a ti
 constexpr float MASKED = -0x1p100f, GROWTH = 8;                       // in base 2: weights up to 256
 static_assert(COPIES <= 32 && KEYS % BOX == 0 && BOX % 8 == 0 && (!PAGE || PAGE % BOX == 0), "boxes are parts of pages");
 
-struct __align__(1024) Shared {                                        // [part][row or token][64], swizzled
-  u8 query[2][QUERY_BYTES];                                            // of this unit, whose results take its place, and the next
-  u8 keys[STAGES][TILE_BYTES], values[STAGES][TILE_BYTES];
-  u64 query_full[2], query_empty[2], keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
-  int unit[2];
-};
-
 struct Unit {
   int base;      // of the sequence: its first token, or its place in the block tables
   int token, count, position;
-  int head, last;  // the last tile of keys
+  int head, last;  // the last tile of keys; -1: there are no more units
 };
 DEVICE Unit find_unit(int unit, const int* records, int tiles, int section) {
   const int within = unit % (tiles * section);
   const int* r = records + within / section * 4;
   return {r[0], r[1], r[2], r[3], unit / (tiles * section) * section + within % section, (r[3] + r[2] - 1) / KEYS};
 }
+
+struct __align__(1024) Shared {                                        // [part][row or token][64], swizzled
+  u8 query[2][QUERY_BYTES];                                            // of this unit, whose results take its place, and the next
+  u8 keys[STAGES][TILE_BYTES], values[STAGES][TILE_BYTES];
+  u64 query_full[2], query_empty[2], keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+  Unit unit[2];
+};
 
 template <int SLOTS> struct Place {  // in a ring
   int slot = 0;
@@ -81,7 +81,7 @@ DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys,
     int token = first_token(u, tables, u.last, lane), before = 0;
     if (lane == 0) {
       barrier_wait(&sh.query_empty[q.slot], q.parity ^ 1);
-      sh.unit[q.slot] = unit;
+      sh.unit[q.slot] = u;
       copy_begin(&sh.query_full[q.slot], PARTS * TOKENS * GROUP * 128, 0);
       for (int i = 0; i < PARTS; i++)
         tensor_copy(sh.query[q.slot] + i * ROWS * 128, queries, i * 64, u.head * GROUP, u.token, &sh.query_full[q.slot]);
@@ -104,7 +104,7 @@ DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys,
   }
   if (lane == 0) {
     barrier_wait(&sh.query_empty[q.slot], q.parity ^ 1);
-    sh.unit[q.slot] = -1;
+    sh.unit[q.slot].last = -1;
     barrier_arrive(&sh.query_full[q.slot]);
   }
 }
@@ -193,7 +193,7 @@ DEVICE void write_results(u8* staging, float (&o)[HEAD_DIM / 2], Softmax& softma
   }
 }
 
-DEVICE void consume(Shared& sh, u16* out, const int* records, int tiles, int section, float scale, int warp, int lane) {
+DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
   const int group = warp / 4;
   const u64 keys = swizzled_descriptor(sh.keys[0], 16), values = swizzled_descriptor(sh.values[0], KEYS * 128);
   Place<2> q;
@@ -203,10 +203,9 @@ DEVICE void consume(Shared& sh, u16* out, const int* records, int tiles, int sec
   if (TURNS && group == WGS - 1) named_arrive(1, 256);                 // the first one's turn
   for (;; q.advance()) {
     barrier_wait(&sh.query_full[q.slot], q.parity);
-    const int unit = sh.unit[q.slot];
-    if (unit < 0) return;
+    const Unit u = sh.unit[q.slot];
+    if (u.last < 0) return;
     const u64 query = swizzled_descriptor(sh.query[q.slot] + group * 64 * 128, 16);
-    const Unit u = find_unit(unit, records, tiles, section);
     const int row = warp * 16 + lane / 4, position[2] = {u.position + row / GROUP, u.position + (row + 8) / GROUP};
     const int clear = (u.position + group * 64 / GROUP + 1) / KEYS;    // tiles before this one are seen by every row
     const int end = u.position + u.count - u.last * KEYS;              // of the last tile
@@ -293,6 +292,6 @@ prefill_attention(const __grid_constant__ TensorMap queries, const __grid_consta
     return;
   }
   take_registers<WGS == 2 ? 232 : 160>();
-  consume(sh, out, records, tiles, section, scale, warp, lane);
+  consume(sh, out, scale, warp, lane);
 #endif
 }
