@@ -2,9 +2,10 @@
 //
 //   out = softmax(q Kᵀ · scale) V,  the token at position p sees positions 0 … p of its sequence
 //
-// Work split: a unit is ROWS = 64 · WGS rows of one kv head, pairs of (token, query head that shares it), so that a diagonal tile
-// is short and 16-bit heads lie side by side. Units are sorted longest first, some heads at a time (`section`), whose keys and
-// values L2 holds; a CTA that is done takes the next one (`counter`), and its loads begin while the last one's results are written.
+// Work split: a unit is ROWS = 64 · WGS rows of one kv head, pairs of (token, query head that shares it), so that short chunks fill
+// it too, and CTAs at work at the same time read few different keys. Units are sorted longest first, some kv heads at a time
+// (`section`), whose keys and values L2 holds; a CTA that is done takes the next one (`counter`), whose loads begin while results of
+// the last one are written.
 //
 //   producer warp     q of the unit, then K and V tiles of KEYS tokens, the last one first, by tensor copies: from the step's own
 //                     tensors, or BOX tokens at a time from pages
