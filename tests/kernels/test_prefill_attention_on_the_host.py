@@ -79,7 +79,6 @@ WHOLE = [
     (Heads(2, 2, 64, HALF), [(300, 0)]),  # every head its own keys
     (Heads(4, 2, 128, BRAIN, Tile(keys=160)), [(330, 0)]),
     (Heads(4, 2, 128, BRAIN, Tile(keys=64, warpgroups=3, stages=4)), [(200, 0)]),
-    (Heads(4, 2, 128, BRAIN, Tile(turns=False)), [(150, 0)]),
 ]
 
 

@@ -2,37 +2,32 @@
 //
 //   out = softmax(q Kᵀ · scale) V,  the token at position p sees positions 0 … p of its sequence
 //
-// Work split: a unit is ROWS = 64 · WGS rows of one kv head, pairs of (token, query head that shares it), so that short chunks fill
-// it too, and CTAs at work at the same time read few different keys. Units are sorted longest first, some kv heads at a time
-// (`section`), whose keys and values L2 holds; a CTA that is done takes the next one (`counter`), whose loads begin while results of
-// the last one are written.
+// Work split: a unit is ROWS = 64 · WGS rows of one kv head, pairs of (token, query head that shares it), so that short chunks
+// fill it too, and CTAs at work at the same time read few different keys. Units are sorted longest first, some kv heads at a time
+// (`section`), whose keys and values L2 holds; a CTA that is done takes the next one (`counter`), whose loads begin while results
+// of the last one are written.
 //
-//   producer warp     q of the unit, then K and V tiles of KEYS tokens, the last one first, by tensor copies: from the step's own
-//                     tensors, or BOX tokens at a time from pages
+//   loader warps      q of the unit, then K and V tiles of KEYS tokens, the last one first, by tensor copies: from the step's own
+//                     tensors at once, or BOX tokens at a time from pages, which keeps four warps busy
 //   each warpgroup    S = Q Kᵀ of the next tile ┐ both on their way at once, from shared memory and from registers (P);
-//                     O += P V of this one      ┘ then softmax of S in registers, while the other warpgroup multiplies (TURNS)
+//                     O += P V of this one      ┘ then softmax of S in registers, while it is the other warpgroup's turn
 //
 // A score that is masked is −2^100: a power of two, whose product with the scale is exact, so a tile of which a row sees nothing
 // adds ones that the next tile's factor of 0 takes out again. Values beyond the sequence's end may be no numbers, which times 0
 // are no zeros: they are cleared. The highest score of a row follows only when it has grown by a factor of 256, so results are
-// rarely scaled. Limit: the matrix units; the exponentials take half as long.
+// rarely scaled. Limit: the matrix units, and the power that they take; the exponentials take half as long.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM (64 or 128), KEYS, WGS, STAGES, BOX, PAGE (0: not paged), TURNS
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM (64 or 128), KEYS, WGS, STAGES, BOX, PAGE (0: not paged)
 #include "common.cuh"
 #include "wgmma.cuh"
-#ifndef LATE
-#define LATE 1
-#endif
-#ifndef LAZY
-#define LAZY 1
-#endif
 
 constexpr int GROUP = HEADS / KV_HEADS, ROWS = 64 * WGS, TOKENS = ROWS / GROUP;
 constexpr int PARTS = HEAD_DIM / 64;                                  // of a head: what a row of 128 bytes holds
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = KEYS * HEAD_DIM * 2;
-constexpr int COPIES = PARTS * KEYS / BOX;                            // of a tile, one a lane
+constexpr int COPIES = PARTS * KEYS / BOX, LOADERS = PAGE ? 4 : 1;    // of a tile, one a lane
 constexpr float MASKED = -0x1p100f, GROWTH = 8;                       // in base 2: weights up to 256
-static_assert(COPIES <= 32 && KEYS % BOX == 0 && BOX % 8 == 0 && (!PAGE || PAGE % BOX == 0), "boxes are parts of pages");
+static_assert(COPIES <= 32 * LOADERS && KEYS % BOX == 0 && BOX % 8 == 0, "boxes are parts of tiles");
+static_assert(!PAGE || PAGE % BOX == 0, "and of pages");
 
 struct Unit {
   int base;      // of the sequence: its first token, or its place in the block tables
@@ -58,20 +53,41 @@ template <int SLOTS> struct Place {  // in a ring
   DEVICE void advance() { if (++slot == SLOTS) slot = 0, parity ^= 1; }
 };
 
-DEVICE int first_token(const Unit& u, const int* tables, int tile, int lane) {  // of this lane's copy
-  const int key = tile * KEYS + lane / PARTS * BOX;
+DEVICE int first_token(const Unit& u, const int* tables, int tile, int copy) {
+  const int key = tile * KEYS + copy / PARTS * BOX;
   if (!PAGE) return u.base + key;
-  const int written = min(key, u.position + u.count - 1);               // what lies beyond has no page
+  const int written = min(key, u.position + u.count - 1);              // what lies beyond has no page
   return tables[u.base + written / max(PAGE, 1)] * PAGE + written % max(PAGE, 1) / BOX * BOX;
 }
-DEVICE void fetch_tile(u8* to, const TensorMap& map, u64* full, u64* empty, u32 parity, int token, int head, int lane) {
+// `copy`: this lane's; the loaders have every fourth each. Bytes may arrive before the first of them says how many there will be.
+DEVICE void fetch_tile(u8* to, const TensorMap& map, u64* full, u64* empty, u32 parity, int token, int head, int copy,
+                       int loader) {
   barrier_wait(empty, parity ^ 1);
-  copy_begin(full, TILE_BYTES, lane);
+  if (loader == 0) copy_begin(full, TILE_BYTES, copy);
   __syncwarp();
-  if (lane < COPIES)
-    tensor_copy(to + (lane % PARTS * KEYS + lane / PARTS * BOX) * 128, map, lane % PARTS * 64, token, head, full);
+  if (copy < COPIES)
+    tensor_copy(to + (copy % PARTS * KEYS + copy / PARTS * BOX) * 128, map, copy % PARTS * 64, token, head, full);
+}
+DEVICE void fetch_tiles(Shared& sh, const Unit& u, Place<STAGES>& k, Place<STAGES>& v, const TensorMap& keys,
+                        const TensorMap& values, const int* tables, int loader, int lane) {
+  const int copy = lane * LOADERS + loader;
+  int token = first_token(u, tables, u.last, copy), before = 0;
+  for (int tile = u.last; tile >= -1; tile--) {                        // values follow one tile behind
+    const int then = tile > 0 ? first_token(u, tables, tile - 1, copy) : 0;
+    if (tile >= 0) {
+      fetch_tile(sh.keys[k.slot], keys, &sh.keys_full[k.slot], &sh.keys_empty[k.slot], k.parity, token, u.head, copy, loader);
+      k.advance();
+    }
+    if (tile < u.last) {
+      fetch_tile(sh.values[v.slot], values, &sh.values_full[v.slot], &sh.values_empty[v.slot], v.parity, before, u.head, copy,
+                 loader);
+      v.advance();
+    }
+    before = token, token = then;
+  }
 }
 
+// The first loader: takes units, and fetches their queries.
 DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys, const TensorMap& values, const int* records,
                     const int* tables, u32* counter, int tiles, int section, int lane) {
   const int units = tiles * KV_HEADS;
@@ -79,7 +95,6 @@ DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys,
   Place<STAGES> k, v;
   for (int unit = blockIdx.x; unit < units; q.advance()) {
     const Unit u = find_unit(unit, records, tiles, section);
-    int token = first_token(u, tables, u.last, lane), before = 0;
     if (lane == 0) {
       barrier_wait(&sh.query_empty[q.slot], q.parity ^ 1);
       sh.unit[q.slot] = u;
@@ -88,18 +103,7 @@ DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys,
         tensor_copy(sh.query[q.slot] + i * ROWS * 128, queries, i * 64, u.head * GROUP, u.token, &sh.query_full[q.slot]);
     }
     __syncwarp();
-    for (int tile = u.last; tile >= -1; tile--) {                      // values follow one tile behind
-      const int then = tile > 0 ? first_token(u, tables, tile - 1, lane) : 0;
-      if (tile >= 0) {
-        fetch_tile(sh.keys[k.slot], keys, &sh.keys_full[k.slot], &sh.keys_empty[k.slot], k.parity, token, u.head, lane);
-        k.advance();
-      }
-      if (tile < u.last) {
-        fetch_tile(sh.values[v.slot], values, &sh.values_full[v.slot], &sh.values_empty[v.slot], v.parity, before, u.head, lane);
-        v.advance();
-      }
-      before = token, token = then;
-    }
+    fetch_tiles(sh, u, k, v, keys, values, tables, 0, lane);
     const int taken = lane == 0 ? (int)atomicInc(counter, units - 1) : 0;  // back at 0 when every CTA has found no more
     unit = gridDim.x + __shfl_sync(~0u, taken, 0);
   }
@@ -107,6 +111,17 @@ DEVICE void produce(Shared& sh, const TensorMap& queries, const TensorMap& keys,
     barrier_wait(&sh.query_empty[q.slot], q.parity ^ 1);
     sh.unit[q.slot].last = -1;
     barrier_arrive(&sh.query_full[q.slot]);
+  }
+}
+// The others learn of a unit as the warpgroups do.
+DEVICE void help_producing(Shared& sh, const TensorMap& keys, const TensorMap& values, const int* tables, int loader, int lane) {
+  Place<2> q;
+  Place<STAGES> k, v;
+  for (;; q.advance()) {
+    barrier_wait(&sh.query_full[q.slot], q.parity);
+    const Unit u = sh.unit[q.slot];
+    if (u.last < 0) return;
+    fetch_tiles(sh, u, k, v, keys, values, tables, loader, lane);
   }
 }
 
@@ -141,7 +156,7 @@ struct Softmax {  // of a lane's two rows
       for (int i = 0; i < KEYS / 8; i++) highest = fmaxf(highest, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      if (LAZY && (highest - most[h]) * scale < GROWTH) highest = most[h];
+      if ((highest - most[h]) * scale < GROWTH) highest = most[h];
       shift[h] = highest * scale;
       fade[h] = exp2_fast(fmaf(most[h], scale, -shift[h]));
       most[h] = highest;
@@ -181,8 +196,10 @@ DEVICE void write_results(u8* staging, float (&o)[HEAD_DIM / 2], Softmax& softma
     return staging + (piece / 8 * ROWS + row) * 128 + (piece % 8 ^ row % 8) * 16;
   };
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 4; i++)
-    *(u32*)(place(warp * 16 + lane / 4 + i % 2 * 8, i / 2) + lane % 4 * 4) = pack2(o[2 * i] * inverse[i % 2], o[2 * i + 1] * inverse[i % 2]);
+  for (int i = 0; i < HEAD_DIM / 4; i++) {
+    const float by = inverse[i % 2];
+    *(u32*)(place(warp * 16 + lane / 4 + i % 2 * 8, i / 2) + lane % 4 * 4) = pack2(o[2 * i] * by, o[2 * i + 1] * by);
+  }
   __syncwarp();
   constexpr int PIECES = HEAD_DIM / 8;
 #pragma unroll
@@ -201,7 +218,7 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
   Place<STAGES> k, v;
   float s[KEYS / 2], o[HEAD_DIM / 2];
   u32 p[KEYS / 16][4];
-  if (TURNS && group == WGS - 1) named_arrive(1, 256);                 // the first one's turn
+  if (group == WGS - 1) named_arrive(1, 256);                 // the first one's turn
   for (;; q.advance()) {
     barrier_wait(&sh.query_full[q.slot], q.parity);
     const Unit u = sh.unit[q.slot];
@@ -228,23 +245,22 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
     }
     auto step = [&](int tile, bool masked) {
       barrier_wait(&sh.keys_full[k.slot], k.parity);
-      if (TURNS) named_barrier(1 + group, 256);
+      named_barrier(1 + group, 256);
       multiply_scores(s, query, keys + k.slot * (TILE_BYTES >> 4));
       barrier_wait(&sh.values_full[v.slot], v.parity);
       multiply_values(o, p, values + v.slot * (TILE_BYTES >> 4));
-      if (TURNS) named_arrive(1 + (group + 1) % WGS, 256);
+      named_arrive(1 + (group + 1) % WGS, 256);
       wgmma_wait<1>();
       keep_behind(s);
       if (lane == 0) barrier_arrive(&sh.keys_empty[k.slot]);
       if (masked) softmax.mask(s, tile * KEYS, position, lane);
       softmax.absorb(s, scale);
-      if (LATE) done_before(softmax.total[0] + softmax.total[1], sh.unit);
       wgmma_wait<0>();
       keep_behind(o);
       if (lane == 0) barrier_arrive(&sh.values_empty[v.slot]);
       k.advance(), v.advance();
       pack_weights(p, s);
-      if (!LAZY || __any_sync(~0u, softmax.fade[0] < 1 || softmax.fade[1] < 1)) {
+      if (__any_sync(~0u, softmax.fade[0] < 1 || softmax.fade[1] < 1)) {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= softmax.fade[i % 4 / 2];
       }
@@ -270,8 +286,8 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
 
 extern "C" __global__ void __launch_bounds__(128 * WGS + 128, 1)
 prefill_attention(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
-                  const __grid_constant__ TensorMap values, u16* out, const int* records, const int* tables, u32* counter, int tiles,
-                  int section, float scale) {
+                  const __grid_constant__ TensorMap values, u16* out, const int* records, const int* tables, u32* counter,
+                  int tiles, int section, float scale) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) u8 raw[];
   Shared& sh = *(Shared*)raw;
@@ -289,7 +305,9 @@ prefill_attention(const __grid_constant__ TensorMap queries, const __grid_consta
   wait_for_inputs();
   if (warp >= 4 * WGS) {
     give_registers<WGS == 2 ? 40 : 32>();
-    if (warp == 4 * WGS) produce(sh, queries, keys, values, records, tables, counter, tiles, section, lane);
+    const int loader = warp - 4 * WGS;
+    if (loader == 0) produce(sh, queries, keys, values, records, tables, counter, tiles, section, lane);
+    else if (loader < LOADERS) help_producing(sh, keys, values, tables, loader, lane);
     return;
   }
   take_registers<WGS == 2 ? 232 : 160>();

@@ -2,11 +2,11 @@
 //
 //   q, k = rope(x / √(mean x² + ε) · w);  cache[slot] = k, v        qkv [tokens, HEADS + 2 · KV_HEADS, HEAD_DIM]
 //
-// LANES lanes take a head: a lane has EACH neighbours of the first half of what rope turns, and those of the second half that they
-// are paired with; what rope leaves alone (HEAD_DIM > ROTARY) follows. It takes up to ROUNDS heads of the same token, which share
-// their angles, and loads all of them before it uses the first: with a head a warp, in words, too little was on its way at once, and
-// angles took more loads than heads. Values are rounded to 16 bits where the torch ops of reference.py round them. Limit: bytes /
-// bandwidth; for few tokens the launch, which is why it is here and not in Triton.
+// LANES lanes take a head: a lane has EACH neighbours of the first half of what rope turns, and those of the second half that
+// they are paired with; what rope leaves alone (HEAD_DIM > ROTARY) follows. It takes up to ROUNDS heads of the same token, which
+// share their angles, and loads all of them before it uses the first: with a head a warp, in words, too little was on its way at
+// once, and angles took more loads than heads. Values are rounded to 16 bits where the torch ops of reference.py round them.
+// Limit: bytes / bandwidth; for few tokens the launch, which is why it is here and not in Triton.
 //
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, QK_NORM
 #include "common.cuh"
@@ -98,7 +98,8 @@ rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, c
       if (cache) *(Piece*)(cache + place) = v;
     };
     if (mine) {
-      if (QK_NORM && turns) low[i] = normed(low[i], inverse, weight + at), high[i] = normed(high[i], inverse, weight + PAIRS + at);
+      if (QK_NORM && turns)
+        low[i] = normed(low[i], inverse, weight + at), high[i] = normed(high[i], inverse, weight + PAIRS + at);
       if (turns) turn(low[i], high[i], c, s);
       write(at, low[i]), write(PAIRS + at, high[i]);
     }

@@ -111,13 +111,6 @@ template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
-// The assembler would wait for products earlier than is written, in front of arithmetic that has nothing to do with them. It does
-// not if that ends in a store: here one that is never done, since `v` is no negative number.
-DEVICE void done_before(float v, void* place) {
-  asm volatile("{ .reg .pred p;\n setp.lt.f32 p, %0, 0f00000000;\n @p st.shared.f32 [%1], %0; }"
-               ::"f"(v), "r"(shared_address(place)) : "memory");
-}
-
 // Between warps: registers that producers do not need. Between the CTAs of a cluster: a barrier, and stores to each other.
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
