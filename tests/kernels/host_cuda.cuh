@@ -243,6 +243,15 @@ template <bool UNSIGNED> static inline void mma64_sparse(int (&d)[4], uint4 kept
   });
 }
 
+DEVICE u32 transpose8(u32 pair) {  // an 8 × 8 matrix of 16-bit values in the registers of a warp
+  const u64 own[1] = {pair};
+  u64 all[32];
+  share(own, all);
+  const int a = threadIdx.x % 32 / 4, b = threadIdx.x % 4 * 2;
+  auto at = [&](int row, int col) { return (u32)(all[row * 4 + col / 2] >> 16 * (col % 2) & 0xffff); };
+  return at(b, a) | at(b + 1, a) << 16;
+}
+
 // ---- barriers: expected arrivals, those missing, the phase's parity; bytes on their way. Only one host thread uses one ----
 struct Barrier { u16 expected, missing; int bytes_and_parity; };
 DEVICE Barrier& barrier_of(u64* b) { return *(Barrier*)b; }

@@ -12,8 +12,8 @@ from flyweight.kernels import jit
 from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors
 
-SHARED = 60 * 1024  # so much that an SM holds one CTA beside a linear's
-SHORTEST = 64  # tokens worth a CTA of their own
+WARPS, RESIDENT = 4, 4  # of a CTA; CTAs that an SM holds
+SHORTEST = 128  # tokens worth a CTA of their own
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class HeadShape:
             return f"head_dim {self.head_dim} is not 64, 128 or 256"
         if self.group > 8:
             return f"{self.group} query heads share a kv head; at most 8 fit into registers"
+        if self.page % 8:
+            return f"a page of {self.page} tokens is not a multiple of 8"
         return None
 
 
@@ -60,13 +62,13 @@ class Workspace:
 
 
 def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
-    """As many CTAs as the GPU has processors. Short contexts leave some idle."""
-    return max(1, processors // (sequences * kv_heads))
+    """As many CTAs as the GPU holds at once. Short contexts leave some idle."""
+    return max(1, RESIDENT * processors // (sequences * kv_heads))
 
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
                      rope: Tensor, lengths: Tensor, tables: Tensor, workspace: Workspace, splits: int, epsilon: float,
-                     scale: float, to: Packed | None = None, warps: int = 8, pdl: bool = True) -> Tensor:
+                     scale: float, to: Packed | None = None, pdl: bool = True) -> Tensor:
     """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim]; writes the new K and V.
 
     lengths int32 [sequences] count the new token; tables int32 [sequences, pages]. A sequence of length 0 is padding.
@@ -74,7 +76,7 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
     """
     defines = {
         "FP16": int(qkv.dtype == torch.float16), "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim,
-        "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
+        "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": WARPS,
         "SHORTEST": SHORTEST, **(to.order.defines if to else {}),
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
@@ -84,5 +86,5 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
     args = (qkv, query_norm, key_norm, rope, lengths, tables, cache.keys, cache.values, target, workspace.scratch,
             workspace.tickets, float(epsilon), float(scale), tables.shape[1], sequences, splits, groups)
     grid = max(sequences * shape.kv_heads * splits, processors(qkv.device.index or 0))
-    kernel.launch(grid, 32 * warps, args, shared=SHARED, pdl=pdl)
+    kernel.launch(grid, 32 * WARPS, args, pdl=pdl)
     return out
