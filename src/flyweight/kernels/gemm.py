@@ -77,8 +77,13 @@ class Shape:
     shared: int
 
     @property
+    def beside(self) -> bool:
+        """Whether an SM has room for another kernel's CTA."""
+        return self.split == CLUSTERS and self.warpgroups <= 2
+
+    @property
     def loaders(self) -> int:
-        return 2 if self.split == CLUSTERS else 4
+        return 2 if self.beside else 4
 
     def grid(self, processors: int) -> int:
         return {CLUSTERS: self.tiles * self.cluster, WHOLE: min(processors, self.tiles), LINE: processors}[self.split]
@@ -107,7 +112,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
-    limit = (SHARED_SMALL if small else SHARED) - staged * warpgroups * STAGED_ROW
+    beside = small and warpgroups <= 2
+    limit = (SHARED_SMALL if beside else SHARED) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
@@ -118,7 +124,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
-        if stages >= (3 if count == 4 else 2):
+        if stages >= (4 if small and not beside else 3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
             return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared)
