@@ -75,11 +75,7 @@ class Shape:
     staged: int  # tokens whose results go through shared memory at a time
     tiles: int
     shared: int
-
-    @property
-    def beside(self) -> bool:
-        """Whether an SM has room for another kernel's CTA."""
-        return self.split == CLUSTERS and self.warpgroups <= 2
+    beside: bool  # an SM has room for another kernel's CTA
 
     @property
     def loaders(self) -> int:
@@ -92,7 +88,8 @@ class Shape:
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
-              cluster: int | None = None, split: int | None = None, staged: int | None = None) -> Shape | None:
+              cluster: int | None = None, split: int | None = None, staged: int | None = None,
+              beside: bool | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
@@ -112,7 +109,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
-    beside = small and warpgroups <= 2
+    beside = small and warpgroups <= 2 if beside is None else beside
     limit = (SHARED_SMALL if beside else SHARED) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
@@ -127,7 +124,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         if stages >= (4 if small and not beside else 3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside)
     return None
 
 
