@@ -13,7 +13,7 @@ from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors
 
 WARPS, RESIDENT = 4, 4  # of a CTA; CTAs that an SM holds
-SHORTEST = 128  # tokens worth a CTA of their own
+SHORTEST, MOST_SPLITS = 128, 16  # tokens worth a CTA of their own; results that are merged
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Workspace:
 
 def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
     """As many CTAs as the GPU holds at once. Short contexts leave some idle."""
-    return max(1, RESIDENT * processors // (sequences * kv_heads))
+    return max(1, min(MOST_SPLITS, RESIDENT * processors // (sequences * kv_heads)))
 
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
