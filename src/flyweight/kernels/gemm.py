@@ -21,6 +21,7 @@ from flyweight.kernels.choices import PRODUCTS
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
+SHARED_CLUSTERS = 210 * 1024  # alone, with room for a CTA of decode attention, which fetches its first tokens early
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
 # whole ones costs LINE_US, for the sums that have to be handed over.
@@ -110,7 +111,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
     beside = small and warpgroups <= 2 if beside is None else beside
-    limit = (SHARED_SMALL if beside else SHARED) - staged * warpgroups * STAGED_ROW
+    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small else SHARED) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
