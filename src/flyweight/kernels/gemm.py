@@ -27,7 +27,7 @@ STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # whole ones costs LINE_US, for the sums that have to be handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
 LINE_US = 12.0
-REGISTERS_SMALL = 96
+REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
 WHOLE, LINE, CLUSTERS = range(3)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -81,6 +81,14 @@ class Shape:
     @property
     def loaders(self) -> int:
         return 2 if self.beside else 4
+
+    @property
+    def registers(self) -> int | None:
+        """At most so many a thread. With few tokens x is packed while this kernel's first weights arrive: a CTA of pack.cu fits."""
+        if self.split == CLUSTERS:
+            return REGISTERS_SMALL
+        left = (REGISTERS - REGISTERS_PACK) // (32 * (4 * self.warpgroups + self.loaders)) // 8 * 8
+        return max(REGISTERS_SMALL, left) if self.tokens <= 64 else None
 
     def grid(self, processors: int) -> int:
         return {CLUSTERS: self.tiles * self.cluster, WHOLE: min(processors, self.tiles), LINE: processors}[self.split]
@@ -174,7 +182,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order_of(kind), "ROWS": pack_rows,
         "WARPS": pack_warps, "TILE": shape.tokens if experts else 0})
-    gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
+    gemm = jit.load("gemm.cu", registers=shape.registers, defines=common | {
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,

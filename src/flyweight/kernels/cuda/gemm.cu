@@ -131,7 +131,7 @@ DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int 
 #include "gemm_sums.cuh"
 
 extern "C" __global__ void
-#if SPLIT != CLUSTERS  // whose registers the host limits
+#if SPLIT != CLUSTERS && TOKENS > 64  // of others the host limits the registers
 __launch_bounds__(THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
