@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def registers(self) -> int | None:
-        """At most so many a thread. With few tokens x is packed while this kernel's first weights arrive: a CTA of pack.cu fits."""
+        """At most so many a thread: with few tokens a CTA of pack.cu fits beside, and weights arrive while x is packed."""
         if self.split == CLUSTERS:
             return REGISTERS_SMALL
         left = (REGISTERS - REGISTERS_PACK) // (32 * (4 * self.warpgroups + self.loaders)) // 8 * 8
