@@ -8,11 +8,17 @@ import torch
 from test_kernels_on_the_host import folder, host  # noqa: F401 (fixtures)
 
 from flyweight.engine.batch import KVStorage
+from flyweight.kernels import attention
 from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=64, rotary=64, page=16, qk_norm=True)
 CONTEXT, EPSILON = 400, 1e-6
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    monkeypatch.setattr(attention, "SHORTEST", 48)
 
 
 def normed(x, weight):

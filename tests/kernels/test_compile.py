@@ -13,7 +13,7 @@ GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STA
 GEMM = LINEAR | dict(EPILOGUE=0, BIAS=0, TOKENS=64, WGS=2, SB=2, STAGES=2, SPLIT=1, LOADERS=4, CLUSTER=1, STAGED=64)
 BATCH = dict(ROWS=32, ROUND=8, PER_WARP=2, COLUMN_WARPS=2, SLICES=4, STAGES=3, LOADERS=4, EPILOGUE=0, BIAS=0,
              SHARED_BYTES=220_000)
-HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=4, SHORTEST=64)
+HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 CASES = [
     *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
@@ -49,7 +49,7 @@ CASES = [
     ("rope.cu", HEADS),
     ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
     ("attention.cu", HEADS),
-    *(("attention.cu", HEADS | dict(PACKED=2, ORDER=order)) for order in (0, 1)),
+    *(("attention.cu", HEADS | dict(WARPS=4, PACKED=2, ORDER=order)) for order in (0, 1)),
     ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),
     *(("qkv_attention.cu", FUSED | dict(FORMAT=kind)) for kind in range(4)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, ROWS=8, SLOTS=2, BIAS=1, QK_NORM=0, STAGES=6)),

@@ -3,7 +3,7 @@
 //   q, k = rope(norm(qkv)),  cache[position] = k, v,  out = softmax(q · Kᵀ · scale) · V
 //
 // Work split: an item is a run of tokens of one kv head of one sequence; the G query heads that share the kv head stay
-// together, so the cache is read once. CTAs are small, so that those of 64 sequences and 8 kv heads are all resident at once.
+// together, so the cache is read once. CTAs have 8 warps, or 4 so that those of 64 sequences and 8 kv heads are all resident.
 // Runs merge in global memory, where the last to arrive adds them up.
 //
 //      run:    | warp 0: 16 tokens | warp 1: 16 tokens | … | warp 0 | …
@@ -131,7 +131,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   launch_dependents();
   const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
-  const Run tokens = run_of(length, split, splits);
+  const int span = WINDOW ? min(length, WINDOW) : length;
+  const Run tokens = run_of(length, split, max(1, min(splits, span / SHORTEST)));
   if (split >= tokens.used || length == 0) {
     wait_for_inputs();
     return;
