@@ -27,6 +27,9 @@ STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # whole ones costs LINE_US, for the sums that have to be handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
 LINE_US = 12.0
+# Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
+# knows yet.
+LONE = ("plain", "int4", "w8a8")
 REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
 WHOLE, LINE, CLUSTERS = range(3)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
@@ -105,6 +108,9 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
     if (warpgroups, split) == (None, None) and kind == "int4" and rows > 32 and 0.9 < outputs / 192 / processors <= 1:
         warpgroups, split = 3, WHOLE  # a tile for nearly every SM, such as gate/up of Qwen3-8B
+    lone = lone_clusters(outputs, processors) if kind in LONE and 16 < rows <= 64 else None
+    if lone and (warpgroups, split, cluster) == (None, None, None):
+        (warpgroups, cluster), split, beside = lone, CLUSTERS, False
     if split is None:
         split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
     small = split == CLUSTERS
@@ -134,6 +140,15 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
             return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside)
+    return None
+
+
+def lone_clusters(outputs: int, processors: int) -> tuple[int, int] | None:
+    """Warpgroups and CTAs of a cluster, for all clusters to be resident at once with nearly every SM taken by one CTA."""
+    for warpgroups, cluster, most in ((1, 2, processors // 2), (3, 8, (processors - 12) // 8)):  # some GPCs lack two SMs or four
+        tiles = math.ceil(outputs / (64 * warpgroups))
+        if tiles <= most and tiles * cluster >= 0.8 * processors:
+            return warpgroups, cluster
     return None
 
 
