@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -140,7 +141,7 @@ static void run_cta(int x, int y) {
   const int threads = blockDim.x;
   mine.fibers.resize(threads), mine.over.assign(threads, 0), mine.warps.resize(threads / 32);
   for (auto& values : mine.exchange) values.resize(threads);
-  std::vector<char> stacks(STACK * threads);
+  std::unique_ptr<char[]> stacks(new char[STACK * threads]);  // not written to: most of it is never used
   for (int i = 0; i < threads; i++) {
     getcontext(&mine.fibers[i]);
     mine.fibers[i].uc_stack.ss_sp = &stacks[STACK * i], mine.fibers[i].uc_stack.ss_size = STACK;
@@ -253,6 +254,15 @@ template <bool UNSIGNED> static inline void mma64_sparse(int (&d)[4], uint4 kept
     }
     return sum;
   });
+}
+
+DEVICE u32 transpose8(u32 pair) {  // an 8 × 8 matrix of 16-bit values in the registers of a warp
+  const u64 own[1] = {pair};
+  u64 all[32];
+  share(own, all);
+  const int a = threadIdx.x % 32 / 4, b = threadIdx.x % 4 * 2;
+  auto at = [&](int row, int col) { return (u32)(all[row * 4 + col / 2] >> 16 * (col % 2) & 0xffff); };
+  return at(b, a) | at(b + 1, a) << 16;
 }
 
 // ---- barriers: expected arrivals, those missing, the phase's parity; bytes on their way. Only one host thread uses one ----

@@ -163,11 +163,3 @@ DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {
   for (int m = 0; m < 4; m++) *(u16*)(raw + all[8 * m + b] + 2 * a) = v[m], *(u16*)(raw + all[8 * m + b + 1] + 2 * a) = v[m] >> 16;
   __syncwarp();
 }
-DEVICE u32 transpose8(u32 pair) {
-  const u64 own[1] = {pair};
-  u64 all[32];
-  share(own, all);
-  const int a = threadIdx.x % 32 / 4, b = threadIdx.x % 4 * 2;
-  auto at = [&](int row, int col) { return (u32)(all[row * 4 + col / 2] >> 16 * (col % 2) & 0xffff); };
-  return at(b, a) | at(b + 1, a) << 16;
-}

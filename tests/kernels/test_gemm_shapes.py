@@ -26,6 +26,13 @@ def test_few_rows_are_cut_along_the_inputs_and_many_into_whole_tiles():
     assert gemm.fastest_tile("int4", 4096, 12288, 512, 132) == (256, 2, gemm.LINE)  # 96 µs; 118 in whole tiles
 
 
+def test_clusters_of_few_rows_have_an_sm_to_each_cta_where_they_fill_nearly_all():
+    assert gemm.lone_clusters(4096, 132) == (1, 2) and gemm.lone_clusters(2560, 132) == (3, 8)  # 128 and 112 CTAs
+    assert gemm.lone_clusters(6144, 132) is None and gemm.lone_clusters(1024, 132) is None
+    shape = gemm.shape_for("plain", 4096, 12288, 64, 64, 132, residual=True)
+    assert (shape.cluster, shape.beside, shape.grid(132)) == (2, False, 128) and shape.shared > LIMIT / 2
+
+
 @pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 512), (2048, 2048), (2049, 2304)])
 def test_calls_of_similar_numbers_of_rows_share_one_kernel(rows, alike):
     assert gemm.padded_rows(rows) == alike

@@ -70,8 +70,11 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
 
 
-# Clusters; a line of stages that CTAs share; whole tiles, written through shared memory.
+# Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
 MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=gemm.LINE)),
+        ("plain", 50, (200, 512), dict(split=gemm.CLUSTERS, warpgroups=3, cluster=4)),
+        ("int4:64", 30, (256, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
+        ("w8a8", 60, (240, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
         ("w8a8", 70, (144, 320), dict(split=gemm.WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=gemm.LINE)),
         ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
 

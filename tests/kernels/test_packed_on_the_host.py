@@ -8,7 +8,7 @@ import torch
 from test_kernels_on_the_host import folder, host, make  # noqa: F401 (fixtures)
 
 from flyweight.engine.batch import KVStorage
-from flyweight.kernels import choices, gemm, gemv, jit
+from flyweight.kernels import attention, choices, gemm, gemv, jit
 from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear
 
@@ -59,7 +59,8 @@ def test_gate_up_writes_the_packed_input_of_down(kind, dtype, rows, first, secon
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("plain", BRAIN), ("int4:64", HALF)])
-def test_decode_attention_writes_the_packed_input_of_o(kind, dtype):
+def test_decode_attention_writes_the_packed_input_of_o(monkeypatch, kind, dtype):
+    monkeypatch.setattr(attention, "SHORTEST", 64)
     shape, sequences, splits = HeadShape(heads=2, kv_heads=1, head_dim=64, rotary=64, page=16, qk_norm=False), 9, 2
     lengths = torch.tensor([1, 3, 0, 130, 17, 8, 66, 2, 70], dtype=torch.int32)  # runs of 64, and a row that nobody uses
     tables = torch.randperm(9 * sequences).view(sequences, 9).int()

@@ -12,8 +12,8 @@ from flyweight.kernels import jit
 from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors
 
-SHARED = 60 * 1024  # so much that an SM holds one CTA beside a linear's
-SHORTEST = 64  # tokens worth a CTA of their own
+RESIDENT = 16  # warps that an SM holds
+SHORTEST, MOST_SPLITS = 256, 16  # tokens worth a CTA of their own, for merging takes some 4 microseconds; results that are merged
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class HeadShape:
             return f"head_dim {self.head_dim} is not 64, 128 or 256"
         if self.group > 8:
             return f"{self.group} query heads share a kv head; at most 8 fit into registers"
+        if self.page % 8:
+            return f"a page of {self.page} tokens is not a multiple of 8"
         return None
 
 
@@ -59,19 +61,28 @@ class Workspace:
         return cls(torch.empty(states, device=device), torch.zeros(sequences * shape.kv_heads, dtype=torch.int32, device=device))
 
 
+def choose_warps(items: int, processors: int) -> int:
+    """Of a CTA: so few that all items are resident at once, or else 8, which spare a merge."""
+    return 8 if items <= RESIDENT // 8 * processors else 4
+
+
 def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
-    """As many CTAs as the GPU has processors. Short contexts leave some idle."""
-    return max(1, processors // (sequences * kv_heads))
+    """As many CTAs as the GPU holds at once. Short contexts leave some idle."""
+    items = sequences * kv_heads
+    return max(1, min(MOST_SPLITS, RESIDENT // choose_warps(items, processors) * processors // items))
 
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
                      rope: Tensor, lengths: Tensor, tables: Tensor, workspace: Workspace, splits: int, epsilon: float,
-                     scale: float, to: Packed | None = None, warps: int = 8, pdl: bool = True) -> Tensor:
+                     scale: float, to: Packed | None = None, pdl: bool = True) -> Tensor:
     """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim]; writes the new K and V.
 
     lengths int32 [sequences] count the new token; tables int32 [sequences, pages]. A sequence of length 0 is padding.
     `to`: results are the next linear's x, and written there instead of to `out`.
     """
+    sequences, count = qkv.shape[0], processors(qkv.device.index or 0)
+    small = shape.group * shape.head_dim > 1024  # results of 8 warps would not fit into shared memory
+    warps = 4 if small else choose_warps(sequences * shape.kv_heads, count)
     defines = {
         "FP16": int(qkv.dtype == torch.float16), "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim,
         "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
@@ -79,10 +90,8 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
     query_norm, key_norm = norms or (None, None)
-    sequences = qkv.shape[0]
     target, groups = (to.data, to.groups) if to else (out, 0)
     args = (qkv, query_norm, key_norm, rope, lengths, tables, cache.keys, cache.values, target, workspace.scratch,
             workspace.tickets, float(epsilon), float(scale), tables.shape[1], sequences, splits, groups)
-    grid = max(sequences * shape.kv_heads * splits, processors(qkv.device.index or 0))
-    kernel.launch(grid, 32 * warps, args, shared=SHARED, pdl=pdl)
+    kernel.launch(max(sequences * shape.kv_heads * splits, count), 32 * warps, args, pdl=pdl)
     return out

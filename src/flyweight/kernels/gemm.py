@@ -21,12 +21,16 @@ from flyweight.kernels.choices import PRODUCTS
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
+SHARED_CLUSTERS = 210 * 1024  # alone, with room for a CTA of decode attention, which fetches its first tokens early
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
 # whole ones costs LINE_US, for the sums that have to be handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
 LINE_US = 12.0
-REGISTERS_SMALL = 96
+# Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
+# knows yet.
+LONE = ("plain", "int4", "w8a8")
+REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
 WHOLE, LINE, CLUSTERS = range(3)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -75,10 +79,19 @@ class Shape:
     staged: int  # tokens whose results go through shared memory at a time
     tiles: int
     shared: int
+    beside: bool  # an SM has room for another kernel's CTA
 
     @property
     def loaders(self) -> int:
-        return 2 if self.split == CLUSTERS else 4
+        return 2 if self.beside else 4
+
+    @property
+    def registers(self) -> int | None:
+        """At most so many a thread: with few tokens a CTA of pack.cu fits beside, and weights arrive while x is packed."""
+        if self.split == CLUSTERS:
+            return REGISTERS_SMALL
+        left = (REGISTERS - REGISTERS_PACK) // (32 * (4 * self.warpgroups + self.loaders)) // 8 * 8
+        return max(REGISTERS_SMALL, left) if self.tokens <= 64 else None
 
     def grid(self, processors: int) -> int:
         return {CLUSTERS: self.tiles * self.cluster, WHOLE: min(processors, self.tiles), LINE: processors}[self.split]
@@ -87,13 +100,17 @@ class Shape:
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
-              cluster: int | None = None, split: int | None = None, staged: int | None = None) -> Shape | None:
+              cluster: int | None = None, split: int | None = None, staged: int | None = None,
+              beside: bool | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
     if (warpgroups, split) == (None, None) and kind == "int4" and rows > 32 and 0.9 < outputs / 192 / processors <= 1:
         warpgroups, split = 3, WHOLE  # a tile for nearly every SM, such as gate/up of Qwen3-8B
+    lone = lone_clusters(outputs, processors) if kind in LONE and 16 < rows <= 64 else None
+    if lone and (warpgroups, split, cluster) == (None, None, None):
+        (warpgroups, cluster), split, beside = lone, CLUSTERS, False
     if split is None:
         split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
     small = split == CLUSTERS
@@ -107,7 +124,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
-    limit = (SHARED_SMALL if small else SHARED) - staged * warpgroups * STAGED_ROW
+    beside = small and warpgroups <= 2 if beside is None else beside
+    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small else SHARED) - staged * warpgroups * STAGED_ROW
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
@@ -118,10 +136,19 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
-        if stages >= (3 if count == 4 else 2):
+        if stages >= (4 if small and not beside else 3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside)
+    return None
+
+
+def lone_clusters(outputs: int, processors: int) -> tuple[int, int] | None:
+    """Warpgroups and CTAs of a cluster, for all clusters to be resident at once with nearly every SM taken by one CTA."""
+    for warpgroups, cluster, most in ((1, 2, processors // 2), (3, 8, (processors - 12) // 8)):  # some GPCs lack two SMs or four
+        tiles = math.ceil(outputs / (64 * warpgroups))
+        if tiles <= most and tiles * cluster >= 0.8 * processors:
+            return warpgroups, cluster
     return None
 
 
@@ -170,7 +197,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order_of(kind), "ROWS": pack_rows,
         "WARPS": pack_warps, "TILE": shape.tokens if experts else 0})
-    gemm = jit.load("gemm.cu", registers=REGISTERS_SMALL if shape.split == CLUSTERS else None, defines=common | {
+    gemm = jit.load("gemm.cu", registers=shape.registers, defines=common | {
         **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
         "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,

@@ -3,14 +3,20 @@
 //   q, k = rope(norm(qkv)),  cache[position] = k, v,  out = softmax(q · Kᵀ · scale) · V
 //
 // Work split: an item is a run of tokens of one kv head of one sequence; the G query heads that share the kv head stay
-// together, so the cache is read once. Runs merge in global memory, where the last to arrive adds them up.
-// The grid is padded to one CTA for every SM, and takes so much shared memory that no SM holds two: the linear that
-// follows fills an SM wherever it finds room, so the room must be the same everywhere.
+// together, so the cache is read once. CTAs have 8 warps, or 4 so that those of 64 sequences and 8 kv heads are all resident.
+// Runs merge in global memory, where the last to arrive adds them up.
 //
-//      split:   | warp 0: 4 tokens | warp 1: 4 tokens | … | warp 0 | …       a lane holds 8 of head_dim
+//      run:    | warp 0: 16 tokens | warp 1: 16 tokens | … | warp 0 | …
+//      warp:   scores [16 tokens × G heads] = K · qᵀ;  then [HEAD_DIM × G] += Vᵀ · scores, both on the matrix units
+//
+// K and V go from memory straight to the registers in which the matrix units want them: which of a product's inputs is which
+// dimension does not matter, as long as q agrees, so a lane (g, t) takes 16 bytes of token g's key at a time. Of V a product's
+// rows are dimensions, which are free as well: a lane takes 16 bytes of four tokens, and pairs of tokens are made by permuting
+// bytes. The registers of K are filled again as soon as the scores are there, those of V after the sums: 16 tokens of every
+// warp are always on their way.
 //
 // The split that owns the newest token takes its key and value from shared memory, not from the cache it writes.
-// Limit: bytes of KV / bandwidth for long contexts, latency for short ones. Lengths, tables, rope and the first older
+// Limit: bytes of KV / bandwidth; latency for short contexts and few sequences. Lengths, tables, rope, norms and the first older
 // tokens of the cache are read before the wait: what wrote them ended before this step began (a step's only write is the
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
@@ -24,101 +30,83 @@
 #include "attention.cuh"
 #include "packed.cuh"
 
-constexpr int LANES = HEAD_DIM / 8;     // lanes that share a token
-constexpr int SIDE = 32 / LANES;        // tokens side by side in a warp
-constexpr int TOKENS = SIDE > 4 ? SIDE : 4;
-constexpr int DEPTH = TOKENS / SIDE;    // and one after the other
 constexpr int THREADS = WARPS * 32;
-constexpr int STATE = HEAD_DIM + 2;     // a partial result: accumulator, maximum, sum
+constexpr int PER = HEAD_DIM / 32;         // values of a head in one thread
+constexpr int TURNS = (ROTARY + 63) / 64;  // and pairs that rope turns
+constexpr int PIECES = HEAD_DIM / 32;      // 16-byte words of a key in one lane
+constexpr int PARTS = HEAD_DIM / 64;       // and of a value
+constexpr int PRODUCTS = HEAD_DIM / 16;
+constexpr int QUERY_ROW = HEAD_DIM + 32;   // two rows lie in different banks
+constexpr int STATE = HEAD_DIM + 2;        // a partial result: accumulator, maximum, sum
+constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of q, k and v to prepare
+static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 
-struct __align__(16) Shared {           // its size is known to the host as well
-  float query[G][HEAD_DIM];             // scaled by softmax scale · log2(e)
-  float key[HEAD_DIM], value[HEAD_DIM]; // the newest token
+struct __align__(16) Shared {
+  u16 query[8][QUERY_ROW];                 // zeros from G on
+  u16 key[HEAD_DIM], value[HEAD_DIM];      // the newest token
   float partial[WARPS][G][STATE];
 };
 
-// One head through norm and rope, by one warp; `to` in shared memory.
-DEVICE void prepare_head(const u16* from, const u16* norm, const float2* turns, float epsilon, float factor, bool normed, bool rotated,
-                         float* to, int lane) {
-  constexpr int PER = HEAD_DIM / 32;
-  float v[PER], squares = 0;
-#pragma unroll
-  for (int i = 0; i < PER; i++) v[i] = to_float(from[lane + 32 * i]), squares += v[i] * v[i];
+// One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
+DEVICE void prepare_head(float (&v)[PER], const float (&weight)[PER], const float2 (&turn)[TURNS], float epsilon, bool normed,
+                         bool turned, float* scratch, u16* to, int lane) {
   if (normed) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) squares += v[i] * v[i];
     const float inverse = rsqrtf(warp_sum(squares) / HEAD_DIM + epsilon);
 #pragma unroll
-    for (int i = 0; i < PER; i++) v[i] *= inverse * to_float(norm[lane + 32 * i]);
+    for (int i = 0; i < PER; i++) v[i] *= inverse * weight[i];
   }
+  if (turned) {
 #pragma unroll
-  for (int i = 0; i < PER; i++) to[lane + 32 * i] = v[i];
-  __syncwarp();
-  if (rotated) {
-    for (int i = lane; i < ROTARY / 2; i += 32) {
-      const float2 turn = turns[i];
-      const float a = to[i], b = to[i + ROTARY / 2];
-      to[i] = a * turn.x - b * turn.y;
-      to[i + ROTARY / 2] = b * turn.x + a * turn.y;
+    for (int i = 0; i < PER; i++) scratch[lane + 32 * i] = v[i];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int first = lane + 32 * i, second = first + ROTARY / 2;
+      if (first < ROTARY / 2) {
+        const float a = scratch[first], b = scratch[second];
+        scratch[first] = a * turn[i].x - b * turn[i].y;
+        scratch[second] = b * turn[i].x + a * turn[i].y;
+      }
     }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < PER; i++) v[i] = scratch[lane + 32 * i];
     __syncwarp();
   }
 #pragma unroll
-  for (int i = 0; i < PER; i++) to[lane + 32 * i] = to_float(to_bits(to[lane + 32 * i])) * factor;
+  for (int i = 0; i < PER; i++) to[lane + 32 * i] = to_bits(v[i]);
 }
 
-// Running softmax of G heads over the tokens a group of lanes has seen.
+DEVICE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Softmax of heads 2t and 2t + 1 over the tokens a warp has seen; `sum` is of this lane's tokens alone.
 struct Running {
-  float most[G], sum[G], acc[G][8];
+  float most[2], sum[2], acc[PRODUCTS][4];
 };
-DEVICE void unpack8(uint4 v, float (&f)[8]) {
-  const u32 p[4] = {v.x, v.y, v.z, v.w};
+// 16 tokens: the weights of tokens g and g + 8 from their scores (0, 1 and 2, 3), as the right operand of the product with V.
+DEVICE uint2 weigh(Running& run, const float (&score)[4]) {
+  float most[2], fade[2];
 #pragma unroll
-  for (int i = 0; i < 8; i++) f[i] = i & 1 ? high_float(p[i / 2]) : low_float(p[i / 2]);
+  for (int j = 0; j < 2; j++) {
+    most[j] = fmaxf(run.most[j], fmaxf(score[j], score[2 + j]));
+#pragma unroll
+    for (int o = 4; o < 32; o <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+    fade[j] = exp2_fast(run.most[j] - most[j]);
+    run.most[j] = most[j];
+  }
+  const u32 low = pack2(exp2_fast(score[0] - most[0]), exp2_fast(score[1] - most[1]));
+  const u32 high = pack2(exp2_fast(score[2] - most[0]), exp2_fast(score[3] - most[1]));
+  run.sum[0] = run.sum[0] * fade[0] + low_float(low) + low_float(high);  // what is multiplied: the rounded weights
+  run.sum[1] = run.sum[1] * fade[1] + high_float(low) + high_float(high);
+#pragma unroll
+  for (int i = 0; i < PRODUCTS; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) run.acc[i][j] *= fade[j % 2];
+  return make_uint2(transpose8(low), transpose8(high));
 }
-template <int COUNT>
-DEVICE void absorb(Running& run, const float (&query)[G][8], const uint4 (&keys)[COUNT], const uint4 (&values)[COUNT],
-                   const bool (&valid)[COUNT]) {
-  float score[COUNT][G];
-#pragma unroll
-  for (int u = 0; u < COUNT; u++) {
-    float key[8];
-    unpack8(keys[u], key);
-#pragma unroll
-    for (int h = 0; h < G; h++) {
-      float s = 0;
-#pragma unroll
-      for (int i = 0; i < 8; i++) s += query[h][i] * key[i];
-#pragma unroll
-      for (int o = LANES / 2; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-      score[u][h] = valid[u] ? s : LOWEST;
-    }
-  }
-#pragma unroll
-  for (int h = 0; h < G; h++) {
-    float most = run.most[h];
-#pragma unroll
-    for (int u = 0; u < COUNT; u++) most = fmaxf(most, score[u][h]);
-    const float fade = most == LOWEST ? 1.f : exp2_fast(run.most[h] - most);
-    run.most[h] = most;
-    run.sum[h] *= fade;
-#pragma unroll
-    for (int i = 0; i < 8; i++) run.acc[h][i] *= fade;
-#pragma unroll
-    for (int u = 0; u < COUNT; u++) {
-      score[u][h] = most == LOWEST ? 0.f : exp2_fast(score[u][h] - most);
-      run.sum[h] += score[u][h];
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < COUNT; u++) {
-    float value[8];
-    unpack8(values[u], value);
-#pragma unroll
-    for (int h = 0; h < G; h++)
-#pragma unroll
-      for (int i = 0; i < 8; i++) run.acc[h][i] += score[u][h] * value[i];
-  }
-}
-DEVICE uint4 pack8(const float* f) { return make_uint4(pack2(f[0], f[1]), pack2(f[2], f[3]), pack2(f[4], f[5]), pack2(f[6], f[7])); }
 
 // The weighted sum of `count` partial states for one (head, dimension), where `at(i)` gives the i-th state of the head.
 template <typename At> DEVICE float3 merge_states(int count, int dimension, At at) {
@@ -133,116 +121,162 @@ template <typename At> DEVICE float3 merge_states(int count, int dimension, At a
   return make_float3(value, most, sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, G > 4 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
-          u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width, int sequences, int splits,
-          int groups) {
-  extern __shared__ __align__(16) u8 raw[];
-  Shared& sh = *(Shared*)raw;
+          u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width,
+          int sequences, int splits, int groups) {
+  __shared__ Shared sh;
   __shared__ bool last_one;
   const int split = blockIdx.x % splits, head = blockIdx.x / splits % KV_HEADS, sequence = blockIdx.x / splits / KV_HEADS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % LANES, side = lane / LANES;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   launch_dependents();
   const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
-  const Run run_tokens = run_of(length, split, splits);
-  const int begin = run_tokens.begin, end = run_tokens.end, used = run_tokens.used;
-  if (split >= used || length == 0) {
+  const int span = WINDOW ? min(length, WINDOW) : length;
+  const Run tokens = run_of(length, split, max(1, min(splits, span / SHORTEST)));
+  if (split >= tokens.used || length == 0) {
     wait_for_inputs();
     return;
   }
   const int* table = tables + (size_t)sequence * table_width;
-  const float2* turns = rope + (size_t)newest * (ROTARY / 2);
+  const int first = tokens.begin / 16 + warp, last = (tokens.end + 15) / 16;  // sixteens; every WARPS-th is this warp's
+  const int stop = min(tokens.end, newest);                                   // of the tokens in the cache
 
-  const int stop = min(end, newest);  // the newest token comes from shared memory
-  auto slot = [&](int token) {
-    return (((size_t)table[token / PAGE] * PAGE + token % PAGE) * KV_HEADS + head) * HEAD_DIM + part * 8;
+  // Pages of this warp's next sixteens, two to each (for its eights): 16 sixteens in the lanes, and as many that come after them.
+  auto page_list = [&](int turn) {
+    const int eight = (first + (turn + lane / 2) * WARPS) * 2 + lane % 2;
+    return eight * 8 < tokens.end ? table[eight * 8 / PAGE] : 0;
   };
-  uint4 k4[DEPTH], v4[DEPTH];
-  auto load = [&](int start) {
+  int pages = page_list(0), later = page_list(16);
+  size_t at[2];  // where the eights of the sixteen to be fetched begin
+  auto locate = [&](int turn) {
 #pragma unroll
-    for (int u = 0; u < DEPTH; u++) {
-      const int token = start + u * SIDE + side;
-      k4[u] = v4[u] = make_uint4(0, 0, 0, 0);
-      if (token < stop) {
-        const size_t at = slot(token);
-        k4[u] = *(const uint4*)(keys + at);
-        v4[u] = *(const uint4*)(values + at);
+    for (int half = 0; half < 2; half++) {
+      const size_t page = __shfl_sync(~0u, pages, turn % 16 * 2 + half);
+      at[half] = ((page * PAGE + ((first + turn * WARPS) * 16 + half * 8) % PAGE) * KV_HEADS + head) * HEAD_DIM;
+    }
+  };
+  constexpr int STEP = KV_HEADS * HEAD_DIM;  // from token to token
+  uint4 k4[2][PIECES], v4[4][PARTS];
+  auto fetch_keys = [&] {  // beyond the end too, as far as its page: such scores are not looked at
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) k4[half][i] = *(const uint4*)(keys + at[half] + g * STEP + i * 32 + t * 8);
+  };
+  auto value_token = [&](int i) { return i / 2 * 8 + 2 * t + i % 2; };  // of the lane's four
+  auto fetch_values = [&](int start) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = start + value_token(i);
+      const bool there = token >= tokens.begin && token < stop;  // else it may be anything, and 0 times that no number
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        v4[i][part] = make_uint4(0, 0, 0, 0);
+        if (there) v4[i][part] = *(const uint4*)(values + at[i / 2] + (2 * t + i % 2) * STEP + part * 64 + g * 8);
       }
     }
   };
-  int start = begin + warp * TOKENS;
-  load(start);
-  constexpr int LINES = HEAD_DIM * 2 / 128;
-  if (QK_NORM && threadIdx.x < 2 * LINES)  // of this layer alone, and so long out of L2
-    prefetch_l2((const u8*)(threadIdx.x < LINES ? query_norm : key_norm) + threadIdx.x % LINES * 128);
+  if (first < last) {
+    locate(0);
+    fetch_keys();
+    fetch_values(first * 16);
+  }
+  const bool owner = tokens.end == length;
+  float2 turn[TURNS];
+  float weight[2][PER];  // of queries, of keys
+#pragma unroll
+  for (int i = 0; i < TURNS; i++)
+    turn[i] = lane + 32 * i < ROTARY / 2 ? rope[(size_t)newest * (ROTARY / 2) + lane + 32 * i] : make_float2(1, 0);
+#pragma unroll
+  for (int i = 0; i < PER; i++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) weight[j][i] = QK_NORM ? to_float((j ? key_norm : query_norm)[lane + 32 * i]) : 1.f;
+  const size_t slot = (((size_t)table[newest / PAGE] * PAGE + newest % PAGE) * KV_HEADS + head) * HEAD_DIM;
+  for (int i = threadIdx.x; i < (8 - G) * QUERY_ROW; i += THREADS) sh.query[G][i] = 0;
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-  const bool owner = newest >= begin && newest < end;
-  for (int h = warp; h < G; h += WARPS)
-    prepare_head(row + (head * G + h) * HEAD_DIM, query_norm, turns, epsilon, scale * 1.4426950408889634f, QK_NORM, true, sh.query[h], lane);
-  if (owner && warp == WARPS - 1)
-    prepare_head(row + (HEADS + head) * HEAD_DIM, key_norm, turns, epsilon, 1.f, QK_NORM, true, sh.key, lane);
-  if (owner && warp == WARPS - 2)
-    prepare_head(row + (HEADS + KV_HEADS + head) * HEAD_DIM, nullptr, turns, epsilon, 1.f, false, false, sh.value, lane);
+  const int tasks = G + 2 * owner;
+  float v[ROUNDS][PER];
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {  // all of them are asked for before the first is looked at
+    const int task = warp + i * WARPS, column = task < G ? head * G + task : HEADS + (task - G) * KV_HEADS + head;
+#pragma unroll
+    for (int j = 0; j < PER; j++) v[i][j] = task < tasks ? to_float(row[column * HEAD_DIM + lane + 32 * j]) : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {
+    const int task = warp + i * WARPS;
+    if (task >= tasks) break;
+    u16* to = task < G ? sh.query[task] : task == G ? sh.key : sh.value;
+    prepare_head(v[i], weight[task >= G], turn, epsilon, QK_NORM && task <= G, task <= G, sh.partial[warp][0], to, lane);
+    __syncwarp();
+    u16* cache = (task == G ? keys : values) + slot + lane * 8;
+    if (task >= G && lane < HEAD_DIM / 8) *(uint4*)cache = *(const uint4*)(to + lane * 8);
+  }
   __syncthreads();
 
   Running run;
-  float query[G][8];
 #pragma unroll
-  for (int h = 0; h < G; h++) {
-    run.most[h] = LOWEST, run.sum[h] = 0;
+  for (int i = 0; i < 2; i++) run.most[i] = LOWEST, run.sum[i] = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) run.acc[h][i] = 0, query[h][i] = sh.query[h][part * 8 + i];
-  }
-  if (owner && warp == 0) {
-    const uint4 key[1] = {pack8(sh.key + part * 8)}, value[1] = {pack8(sh.value + part * 8)};
-    const bool valid[1] = {side == 0};
-    if (side == 0) {
-      const size_t at = slot(newest);
-      *(uint4*)(keys + at) = key[0];
-      *(uint4*)(values + at) = value[0];
+  for (int i = 0; i < PRODUCTS * 4; i++) run.acc[i / 4][i % 4] = 0;
+  const float factor = scale * 1.4426950408889634f;
+#pragma unroll 1
+  for (int n = 0, sixteen = first; sixteen < last; n++, sixteen += WARPS) {
+    const int start = sixteen * 16, next = sixteen + WARPS;
+    if (owner && newest >= start && newest < start + 16) {
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+          if (start + half * 8 + g == newest) k4[half][i] = *(const uint4*)(sh.key + i * 32 + t * 8);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+          if (start + value_token(i) == newest) v4[i][part] = *(const uint4*)(sh.value + part * 64 + g * 8);
     }
-    absorb<1>(run, query, key, value, valid);
-  }
-  while (start < stop) {
-    bool valid[DEPTH];
+    float score[2][4] = {};  // two chains of additions; token g + 8 · (j / 2), head 2t + j % 2
 #pragma unroll
-    for (int u = 0; u < DEPTH; u++) valid[u] = start + u * SIDE + side < stop;
-    const int next = start + WARPS * TOKENS;
-    if (next < stop) {  // what comes next is on its way while this is added up
-      uint4 k[DEPTH], v[DEPTH];
-#pragma unroll
-      for (int u = 0; u < DEPTH; u++) k[u] = k4[u], v[u] = v4[u];
-      load(next);
-      absorb<DEPTH>(run, query, k, v, valid);
-    } else {
-      absorb<DEPTH>(run, query, k4, v4, valid);
+    for (int i = 0; i < PIECES; i++) {
+      const uint4 q = *(const uint4*)(sh.query[g] + i * 32 + t * 8), low = k4[0][i], high = k4[1][i];
+      mma16<FP16>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
+      mma16<FP16>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
     }
-    start = next;
+    if (next < last) {
+      if ((n + 1) % 16 == 0) pages = later, later = page_list(n + 17);
+      locate(n + 1);
+      fetch_keys();
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int token = start + g + j / 2 * 8;
+      score[0][j] = token >= tokens.begin && token < tokens.end ? (score[0][j] + score[1][j]) * factor : LOWEST;
+    }
+    const uint2 weights = weigh(run, score[0]);
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; i++) {  // dimensions 64 · (i / 4) + 8g + 2 · (i % 4) and the next
+      u32 word[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) word[j] = word_of(v4[j][i / 4], i % 4);
+      mma16<FP16>(run.acc[i], __byte_perm(word[0], word[1], 0x5410), __byte_perm(word[0], word[1], 0x7632),
+                  __byte_perm(word[2], word[3], 0x5410), __byte_perm(word[2], word[3], 0x7632), weights.x, weights.y);
+    }
+    if (next < last) fetch_values(next * 16);
   }
 
-  float(&mine)[G][STATE] = sh.partial[warp];
 #pragma unroll
-  for (int h = 0; h < G; h++) {  // tokens side by side: the groups of lanes agree on a maximum and add up
-    float most = run.most[h];
+  for (int j = 0; j < 2; j++) {
 #pragma unroll
-    for (int o = LANES; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-    const float fade = most == LOWEST ? 0.f : exp2_fast(run.most[h] - most);
-    run.sum[h] *= fade;
+    for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
+    const int h = 2 * t + j;
+    if (h >= G) continue;
+    float* mine = sh.partial[warp][h];
 #pragma unroll
-    for (int i = 0; i < 8; i++) run.acc[h][i] *= fade;
-#pragma unroll
-    for (int o = LANES; o < 32; o <<= 1) {
-      run.sum[h] += __shfl_xor_sync(~0u, run.sum[h], o);
-#pragma unroll
-      for (int i = 0; i < 8; i++) run.acc[h][i] += __shfl_xor_sync(~0u, run.acc[h][i], o);
-    }
-    if (side == 0) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) mine[h][part * 8 + i] = run.acc[h][i];
-      if (part == 0) mine[h][HEAD_DIM] = most, mine[h][HEAD_DIM + 1] = run.sum[h];
-    }
+    for (int i = 0; i < PRODUCTS; i++)
+      *(float2*)(mine + i / 4 * 64 + g * 8 + i % 4 * 2) = make_float2(run.acc[i][j], run.acc[i][2 + j]);
+    if (g == 0) mine[HEAD_DIM] = run.most[j], mine[HEAD_DIM + 1] = run.sum[j];
   }
   __syncthreads();
   auto write = [&](int i, float value) {
@@ -257,7 +291,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float3 state = merge_states(WARPS, d, [&](int p, int c) { return sh.partial[p][h][c]; });
-    if (used == 1) {
+    if (tokens.used == 1) {
       write(i, state.x / state.z);
     } else {
       float* to = scratch + (place + split) * G * STATE + h * STATE;
@@ -265,12 +299,12 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
       if (d == 0) to[HEAD_DIM] = state.y, to[HEAD_DIM + 1] = state.z;
     }
   }
-  if (used == 1) return;
+  if (tokens.used == 1) return;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     int* ticket = tickets + sequence * KV_HEADS + head;
-    last_one = atomicAdd(ticket, 1) == used - 1;
+    last_one = atomicAdd(ticket, 1) == tokens.used - 1;
     if (last_one) *ticket = 0;
     __threadfence();
   }
@@ -279,7 +313,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float* from = scratch + place * G * STATE + h * STATE;
-    const float3 state = merge_states(used, d, [&](int c, int column) { return __ldcg(from + (size_t)c * G * STATE + column); });
+    auto at = [&](int run, int column) { return __ldcg(from + (size_t)run * G * STATE + column); };
+    const float3 state = merge_states(tokens.used, d, at);
     write(i, state.x / state.z);
   }
 }

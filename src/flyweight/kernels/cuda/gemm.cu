@@ -13,7 +13,9 @@
 //
 // How the tiles are shared out (SPLIT):
 //   CLUSTERS, few rows: the inputs of a tile are cut over the CTAs of a cluster, which add up in each other's shared
-//     memory, every owner some columns. Rings and registers are kept so small that two kernels fit on an SM.
+//     memory, every owner some columns. With one or two warpgroups rings and registers are so small that two kernels fit on an
+//     SM. More of them, and larger clusters, fetch less: every CTA reads its part of x for itself, and 64 rows of it are as many
+//     bytes as the 16-bit weights of 64 outputs.
 //   LINE, too few tiles for whole ones: the stages of all tiles lie in one line that is cut evenly over the CTAs. A CTA
 //     whose part begins inside a tile leaves its sums in `partials`; the CTA that has the tile's beginning comes to it
 //     last, adds them in order and writes the outputs. Every CTA is resident (grid ≤ SMs), so waiting is safe.
@@ -129,7 +131,7 @@ DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int 
 #include "gemm_sums.cuh"
 
 extern "C" __global__ void
-#if SPLIT != CLUSTERS  // whose registers the host limits
+#if SPLIT != CLUSTERS && TOKENS > 64  // of others the host limits the registers
 __launch_bounds__(THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
@@ -217,14 +219,16 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     keep_behind(acc);
     if (lane == 0) barrier_arrive(&sh.empty[before]);
 #if CLUSTER > 1
-    const int rank = blockIdx.x % CLUSTER;
+    const int rank = blockIdx.x % CLUSTER, first = rank % OWNERS * OWNED;
     cluster_arrive(), cluster_wait();  // all rings are done with
     give_sums(sh, acc, rank);
-    cluster_arrive(), cluster_wait();
+    cluster_arrive();
+    const Ends<OWNED> ends(s, first, channel_scale, row_scale, bias, residual, rows, warp, lane);
+    cluster_wait();
     if (rank < OWNERS) {
       accumulator sum[OWNED * 4];
       take_sums(sh, sum);
-      write_tile<OWNED>(sum, s, rank * OWNED, channel_scale, row_scale, bias, residual, Y, rows, groups, warp, lane);
+      write_tile<OWNED>(sum, ends, s, first, Y, rows, groups, warp, lane);
     }
 #else
     if (SPLIT == LINE && s.begin > 0) {
@@ -234,7 +238,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #if STAGED
       write_staged(sh, acc, s, channel_scale, row_scale, bias, residual, Y, rows, groups, warp, lane);
 #else
-      write_tile<COLUMNS>(acc, s, 0, channel_scale, row_scale, bias, residual, Y, rows, groups, warp, lane);
+      const Ends<COLUMNS> ends(s, 0, channel_scale, row_scale, bias, residual, rows, warp, lane);
+      write_tile<COLUMNS>(acc, ends, s, 0, Y, rows, groups, warp, lane);
 #endif
     }
 #endif

@@ -13,9 +13,10 @@ struct Finish {
       offset[half] = BIAS ? to_float(bias[channel]) : 0.f;
     }
   }
-  DEVICE void operator()(const accumulator* acc, int column, float (&v)[2][2]) const {
-    float2 row = make_float2(1.f, 1.f);
-    if (QUANTIZED) row = *(const float2*)(row_scale + column);  // of rows that do not exist too: nobody writes those
+  DEVICE float2 rows(int column) const {  // of rows that do not exist too: nobody writes those
+    return QUANTIZED ? *(const float2*)(row_scale + column) : make_float2(1.f, 1.f);
+  }
+  DEVICE void operator()(const accumulator* acc, float2 row, float (&v)[2][2]) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float x = (float)acc[i];
@@ -28,20 +29,38 @@ struct Finish {
   }
 };
 
+// What the COUNT column groups from `first` on need beside their sums, so that it can be asked for before those are there.
+template <int COUNT> struct Ends {
+  Finish finish;
+  float2 row[QUANTIZED ? COUNT : 1];
+  u32 old[EPILOGUE == RESIDUAL ? COUNT : 1][2];  // of the residual: two outputs of token 8j + g
+  DEVICE Ends(const Segment& s, int first, const float* channel_scale, const float* row_scale, const u16* bias, const u16* residual,
+              int rows, int warp, int lane)
+      : finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane) {
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+      const int column = s.n * TOKENS + 8 * (first + j), token = column + lane / 4;
+      if (QUANTIZED && column < rows) row[j] = finish.rows(column);
+#pragma unroll
+      for (int half = 0; half < (EPILOGUE == RESIDUAL ? 2 : 0); half++) {
+        const int n = (s.m * MT + warp) * 16 + 8 * half + 2 * (lane % 4);
+        old[j][half] = token < rows && n < NDIM ? *(const u32*)(residual + (size_t)token * WIDTH + n) : 0;
+      }
+    }
+  }
+};
 // D transposed in 8 × 8 pieces: a lane writes two outputs of token 8j + g at once. `acc` has the column groups from `first` on.
 template <int COUNT>
-DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, int first, const float* channel_scale,
-                       const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int groups, int warp,
-                       int lane) {
+DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Ends<COUNT>& ends, const Segment& s, int first, u16* Y, int rows,
+                       int groups, int warp, int lane) {
   const int g = lane / 4, t = lane % 4, tile = s.m * MT + warp;
   if (tile >= TILES) return;
-  const Finish finish(tile, channel_scale + s.expert * NDIM, row_scale, bias, lane);
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
     const int column = s.n * TOKENS + 8 * (first + j);
     if (column >= rows) break;
     float v[2][2];
-    finish(acc + 4 * j, column, v);
+    ends.finish(acc + 4 * j, ends.row[QUANTIZED ? j : 0], v);
     const int token = column + g;
     if constexpr (EPILOGUE == SILU) {
       const u32 pair = transpose8(pack2(v[0][0], v[0][1]));
@@ -60,7 +79,7 @@ DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Segment& s, in
         const bool inside = token < rows && n < NDIM;
         const size_t at = (size_t)token * WIDTH + n;
         if (EPILOGUE == RESIDUAL) {
-          const u32 old = transpose8(inside ? *(const u32*)(residual + at) : 0);
+          const u32 old = transpose8(ends.old[j][half]);
           v[half][0] += low_float(old), v[half][1] += high_float(old);
         }
         const u32 pair = transpose8(pack2(v[half][0], v[half][1]));
@@ -131,7 +150,7 @@ DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const
 #pragma unroll
       for (int i = 0; i < together; i++) {
         float v[2][2];
-        finish(acc + first / 2 + 4 * (j + i), s.n * TOKENS + first + 8 * (j + i), v);
+        finish(acc + first / 2 + 4 * (j + i), finish.rows(s.n * TOKENS + first + 8 * (j + i)), v);
 #pragma unroll
         for (int half = 0; half < 4 / together; half++) {
           if (EPILOGUE == RESIDUAL) v[half][0] += low_float(old[2 * i + half]), v[half][1] += high_float(old[2 * i + half]);
