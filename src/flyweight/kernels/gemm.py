@@ -107,7 +107,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
     grouped = kind in GROUPED
-    limit = (SHARED_SMALL if small else SHARED) - staged * warpgroups * STAGED_ROW
+    beside = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # results and scales
+    limit = (SHARED_SMALL if small else SHARED) - beside
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
@@ -119,7 +120,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
         if stages >= (3 if count == 4 else 2):
-            shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
+            shared = max(exchange, stages * stage) + beside + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
             return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared)
     return None
