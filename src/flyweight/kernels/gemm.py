@@ -24,7 +24,7 @@ SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside anot
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
 # whole ones costs LINE_US, for the sums that have to be handed over.
-TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
+TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
 LINE_US = 12.0
 REGISTERS_SMALL = 96
 WHOLE, LINE, CLUSTERS = range(3)
@@ -105,7 +105,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     if staged is None:
-        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
+        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64
     grouped = kind in GROUPED
     beside = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # results and scales
     limit = (SHARED_SMALL if small else SHARED) - beside

@@ -103,7 +103,7 @@ struct __align__(128) Shared {
 
 #include "fragments.cuh"
 
-#if FORMAT == FP8 && WINDOW
+#if FORMAT == FP8
 // Float8 sums inside the matrix units have 14 bits, so those of WINDOW stages are added to `acc` in full float32: PART tokens at a
 // time, to have the registers, and AHEAD parts late, so that the matrix units have work meanwhile. `sum` lives on from window to
 // window: if it were new, the compiler would spread it over more registers than there are.
@@ -207,7 +207,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     if (QUANTIZED && s.begin == 0) fetch_scales(sh, s, channel_scale, row_scale, warp);
     if (EPILOGUE == RESIDUAL && s.begin == 0) fetch_residual(sh, s, 0, residual, rows, warp, lane);
 #endif
-#if FORMAT == FP8 && WINDOW
+#if FORMAT == FP8
     float sum[AHEAD + 1][PART / 2] = {};
     int stage = s.begin;
 #pragma unroll 1
