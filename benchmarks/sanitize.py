@@ -111,6 +111,27 @@ def attention(fused: bool) -> float:
     return error(step.logits, want.double())
 
 
+def prompt(paged: bool) -> float:
+    """A prompt, or a chunk of one over pages, against float64 on the CPU."""
+    import torch
+
+    from flyweight.kernels.prefill_attention import Heads, Span, Units, attend
+
+    heads, length, new = Heads(4, 2, 64, torch.bfloat16), 300, 170 if paged else 300
+    query, keys, values = (torch.randn(length, count, 64).bfloat16() for count in (4, 2, 2))
+    pages = torch.randperm(19)
+    cache = torch.zeros(2, 19, 16, 2, 64, dtype=torch.bfloat16)
+    at = torch.arange(length)
+    cache.flatten(1, 2)[:, pages[at // 16] * 16 + at % 16] = torch.stack([keys, values])
+    units = Units.cut([Span(0, new, length, 0)], heads, 16 if paged else 0, torch.device("cuda", 0))
+    given, out = query[-new:].cuda(), torch.empty(new, 4, 64, dtype=torch.bfloat16, device="cuda")
+    attend(given, *((x.cuda() for x in cache) if paged else (keys.cuda(), values.cuda())), out, units=units, heads=heads,
+           scale=0.125, tables=pages.int().cuda())
+    q, k, v = (x.double().transpose(0, 1) for x in (query[-new:], keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)))
+    scores = (q @ k.transpose(1, 2) * 0.125).masked_fill(at[None] > at[-new:, None], -torch.inf)
+    return error(out, (scores.softmax(-1) @ v).transpose(0, 1))
+
+
 def error(got, want) -> float:
     got = got.cpu().double()
     return float("inf") if got.isnan().any() else ((got - want).norm() / want.norm()).item()
@@ -130,6 +151,8 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "vptq": (vector_quantized, "vptq", 0.02),
     "attention": (lambda: attention(fused=False), "attention|choose|embed", 0.05),
     "qkv_attention": (lambda: attention(fused=True), "qkv_attention", 0.05),
+    "prompt": (lambda: prompt(paged=False), "prefill_attention", 0.01),
+    "prompt-paged": (lambda: prompt(paged=True), "prefill_attention", 0.01),
 }
 
 

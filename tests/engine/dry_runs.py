@@ -45,9 +45,9 @@ def wanted_and_asked(model):
 
 def forget():
     """What was asked for once is asked for again."""
-    from flyweight.kernels import batch, gemm, rope
+    from flyweight.kernels import batch, gemm, prefill_attention, rope
 
-    for kept in (batch.kernels, gemm.kernels, rope._kernel):
+    for kept in (batch.kernels, gemm.kernels, prefill_attention._kernel, rope._kernel):
         kept.cache_clear()
 
 

@@ -27,6 +27,7 @@ typedef unsigned long long u64;
 #define __CUDA_ARCH__ 900
 #define DEVICE inline  // not static: some are members
 #define __global__
+#define __grid_constant__
 #define __device__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -95,6 +96,10 @@ DEVICE void meet(Meeting& m, int count) {
 DEVICE void __syncthreads() { meet(cta->all, blockDim.x); }
 DEVICE void __syncwarp() { meet(cta->warps[threadIdx.x / 32], 32); }
 DEVICE void named_barrier(int id, int threads) { meet(cta->named[id], threads); }
+DEVICE void named_arrive(int id, int threads) {
+  Meeting& m = cta->named[id];
+  if (++m.arrived == threads) m.arrived = 0, m.turn++;
+}
 DEVICE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 // What every lane of the warp gives, as all of them see it: value i of lane l is found[l + 32 · i].
 template <int COUNT> static inline void share(const u64 (&mine)[COUNT], u64 (&found)[32 * COUNT]) {
@@ -116,6 +121,13 @@ template <class T> static inline T __shfl_sync(u32, T v, int lane) { return from
 template <class T> static inline T __shfl_up_sync(u32, T v, int by) {
   const int lane = threadIdx.x % 32;
   return from_lane(v, lane < by ? lane : lane - by);
+}
+DEVICE bool __any_sync(u32, bool v) {
+  const u64 mine[1] = {v};
+  u64 found[32], any = 0;
+  share(mine, found);
+  for (u64 one : found) any |= one;
+  return any;
 }
 static void fiber_main() {
   kernel_call();
@@ -319,4 +331,4 @@ DEVICE float warp_max(float v) {
   for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
   return v;
 }
-alignas(128) thread_local u8 raw[240 << 10];  // dynamic shared memory
+alignas(1024) thread_local u8 raw[240 << 10];  // dynamic shared memory

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import platform
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,12 +32,21 @@ class Kernel:
         self.run = library[f"run_{name}"]
 
     def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
-        assert shared <= 240 * 1024
-        values = [ctypes.c_void_p(0) if a is None else ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a)
+        assert shared <= 227 * 1024
+        values = [ctypes.create_string_buffer(a, len(a)) if isinstance(a, bytes) else
+                  ctypes.c_void_p(0) if a is None else ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a)
                   if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         x, y = (grid, 1) if isinstance(grid, int) else grid
         self.run(x, y, block, places)
+
+
+def tensor_map(tensor: torch.Tensor, box) -> bytes:
+    """The struct of host_wgmma.cuh."""
+    assert tensor.stride(2) == 1 and box[2] == 64 and max(box) <= 256, "as the driver asks for it"
+    strides = 2 * tensor.stride(1), 2 * tensor.stride(0)
+    assert tensor.data_ptr() % 16 == strides[0] % 16 == strides[1] % 16 == 0
+    return struct.pack("16Q", tensor.data_ptr(), *reversed(tensor.shape), *strides, *reversed(box), *[0] * 7)
 
 
 class Host:
@@ -62,6 +72,7 @@ class Host:
 def pretend(monkeypatch, folder: Path) -> None:
     """From here on kernels run on the CPU, as on a Hopper GPU with few processors."""
     monkeypatch.setattr(jit, "load", Host(folder).load)
+    monkeypatch.setattr(jit, "tensor_map", tensor_map)
     properties = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -20,6 +20,62 @@ template <int LEFT> static inline void wgmma_wait() {
     for (auto& product : group) product();
   }
 }
+#ifndef FORMAT  // attention: rows of 128 swizzled bytes
+struct Operand {  // a matrix in shared memory: bytes from 64 columns to the next, and where its values are
+  const u8* base;
+  int step;
+  explicit Operand(u64 d) : base((const u8*)((d & ((1ull << 44) - 1)) << 4)), step((int)(d >> 44) << 4) {}
+  float at(u64 offset) const {
+    const u64 place = (u64)(uintptr_t)base + offset;
+    return to_float(*(const u16*)(place ^ (place >> 7 & 7) << 4));
+  }
+  float by_input(int n, int k) const { return at(n / 8 * 1024 + n % 8 * 128 + 2 * k); }
+  float by_column(int n, int k) const { return at((u64)(n / 64) * step + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2); }
+};
+DEVICE u64 swizzled_descriptor(const void* p, u32 step) { return matrix_descriptor(p, step); }
+template <class Product> static inline void later(float* d, int columns, bool keep, Product product) {
+  mine().open.push_back([=] {
+    for (int i = 0; i < columns / 2; i++) {
+      float sum = keep ? d[i] : 0;
+      const int row = threadIdx.x % 32 / 4 + 8 * (i % 4 / 2), n = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; k++) sum += product(row, n, k);
+      d[i] = sum;
+    }
+  });
+}
+template <int COUNT> static inline void wgmma_shared(float (&d)[COUNT], u64 a, u64 b, bool keep) {
+  const Operand left(a), right(b);
+  const int first = threadIdx.x % 128 / 32 * 16;  // row of this warp
+  later(d, 2 * COUNT, keep, [=](int row, int n, int k) { return left.by_input(first + row, k) * right.by_input(n, k); });
+}
+template <int COUNT> static inline void wgmma(float (&d)[COUNT], u64 a, u64 b) { wgmma_shared(d, a, b, true); }
+template <int COUNT> static inline void wgmma_first(float (&d)[COUNT], u64 a, u64 b) { wgmma_shared(d, a, b, false); }
+template <int COUNT> static inline void wgmma(float (&d)[COUNT], const u32 (&a)[4], u64 b) {
+  const Operand right(b);
+  const u64 own[4] = {a[0], a[1], a[2], a[3]};
+  std::vector<u64> all(128);
+  share(own, *(u64(*)[128])all.data());
+  later(d, 2 * COUNT, true, [=](int row, int n, int k) {
+    return to_float((u16)(all[32 * (row / 8 + 2 * (k / 8)) + row % 8 * 4 + k % 8 / 2] >> 16 * (k % 2))) * right.by_column(n, k);
+  });
+}
+DEVICE void fence_for_products() {}
+struct TensorMap { u64 address, sizes[3], strides[2], box[3], unused[7]; };  // strides in bytes
+DEVICE void tensor_copy(void* to, const TensorMap& map, int x, int y, int z, u64* full) {
+  give_way();
+  if ((uintptr_t)to % 1024) fprintf(stderr, "a swizzled box is not aligned\n"), abort();
+  u16* place = (u16*)to;
+  for (u64 k = z; k < z + map.box[2]; k++)
+    for (u64 j = y; j < y + map.box[1]; j++)
+      for (u64 i = x; i < x + map.box[0]; i++, place++) {
+        const bool inside = i < map.sizes[0] && j < map.sizes[1] && k < map.sizes[2];
+        *(u16*)((u64)place ^ ((u64)place >> 7 & 7) << 4) = inside
+            ? *(const u16*)(map.address + 2 * i + j * map.strides[0] + k * map.strides[1]) : 0;
+      }
+  barrier_of(full).bytes_and_parity -= 2 * (int)((u8*)place - (u8*)to);
+  complete(barrier_of(full));
+}
+#else
 // D += A · B: A in the registers of the warp, B in core matrices of 8 columns × 16 bytes, `step` bytes from 8 columns to the next.
 template <class T> static inline void multiply(T* d, int columns, const u32* a, u64 b, bool keep) {
   constexpr int WORDS_OF_A = 4 + SPARSE, EACH = QUANTIZED ? 1 : 2;  // bytes of an input
@@ -52,11 +108,13 @@ template <class T, int COUNT> static inline void later(T (&d)[COUNT], const u32 
 }
 template <class T, int COUNT> static inline void wgmma(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b) { later(d, a, b, true); }
 template <class T, int COUNT> static inline void wgmma_first(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b, int keep) { later(d, a, b, keep); }
+#endif
 template <class T, int COUNT> static inline void keep_behind(T (&)[COUNT]) {}
 template <int COUNT> static inline void give_registers() {}
 template <int COUNT> static inline void take_registers() {}
 DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) { copy_bytes(to, from, bytes, full, 0); }
 
+#ifdef CLUSTER
 // ---- clusters: their CTAs are neighbours ----
 struct Cluster { int arrived = 0; unsigned turn = 0; };
 static Cluster clusters[64];
@@ -78,6 +136,7 @@ DEVICE void cluster_wait() {
 DEVICE void store_in_cluster(void* place, int rank, uint4 v) {
   memcpy(memory_of[blockIdx.x / CLUSTER * CLUSTER + rank] + ((u8*)place - raw), &v, sizeof v);
 }
+#endif
 
 // ---- 8 × 8 matrices of 16-bit values; a shared address is one within `raw` ----
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - raw); }

@@ -14,6 +14,7 @@ GEMM = LINEAR | dict(EPILOGUE=0, BIAS=0, TOKENS=64, WGS=2, SB=2, STAGES=2, SPLIT
 BATCH = dict(ROWS=32, ROUND=8, PER_WARP=2, COLUMN_WARPS=2, SLICES=4, STAGES=3, LOADERS=4, EPILOGUE=0, BIAS=0,
              SHARED_BYTES=220_000)
 HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
+PREFILL = dict(FP16=0, HEADS=32, KV_HEADS=8, KEYS=128, WGS=2, STAGES=2)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 CASES = [
     *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
@@ -51,6 +52,8 @@ CASES = [
     ("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=8, WARPS=24)),
     ("rope.cu", HEADS),
     ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
+    *(("prefill_attention.cu", PREFILL | dict(PAGE=page, BOX=box, HEAD_DIM=size))
+      for page, box, size in ((0, 128, 128), (16, 16, 128), (16, 16, 64))),
     ("attention.cu", HEADS),
     *(("attention.cu", HEADS | dict(PACKED=2, ORDER=order)) for order in (0, 1)),
     ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),

@@ -29,3 +29,8 @@ def test_few_rows_are_cut_along_the_inputs_and_many_into_whole_tiles():
 @pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 512), (2048, 2048), (2049, 2304)])
 def test_calls_of_similar_numbers_of_rows_share_one_kernel(rows, alike):
     assert gemm.padded_rows(rows) == alike
+
+
+def test_rows_that_are_normed_are_packed_by_more_warps():
+    assert [gemm.pack_shape(4096, 2048, normed=normed) for normed in (False, True)] == [(8, 8), (8, 12)]
+    assert gemm.pack_shape(12288, 2048) == (8, 24) and gemm.pack_shape(4096, 64, normed=True) == (1, 8)

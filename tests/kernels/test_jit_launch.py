@@ -42,6 +42,13 @@ def test_arguments_arrive_by_pointer_integer_and_float(kernel):
     assert first == [x.data_ptr(), 0, -5, 0.5] and second == [0, x.data_ptr(), 7, 1.0]
 
 
+def test_bytes_arrive_by_value_between_others(kernel):
+    kernel._driver = Driver([ctypes.c_int32, ctypes.c_char * 128, ctypes.c_float, ctypes.c_char * 128, ctypes.c_uint64])
+    maps, x = [bytes(range(1, 129)), bytes(range(128, 0, -1))], torch.zeros(4)
+    kernel.launch(3, 64, (-5, maps[0], 0.5, maps[1], x))
+    assert kernel._driver.launches[0][2] == [-5, maps[0], 0.5, maps[1], x.data_ptr()]
+
+
 def test_the_configuration_says_grid_stream_cluster_and_dependent_launch(kernel):
     kernel.launch((4, 2), 128, (None, None, 1, 1.0), shared=1000, pdl=True, cluster=2)
     ((config, _, _),) = kernel._driver.launches

@@ -18,7 +18,7 @@ CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch):
-    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded: (8, 1))  # every thread takes memory of the host
+    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (8, 1))  # every thread takes memory of the host
 
 
 def rows_of(data, to, columns):

@@ -64,6 +64,9 @@ PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 66e3
 # Whether gate/up and decode attention write the packed x of the gemm.cu that follows them, which saves it pack.cu: the same
 # bits, and faster at 64 and at 2,048 rows.
 PACKED_AHEAD = True
+# Prompts through prefill_attention.cu on Hopper, instead of cuDNN (whole ones) and Triton (chunks): faster at 2,048 tokens and at
+# 16,384, and so are the passes around it.
+PREFILL_ATTENTION = True
 # Up to so many tokens experts.cu multiplies all of them with every expert in use, of which each then reads its weights at the
 # pace of memory; more are sorted by expert for gemm.cu, whose tiles of 16 rows cost the same however few are filled. Where x is
 # quantized by its row that pays sooner.

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flyweight.engine.batch import KVStorage
+from flyweight.kernels.prefill_attention import Heads, takes
 from flyweight.kernels.reference import rope_rows
 from flyweight.kernels.rope import rope_norm_write
 
@@ -29,5 +31,9 @@ def plan_attention(*args: Any) -> None:
     pass
 
 
-def paged_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
+def paged_attention(query: Tensor, cache: KVStorage, *args: Any, **options: Any) -> Tensor:
+    heads = Heads(query.shape[1], cache.keys.shape[2], query.shape[2], query.dtype)
+    if takes(heads, query.device):
+        for page in (0, cache.block_size):
+            heads.kernel(page)
     return query

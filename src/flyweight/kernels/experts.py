@@ -181,7 +181,7 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
     rows, device, count = route.rows, x.device, processors(x.device.index or 0)
     shape = shape_for(weight, rows, route.tile, count)
     assert shape is not None
-    pack_rows, pack_warps = gemm.pack_shape(weight.in_features, rows)
+    pack_rows, pack_warps = gemm.pack_shape(weight.in_features, rows, normed=norm is not None and weight.kind not in QUANTIZED)
     names = weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16, weight.scale_fp16
     pack, product = gemm.kernels(
         *names, shape, norm=norm is not None, bias=False, pack_rows=pack_rows, pack_warps=pack_warps, static=False, experts=True,

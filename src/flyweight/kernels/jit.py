@@ -12,6 +12,7 @@ import contextvars
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import struct
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flyweight import gpu
 from flyweight.errors import FlyweightError, MissingPackageError
@@ -131,7 +133,7 @@ def _launch_config(grid: tuple[int, ...], block: int, shared: int, pdl: bool, cl
 
 
 class Kernel:
-    """One compiled function. Arguments: tensors (their pointer), None (null), int (32 bit), float (32 bit).
+    """One compiled function. Arguments: tensors (their pointer), None (null), int (32 bit), float (32 bit), bytes (by value).
 
     A prefill pass launches hundreds of kernels from Python, so a launch does little: arguments are packed into a buffer of
     the kernel's own, whose layout is made at the first launch, and configurations are kept.
@@ -156,12 +158,14 @@ class Kernel:
         self._shared = size
 
     def _lay_out(self, args: Sequence[Any]) -> struct.Struct:
-        """Eight bytes an argument, and the addresses of all of them, as the driver wants them."""
-        self._format = struct.Struct("=" + "".join("f4x" if isinstance(a, float) else "i4x" if isinstance(a, int) else "Q"
-                                                   for a in args))
+        """Eight bytes an argument, as many as it has of bytes, and the addresses of all of them, as the driver wants them."""
+        parts = ["f4x" if isinstance(a, float) else "i4x" if isinstance(a, int) else f"{len(a)}s" if isinstance(a, bytes) else "Q"
+                 for a in args]
+        self._format = struct.Struct("=" + "".join(parts))
         self._values = ctypes.create_string_buffer(max(8, self._format.size))
         first = ctypes.addressof(self._values)
-        self._places = (ctypes.c_void_p * max(1, len(args)))(*(first + 8 * i for i in range(len(args))))
+        starts = itertools.accumulate((struct.calcsize("=" + part) for part in parts), initial=first)
+        self._places = (ctypes.c_void_p * max(1, len(args)))(*itertools.islice(starts, len(args)))
         self._address = ctypes.addressof(self._places)
         return self._format
 
@@ -173,13 +177,37 @@ class Kernel:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         grids = (grid,) if isinstance(grid, int) else tuple(grid)
         config = _launch_config(grids, block, shared, pdl and _overlap.get(), cluster or 1, stream)
-        values = [0 if a is None else a if type(a) is int or type(a) is float else a.data_ptr() for a in args]
+        values = [0 if a is None else a if type(a) in (int, float, bytes) else a.data_ptr() for a in args]
         with self._lock:  # the driver takes its copy of the arguments before it returns
             (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
             (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._address, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"{self.name} was not launched (grid {grid}, {block} threads, {shared} bytes of shared memory, "
                               f"cluster {cluster}): {status}")
+
+
+def tensor_map(tensor: Tensor, box: Sequence[int]) -> bytes:
+    """What a kernel's tensor copies need to know of a tensor [z, y, x] of 16-bit values, and of the boxes [z, y, x] copied out of
+    it: an argument by value. Rows of a box are 128 bytes, and come to lie swizzled; values beyond the tensor are zeros."""
+    if gpu.is_pretended():
+        return b""
+    return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tuple(box))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    assert strides[-1] == 1 and box[-1] == 64
+    rank, sixteen_bits, no_interleaving, swizzle_128_bytes, fetch_256_bytes, zeros = len(shape), 1, 0, 3, 3, 0  # of cuda.h
+    room = ctypes.create_string_buffer(256)
+    place = -(-ctypes.addressof(room) // 128) * 128  # cuda.bindings has these 128 bytes wherever Python puts its object
+    sizes, steps = (ctypes.c_uint64 * rank)(*reversed(shape)), (ctypes.c_uint64 * (rank - 1))(*(2 * s for s in strides[-2::-1]))
+    boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place), sixteen_bits, rank, ctypes.c_void_p(address), sizes, steps, boxes, ones, no_interleaving,
+        swizzle_128_bytes, fetch_256_bytes, zeros)
+    if status:
+        raise KernelError(f"no tensor map of {shape} with strides {strides} in boxes of {box}: the driver's error {status}")
+    return ctypes.string_at(place, 128)
 
 
 class Module:

@@ -11,6 +11,8 @@ from torch import Tensor
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels import jit
 
+HEADS_OF_A_LANE = 4  # at most
+
 
 @functools.cache
 def _kernel(dtype: torch.dtype, heads: int, kv_heads: int, size: int, half: int, norm: bool) -> jit.Kernel:
@@ -27,7 +29,8 @@ def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor
     """
     tokens, all_heads, size = qkv.shape
     kv_heads, half = cache.keys.shape[2], cos.shape[-1] // 2
-    if not qkv.is_cuda or qkv.dtype == torch.float32 or half % 2 or size % 2:
+    each, *_ = (n for n in (8, 4, 2, 0) if n == 0 or half % n == size % n == 0)  # values of a lane, as rope.cu counts them
+    if not qkv.is_cuda or qkv.dtype == torch.float32 or not each or half > 32 * each:
         from flyweight.kernels import triton_ops  # late: a dry run needs no triton
 
         return triton_ops.rope_norm_write(qkv, cache, slots, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon)
@@ -36,5 +39,7 @@ def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor
             cache.keys.stride(1), float(epsilon))
     if tokens:
         kernel = _kernel(qkv.dtype, heads, kv_heads, size, half, norm is not None)
-        kernel.launch(math.ceil(tokens * all_heads / 8), 256, args, pdl=True)
+        lanes = 1 << (half // each - 1).bit_length()
+        warps = math.ceil(all_heads / (32 // lanes * HEADS_OF_A_LANE))
+        kernel.launch(math.ceil(tokens * warps / 4), 128, args, pdl=True)
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

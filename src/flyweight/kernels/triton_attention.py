@@ -2,9 +2,10 @@
 
     out = softmax(q Kᵀ · scale) V,  token at position p sees the cached tokens p − window < j ≤ p of its sequence
 
-Two ways. Sequences that begin in this step have all their keys in this step's own tensors: torch's attention takes
-them as they are, neighbours in one call. All others go through the Triton kernel here, which reads pages through
-the block table. Its work split, made by the host from the lists of the batch, so that nothing waits for the device:
+Three ways. Prompts and chunks of them go through prefill_attention.cu where that is switched on. Else sequences that
+begin in this step have all their keys in this step's own tensors: torch's attention takes them as they are, neighbours
+in one call. All others go through the Triton kernel here, which reads pages through the block table. Its work split,
+made by the host from the lists of the batch, so that nothing waits for the device:
 
     tile      ROWS rows of one kv head: (token, query head) pairs of all heads that share it, so that a page is read
               once for the group, and a decoding row fills GROUP rows of a small tile instead of one of a large
@@ -31,11 +32,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.transfer import ALIGNMENT, upload
+from flyweight.kernels import prefill_attention
 from flyweight.kernels.gemv import processors
+from flyweight.kernels.prefill_attention import Heads, Span, Units
 
 Rows = list[tuple[int, ...]]
 LOWEST = tl.constexpr(-1.0e30)  # of a masked score; finite, since −∞ less −∞ is no number
-FRESH_FROM = 64  # new tokens; from here on torch's attention takes a sequence that begins in this step
+FRESH_FROM = 64  # new tokens; from here on a sequence is a prompt, not rows of one
 LONG = 2048  # tokens; from here on neighbours of different lengths are apart, since cuDNN's kernel is faster than one for all
 CUDNN_MULTIPLE = 128  # cuDNN plans each length anew (tens of ms): only for lengths that come again; others take flash attention
 SHORTEST_PART = 512  # cached tokens worth a program of their own
@@ -185,31 +188,48 @@ class Plan:
         self.batch, self.window = batch, window or 0
         starts, lengths = batch.query_starts, batch.kv_lengths
         self.spans = [(start, end - start, length) for start, end, length in zip(starts, starts[1:], lengths, strict=False)]
-        self.held: dict[tuple[bool, int, int, Tile], tuple[list[Run], list[Launch]]] = {}
+        self.held: dict[tuple[bool, int, int, Tile, frozenset[int]], tuple[list[Run], list[Launch]]] = {}
+        self.units: dict[Heads, tuple[list[Units], frozenset[int]]] = {}
+
+    def prompts(self, heads: Heads, page: int) -> tuple[list[Units], frozenset[int]]:
+        """What prefill_attention.cu takes, and which sequences those are: whole prompts, and chunks of others where they fill
+        half the GPU (the Triton kernel cuts long contexts of few rows)."""
+        if heads not in self.units:
+            device, width = self.batch.tokens.device, self.batch.block_tables.shape[1]
+            whole = {i: Span(*span, span[0]) for i, span in enumerate(self.spans) if self.fresh(i)}
+            chunks = {i: Span(*span, i * width) for i, span in enumerate(self.spans)
+                      if i not in whole and span[1] >= FRESH_FROM and not self.window and page % prefill_attention.BOX == 0}
+            if sum(-(-span.new // heads.tokens) for span in chunks.values()) * heads.kv_heads * 2 < _processors(device):
+                chunks = {}
+            cuts = [Units.cut(list(spans.values()), heads, where, device)
+                    for spans, where in ((whole, 0), (chunks, page)) if spans]
+            self.units[heads] = cuts, frozenset(whole) | frozenset(chunks)
+        return self.units[heads]
 
     def fresh(self, sequence: int) -> bool:
         _, new, length = self.spans[sequence]
         return new == length >= FRESH_FROM and (not self.window or length <= self.window)
 
-    def cut(self, group: int, kv_heads: int, *, large: Tile, fresh: bool) -> tuple[list[Run], list[Launch]]:
-        """Runs for torch and launches for the kernel; `group` query heads share each of the kv heads."""
-        key = (fresh, group, kv_heads, large)
+    def cut(self, group: int, kv_heads: int, *, large: Tile, fresh: bool, apart: frozenset[int] = frozenset()
+            ) -> tuple[list[Run], list[Launch]]:
+        """Runs for torch and launches for the kernel, without the sequences `apart`; `group` query heads share each kv head."""
+        key = (fresh, group, kv_heads, large, apart)
         if key not in self.held:
-            device, cuts = self.batch.tokens.device, self.cuts(group, kv_heads, large=large, fresh=fresh)
-            self.held[key] = self._runs() if fresh else [], [cut.launch(device) for cut in cuts]
+            device, cuts = self.batch.tokens.device, self.cuts(group, kv_heads, large=large, fresh=fresh, apart=apart)
+            self.held[key] = self._runs(apart) if fresh else [], [cut.launch(device) for cut in cuts]
         return self.held[key]
 
-    def cuts(self, group: int, kv_heads: int, *, large: Tile, fresh: bool) -> list[Cut]:
+    def cuts(self, group: int, kv_heads: int, *, large: Tile, fresh: bool, apart: frozenset[int] = frozenset()) -> list[Cut]:
         small = Tile(max(16, triton.next_power_of_2(group)), min(SMALL_COLUMNS, large.columns), 4, large.stages)
         sequences: dict[Tile, list[int]] = {large: [], small: []}
         for i, (_, new, _) in enumerate(self.spans):
-            if not (fresh and self.fresh(i)):
+            if i not in apart and not (fresh and self.fresh(i)):
                 sequences[small if new * group * 8 <= large.rows else large].append(i)
         return [self._cut(which, tile, group, kv_heads) for tile, which in sequences.items() if which]
 
-    def _runs(self) -> list[Run]:
+    def _runs(self, apart: frozenset[int]) -> list[Run]:
         def kind(i: int) -> tuple[bool, int]:
-            return self.fresh(i), self.spans[i][1] if self.spans[i][1] >= LONG else 0
+            return i not in apart and self.fresh(i), self.spans[i][1] if self.spans[i][1] >= LONG else 0
 
         runs = []
         for (fresh, _), members in itertools.groupby(range(len(self.spans)), key=kind):
@@ -269,7 +289,11 @@ class FixedPlan(Plan):
         device = self.batch.tokens.device
         self.launches = [cut.launch(device, place) for cut, place in zip(other.padded, self.places, strict=True)]
 
-    def cut(self, group: int, kv_heads: int, *, large: Tile, fresh: bool) -> tuple[list[Run], list[Launch]]:
+    def prompts(self, heads: Heads, page: int) -> tuple[list[Units], frozenset[int]]:
+        return [], frozenset()
+
+    def cut(self, group: int, kv_heads: int, *, large: Tile, fresh: bool, apart: frozenset[int] = frozenset()
+            ) -> tuple[list[Run], list[Launch]]:
         return [], self.launches
 
 
@@ -308,14 +332,21 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: Plan, *, scale: float
     tokens, heads, size = query.shape
     fresh = new is not None and size % 8 == 0 and size <= 256 and query.dtype != torch.float32
     kv_heads = cache.keys.shape[2]
-    runs, launches = plan.cut(heads // kv_heads, kv_heads, large=tile or _large(size, query.dtype), fresh=fresh)
-    if len(runs) == 1 and not launches:
+    own, units, apart = Heads(heads, kv_heads, size, query.dtype), list[Units](), frozenset[int]()
+    if fresh and prefill_attention.takes(own, query.device):
+        units, apart = plan.prompts(own, cache.block_size)
+    runs, launches = plan.cut(heads // kv_heads, kv_heads, large=tile or _large(size, query.dtype), fresh=fresh, apart=apart)
+    if len(runs) == 1 and not launches and not units:
         assert new is not None
         return _attend_run(query, *new, runs[0], scale)
     out = torch.empty(tokens, heads, size, dtype=query.dtype, device=query.device)
     for run in runs:
         assert new is not None
         out[run.begin : run.end] = _attend_run(query, *new, run, scale)
+    for part in units:
+        assert new is not None
+        keys, values = (cache.keys, cache.values) if part.page else new
+        prefill_attention.attend(query, keys, values, out, units=part, heads=own, scale=scale, tables=plan.batch.block_tables)
     for launch in launches:
         _attend_tiles(query, cache, out, plan, launch, scale)
     return out

@@ -255,6 +255,7 @@ DEVICE void stay() {
   while (now - begin < 1200);
 }
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 DEVICE float warp_sum(float v) {
 #pragma unroll

@@ -2,77 +2,113 @@
 //
 //   q, k = rope(x / √(mean x² + ε) · w);  cache[slot] = k, v        qkv [tokens, HEADS + 2 · KV_HEADS, HEAD_DIM]
 //
-// A warp takes one head of a token; a lane takes two neighbours of the first half of what rope turns, and the two of the
-// second half that they are paired with; what rope leaves alone (HEAD_DIM > ROTARY) follows. Values are rounded to 16 bits
-// where the torch ops of reference.py round them. Limit: bytes / bandwidth; for few tokens the launch, which is why it is here
-// and not in Triton.
+// LANES lanes take a head: a lane has EACH neighbours of the first half of what rope turns, and those of the second half that
+// they are paired with; what rope leaves alone (HEAD_DIM > ROTARY) follows. It takes up to ROUNDS heads of the same token, which
+// share their angles, and loads all of them before it uses the first: with a head a warp, in words, too little was on its way at
+// once, and angles took more loads than heads. Values are rounded to 16 bits where the torch ops of reference.py round them.
+// Limit: bytes / bandwidth; for few tokens the launch, which is why it is here and not in Triton.
 //
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, QK_NORM
 #include "common.cuh"
 
-constexpr int ALL = HEADS + 2 * KV_HEADS, PAIRS = ROTARY / 2;
-constexpr int TURNED = (PAIRS + 63) / 64, REST = (HEAD_DIM - ROTARY + 63) / 64;  // rounds of a warp
+constexpr int ALL = HEADS + 2 * KV_HEADS, PAIRS = ROTARY / 2, REST = HEAD_DIM - ROTARY;
+constexpr int EACH = PAIRS % 8 + REST % 8 == 0 ? 8 : PAIRS % 4 + REST % 4 == 0 ? 4 : 2;
+constexpr int USED = PAIRS / EACH;                                    // lanes
+constexpr int LANES = USED <= 1 ? 1 : USED <= 2 ? 2 : USED <= 4 ? 4 : USED <= 8 ? 8 : USED <= 16 ? 16 : 32;
+constexpr int ABREAST = 32 / LANES, ROUNDS = ALL < 4 * ABREAST ? (ALL + ABREAST - 1) / ABREAST : 4;
+constexpr int PARTS = (ALL + ABREAST * ROUNDS - 1) / (ABREAST * ROUNDS);  // warps of a token
+constexpr int RESTS = (REST + LANES * EACH - 1) / (LANES * EACH);     // pieces of a lane
+static_assert(USED <= 32, "a lane has one piece");
 
-DEVICE u32 rounded(float low, float high, u32 weight) {
-  const u32 once = pack2(low, high);
-  return pack2(low_float(once) * low_float(weight), high_float(once) * high_float(weight));
+struct __align__(2 * EACH) Piece { u32 pairs[EACH / 2]; };
+struct __align__(EACH == 2 ? 8 : 16) Angles { float of[EACH]; };
+
+DEVICE float squares(const Piece& v) {
+  float sum = 0;
+#pragma unroll
+  for (u32 pair : v.pairs) sum += low_float(pair) * low_float(pair) + high_float(pair) * high_float(pair);
+  return sum;
+}
+DEVICE Piece normed(const Piece& v, float inverse, const u16* weight) {
+  const Piece w = *(const Piece*)weight;
+  Piece r;
+#pragma unroll
+  for (int i = 0; i < EACH / 2; i++) {
+    const u32 once = pack2(low_float(v.pairs[i]) * inverse, high_float(v.pairs[i]) * inverse);
+    r.pairs[i] = pack2(low_float(once) * low_float(w.pairs[i]), high_float(once) * high_float(w.pairs[i]));
+  }
+  return r;
+}
+DEVICE void turn(Piece& low, Piece& high, const Angles& c, const Angles& s) {
+#pragma unroll
+  for (int i = 0; i < EACH / 2; i++) {
+    const float x0 = low_float(low.pairs[i]), x1 = high_float(low.pairs[i]);
+    const float y0 = low_float(high.pairs[i]), y1 = high_float(high.pairs[i]);
+    const float c0 = c.of[2 * i], c1 = c.of[2 * i + 1], s0 = s.of[2 * i], s1 = s.of[2 * i + 1];
+    low.pairs[i] = pack2(x0 * c0 - y0 * s0, x1 * c1 - y1 * s1), high.pairs[i] = pack2(y0 * c0 + x0 * s0, y1 * c1 + x1 * s1);
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(128)
 rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, const u16* norm, u16* keys, u16* values,
      int tokens, int row_stride, int table_stride, int slot_stride, float epsilon) {
   launch_dependents();
   wait_for_inputs();
-  const int unit = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, token = unit / ALL, head = unit % ALL;
+  const int warp = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, token = warp / PARTS;
+  const int first = warp % PARTS * ROUNDS * ABREAST + lane / LANES, at = lane % LANES * EACH;
   if (token >= tokens) return;
-  const bool turns = head < HEADS + KV_HEADS;
-  u16* row = qkv + (size_t)token * row_stride + head * HEAD_DIM;
-  u32 low[TURNED], high[TURNED], rest[REST ? REST : 1];
-  float squares = 0;
-  auto add = [&](u32 v) { squares += low_float(v) * low_float(v) + high_float(v) * high_float(v); };
+  const bool mine = at < PAIRS;
+  u16* row = qkv + (size_t)token * row_stride;
+  Piece low[ROUNDS], high[ROUNDS], rest[ROUNDS][RESTS ? RESTS : 1];
 #pragma unroll
-  for (int i = 0; i < TURNED; i++) {
-    const int at = i * 64 + 2 * lane;
-    low[i] = at < PAIRS ? *(const u32*)(row + at) : 0, high[i] = at < PAIRS ? *(const u32*)(row + PAIRS + at) : 0;
-    add(low[i]), add(high[i]);
-  }
+  for (int i = 0; i < ROUNDS; i++) {
+    const int head = first + i * ABREAST;
+    const u16* from = row + head * HEAD_DIM;
+    low[i] = high[i] = {};
+    if (head < ALL && mine) low[i] = *(const Piece*)(from + at), high[i] = *(const Piece*)(from + PAIRS + at);
 #pragma unroll
-  for (int i = 0; i < REST; i++) {
-    const int at = ROTARY + i * 64 + 2 * lane;
-    rest[i] = at < HEAD_DIM ? *(const u32*)(row + at) : 0;
-    add(rest[i]);
-  }
-  const float inverse = QK_NORM && turns ? rsqrtf(warp_sum(squares) / HEAD_DIM + epsilon) : 1.f;
-  const long long slot = slots[token];
-  const int kv_head = turns ? head - HEADS : head - HEADS - KV_HEADS;
-  u16* cache = head < HEADS || slot < 0 ? nullptr : (turns ? keys : values) + slot * slot_stride + kv_head * HEAD_DIM;
-  const u16* weight = norm + head * HEAD_DIM;
-  auto write = [&](int at, u32 v) {
-    if (turns) *(u32*)(row + at) = v;
-    if (cache) *(u32*)(cache + at) = v;
-  };
-#pragma unroll
-  for (int i = 0; i < TURNED; i++) {
-    const int at = i * 64 + 2 * lane;
-    if (at >= PAIRS) continue;
-    u32 a = low[i], b = high[i];
-    if (turns) {
-      if (QK_NORM) {
-        a = rounded(low_float(a) * inverse, high_float(a) * inverse, *(const u32*)(weight + at));
-        b = rounded(low_float(b) * inverse, high_float(b) * inverse, *(const u32*)(weight + PAIRS + at));
-      }
-      const float2 c = *(const float2*)(cosine + (size_t)token * table_stride + at);
-      const float2 s = *(const float2*)(sine + (size_t)token * table_stride + at);
-      const float x0 = low_float(a), x1 = high_float(a), y0 = low_float(b), y1 = high_float(b);
-      a = pack2(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y), b = pack2(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
+    for (int j = 0; j < RESTS; j++) {
+      const int place = j * LANES * EACH + at;
+      rest[i][j] = {};
+      if (head < ALL && place < REST) rest[i][j] = *(const Piece*)(from + ROTARY + place);
     }
-    write(at, a), write(PAIRS + at, b);
   }
+  Angles c = {}, s = {};
+  if (mine) {
+    c = *(const Angles*)(cosine + (size_t)token * table_stride + at);
+    s = *(const Angles*)(sine + (size_t)token * table_stride + at);
+  }
+  const long long slot = slots[token];
 #pragma unroll
-  for (int i = 0; i < REST; i++) {
-    const int at = ROTARY + i * 64 + 2 * lane;
-    if (at >= HEAD_DIM) continue;
-    if (QK_NORM && turns) rest[i] = rounded(low_float(rest[i]) * inverse, high_float(rest[i]) * inverse, *(const u32*)(weight + at));
-    write(at, rest[i]);
+  for (int i = 0; i < ROUNDS; i++) {
+    const int head = first + i * ABREAST;
+    const bool turns = head < HEADS + KV_HEADS;
+    float sum = squares(low[i]) + squares(high[i]);
+#pragma unroll
+    for (int j = 0; j < RESTS; j++) sum += squares(rest[i][j]);
+#pragma unroll
+    for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    if (head >= ALL) continue;
+    const float inverse = rsqrtf(sum / HEAD_DIM + epsilon);
+    u16* cache = head < HEADS || slot < 0
+        ? nullptr : (turns ? keys : values) + slot * slot_stride + (head - HEADS - (turns ? 0 : KV_HEADS)) * HEAD_DIM;
+    const u16* weight = norm + head * HEAD_DIM;
+    auto write = [&](int place, const Piece& v) {
+      if (turns) *(Piece*)(row + head * HEAD_DIM + place) = v;
+      if (cache) *(Piece*)(cache + place) = v;
+    };
+    if (mine) {
+      if (QK_NORM && turns)
+        low[i] = normed(low[i], inverse, weight + at), high[i] = normed(high[i], inverse, weight + PAIRS + at);
+      if (turns) turn(low[i], high[i], c, s);
+      write(at, low[i]), write(PAIRS + at, high[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < RESTS; j++) {
+      const int place = ROTARY + j * LANES * EACH + at;
+      if (place >= HEAD_DIM) continue;
+      if (QK_NORM && turns) rest[i][j] = normed(rest[i][j], inverse, weight + place);
+      write(place, rest[i][j]);
+    }
   }
 }

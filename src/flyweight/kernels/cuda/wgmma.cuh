@@ -6,6 +6,11 @@
 DEVICE u64 matrix_descriptor(const void* p, u32 row_step) {
   return (u64)(shared_address(p) >> 4 & 0x3fff) | (u64)(128 >> 4) << 16 | (u64)(row_step >> 4 & 0x3fff) << 32;
 }
+// Or as rows of 128 bytes, the way tensor copies leave them: the 16 bytes at an address are found where its bits 4 to 6 are
+// turned over by its bits 7 to 9. `step`: bytes from 64 columns of D to the next 64, where these lie in a row.
+DEVICE u64 swizzled_descriptor(const void* p, u32 step) {
+  return (u64)(shared_address(p) >> 4 & 0x3fff) | (u64)(step >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
@@ -30,12 +35,16 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define NAMES_8 N0
 #define NAMES_16 N0 "," N1
 #define NAMES_32 NAMES_16 "," N2 "," N3
-#define NAMES_64 NAMES_32 "," N4 "," N5 "," N6 "," N7
+#define NAMES_48 NAMES_32 "," N4 "," N5
+#define NAMES_64 NAMES_48 "," N6 "," N7
+#define NAMES_80 NAMES_64 "," N8 "," N9
 #define NAMES_128 NAMES_64 "," N8 "," N9 "," N10 "," N11 "," N12 "," N13 "," N14 "," N15
 #define BIND_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define BIND_16(c, i) BIND_8(c, i), BIND_8(c, i + 8)
 #define BIND_32(c, i) BIND_16(c, i), BIND_16(c, i + 16)
+#define BIND_48(c, i) BIND_32(c, i), BIND_16(c, i + 32)
 #define BIND_64(c, i) BIND_32(c, i), BIND_32(c, i + 32)
+#define BIND_80(c, i) BIND_64(c, i), BIND_16(c, i + 64)
 #define BIND_128(c, i) BIND_64(c, i), BIND_64(c, i + 64)
 #define WGMMA(NAME, N, COUNT, TYPE, BIND, SHAPE, KINDS, KEEP, FLAGS, A0, A1, A2, A3, B)                                  \
   DEVICE void NAME(TYPE (&d)[COUNT], const u32 (&a)[4], u64 b) {                                                         \
@@ -57,6 +66,7 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
                  : BIND_##COUNT(BIND, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(a[4]));               \
   }
 #define FLOATS(v) "+f"(v)
+#define NEW_FLOATS(v) "=f"(v)
 #define INTEGERS(v) "+r"(v)
 #if FP16
 #define HALVES ".f32.f16.f16"
@@ -64,7 +74,23 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define HALVES ".f32.bf16.bf16"
 #endif
 #define EIGHTHS ".f32.e4m3.e4m3"
-#if SPARSE
+#ifndef FORMAT  // attention: A of scores in shared memory; B of results has its columns, not its inputs, side by side
+#define SCORES(N, COUNT, A, B)                                                                                           \
+  WGMMA_SHARED(wgmma_first, N, COUNT, NEW_FLOATS, ", 0", A, B)                                                           \
+  WGMMA_SHARED(wgmma, N, COUNT, FLOATS, ", 1", A, B)
+#define WGMMA_SHARED(NAME, N, COUNT, BIND, KEEP, A, B)                                                                   \
+  DEVICE void NAME(float (&d)[COUNT], u64 a, u64 b) {                                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" HALVES " {" NAMES_##COUNT "}, %" #A ", %" #B KEEP ", 1, 1, 0, 0;" \
+                 : BIND_##COUNT(BIND, 0) : "l"(a), "l"(b));                                                              \
+  }
+SCORES(64, 32, 32, 33)
+SCORES(96, 48, 48, 49)
+SCORES(128, 64, 64, 65)
+SCORES(160, 80, 80, 81)
+WGMMA(wgmma, 64, 32, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 32, 33, 34, 35, 36)
+WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 64, 65, 66, 67, 68)
+#define ALL(N, COUNT, A0, A1, A2, A3, B, E)
+#elif SPARSE
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                \
   WGMMA_SPARSE(N, COUNT, float, FLOATS, "k32", HALVES, ", 1, 1, 0", A0, A1, A2, A3, B, E) \
   WGMMA_SPARSE(N, COUNT, int, INTEGERS, "k64", ".s32.s8.s8", "", A0, A1, A2, A3, B, E)
@@ -92,7 +118,6 @@ template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
-
 // Between warps: registers that producers do not need. Between the CTAs of a cluster: a barrier, and stores to each other.
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
@@ -107,6 +132,14 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
 }
+// A box of a tensor in global memory; the host has described both (jit.tensor_map). Kernels take the description by value.
+struct __align__(64) TensorMap { u64 words[16]; };
+DEVICE void tensor_copy(void* to, const TensorMap& map, int x, int y, int z, u64* full) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(full)) : "memory");
+}
+// What threads have written to shared memory, the matrix units and copies see from here on.
+DEVICE void fence_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {  // transposed; lane i has the address of row i % 8 of matrix i / 8
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");

@@ -1,0 +1,77 @@
+"""prefill_attention.cu at real sizes against attention in float64; outputs come from poisoned memory, the cache is full of no
+numbers where no token has been written."""
+
+import pytest
+import torch
+
+from flyweight.kernels import choices, reference
+
+pytestmark = pytest.mark.gpu
+attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
+from test_triton_ops_gpu import SPANS, make, poisoned  # noqa: E402, F401 (needs triton too; a fixture)
+
+LIMIT = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+SHAPES = [(32, 8, 128, torch.bfloat16), (28, 4, 128, torch.float16), (9, 3, 64, torch.bfloat16), (8, 8, 128, torch.bfloat16)]
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    monkeypatch.setattr(choices, "PREFILL_ATTENTION", True)
+
+
+def exact(query, cache, batch, scale):
+    """In float64, sequence by sequence."""
+    out = []
+    for i, length in enumerate(batch.kv_lengths):
+        start, end = batch.query_starts[i : i + 2]
+        at = torch.arange(length, device="cuda")
+        slots = batch.block_tables[i, at // cache.block_size].long() * cache.block_size + at % cache.block_size
+        keys, values = (pages.flatten(0, 1)[slots].double().transpose(0, 1) for pages in (cache.keys, cache.values))
+        q = query[start:end].double().transpose(0, 1).unflatten(0, (len(keys), -1))  # [kv head, group, new, head_dim]
+        seen = at[None] <= torch.arange(length - end + start, length, device="cuda")[:, None]
+        scores = (q @ keys[:, None].transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+        out.append((scores.softmax(-1) @ values[:, None]).flatten(0, 1).transpose(0, 1))
+    return torch.cat(out)
+
+
+def error(got, want):
+    assert got.isfinite().all(), "an output was not written"
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("spans", ["whole prompts", "chunks", "mixed"])
+@pytest.mark.parametrize("heads, kv_heads, size, dtype", SHAPES)
+def test_prompts_and_chunks_beside_decoding_rows(spans, heads, kv_heads, size, dtype):
+    batch, cache, query, new = make(SPANS[spans], heads=heads, kv_heads=kv_heads, size=size, page=16, dtype=dtype)
+    qkv = torch.cat([query, *new], 1)
+    query, *new = qkv.split([heads, kv_heads, kv_heads], 1)
+    plan = attention.plan_attention(batch, cache)
+    want = exact(query, cache, batch, size**-0.5)
+    for _ in range(2):  # the second finds the counter as the first did
+        got = attention.paged_attention(query, cache, plan, scale=size**-0.5, new=new)
+        assert error(got, want) < LIMIT[dtype]
+    ((units, apart),) = plan.units.values()
+    assert units and apart
+
+
+@pytest.mark.parametrize("length", [64, 127, 1024, 4096 + 3])
+def test_a_prompt_alone_is_as_exact_as_torch(length):
+    batch, cache, query, new = make([(length, 0)], heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16)
+    want = exact(query, cache, batch, 0.09)
+    got = attention.paged_attention(query, cache, attention.plan_attention(batch, cache), scale=0.09, new=new)
+    by_torch = reference.causal_attention(query[None], *(x[None] for x in new), scale=0.09)[0]
+    assert error(got, want) < 1.2 * error(by_torch, want)
+
+
+def test_it_can_be_captured():
+    batch, cache, query, new = make([(512, 0)], heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16)
+    plan, graph = attention.plan_attention(batch, cache), torch.cuda.CUDAGraph()
+    want = attention.paged_attention(query, cache, plan, scale=0.1, new=new)
+    with torch.cuda.graph(graph):
+        got = attention.paged_attention(query, cache, plan, scale=0.1, new=new)
+    for _ in range(3):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
