@@ -44,9 +44,6 @@
 #define PACKED 0
 #define ORDER 0
 #endif
-#ifndef WINDOW
-#define WINDOW (TOKENS >= 128 && STAGES >= 4 ? 2 : 1)
-#endif
 #define WHOLE 0
 #define LINE 1
 #define CLUSTERS 2
@@ -105,8 +102,10 @@ struct __align__(128) Shared {
 
 #if FORMAT == FP8
 // Float8 sums inside the matrix units have 14 bits, so those of WINDOW stages are added to `acc` in full float32: PART tokens at a
-// time, to have the registers, and AHEAD parts late, so that the matrix units have work meanwhile. `sum` lives on from window to
+// time, to have the registers, and AHEAD parts late, so that the matrix units have work meanwhile. All are added when a window ends:
+// where sums are in flight across the loop's end, the compiler does the products one by one. `sum` lives on from window to
 // window: if it were new, the compiler would spread it over more registers than there are.
+constexpr int WINDOW = TOKENS >= 128 && STAGES >= 4 ? 2 : 1;
 constexpr int AHEAD = TOKENS >= 128 ? 1 : 0, PART = TOKENS >= 128 ? 64 : TOKENS, STAGE_PARTS = TOKENS / PART;
 template <int COUNT>
 DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[AHEAD + 1][PART / 2], int& slot, u32& parity, int keep,
