@@ -103,7 +103,8 @@ def measure(case: Case, counts: list[int], samples: int) -> Iterator[Row]:
         times = {way: percentile(found, 50) for way, found in replay.measure(works, DEVICE, samples=samples).items()}
         for way in errors:
             yield {"format": case.format, "kernel": way, "rows": rows, "in_features": case.in_features,
-                   "out_features": case.out_features, "dtype": "bfloat16", "us": times[way], "torch_us": times["torch"],
+                   "out_features": case.out_features, "dtype": "bfloat16", "zero_points": case.fields()["zero_points"],
+                   "us": times[way], "torch_us": times["torch"],
                    "ratio": times[way] / times["torch"], "relative_error": errors[way],
                    "chosen": way == first.way(rows, DEVICE), "nbytes": first.weight.nbytes}
 
@@ -130,10 +131,11 @@ def main() -> None:
     parser.add_argument("--shapes", default="4096x6144,4096x24576,12288x4096", help="inputs x outputs")
     parser.add_argument("--rows", default="1,4,8,16,64,256,4096")
     parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--symmetric", action="store_true", help="integer weights without zero points")
     options = parser.parse_args()
     begin, counts = time.monotonic(), [int(rows) for rows in options.rows.split(",")]
-    cases = [Case(name, 1, *map(int, shape.split("x")), torch.bfloat16) for shape in options.shapes.split(",")
-             for name in options.formats.split(",")]
+    cases = [Case(name, 1, *map(int, shape.split("x")), torch.bfloat16, zero_points=not options.symmetric)
+             for shape in options.shapes.split(",") for name in options.formats.split(",")]
     count = compile_all([(linear_of(case), counts) for case in cases])
     print(f"{count} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
     file, environment, found = ResultFile(options.out), environment_row("cuda"), []

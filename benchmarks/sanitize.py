@@ -146,6 +146,8 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "gemm": (lambda: linear("w8a8", 20, gated=False), "gemm|pack", 0.05),
     "gemm-many": (lambda: linear("int4", 300), "gemm|pack", 0.03),
     "gemm-sparse": (lambda: linear("sparse-int4", 70), "gemm|pack", 0.03),
+    "gemm-fp8": (lambda: linear("fp8", 300), "gemm|pack", 0.06),
+    "batch-sparse": (lambda: linear("sparse-int4", 12), "batch|batch_pack", 0.03),
     "experts-few": (lambda: layer_of_experts(2), "route|experts|combine", 0.03),
     "experts-many": (lambda: layer_of_experts(40), "route|pack|gemm|combine", 0.03),
     "vptq": (vector_quantized, "vptq", 0.02),

@@ -9,6 +9,9 @@ from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor,
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FUSED_KINDS = ["plain", "w8a8", "int4:128", "int8:64", "fp8", "fp8-static", "sparse-w8a8", "sparse-int8:64",
                "sparse-int4:128"]
+# One of every format. The others differ from one of these in sizes of groups or in a scale; they see fewer shapes, rows and
+# types, since every one is a kernel to compile.
+FORMATS = ["plain", "w8a8", "int4:128", "int8:128", "fp8", "sparse-w8a8", "sparse-int8:128", "sparse-int4:128"]
 KINDS = ["plain", "w8a8", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32", "int8:channel", "fp8",
          "fp8-static", "w8a8-static", "sparse-w8a8", "sparse-int8:128", "sparse-int8:32", "sparse-int8:channel",
          "sparse-int4:128", "sparse-int4:64", "sparse-int4:32"]

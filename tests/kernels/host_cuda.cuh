@@ -4,6 +4,7 @@
 // So `__shared__` is thread_local, and CTAs run at the same time, as on a GPU. What common.cuh does with instructions is done
 // here in plain C++, with the registers of a warp laid out as the PTX ISA says. Copies check their alignment; a warp or CTA that
 // waits for ever is reported. What this cannot show: dependent launches, and what memory does without fences.
+#include <algorithm>
 #include <immintrin.h>
 #include <ucontext.h>
 #include <cmath>
@@ -57,6 +58,7 @@ DEVICE float __fdividef(float a, float b) { return a / b; }
 DEVICE float exp2_fast(float v) { return exp2f(v); }
 DEVICE float __fmul_rn(float a, float b) { return a * b; }
 DEVICE float __fadd_rn(float a, float b) { return a + b; }
+DEVICE u32 __vmaxu2(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   const u64 all = (u64)b << 32 | a;
   u32 r = 0;

@@ -107,7 +107,7 @@ template <class T, int COUNT> static inline void later(T (&d)[COUNT], const u32 
   });
 }
 template <class T, int COUNT> static inline void wgmma(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b) { later(d, a, b, true); }
-template <class T, int COUNT> static inline void wgmma_first(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b) { later(d, a, b, false); }
+template <class T, int COUNT> static inline void wgmma_first(T (&d)[COUNT], const u32 (&a)[4 + SPARSE], u64 b, int keep) { later(d, a, b, keep); }
 #endif
 template <class T, int COUNT> static inline void keep_behind(T (&)[COUNT]) {}
 template <int COUNT> static inline void give_registers() {}

@@ -40,7 +40,7 @@ def test_inputs_are_cut_as_was_measured_to_be_fastest(kind, rows, slices):
         assert count in (None, batch.choose(kind, outputs, columns, group, rows, 132).slices)
 
 
-@pytest.mark.parametrize("kind", ["plain", "int4", "int8"])
+@pytest.mark.parametrize("kind", gemv_split.KINDS)
 def test_no_kernel_for_few_rows_takes_an_sm_for_itself(kind):
     """Wherever x as a whole leaves no room for the next kernel, it is cut."""
     for outputs, columns in SHAPES:

@@ -10,7 +10,8 @@ from flyweight.kernels import batch, gemv, gemv_split
 from flyweight.kernels.cuda_linear import CudaLinear
 
 pytestmark = pytest.mark.gpu
-KINDS = ["plain", "w8a8", "w8a8-static", "int4:128", "int4:64", "int4:32", "int4:channel", "int8:128", "int8:32"]
+FORMATS = ["plain", "w8a8", "int4:128", "int8:128", "sparse-int8:64", "sparse-int4:128"]
+OTHERS = ["w8a8-static", "int4:64", "int4:32", "int4:channel", "int8:32", "sparse-w8a8", "sparse-int4:32"]
 # and the slices of 50 rows: a third of the SMs would have more of the 688 tiles than their warps hold, a fourth goes twice
 SHAPES = {(1000, 7392): 3, (192, 1536): 3, (11008, 576): 4}
 
@@ -19,7 +20,7 @@ def poisoned(rows, width, dtype=torch.bfloat16):
     return torch.full((rows, width), float("nan"), device="cuda", dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:64", "int8:64", "fp8", "sparse-int4:64"])
+@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:64", "fp8", "sparse-int4:64"])
 def test_every_number_of_rows_from_1_to_65(kind):
     tensor = make(kind, (1000, 576), 1)
     linear = CudaLinear(tensor, dtype=torch.bfloat16)
@@ -29,17 +30,20 @@ def test_every_number_of_rows_from_1_to_65(kind):
         assert relative_error(linear.fused(x[:rows], poisoned(rows, 1000)), want[:rows]) < 1e-2, rows
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [
+    *((kind, torch.bfloat16) for kind in FORMATS + OTHERS), *((kind, torch.float16) for kind in FORMATS[:4])])
 def test_slices_and_steps_of_ragged_shapes(kind, dtype):
-    for seed, shape in enumerate(SHAPES if dtype == torch.bfloat16 else [*SHAPES][:1]):
+    thorough = kind in FORMATS and dtype == torch.bfloat16  # the others differ in sizes of groups or in a scale
+    for seed, shape in enumerate(SHAPES if thorough else [*SHAPES][:1]):
         tensor = make(kind, shape, seed, dtype)
         weight = gemv.prepare(tensor, dtype=dtype)
         x = torch.randn(64, shape[1], device="cuda").to(dtype)
         want = tensor.matmul_reference(x)
-        ways = [(batch.multiply, rows, slices) for rows, slices in ((9, None), (32, 2), (64, 1), (50, SHAPES[shape]))]
+        cuts = ((9, None), (7, 1), (32, 2), (64, 1)) if thorough and seed == 0 else ((50, SHAPES[shape]),)
+        ways = [(batch.multiply, rows, slices) for rows, slices in cuts]
         if weight.kind in gemv_split.KINDS:
-            ways += [(gemv_split.multiply, rows, slices) for rows, slices in ((3, None), (8, 2), (16, 5))]
+            cuts = ((3, None), (8, 2), (16, 5)) if thorough and seed == 0 else ((8, 3),)
+            ways += [(gemv_split.multiply, rows, slices) for rows, slices in cuts]
         for multiply, rows, slices in ways:
             got = multiply(weight, x[:rows], poisoned(rows, shape[0], dtype), slices=slices)
             assert relative_error(got, want[:rows]) < TOLERANCE[dtype], (shape, rows, slices)
@@ -59,7 +63,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
         normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).bfloat16()
         want = tensor.matmul_reference(normed) + bias.double()
         gate, up = want.chunk(2, -1)
-        for slices in (None, 2):
+        for slices in (None,) if rows == 12 else (2,):
             got = multiply(linear, x, poisoned(rows, 512), norm=norm, residual=residual, slices=slices)
             assert relative_error(got, want + residual.double()) < bound
             got = multiply(gated, x, poisoned(rows, 256), norm=norm, slices=slices)

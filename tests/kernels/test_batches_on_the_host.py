@@ -16,10 +16,12 @@ def poisoned(rows, outputs):
 
 # Inputs that end inside a block, slices of different lengths, tiles that do not divide, rows that fill a kernel and that do not,
 # more tiles than loaders and than a round has, more steps than stages.
-SPLIT = [("plain", 3, (40, 584), 2), ("int4:128", 8, (136, 640), 3), ("int4:32", 16, (24, 352), 2), ("int8:64", 2, (40, 320), 5)]
+SPLIT = [("plain", 3, (40, 584), 2), ("int4:128", 8, (136, 640), 3), ("int4:32", 16, (24, 352), 2), ("int8:64", 2, (40, 320), 5),
+         ("sparse-int4:128:symmetric", 8, (40, 640), 2)]
 BATCH = [("plain", 16, (40, 200), 2), ("w8a8", 9, (56, 328), 3), ("int4:128", 33, (40, 256), 2), ("int4:32", 12, (24, 160), 1),
          ("int8:64", 20, (24, 192), 1), ("int4:128", 7, (1304, 896), 1), ("int4:32", 5, (312, 160), 2),
-         ("w8a8", 4, (24, 3200), 2)]
+         ("w8a8", 4, (24, 3200), 2), ("sparse-int8:64", 12, (40, 320), 1), ("sparse-int8:128:symmetric", 8, (136, 896), 2),
+         ("sparse-int4:128:symmetric", 20, (40, 256), 2), ("sparse-int4:32", 5, (24, 160), 1), ("sparse-w8a8", 9, (56, 328), 3)]
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape", "slices"), SPLIT)

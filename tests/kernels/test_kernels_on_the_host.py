@@ -40,8 +40,9 @@ def make(kind, shape, seed=0):
         return dataclasses.replace(make("fp8", shape, seed), input_scale=torch.tensor([3 / 448]), activation="static")
     if kind in ("plain", "w8a8", "sparse-w8a8"):
         return {"plain": Plain, "w8a8": Int8Channel, "sparse-w8a8": Sparse24}[kind].random(shape, seed)
-    bits, group = kind.removeprefix("sparse-").split(":")
-    return base.random(shape, seed, bits=int(bits[3:]), group_size=int(group), dtype=torch.bfloat16, **grouped)
+    bits, group, *zeros = kind.removeprefix("sparse-").split(":")
+    options = dict(bits=int(bits[3:]), group_size=int(group), symmetric=bool(zeros), **grouped)
+    return base.random(shape, seed, dtype=torch.bfloat16, **options)
 
 
 def error(got, want):
@@ -52,7 +53,8 @@ def error(got, want):
 # Ragged ends, several tiles a CTA, stages that do not divide among the warps; odd seeds of fp8 have one scale for the tensor.
 CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 640)), ("int4:32", 8, (40, 320)),
          ("int8:64", 1, (136, 576)), ("fp8", 1, (40, 200)), ("fp8-static", 2, (136, 576)), ("sparse-w8a8", 1, (40, 200)),
-         ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576))]
+         ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576)), ("sparse-int8:64:symmetric", 1, (40, 320)),
+         ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape"), CASES)
@@ -76,6 +78,7 @@ MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=ge
         ("int4:64", 30, (256, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
         ("w8a8", 60, (240, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
         ("w8a8", 70, (144, 320), dict(split=gemm.WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=gemm.LINE)),
+        ("fp8", 130, (144, 448), dict(split=gemm.WHOLE, tokens=128, warpgroups=2)),
         ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
 
 

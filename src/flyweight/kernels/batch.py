@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
-from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, FORMATS, GROUPED, Gemv, processors
+from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 from flyweight.kernels.gemv_split import CLOCK, mail
 
-KINDS = ("plain", "int4", "int8", "w8a8")
+KINDS = ("plain", "int4", "int8", "w8a8", "sparse-int4", "sparse-int8", "sparse-w8a8")
 ROWS = (8, 16, 32, 64)
 SHARED_LEAST, SHARED = 116 * 1024, 200 * 1024  # two never fit on an SM; batch_pack's few bytes always fit beside one
 WARPS, LOADERS, PACK_WARPS = 12, 4, 8  # 128 registers for each of 12 + 4
@@ -29,7 +29,8 @@ MOST_SLICES = 6  # more were not measured
 # through L2; what each step of 128 inputs waits, however little it has to do; a word of sums written, read and emptied; the
 # hand-over itself; a block, for each part of the columns that takes its weights apart and for each row.
 WEIGHT_BYTE, L2_BYTE, STEP, SUM_WORD, HAND_OVER, START = 0.058, 0.051, 570, 0.57, 8000, 400
-BLOCK_CYCLES = {"int4": (13.8, 1.6), "int8": (5.4, 1.25), "w8a8": (0, 0.65), "plain": (0.2, 0.03)}
+BLOCK_CYCLES = {"int4": (13.8, 1.6), "int8": (5.4, 1.25), "w8a8": (0, 0.65), "plain": (0.2, 0.03),
+                "sparse-int4": (12, 1.2), "sparse-int8": (5, 1), "sparse-w8a8": (0, 0.5)}  # the sparse ones: guesses
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def x_bytes(kind: str, group: int, rows: int) -> int:
 
 def column_warps(kind: str, rows: int) -> int:
     """Parts that the columns are cut into: a warp holds x of a step for its part in at most 32 registers."""
-    return max(1, rows // (32 if kind == "w8a8" else 16))
+    return max(1, rows // (32 if kind in QUANTIZED else 16))
 
 
 @functools.cache
@@ -100,9 +101,9 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, chosen: Choice, *, norm: bool,
-            epilogue: str, bias: bool, static: bool, parts: int) -> tuple[jit.Kernel, jit.Kernel]:
-    common = {"FORMAT": FORMATS[kind], "STATIC": int(static), "FP16": int(fp16), "KDIM": columns, "GROUP": group,
-              "ROWS": chosen.rows}
+            epilogue: str, bias: bool, static: bool, symmetric: bool, parts: int) -> tuple[jit.Kernel, jit.Kernel]:
+    common = {**format_defines(kind, symmetric=symmetric), "STATIC": int(static), "FP16": int(fp16), "KDIM": columns,
+              "GROUP": group, "ROWS": chosen.rows}
     pack = jit.load("batch_pack.cu", defines=common | {"NORM": int(norm), "PARTS": parts, "WARPS": PACK_WARPS})
     product = jit.load("batch.cu", defines=common | {
         "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "ROUND": chosen.tiles,
@@ -124,7 +125,8 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     epilogue = "silu" if weight.interleaved else "store" if residual is None else "residual"
     parts = max(1, grid // chosen.rows)
     pack, product = kernels(*shape, weight.dtype == torch.float16, weight.scale_fp16, chosen, norm=norm is not None,
-                            epilogue=epilogue, bias=weight.bias is not None, static=weight.static, parts=parts)
+                            epilogue=epilogue, bias=weight.bias is not None, static=weight.static, symmetric=weight.symmetric,
+                            parts=parts)
     packed = buffer("batch", math.ceil(weight.in_features / 128) * x_bytes(weight.kind, weight.group, chosen.rows), x.device)
     factors = buffer("batch factors", 4 * chosen.rows, x.device)
     words = chosen.slices * math.ceil(weight.out_features / 16) * 16 * chosen.rows

@@ -40,7 +40,7 @@ FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
 MANY = Way(33, "gemm", "warpgroup products do more at once")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
-SPARSE = (Way(1, "gemv", "5 or 3 bits a weight are read"), Way(9, "gemm", "the sparse matrix units do twice as much at once"))
+SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, CLUSTERS, MANY),
@@ -48,9 +48,9 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
     "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
-    "sparse-int4": SPARSE,
-    "sparse-int8": SPARSE,
-    "sparse-w8a8": (SPARSE[0], Way(3, "gemm", ONCE)),
+    "sparse-int4": (SPARSE, SOME, CLUSTERS, MANY),
+    "sparse-int8": (SPARSE, SOME, CLUSTERS, MANY),
+    "sparse-w8a8": (SPARSE, Way(3, "batch", ONCE), Way(9, "gemm", CLUSTERS.why, small=True), MANY),
 }
 # Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own, where not all: x is quantized in
 # every CTA.
@@ -58,8 +58,8 @@ MOST_WITHIN = {"w8a8": 4, "fp8": 4, "sparse-w8a8": 4}
 
 # Warps of gemv.cu that multiply: int4 is bound by instructions, the others by how soon x is ready. fp8 and 2:4 take after them.
 WARPS = {"plain": 8, "int4": 16, "int8": 8, "w8a8": 8, "fp8": 8, "sparse-int4": 16, "sparse-int8": 8, "sparse-w8a8": 8}
-# What an SM does in a microsecond with gemm.cu's largest tiles: tokens · 64 outputs · inputs. fp8 and 2:4 are estimates.
-PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 50e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
+# What an SM does in a microsecond with gemm.cu's largest tiles: tokens · 64 outputs · inputs. 2:4 are estimates.
+PRODUCTS = {"plain": 36e3, "int4": 34e3, "int8": 32e3, "w8a8": 68e3, "fp8": 66e3, "sparse-int4": 45e3, "sparse-int8": 45e3,
             "sparse-w8a8": 90e3}
 # Whether gate/up and decode attention write the packed x of the gemm.cu that follows them, which saves it pack.cu: the same
 # bits, and faster at 64 and at 2,048 rows.

@@ -68,7 +68,7 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
         if not isinstance(linear, CudaLinear):
             return "some expert's format has no kernel for few rows"
         weight = linear.weight
-        scheme.add((weight.kind, weight.group, weight.dtype, weight.scale_fp16, weight.interleaved))
+        scheme.add((weight.kind, weight.group, weight.dtype, weight.scale_fp16, weight.interleaved, weight.symmetric))
         if weight.bias is not None or weight.out_features % 16 or weight.static:
             return "an expert has a bias, a scale of its own for the input, or outputs that are no multiple of 16"
     if len(scheme) > 1:

@@ -25,7 +25,7 @@ SHARED_CLUSTERS = 210 * 1024  # alone, with room for a CTA of decode attention, 
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
 # whole ones costs LINE_US, for the sums that have to be handed over.
-TILES = {(256, 2): 1.0, (128, 2): 1.15, (128, 1): 1.4}
+TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
 LINE_US = 12.0
 # Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
 # knows yet.
@@ -122,10 +122,11 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     if staged is None:
-        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual else 64
+        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64
     grouped = kind in GROUPED
     beside = small and warpgroups <= 2 if beside is None else beside
-    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small else SHARED) - staged * warpgroups * STAGED_ROW
+    staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # results and scales
+    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small else SHARED) - staging
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
@@ -137,7 +138,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
         stages = min(12, limit // (stage + 16))
         if stages >= (4 if small and not beside else 3 if count == 4 else 2):
-            shared = max(exchange, stages * stage) + staged * warpgroups * STAGED_ROW + 16 * stages + 512
+            shared = max(exchange, stages * stage) + staging + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
             return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside)
     return None

@@ -209,6 +209,7 @@ class Gemv:
     dtype: torch.dtype
     scale_fp16: bool
     static: bool = False
+    symmetric: bool = False  # zero points, of a 2:4 weight: its codes are signed then
     calls: dict[tuple, Any] = field(default_factory=dict, repr=False)  # what gemm.py has made ready for it, by rows and epilogue
 
     @property
@@ -231,8 +232,8 @@ class Gemv:
     def defines(self, rows: int, chosen: Plan, *, warps: int, norm: bool, epilogue: str = "store") -> dict[str, int]:
         """What gemv.cuh is compiled for."""
         return {
-            **format_defines(self.kind), "STATIC": int(self.static), "FP16": int(self.dtype == torch.float16),
-            "SCALE_FP16": int(self.scale_fp16),
+            **format_defines(self.kind, symmetric=self.symmetric), "STATIC": int(self.static),
+            "FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16),
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group, "NORM": int(norm),
             "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None), "WARPS": warps, "STAGES": chosen.stages,
             "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared, "SLOTS": chosen.slots,
@@ -256,8 +257,9 @@ class Gemv:
         return out
 
 
-def format_defines(kind: str) -> dict[str, int]:
-    return {"FORMAT": FORMATS[kind]} | ({"SPARSE": 1} if kind.startswith("sparse") else {})
+def format_defines(kind: str, *, symmetric: bool = False) -> dict[str, int]:
+    named = {"SPARSE": kind.startswith("sparse"), "SYMMETRIC": symmetric}  # only where true: the others keep their cubins
+    return {"FORMAT": FORMATS[kind]} | {name: 1 for name, value in named.items() if value}
 
 
 def interleave_rows(rows: Tensor) -> Tensor:
@@ -304,4 +306,5 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
     else:
         weights = layout(codes, kind, interleave=interleave)
     return Gemv(kind, weights, records, channel_scale, None if bias is None else bias.to(dtype).contiguous(), rows, columns,
-                group, interleave, dtype, scale_fp16, static=channel_scale is not None and len(channel_scale) > rows)
+                group, interleave, dtype, scale_fp16, static=channel_scale is not None and len(channel_scale) > rows,
+                symmetric=isinstance(tensor, Sparse24) and isinstance(inner, IntGroup) and inner.zeros is None)

@@ -17,16 +17,18 @@ from torch import Tensor
 from flyweight.kernels import jit
 from flyweight.kernels.gemv import BLOCK_BYTES, SHARED_LIMIT, Gemv, Plan, plan, processors, slice_blocks
 
-KINDS = ("plain", "int4", "int8")  # the others quantize x by the row's maximum, which a slice does not know
+# The others quantize x by the row's maximum, which a slice does not know.
+KINDS = ("plain", "int4", "int8", "sparse-int4", "sparse-int8")
 ROWS = (2, 4, 8, 16)
-WARPS = {("int4", 2): 16, ("int4", 4): 16}  # 8 for the others: more columns take more registers
+WARPS = {(kind, rows): 16 for kind in ("int4", "sparse-int4") for rows in (2, 4)}  # 8 for others: columns take registers
 MOST_SLICES = 24
 MOST_MAIL = 32 << 20
 # Estimated cycles of an SM at CLOCK MHz: a byte of weights; a block and a tile multiplied with so many rows (a + b · rows); an
 # input fetched and converted; a word of sums written, read and emptied; the hand-over itself, and each slice's share of it.
 CLOCK = 1980
 WEIGHT_BYTE, INPUT, SUM_WORD, HAND_OVER, PER_SLICE = 1 / 16, 0.19, 0.6, 1800, 60
-BLOCK_CYCLES, TILE_CYCLES = {"int4": (10, 1.1), "int8": (8, 1.1), "plain": (6, 0.8)}, (100, 6)
+BLOCK_CYCLES = {"int4": (10, 1.1), "int8": (8, 1.1), "plain": (6, 0.8), "sparse-int4": (9, 0.9), "sparse-int8": (7, 0.9)}
+TILE_CYCLES = 100, 6
 _mail: dict[tuple[int, torch.device], Tensor] = {}
 
 

@@ -20,7 +20,8 @@ FLOAT8_MAX = 448.0
 
 def quantize_float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Dynamic per-token float8: codes and float32 scales [..., 1]."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / FLOAT8_MAX).clamp(min=1e-12)
+    most = x.float().abs().amax(-1, keepdim=True)
+    scale = (most / torch.full_like(most, FLOAT8_MAX)).clamp(min=1e-12)  # by a number CUDA would multiply with its inverse
     return (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8), scale
 
 

@@ -11,7 +11,7 @@
 // as in gemv_split.cu (mail.cuh), in a fixed order. W8A8 adds up integers: the same numbers as with any other number of rows.
 // Limit: bytes of weights and of x through L2, or the instructions of a block (docs/kernels.md has the arithmetic).
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, ROWS, ROUND, PER_WARP, COLUMN_WARPS, SLICES, STAGES, LOADERS, SHARED_BYTES
+// defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, ROWS, ROUND, PER_WARP, COLUMN_WARPS, SLICES, STAGES, LOADERS, SHARED_BYTES
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -23,13 +23,14 @@ constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int SCALES = !GROUPED ? 0 : GROUP == 32 ? 4 : 2 / UNIT_BLOCKS;                      // of a row, in a step
 constexpr int RECORDS = GROUP < 128 ? 128 / GROUP : 1, RECORD_BYTES = GROUPED ? RECORDS * 64 : 0;  // of a tile, in a step
 constexpr int COLUMN_TILES = ROWS * PLANES / 8 / COLUMN_WARPS, TILE_WARPS = (ROUND + PER_WARP - 1) / PER_WARP;  // of a warp; of a column part
-constexpr int SETS = GROUPED && GROUP == 32 ? 2 : 1, SUMS = 0;                                // of accumulators; halves with groups of their own
+constexpr int SETS = GROUPED && GROUP == 32 ? 2 : 1;                                          // of accumulators; halves with groups of their own
+constexpr int SUMS = SPARSE && GROUPED && !SIGNED ? SETS : 0;                                 // of x where weights are kept, for zero points
 constexpr int COLUMN_BYTES = FORMAT == PLAIN ? 256 : 128, GROUPS_AT = ROWS * PLANES * COLUMN_BYTES;
 constexpr int X_BYTES = GROUPS_AT + SCALES * ROWS * 8;
 constexpr int RECORDS_AT = ROUND * 2 * BLOCK_BYTES, X_AT = RECORDS_AT + ROUND * RECORD_BYTES, STAGE_BYTES = X_AT + X_BYTES;
 constexpr int WARPS = TILE_WARPS * COLUMN_WARPS, THREADS = WARPS * 32;
 constexpr int XROW = COLUMN_BYTES;
-static_assert(!SPARSE && FORMAT != FP8, "dense weights of integers or 16-bit floats");
+static_assert(FORMAT != FP8, "weights of integers or 16-bit floats");
 static_assert(ROWS * PLANES % (8 * COLUMN_WARPS) == 0, "whole column tiles");
 #include "gemv_products.cuh"
 
@@ -114,7 +115,7 @@ struct Loader {
 // What a warp has of PER_WARP tiles: sums of integer weights scaled unit by unit, or whole.
 struct Sums {
   float total[PER_WARP][COLUMN_TILES][2];
-  accumulator whole[PER_WARP][SETS][COLUMN_TILES][4];
+  accumulator whole[PER_WARP][SETS + SUMS][COLUMN_TILES][4];
 };
 // One step. `tiles` of the warp's PER_WARP exist; xs: this lane's place in its first column; `odd`: its columns have their halves exchanged.
 DEVICE void multiply_step(Sums& s, const u8* stage, const u8* xs, int odd, int first_tile, int tiles, int first_token, int step, int lane) {
@@ -132,7 +133,7 @@ DEVICE void multiply_step(Sums& s, const u8* stage, const u8* xs, int odd, int f
     for (int m = 0; m < PER_WARP; m++) {
       if (m >= tiles) break;
       const u8* w = stage + (first_tile + m) * 2 * BLOCK_BYTES;
-      accumulator acc[SETS][COLUMN_TILES][4] = {};
+      accumulator acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
       for (int b = 0; b < UNIT_BLOCKS; b++) {
         const int block = unit * UNIT_BLOCKS + b;

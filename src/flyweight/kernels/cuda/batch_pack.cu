@@ -8,7 +8,7 @@
 // Work split: PARTS CTAs to a row, so that nearly every SM has one; each looks at all of its row and writes its part of it.
 // Limit: latency.
 //
-// defines: FORMAT, STATIC (0), FP16, KDIM, GROUP, NORM, ROWS, PARTS, WARPS
+// defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, KDIM, GROUP, NORM, ROWS, PARTS, WARPS
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -66,7 +66,7 @@ batch_pack(const u16* X, const u16* norm, u8* packed, float* row_factor, const f
     const int piece = i * THREADS + threadIdx.x, step = piece / 16, place = piece % 16;
     float v[8], unused = 0;
     inputs(i, v, unused);
-    const Piece p = convert<FORMAT == INT4 && GROUP == 32 ? 16 : 1>(v, most, STATIC ? inverse : 1.f, lane);  // two sets: see batch.cu
+    const Piece p = convert<larger(GROUP == 32 ? 2 : 1)>(v, most, STATIC ? inverse : 1.f, lane);  // sets: see batch.cu
     if (piece >= PIECES || (HELD < PARTS && warp % PARTS != part)) continue;
     u8* image = packed + (size_t)step * STEP_BYTES;
     if constexpr (FORMAT == PLAIN) {

@@ -23,7 +23,8 @@
 // Sums are added in a fixed order: the same bits every time.
 //
 // STAGED tokens at a time (0: none) go through shared memory when a tile is done, so that whole lines are written; where that is
-// the whole tile, the residual waits there from the tile's beginning on.
+// the whole tile, the residual waits there from the tile's beginning on. So do scales: fetched when they are wanted, they would
+// hold up the matrix units at every tile's end.
 //
 // PACKED: silu·mul's results are written in the order of the product that follows, which then needs no pack.cu: its SB, and its ORDER.
 //
@@ -59,7 +60,7 @@ constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GR
 constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
-constexpr bool WIDE = TOKENS == 256;                           // accumulators take most registers: the producers give theirs
+constexpr bool WIDE = TOKENS >= (FORMAT == FP8 ? 128 : 256);   // accumulators take most registers: the producers give theirs
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
@@ -95,33 +96,62 @@ struct __align__(128) Shared {
     uint4 exchange[CLUSTER][CLUSTER > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
   };
   u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
+  float scales[WGS][STAGED && QUANTIZED ? TOKENS + 64 : 4];  // of the tile's rows, then of a warpgroup's outputs
   u64 full[STAGES], empty[STAGES];
 };
 
 #include "fragments.cuh"
 
 #if FORMAT == FP8
-// Float8 sums inside the matrix units have 14 bits, so a stage's are added to `acc` in full float32: PART tokens at a time, to
-// have the registers.
-constexpr int PART = TOKENS < 128 ? TOKENS : 128;
-DEVICE void multiply_stage(float (&acc)[TOKENS / 2], const u8* mine, u64 x, int lane) {
-  u32 a[SB][STEPS][WORDS];
+// Float8 sums inside the matrix units have 14 bits, so those of WINDOW stages are added to `acc` in full float32: PART tokens at a
+// time, to have the registers, and AHEAD parts late, so that the matrix units have work meanwhile. All are added when a window ends:
+// where sums are in flight across the loop's end, the compiler does the products one by one. `sum` lives on from window to
+// window: if it were new, the compiler would spread it over more registers than there are.
+constexpr int WINDOW = TOKENS >= 128 && STAGES >= 4 ? 2 : 1;
+constexpr int AHEAD = TOKENS >= 128 ? 1 : 0, PART = TOKENS >= 128 ? 64 : TOKENS, STAGE_PARTS = TOKENS / PART;
+template <int COUNT>
+DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[AHEAD + 1][PART / 2], int& slot, u32& parity, int keep,
+                            int warp, int lane) {
+  u32 a[COUNT][SB][STEPS][WORDS];
+  u64 x[COUNT];
+  int slots[COUNT];
 #pragma unroll
-  for (int block = 0; block < SB; block++) load_block(a[block], mine, nullptr, 0, block, lane);
+  for (int i = 0; i < COUNT; i++) {
+    barrier_wait(&sh.full[slot], parity);
+    const u8* ring = sh.ring[slot];
 #pragma unroll
-  for (int part = 0; part < TOKENS / PART; part++) {
-    float sum[PART / 2];
-    const u64 b = x + part * (PART * X_ROW >> 4);
-    wgmma_fence();
-    wgmma_first(sum, a[0][0], b);
-#pragma unroll
-    for (int i = 1; i < SB * STEPS; i++) wgmma(sum, a[i / STEPS][i % STEPS], b + i * (STEP_BYTES >> 4));
-    wgmma_commit();
-    wgmma_wait<0>();
-    keep_behind(sum);
-#pragma unroll
-    for (int i = 0; i < PART / 2; i++) acc[part * PART / 2 + i] += sum[i];
+    for (int block = 0; block < SB; block++) load_block(a[i][block], ring + warp * SB * BLOCK_BYTES, nullptr, 0, block, lane);
+    x[i] = matrix_descriptor(ring + WEIGHT_BYTES, X_ROW * 8);
+    slots[i] = slot;
+    if (++slot == STAGES) slot = 0, parity ^= 1;
   }
+  auto add = [&](int part) {  // whose products are done
+    float(&from)[PART / 2] = sum[part % (AHEAD + 1)];
+    keep_behind(from);
+#pragma unroll
+    for (int i = 0; i < PART / 2; i++) acc[part * PART / 2 + i] += from[i];
+  };
+#pragma unroll
+  for (int part = 0; part < STAGE_PARTS; part++) {
+    float(&to)[PART / 2] = sum[part % (AHEAD + 1)];
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < COUNT * SB * STEPS; i++) {
+      const int stage = i / STEPS / SB, block = i / STEPS % SB, step = i % STEPS;
+      const u64 b = x[stage] + part * (PART * X_ROW >> 4) + (block * STEPS + step) * (STEP_BYTES >> 4);
+      if (i == 0) wgmma_first(to, a[stage][block][step], b, keep);
+      else wgmma(to, a[stage][block][step], b);
+    }
+    wgmma_commit();
+    if (part < AHEAD) continue;
+    wgmma_wait<AHEAD>();
+    add(part - AHEAD);
+  }
+  wgmma_wait<0>();
+  if (lane == 0)
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) barrier_arrive(&sh.empty[slots[i]]);
+  if (AHEAD) add(STAGE_PARTS - 1);
 }
 #endif
 
@@ -175,8 +205,17 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
 #if STAGED
+    if (QUANTIZED && s.begin == 0) fetch_scales(sh, s, channel_scale, row_scale, warp);
     if (EPILOGUE == RESIDUAL && s.begin == 0) fetch_residual(sh, s, 0, residual, rows, warp, lane);
 #endif
+#if FORMAT == FP8
+    float sum[AHEAD + 1][PART / 2] = {};
+    int stage = s.begin;
+#pragma unroll 1
+    for (; stage + WINDOW <= s.end; stage += WINDOW) multiply_window<WINDOW>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
+#pragma unroll 1
+    for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
+#else
     u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
     int stage = s.begin;
@@ -186,10 +225,6 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
-#if FORMAT == FP8
-      if (before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
-      multiply_stage(acc, mine, b0, lane);
-#else
 #pragma unroll
       for (int block = 0; block < SB; block++) {  // loaded while the products of the one before run
         u32(&words)[STEPS][WORDS] = a[(turn + block) & 1];
@@ -201,7 +236,6 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         wgmma_wait<1>();  // the block before is done, and with the first one the stage before
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
       }
-#endif
       before = slot, stage++;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     };
@@ -218,6 +252,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     wgmma_wait<0>();
     keep_behind(acc);
     if (lane == 0) barrier_arrive(&sh.empty[before]);
+#endif
 #if CLUSTER > 1
     const int rank = blockIdx.x % CLUSTER, first = rank % OWNERS * OWNED;
     cluster_arrive(), cluster_wait();  // all rings are done with
@@ -236,7 +271,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     } else {
       if (SPLIT == LINE && s.end < STAGE_COUNT) take_partials(acc, partials, flags, s, (unit - 1) / STAGE_COUNT, n_tiles);
 #if STAGED
-      write_staged(sh, acc, s, channel_scale, row_scale, bias, residual, Y, rows, groups, warp, lane);
+      write_staged(sh, acc, s, bias, residual, Y, rows, groups, warp, lane);
 #else
       const Ends<COLUMNS> ends(s, 0, channel_scale, row_scale, bias, residual, rows, warp, lane);
       write_tile<COLUMNS>(acc, ends, s, 0, Y, rows, groups, warp, lane);

@@ -107,6 +107,14 @@ DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* r
   each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
   copy_group();
 }
+// Row and channel scales of a tile, to this warpgroup's own place.
+DEVICE void fetch_scales(Shared& sh, const Segment& s, const float* channel_scale, const float* row_scale, int warp) {
+  const int i = threadIdx.x % 128 * 4, channel = (s.m * WGS + warp / 4) * 64 + i;
+  const u32 to = shared_address(sh.scales[warp / 4]);
+  if (i < TOKENS) copy16(to + i * 4, row_scale + s.n * TOKENS + i);
+  if (i < 64 && channel < NDIM) copy16(to + (TOKENS + i) * 4, channel_scale + s.expert * NDIM + channel);
+  copy_group();
+}
 #if PACKED
 // The 32 outputs of a warpgroup are the four columns of as many inputs; a warp writes them for 8 tokens at a time: 512 bytes in a row.
 DEVICE void write_packed(const u8* staging, const Segment& s, int first, u16* Y, int rows, int groups, int warp, int lane) {
@@ -126,11 +134,12 @@ DEVICE void write_packed(const u8* staging, const Segment& s, int first, u16* Y,
   }
 }
 #endif
-DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const float* channel_scale,
-                         const float* row_scale, const u16* bias, const u16* residual, u16* Y, int rows, int groups, int warp,
-                         int lane) {
+DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const Segment& s, const u16* bias, const u16* residual,
+                         u16* Y, int rows, int groups, int warp, int lane) {
   const u8* staging = sh.staging[warp / 4];
-  const Finish finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane);
+  if (QUANTIZED) copy_wait<0>(), named_barrier(2 + warp / 4, 128);  // the scales are there
+  const float* scales = sh.scales[warp / 4];
+  const Finish finish(s.m * MT + warp, scales + TOKENS - (s.m * WGS + warp / 4) * 64, scales, bias, lane);
   const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
   constexpr int together = EPILOGUE == SILU ? 4 : 2;  // groups of 8 tokens
   const u32 place = shared_address(staging) + (8 * (EPILOGUE == SILU ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
@@ -150,7 +159,7 @@ DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const
 #pragma unroll
       for (int i = 0; i < together; i++) {
         float v[2][2];
-        finish(acc + first / 2 + 4 * (j + i), finish.rows(s.n * TOKENS + first + 8 * (j + i)), v);
+        finish(acc + first / 2 + 4 * (j + i), finish.rows(first + 8 * (j + i)), v);
 #pragma unroll
         for (int half = 0; half < 4 / together; half++) {
           if (EPILOGUE == RESIDUAL) v[half][0] += low_float(old[2 * i + half]), v[half][1] += high_float(old[2 * i + half]);

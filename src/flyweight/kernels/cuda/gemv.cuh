@@ -18,11 +18,12 @@
 // a word are 16 times too large and have accumulators of their own, or are shifted where there are many columns). No code is
 // ever converted to a float, and total += s · s_x · (acc − z · sum x) is exact up to the scales.
 // Where two of four inputs are kept, the sparse matrix units pick x; a zero point then takes out the sum of the x picked,
-// which a second product, with ones for weights, gives.
+// which a second product, with ones for weights, gives; where zero points lie in the middle (SYMMETRIC) codes are signed, and there
+// is nothing to take out.
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
-// defines: FORMAT, SPARSE (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
+// defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
 // STAGE_BLOCKS, SLOTS, SLICES (1)
 #include "common.cuh"
 #include "linear.cuh"
@@ -43,9 +44,9 @@ constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLO
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
-constexpr int SUMS = !SPARSE || !GROUPED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
+constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
 constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
-constexpr int SETS = COLUMN_TILES > 2 && !SPARSE && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
+constexpr int SETS = (COLUMN_TILES > 2 || SPARSE) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FORMAT == PLAIN ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32;

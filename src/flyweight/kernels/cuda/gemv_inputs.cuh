@@ -15,7 +15,7 @@ DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
 
 // Eight neighbouring inputs of a row, to their place; see `convert`.
 DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float most, float inverse, int lane) {
-  const Piece p = convert<FORMAT == INT4 && SETS == 2 ? 16 : 1>(v, most, inverse, lane);  // two sets: values are 16 times too large
+  const Piece p = convert<larger(SETS)>(v, most, inverse, lane);
   if (piece >= PIECES) return;
   if constexpr (FORMAT == PLAIN) {
     *(uint4*)(sh.x + row * XROW + piece * 16) = p.words;

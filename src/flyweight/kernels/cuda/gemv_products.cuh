@@ -8,15 +8,33 @@ typedef float accumulator;
 typedef int accumulator;
 #endif
 
-#if !SPARSE
 // A lane's weights of a block, and its inputs of a column tile: 16 bytes of each half block for each word of A.
 constexpr int WIDE = FORMAT == PLAIN ? 2 : 1;
 struct Fragment {
-  uint4 a[2 * WIDE];
+  uint4 a[SPARSE ? SETS : 2 * WIDE];
+  u32 which;  // of the inputs are kept
 };
 struct Column {
   uint4 b[WIDE];
 };
+#if SPARSE
+DEVICE Fragment load_fragment(const u8* w, int lane) {
+  constexpr u32 flip = SIGNED ? 0x80808080 : 0;
+  Fragment f;
+  f.which = ((const u32*)(w + BLOCK_BYTES - 128))[lane];
+#if FORMAT == INT4
+  constexpr int up = SIGNED ? 4 : 0, down = !SIGNED && SETS == 1 ? 4 : 0;  // to where both halves are of one size
+  constexpr u32 low = SIGNED ? 0xf0f0f0f0 : 0x0f0f0f0f, high = down ? 0x0f0f0f0f : 0xf0f0f0f0;
+  const uint2 q = ((const uint2*)w)[lane];
+  f.a[0] = make_uint4(q.x << up & low ^ flip, q.y << up & low ^ flip, q.x >> down & high ^ flip, q.y >> down & high ^ flip);
+#else
+  const uint4 q = ((const uint4*)w)[lane];
+  f.a[0] = make_uint4(q.x ^ flip, q.y ^ flip, q.z ^ flip, q.w ^ flip);
+#endif
+  if constexpr (SETS == 2) f.a[1] = make_uint4(0, 0, f.a[0].z, f.a[0].w), f.a[0].z = f.a[0].w = 0;
+  return f;
+}
+#else
 DEVICE Fragment load_fragment(const u8* w, int lane) {
   const uint4* words = (const uint4*)w + lane;
   Fragment f;
@@ -32,6 +50,7 @@ DEVICE Fragment load_fragment(const u8* w, int lane) {
 #endif
   return f;
 }
+#endif
 // `flip`: where the second half of a plain block lies (64, or -64 where the halves are exchanged).
 DEVICE Column load_column(const u8* xs, int flip = 64) {
   Column c;
@@ -41,8 +60,16 @@ DEVICE Column load_column(const u8* xs, int flip = 64) {
 }
 // The halves of a block have accumulators of their own where there are two SETS.
 template <typename Accumulator>
-DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS][COLUMN_TILES][4], int n) {
-#if FORMAT == PLAIN
+DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4], int n) {
+#if SPARSE
+#pragma unroll
+  for (int i = 0; i < SETS; i++) mma64_sparse<GROUPED && !SIGNED>(acc[i][n], f.a[i], f.which, c.b[0]);
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) {
+    const u32 first = i == 0 ? 0x01010101 : 0, second = i == SUMS - 1 ? 0x01010101 : 0;
+    mma64_sparse<true>(acc[SETS + i][n], make_uint4(first, first, second, second), f.which, c.b[0]);
+  }
+#elif FORMAT == PLAIN
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const uint4 a0 = f.a[2 * h], a1 = f.a[2 * h + 1], b = c.b[h];
@@ -57,42 +84,13 @@ DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS
   mma32<FORMAT != W8A8>(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
 #endif
 }
-#endif
 
 // One 64-input block of one tile, times x.
 template <typename Accumulator>
 DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4], int lane) {
-#if SPARSE
-  const uint4* words = (const uint4*)w + lane;
-  constexpr bool halves = FORMAT == INT4 || (GROUPED && GROUP == 32);  // have accumulators of their own
-  const u32 which = ((const u32*)(w + BLOCK_BYTES - 128))[lane];
-  uint4 a[2];
-#if FORMAT == INT4
-  const uint2 q = ((const uint2*)w)[lane];
-  a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, 0, 0);
-  a[1] = make_uint4(0, 0, q.x & 0xf0f0f0f0, q.y & 0xf0f0f0f0);
-#else
-  const uint4 q = words[0];
-  a[0] = halves ? make_uint4(q.x, q.y, 0, 0) : q;
-  a[1] = make_uint4(0, 0, q.z, q.w);
-#endif
-  constexpr u32 one = 0x01010101;
-#pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {
-    const uint4 b = *(const uint4*)(xs + n * 8 * XROW);
-    mma64_sparse<GROUPED>(acc[0][n], a[0], which, b);
-    if (halves) mma64_sparse<GROUPED>(acc[1][n], a[1], which, b);
-    if constexpr (SUMS == 1) mma64_sparse<true>(acc[2][n], make_uint4(one, one, one, one), which, b);
-    if constexpr (SUMS == 2) {
-      mma64_sparse<true>(acc[2][n], make_uint4(one, one, 0, 0), which, b);
-      mma64_sparse<true>(acc[3][n], make_uint4(0, 0, one, one), which, b);
-    }
-  }
-#else
   const Fragment f = load_fragment(w, lane);
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) multiply(f, load_column(xs + n * 8 * XROW), acc, n);
-#endif
 }
 
 // total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
@@ -106,7 +104,7 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
     for (int j = 0; j < 2; j++) {
       const u32 record = records[g + 8 * j];
       const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)) * x.scale;
-      total[n][j] += (float)(value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
+      total[n][j] += (float)(SIGNED ? value[n][j] : value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
     }
   }
 }
@@ -121,12 +119,12 @@ DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SU
 #pragma unroll
     for (int i = 0; i < COLUMN_TILES * 2; i++) {
       const int* planes = acc[SETS + h][i / 2] + i % 2 * 2;
-      kept[h][i / 2][i % 2] = (256 * planes[0] + planes[1]) * (FORMAT == INT4 ? 16 : 1);
+      kept[h][i / 2][i % 2] = (256 * planes[0] + planes[1]) * larger(SETS);
     }
 #pragma unroll
   for (int i = 0; i < COLUMN_TILES * 2 * SETS; i++) {
     const int h = i % SETS, j = i / SETS % 2, c = i / SETS / 2;
-    value[h][c][j] = (256 * acc[h][c][2 * j] + acc[h][c][2 * j + 1]) * (FORMAT == INT4 && h < SETS - 1 ? 16 : 1);
+    value[h][c][j] = (256 * acc[h][c][2 * j] + acc[h][c][2 * j + 1]) * (h < SETS - 1 && !SIGNED ? larger(SETS) : 1);
   }
   if constexpr (GROUP == 32) {
     add_group(total, value[0], kept[0], records, groups, g, t);

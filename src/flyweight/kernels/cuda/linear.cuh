@@ -13,6 +13,10 @@
 #ifndef SPARSE
 #define SPARSE 0
 #endif
+// All zero points of integer weights lie in the middle of their range, so codes are signed numbers: what 2:4 weights make use of.
+#ifndef SYMMETRIC
+#define SYMMETRIC 0
+#endif
 // x is quantized with a scale of its own for each row, or with the one that follows the channels' scales (STATIC).
 #ifndef STATIC
 #define STATIC 0

@@ -1,12 +1,13 @@
 // x [rows, K] → the order in which gemm.cu's matrix units read it; the norm applied, and quantized to 8 bits for W8A8 and float8.
 //
 // packed.cuh has the order; quantized (QUANTIZE: 1 to int8, 2 to float8) the two columns of 32 inputs hold bytes 8t + 4s … + 3. Rows
-// up to a whole tile of tokens are zeros.
+// up to a whole tile of tokens repeat the last one.
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
 // that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 1, for few rows: a CTA has one row.
 // Threads keep what they read in registers between the sum over the row and the writing where that fits (KEPT).
-// Limit: bytes read and written / bandwidth; for few rows latency.
+// Limit: bytes read and written / bandwidth, and instructions, which hardly overlap with them: few CTAs fit on an SM, and all begin
+// at once. For few rows latency.
 //
 // TILE: rows go to experts (route.cu). There are as many as `tiles` of TILE rows, and row r is row source[r] of x, zeros where
 // that is -1; source may be missing where x lies in this order already.
@@ -33,8 +34,9 @@ struct Eight {
   u32 word[4];
   DEVICE float value(int i) const { return i & 1 ? high_float(word[i / 2]) : low_float(word[i / 2]); }
 };
+constexpr bool WHOLE_EIGHTS = KDIM % 64 == 0 && EIGHTS % TEAM == 0;  // no thread looks beyond its row
 DEVICE Eight read_eight(const u16* row, int eight, bool exists) {
-  const uint4 w = exists && eight * 8 < KDIM ? *(const uint4*)(row + eight * 8) : make_uint4(0, 0, 0, 0);
+  const uint4 w = exists && (WHOLE_EIGHTS || eight * 8 < KDIM) ? *(const uint4*)(row + eight * 8) : make_uint4(0, 0, 0, 0);
   return {{w.x, w.y, w.z, w.w}};
 }
 // Four codes of the eight inputs from `first` on. Rounding by addition: conversions to integers run at a sixteenth rate.
@@ -61,14 +63,14 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
 #pragma unroll
   for (int p = 0; p < (EARLY ? HELD : 0); p++) weights[p] = read_eight(norm, thread + p * TEAM, true);
   wait_for_inputs();
-  int from_row = row;
+  int from_row = min(row, rows - 1);
   if (TILE) {
-    rows = tiles[0] * TILE;
+    rows = tiles[0] * TILE, from_row = row;
     if (blockIdx.x * ROWS >= rows) return;
     if (source) from_row = source[row];
   }
   const u16* from = X + (size_t)from_row * KDIM;
-  const bool exists = row < rows && from_row >= 0;
+  const bool exists = !TILE || from_row >= 0;
   Eight kept[KEPT ? HELD : 1];
 #pragma unroll
   for (int p = 0; p < (KEPT ? HELD : 0); p++) kept[p] = read_eight(from, thread + p * TEAM, exists);
@@ -79,16 +81,23 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = x.value(i) * (NORM ? weight.value(i) * by : by);
   };
-  if (NORM || QUANTIZE) {
+  if (NORM || (QUANTIZE && !STATIC)) {
+    u32 pair = 0;  // without signs and norm the largest of 16-bit floats is that of their bits
     auto look = [&](const Eight& x, int p) {
-      float f[8];
-      normed(x, p, f, 1.f);
+      if constexpr (NORM) {
+        float f[8];
+        normed(x, p, f, 1.f);
 #pragma unroll
-      for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i])), squares += x.value(i) * x.value(i);
+        for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i])), squares += x.value(i) * x.value(i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) pair = __vmaxu2(pair, x.word[i] & 0x7fff7fff);
+      }
     };
 #pragma unroll
     for (int p = 0; p < (KEPT ? HELD : 0); p++) look(kept[p], p);
     for (int p = 0; p < (KEPT ? 0 : HELD); p++) look(read_eight(from, thread + p * TEAM, exists), p);
+    if (!NORM) most = fmaxf(low_float(pair), high_float(pair));
 #pragma unroll
     for (int o = ROWS == 8 ? 2 : 16; o; o >>= 1) {
       squares += __shfl_xor_sync(~0u, squares, o);
@@ -100,18 +109,22 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
 #pragma unroll
     for (int i = 0; i < WARPS; i++) squares += stats[i][place].x, most = fmaxf(most, stats[i][place].y);
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
-    if (QUANTIZE) {
-      scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
-      if (thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
-      inverse = STATIC ? factor : 1.f;
-      factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
-    }
   }
+  if (QUANTIZE) {
+    scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
+    if (thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
+    inverse = STATIC ? factor : 1.f;
+    factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
+  }
+  // Where a thread's eights are whole stages apart, so are their places.
+  constexpr int own = QUANTIZE ? 2 : 4;  // columns that the 32 inputs around an eight fill
+  constexpr bool even = TEAM % (8 * SB) == 0;
+  u32* const first = packed + packed_place<SB, own>(row, thread / 4, groups) * 4 + thread % 4;
+  const size_t step = (size_t)(TEAM / (8 * SB)) * groups * (2 * SB * own * 8 * 4);
   auto write = [&](const Eight& x, int p) {
-    constexpr int own = QUANTIZE ? 2 : 4;  // columns that the 32 inputs around these 8 fill
-    const int eight = thread + p * TEAM, piece = eight / 4, t = eight % 4;
-    if (eight >= EIGHTS) return;
-    u32* to = packed + packed_place<SB, own>(row, piece, groups) * 4 + t;
+    const int eight = thread + p * TEAM, t = eight % 4;
+    if (!WHOLE_EIGHTS && eight >= EIGHTS) return;
+    u32* to = even ? first + p * step : packed + packed_place<SB, own>(row, eight / 4, groups) * 4 + t;
     float f[8];
     if (NORM || QUANTIZE) normed(x, p, f, QUANTIZE ? inverse : factor);
     if constexpr (QUANTIZE) {

@@ -4,6 +4,8 @@
 // scale for the row, which its maximum gives. Plain weights: 16-bit floats.
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
+constexpr bool SIGNED = SPARSE && GROUPED && SYMMETRIC;              // codes of weights, as the matrix units get them
+DEVICE constexpr int larger(int sets) { return FORMAT == INT4 && (sets == 2 || SIGNED) ? 16 : 1; }  // the products are than they should be
 constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
 constexpr int SHARERS = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;          // lanes that share a scale
 constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x

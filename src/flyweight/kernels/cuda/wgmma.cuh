@@ -51,6 +51,13 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE KINDS " {" NAMES_##COUNT "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 \
                  "}, %" #B KEEP FLAGS ";" : BIND_##COUNT(BIND, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
   }
+// D new where `keep` is 0: a number that the compiler does not know, or it would take other registers for D.
+#define WGMMA_FIRST(N, COUNT, TYPE, BIND, SHAPE, KINDS, FLAGS, A0, A1, A2, A3, B, KEEP)                                  \
+  DEVICE void wgmma_first(TYPE (&d)[COUNT], const u32 (&a)[4], u64 b, int keep) {                                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N SHAPE KINDS " {"  \
+                 NAMES_##COUNT "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p" FLAGS ";\n}"                      \
+                 : BIND_##COUNT(BIND, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));               \
+  }
 // Twice as many inputs, of which A has two of four neighbours; the fifth word says which.
 #define WGMMA_SPARSE(N, COUNT, TYPE, BIND, SHAPE, KINDS, FLAGS, A0, A1, A2, A3, B, E)                                    \
   DEVICE void wgmma(TYPE (&d)[COUNT], const u32 (&a)[5], u64 b) {                                                        \
@@ -90,7 +97,7 @@ WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 64, 65, 
 #elif FORMAT == FP8
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                          \
   WGMMA(wgmma, N, COUNT, float, FLOATS, "k32", EIGHTHS, ", 1", ", 1, 1", A0, A1, A2, A3, B)          \
-  WGMMA(wgmma_first, N, COUNT, float, NEW_FLOATS, "k32", EIGHTHS, ", 0", ", 1, 1", A0, A1, A2, A3, B)
+  WGMMA_FIRST(N, COUNT, float, FLOATS, "k32", EIGHTHS, ", 1, 1", A0, A1, A2, A3, B, E)
 #else
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                \
   WGMMA(wgmma, N, COUNT, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 0", A0, A1, A2, A3, B) \
