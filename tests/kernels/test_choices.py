@@ -18,7 +18,8 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
-    ("w8a8", 4, "batch", "batch"), ("w8a8", 32, "gemm", "batch"), ("int4", 8, "batch", "batch"), ("int4", 32, "gemm", "batch"),
+    ("w8a8", 4, "batch", "batch"), ("w8a8", 64, "gemm", "gemm"),
+    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "batch", "batch"), ("int4", 32, "gemm", "batch"),
     ("int4", 64, "gemm", "gemm"), ("int8", 64, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
     ("plain", 64, "gemm", "gemm"), ("sparse-int8", 4, "gemv", "gemv"), ("sparse-int8", 8, "batch", "batch"),
     ("sparse-int4", 32, "gemm", "batch"), ("sparse-w8a8", 8, "batch", "batch"), ("sparse-w8a8", 16, "gemm", "batch")])
@@ -40,6 +41,8 @@ def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch):
 
 def test_borders_and_reasons_are_told():
     assert "from 17 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
+    assert "from 33 rows on gemm.cu, with more inputs than outputs" in choices.explain("w8a8")
+    assert choices.wanted("w8a8", 64, 24576, 4096) == "batch"
     assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
 
 

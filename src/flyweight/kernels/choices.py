@@ -28,25 +28,27 @@ SMALL = 1 << 25  # weights: of qkv and o of an 8-billion model, not of its gate/
 
 @dataclass(frozen=True)
 class Way:
-    """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: for up to SMALL weights."""
+    """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: up to SMALL weights; `deep`: more inputs than outputs."""
 
     rows: int
     kernel: str
     why: str
     small: bool = False
+    deep: bool = False
 
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
 MANY = Way(33, "gemm", "warpgroup products do more at once")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
+DEEP = Way(33, "gemm", CLUSTERS.why, deep=True)
 SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, CLUSTERS, MANY),
     "int4": (FEW, SOME, CLUSTERS, MANY, Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
-    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, Way(65, "gemm", MANY.why)),
+    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, DEEP, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
     "sparse-int4": (SPARSE, SOME, CLUSTERS, MANY),
     "sparse-int8": (SPARSE, SOME, CLUSTERS, MANY),
@@ -84,8 +86,9 @@ def scaled(rows: int, columns: int) -> int:
 @functools.cache
 def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS) -> str:
     """The kernel that is fastest, whether or not it takes the shape."""
-    rows, small = scaled(rows, columns), outputs * columns <= SMALL
-    return next(way.kernel for way in reversed(WAYS[kind]) if rows >= way.rows and (small or not way.small))
+    rows, small, deep = scaled(rows, columns), outputs * columns <= SMALL, columns > outputs
+    return next(way.kernel for way in reversed(WAYS[kind])
+                if rows >= way.rows and (small or not way.small) and (deep or not way.deep))
 
 
 def within(kind: str, rows: int, columns: int) -> bool:
@@ -96,4 +99,5 @@ def within(kind: str, rows: int, columns: int) -> bool:
 def explain(kind: str) -> str:
     """The ways of a format with their borders and reasons, for `flyweight info`."""
     return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]}"
-                     + f", up to {SMALL:,} weights" * way.small + f" ({way.why})" for way in WAYS[kind])
+                     + f", up to {SMALL:,} weights" * way.small + ", with more inputs than outputs" * way.deep + f" ({way.why})"
+                     for way in WAYS[kind])
