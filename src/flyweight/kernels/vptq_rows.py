@@ -74,4 +74,4 @@ def _multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, arrived: Tensor,
             sum(part.out_features for part in parts), layout.chunks, layout.dense_steps,
             stages * tokens * 256 if packs > 1 else 0)
     kernel = jit.load("vptq_rows.cu", defines=defines).kernel("vptq_rows")
-    kernel.launch(sum(ctas), 32 * (WARPS + 1), args, shared=shared, pdl=pdl)
+    kernel.launch(sum(ctas), 32 * (WARPS + 4), args, shared=shared, pdl=pdl)

@@ -48,7 +48,7 @@ struct Results {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) vptq_rows(
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) vptq_rows(
     PART(0), PART(1), PART(2), const u8* x, const u16* bias, const u16* rest, u16* y, float4* partials, int* arrived, int rows,
     int width, int chunks, int dense_steps, int part_bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -89,8 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) vptq_rows(
   __syncthreads();
   wait_for_inputs();
   const auto stages_of = [&](int unit) { return DENSE && unit % per_tile == spans ? (dense_steps + STAGE_STEPS - 1) / STAGE_STEPS : SPAN_STAGES; };
-  if (warp == WARPS) {
-    if (lane == 0) {
+  if (warp >= WARPS) {  // a warpgroup, whose registers the others take; one thread of it fetches
+    give_registers<24>();
+    if (threadIdx.x == THREADS) {
       int n = 0;
       const u8* const own_x = x + (size_t)part.index * part_bytes;
       for (int unit = begin; unit < end; unit++)
@@ -104,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) vptq_rows(
     }
     return;
   }
+  take_registers<112>();  // of 640 · 96
   book_ready(barrier);
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
@@ -111,37 +113,38 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) vptq_rows(
   const int second = lane >> 3 & 1;  // this lane looks up items of the second row block, in the other half of the banks
   const u32* const own_items = items + second * SPAN * 32 + lane % 8 + lane / 16 * 8;
   const Results results = {bias, rest, y, rows, width, part.first, part.outputs};
-  float acc[TOKENS / 2];
-#pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
-  u32 a[2][4][4];
-  int slot = 0, before = -1, left = 0;
+  int slot = 0, left = 0;
   u32 parity = 0;
-  // Half a stage: two steps, four products.
-  const auto multiply = [&](u32 (&words)[4][4], int half) {
-    const u8* const stage = ring + slot * STAGE_BYTES;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const uint4 affine = *(const uint4*)(stage + X_STAGE + ((half * 4 + k) * 4 + lane % 4) * 16);
-      words[k][0] = fma2(words[k][0], affine.x, affine.z), words[k][1] = fma2(words[k][1], affine.x, affine.z);
-      words[k][2] = fma2(words[k][2], affine.y, affine.w), words[k][3] = fma2(words[k][3], affine.y, affine.w);
-    }
-    const u64 columns = matrix_descriptor(stage, 16 * 128);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++) wgmma(acc, words[k], columns + (half * 4 + k) * (256 >> 4));
-    wgmma_commit();
-    wgmma_wait<1>();  // the half before is done, and with the first one the stage before
-    if (half == 0 && before >= 0 && lane == 0) barrier_arrive(&empty[before]);
-  };
-  const auto next_stage = [&] {
-    before = slot;
-    if (++slot == STAGES) slot = 0, parity ^= 1;
-  };
 #pragma unroll 1
-  for (int unit = begin; unit < end; unit++) {
-    const int tile = unit / per_tile, span = unit % per_tile;
-    if (!DENSE || span < spans) {
+  for (int unit = begin; unit < end;) {  // a tile, or what of it is ours
+    const int tile = unit / per_tile, stop = min(end, (tile + 1) * per_tile);
+    float acc[TOKENS / 2];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
+    u32 a[2][4][4];
+    int before = -1;  // the slot that products in flight may still read
+    const auto multiply = [&](u32 (&words)[4][4], int half) {  // half a stage: two steps, four products
+      const u8* const stage = ring + slot * STAGE_BYTES;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const uint4 affine = *(const uint4*)(stage + X_STAGE + ((half * 4 + k) * 4 + lane % 4) * 16);
+        words[k][0] = fma2(words[k][0], affine.x, affine.z), words[k][1] = fma2(words[k][1], affine.x, affine.z);
+        words[k][2] = fma2(words[k][2], affine.y, affine.w), words[k][3] = fma2(words[k][3], affine.y, affine.w);
+      }
+      const u64 columns = matrix_descriptor(stage, 16 * 128);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; k++) wgmma(acc, words[k], columns + (half * 4 + k) * (256 >> 4));
+      wgmma_commit();
+      wgmma_wait<1>();  // the half before is done, and with the first one the stage before
+      if (half == 0 && before >= 0 && lane == 0) barrier_arrive(&empty[before]);
+    };
+    const auto next_stage = [&] {
+      before = slot;
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    };
+#pragma unroll 1
+    for (; unit < stop - (DENSE && stop % per_tile == 0); unit++) {
       unfold(items, words[0], 0, lane);
       unfold(items + SPAN * 32, words[1], 16, lane);
       __syncwarp();
@@ -161,8 +164,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) vptq_rows(
         next_stage();
       }
       __syncwarp();
-    } else {
-      load_unit(unit + 1);
+    }
+    wgmma_wait<0>();
+#if DENSE
+    if (unit < stop) {
+      load_unit(++unit);
       const uint4* from[2];
 #pragma unroll
       for (int b = 0; b < 2; b++) from[b] = part.dense + (size_t)min(tile * TILE + 2 * warp + b, blocks - 1) * dense_steps * 32 + lane;
@@ -180,33 +186,30 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) vptq_rows(
             other[0] = one.z, other[1] = two.z, other[2] = one.w, other[3] = two.w;
           }
           multiply(a[half], half);
+          wgmma_wait<0>();
         }
         next_stage();
       }
     }
-    if (unit + 1 < end && span + 1 < per_tile) continue;
-    wgmma_wait<0>();
+#endif
     keep_behind(acc);
     if (lane == 0) barrier_arrive(&empty[before]);
-    before = -1;
     if (line.owner(tile * per_tile) == line.owner((tile + 1) * per_tile - 1)) {
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) results.write({acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]}, tile, j, threadIdx.x);
-    } else {
-      const int which = begin >= tile * per_tile ? 0 : 1;
-      float4* const to = partials + (size_t)(blockIdx.x * 2 + which) * COLUMNS * THREADS + threadIdx.x;
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++) to[j * THREADS] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-      __threadfence();
-      named_barrier(1, THREADS);
-      if (threadIdx.x == 0) {  // counts on and on: all of a launch are here at the next multiple of their number
-        const u32 sharers = line.owner((tile + 1) * per_tile - 1) - line.owner(tile * per_tile) + 1;
-        targets[which] = ((u32)atomicAdd(arrived + part.index * 1024 + tile, 1) / sharers + 1) * sharers;
-      }
-      left |= 1 << which;
+      continue;
     }
+    const int which = begin >= tile * per_tile ? 0 : 1;
+    float4* const to = partials + (size_t)(blockIdx.x * 2 + which) * COLUMNS * THREADS + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
+    for (int j = 0; j < COLUMNS; j++) to[j * THREADS] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+    __threadfence();
+    named_barrier(1, THREADS);
+    if (threadIdx.x == 0) {  // counts on and on: all of a launch are here at the next multiple of their number
+      const u32 sharers = line.owner((tile + 1) * per_tile - 1) - line.owner(tile * per_tile) + 1;
+      targets[which] = ((u32)atomicAdd(arrived + part.index * 1024 + tile, 1) / sharers + 1) * sharers;
+    }
+    left |= 1 << which;
   }
 
   for (int which = 0; which < 2; which++) {
