@@ -239,7 +239,8 @@ def worth_doubling(tensor: VectorQuant) -> bool:
     return small and tensor.codebook.shape[0] == 1 and tensor.indices.shape[1] * columns >= DOUBLED_ITEMS
 
 
-def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = None) -> Vptq | Decoded:
+def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = None, bias: Tensor | None = None
+            ) -> Vptq | Decoded:
     """Lay a weight out for the kernels, or decode it where none takes it."""
     if tensor.experts is not None:
         raise ValueError("a weight per expert: prepare them one by one")
@@ -247,7 +248,7 @@ def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = N
     if reason:
         return Decoded(tensor.dequantize(dtype), f"decoded once: {reason}")
     layout = lay_out(tensor, dtype=dtype, doubled=worth_doubling(tensor) if doubled is None else doubled)
-    return Vptq((layout,), counters(layout))
+    return Vptq((layout,), counters(layout), bias)
 
 
 def counters(layout: Layout) -> Tensor:
