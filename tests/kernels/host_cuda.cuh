@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -128,7 +129,7 @@ static void run_cta(int x, int y) {
   const int threads = blockDim.x;
   mine.fibers.resize(threads), mine.over.assign(threads, 0), mine.warps.resize(threads / 32);
   for (auto& values : mine.exchange) values.resize(threads);
-  std::vector<char> stacks(STACK * threads);
+  const std::unique_ptr<char[]> stacks(new char[STACK * threads]);  // not zeroed: most of it is never touched
   for (int i = 0; i < threads; i++) {
     getcontext(&mine.fibers[i]);
     mine.fibers[i].uc_stack.ss_sp = &stacks[STACK * i], mine.fibers[i].uc_stack.ss_size = STACK;

@@ -45,14 +45,14 @@ def make(*shapes, dtype=torch.bfloat16, bias=None, **options):
     return tensors, weight
 
 
+BOOKS = dict(main=256, residual=256)  # the same sizes wherever nothing else is asked for: fewer kernels to compile
 CASES = {
-    "q, k and v": dict(shapes=[(72, 512), (24, 512), (40, 512)]),
+    "seed format": dict(shapes=[(72, 512)], main=8192, residual=256),
+    "q, k and v": dict(shapes=[(72, 512), (24, 512), (600, 512)], **BOOKS),
     "ragged": dict(shapes=[(21, 190), (300, 190)], main=300, residual=200),
-    "no residual": dict(shapes=[(16, 256)], main=256, residual=None),
-    "window of 16 steps": dict(shapes=[(600, 512)], main=256, residual=256),
-    "outliers": dict(shapes=[(24, 300), (24, 300)], main=256, outliers=44),
-    "more outliers, permuted": dict(shapes=[(264, 356), (40, 356)], main=256, outliers=100, permute=True),
-    "plain columns": dict(shapes=[(40, 512)], main=512, normalize=False),
+    "outliers": dict(shapes=[(24, 300), (24, 300)], outliers=44, **BOOKS),
+    "more outliers, permuted": dict(shapes=[(264, 356), (40, 356)], outliers=100, permute=True, **BOOKS),
+    "no residual, plain columns": dict(shapes=[(40, 256)], main=256, residual=None, normalize=False),
 }
 
 
@@ -74,7 +74,7 @@ def test_a_weight_is_written_out(case):
     assert error(out, reference(tensors, x)) < 1e-2
 
 
-@pytest.mark.parametrize("rows", [1, 3, 18, 33])
+@pytest.mark.parametrize("rows", [1, 3, 33])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_rows_are_multiplied(case, rows):
     tensors, weight = prepared(case)
@@ -84,11 +84,10 @@ def test_rows_are_multiplied(case, rows):
         assert error(weight.fused(x, out), reference(tensors, x)) < 1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (1, torch.float16), (18, torch.bfloat16), (70, torch.bfloat16)])
 def test_norm_bias_and_residual_are_fused(rows, dtype):
     bias = torch.randn(88).to(dtype)
-    tensors, weight = make((64, 300), (24, 300), main=256, outliers=40, permute=True, bias=bias, dtype=dtype)
+    tensors, weight = make((64, 300), (24, 300), outliers=40, permute=True, bias=bias, dtype=dtype, **BOOKS)
     x, norm = torch.randn(rows, 300).to(dtype), (1 + 0.1 * torch.randn(300)).to(dtype)
     residual = torch.randn(rows, 88).to(dtype)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
@@ -98,7 +97,7 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_gate_and_up_are_multiplied_where_x_is_read(rows):
-    tensors, weight = make((64, 512))
+    tensors, weight = make((64, 512), **BOOKS)
     gate, up = torch.randn(2, rows, 512).bfloat16()
     x, residual = torch.cat([gate, up], -1), torch.randn(rows, 64).bfloat16()
     gated = torch.nn.functional.silu(gate.double()) * up.double()
@@ -107,6 +106,6 @@ def test_gate_and_up_are_multiplied_where_x_is_read(rows):
 
 
 def test_what_is_not_alike_is_not_joined():
-    assert make((64, 512), (64, 256))[1] is None
+    assert make((64, 512), (64, 256), **BOOKS)[1] is None
     assert vptq.join([vptq.prepare(VectorQuant.random((16, 512), length=24, main=16), dtype=torch.bfloat16)]) is None
     assert vptq_rows.takes(make((64, 512))[1].parts, torch.device("cpu"))

@@ -125,7 +125,8 @@ DEVICE void put_dense(const Tile& tile, const uint4* fragments, int lane) {
 extern "C" __global__ void __launch_bounds__(128) vptq_dequantize(
     const char* stream, const uint4* book, const uint4* residual, const uint4* dense, const u32* affine, u16* weight,
     int out_features, int stored, int length, int chunks, int dense_steps) {
-  extern __shared__ __align__(16) u16 shared[];
+  extern __shared__ __align__(16) u8 raw[];
+  u16* const shared = (u16*)raw;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.y;
   const int spans = chunks * CHUNK / SPAN, pieces = (spans + 3) / 4, piece = blockIdx.x;
   const Matrix matrix = {weight, affine, out_features, stored, length};
@@ -159,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(128) vptq_dequantize_sliced(
     const u32* stream, const int* offsets, const uint4* book, const uint4* residual, const uint4* dense, const u32* affine,
     u16* weight, int out_features, int stored, int length, int slices, int residual_books, int ranges, int range, int dense_begin,
     int dense_steps) {
-  extern __shared__ __align__(16) u16 shared[];
+  extern __shared__ __align__(16) u8 raw[];
+  u16* const shared = (u16*)raw;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.y, piece = blockIdx.x;
   const Matrix matrix = {weight, affine, out_features, stored, length};
   if (piece >= ranges) {
