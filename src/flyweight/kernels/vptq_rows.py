@@ -17,7 +17,7 @@ MOST = 128  # rows, 64 at a time: more are faster written out
 TOKENS = (16, 32, 64)
 WARPS = 16
 TILE, TILES = 2 * WARPS, 1024  # row blocks of a tile; counters of a part
-PACK_WARPS = 8
+PACK_WARPS = 4
 
 
 @functools.cache
@@ -59,12 +59,13 @@ def _multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, arrived: Tensor,
     packs = 1 if all(source is None for source in sources) else len(parts)
     packed = buffer("vptq packed", packs * stages * tokens * 256, device)
     pack = jit.load("vptq_pack.cu", defines={"FP16": fp16, "WARPS": PACK_WARPS, **ends.defines}).kernel("vptq_pack")
-    pack.launch((rows, packs), 32 * PACK_WARPS, (x, ends.norm, *(*sources, None, None)[:3], packed, float(ends.epsilon),
-                                                 layout.in_features, stored, tokens // 8), pdl=pdl)
+    count = gpu.properties(device).multi_processor_count
+    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), 2 * count // (rows * packs)))
+    pack.launch((rows * slices, packs), 32 * PACK_WARPS, (x, ends.norm, *(*sources, None, None)[:3], packed, float(ends.epsilon),
+                                                          layout.in_features, stored, tokens // 8, slices), pdl=pdl)
     found = _room(layout, tokens, device)
     assert found is not None
     copies, ring, shared = found
-    count = gpu.properties(device).multi_processor_count
     units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)
     ctas = share_out([-(-part.row_blocks // TILE) * units for part in parts], count)
     defines = layout.form.defines() | {"PIECES": 1, "COPIES": copies, "WARPS": WARPS, "FP16": fp16, "TOKENS": tokens,

@@ -5,20 +5,44 @@
 // 64 columns the even (p even) or odd ones of 16 neighbours: 2 j and 2 j + 8 side by side, for j = 0 … 3; those of q = 0, 1, 2, 3
 // begin at column 0, 32, 16, 48: how a step of vptq.cu numbers its lanes. Rows that do not exist may hold anything.
 //
-// Work split: a CTA has one row, for one part where the parts' columns are in different order; a thread 16 columns at a time.
+// Work split: a row, for each part where the parts' columns are in different order, is cut over `slices` CTAs; a thread makes one piece
+// at a time. CTAs have so few threads and registers that they fit beside one of vptq_rows.cu, which fetches its codebook meanwhile.
 //
 // defines: FP16, NORM, GATED, WARPS
 #include "common.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 
+struct Columns {  // of a piece, in a row: two a word, 8 apart
+  u32 pair[4];
+  DEVICE Columns(const u16* row, const u16* source, int begin, int in_features) {
+    const int first = begin / 16 * 16, odd = begin & 1;
+    if (!source && in_features % 8 == 0 && first + 16 <= in_features) {
+      const uint4 low = *(const uint4*)(row + first), high = *(const uint4*)(row + first + 8);
+      const u32 order = odd ? 0x7632 : 0x5410;
+      pair[0] = __byte_perm(low.x, high.x, order), pair[1] = __byte_perm(low.y, high.y, order);
+      pair[2] = __byte_perm(low.z, high.z, order), pair[3] = __byte_perm(low.w, high.w, order);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      u32 two[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int column = first + odd + 2 * j + 8 * i;
+        two[i] = source ? row[source[column]] : column < in_features ? row[column] : 0;
+      }
+      pair[j] = two[0] | two[1] << 16;
+    }
+  }
+};
 DEVICE float silu(float gate) { return __fdividef(gate, 1.f + __expf(-gate)); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) vptq_pack(
+extern "C" __global__ void __launch_bounds__(THREADS, 64 / WARPS) vptq_pack(
     const u16* x, const u16* norm, const u16* source0, const u16* source1, const u16* source2, uint4* packed, float epsilon,
-    int in_features, int stored, int groups) {
+    int in_features, int stored, int groups, int slices) {
   __shared__ float squares_of[WARPS];
-  const int row = blockIdx.x, part = blockIdx.y, stages = (stored + 127) / 128;
+  const int row = blockIdx.x / slices, slice = blockIdx.x % slices, part = blockIdx.y, stages = (stored + 127) / 128;
   const u16* const source = part == 0 ? source0 : part == 1 ? source1 : source2;
   launch_dependents();
   wait_for_inputs();
@@ -26,7 +50,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_pack(
   float factor = 1;
   if (NORM) {
     float squares = 0;
-    for (int i = threadIdx.x; i < in_features; i += THREADS) squares += to_float(from[i]) * to_float(from[i]);
+    if (in_features % 8 == 0) {
+#pragma unroll 4
+      for (int i = threadIdx.x; i < in_features / 8; i += THREADS) {
+        const uint4 q = ((const uint4*)from)[i];
+        const u32 pair[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) squares += low_float(pair[j]) * low_float(pair[j]) + high_float(pair[j]) * high_float(pair[j]);
+      }
+    } else {
+      for (int i = threadIdx.x; i < in_features; i += THREADS) squares += to_float(from[i]) * to_float(from[i]);
+    }
     squares = warp_sum(squares);
     if (threadIdx.x % 32 == 0) squares_of[threadIdx.x / 32] = squares;
     __syncthreads();
@@ -35,37 +69,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_pack(
     for (int w = 0; w < WARPS; w++) squares += squares_of[w];
     factor = rsqrtf(squares / in_features + epsilon);
   }
-  const bool whole = !source && in_features % 8 == 0;
-  for (int unit = threadIdx.x; unit < stored / 16; unit += THREADS) {
-    u16 value[16], up[16], weight[16];
-    const auto fetch = [&](u16 (&to)[16], const u16* row) {
-      if (whole && 16 * unit + 16 <= in_features) {
-        *(uint4*)&to[0] = *(const uint4*)(row + 16 * unit), *(uint4*)&to[8] = *(const uint4*)(row + 16 * unit + 8);
-      } else {
+  for (int unit = slice * THREADS + threadIdx.x; unit < stored / 8; unit += slices * THREADS) {
+    const int begin = unit / 2 * 16 + unit % 2;  // its first column: even ones of 16, then odd ones
+    Columns v(from, source, begin, in_features);
+    if (GATED) {
+      const Columns up(from + in_features, source, begin, in_features);
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-          const int column = 16 * unit + i;
-          to[i] = source ? row[source[column]] : column < in_features ? row[column] : 0;
-        }
-      }
-    };
-    fetch(value, from);
-    if (GATED) fetch(up, from + in_features);
-    if (NORM) fetch(weight, norm);
-    float f[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      f[i] = to_float(value[i]);
-      if (GATED) f[i] = silu(f[i]) * to_float(up[i]);
-      if (NORM) f[i] *= factor * to_float(weight[i]);
+      for (int j = 0; j < 4; j++)
+        v.pair[j] = pack2(silu(low_float(v.pair[j])) * low_float(up.pair[j]), silu(high_float(v.pair[j])) * high_float(up.pair[j]));
     }
-    const int begin = unit % 4, piece = begin >> 1 | (begin & 1) << 1;
+    if (NORM) {
+      const Columns weight(norm, source, begin, in_features);
 #pragma unroll
-    for (int odd = 0; odd < 2; odd++) {
-      const int step = unit / 4 * 2 + odd;
-      const size_t place = (((size_t)part * stages + step / 4) * groups + row / 8) * 16 + step % 4 * 4 + piece;
-      packed[place * 8 + row % 8] = make_uint4(pack2(f[odd], f[8 + odd]), pack2(f[2 + odd], f[10 + odd]), pack2(f[4 + odd], f[12 + odd]),
-                                               pack2(f[6 + odd], f[14 + odd]));
+      for (int j = 0; j < 4; j++)
+        v.pair[j] = pack2(low_float(v.pair[j]) * factor * low_float(weight.pair[j]), high_float(v.pair[j]) * factor * high_float(weight.pair[j]));
     }
+    const int quarter = unit / 2 % 4, step = unit / 8 * 2 + unit % 2, piece = step % 4 * 4 + (quarter >> 1 | (quarter & 1) << 1);
+    const size_t place = (((size_t)part * stages + step / 4) * groups + row / 8) * 16 + piece;
+    packed[place * 8 + row % 8] = make_uint4(v.pair[0], v.pair[1], v.pair[2], v.pair[3]);
   }
 }
