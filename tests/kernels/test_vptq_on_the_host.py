@@ -84,7 +84,8 @@ def test_rows_are_multiplied(case, rows):
         assert error(weight.fused(x, out), reference(tensors, x)) < 1e-2
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (1, torch.float16), (18, torch.bfloat16), (70, torch.bfloat16)])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (1, torch.float16), (18, torch.bfloat16), (70, torch.bfloat16),
+                                             (130, torch.bfloat16)])
 def test_norm_bias_and_residual_are_fused(rows, dtype):
     bias = torch.randn(88).to(dtype)
     tensors, weight = make((64, 300), (24, 300), outliers=40, permute=True, bias=bias, dtype=dtype, **BOOKS)
@@ -108,4 +109,4 @@ def test_gate_and_up_are_multiplied_where_x_is_read(rows):
 def test_what_is_not_alike_is_not_joined():
     assert make((64, 512), (64, 256), **BOOKS)[1] is None
     assert vptq.join([vptq.prepare(VectorQuant.random((16, 512), length=24, main=16), dtype=torch.bfloat16)]) is None
-    assert vptq_rows.takes(make((64, 512))[1].parts, torch.device("cpu"))
+    assert vptq_rows.takes(make((64, 512))[1].parts, 2, torch.device("cpu"))

@@ -117,7 +117,7 @@ class Vptq:
     """Weights with one input in the kernels' layout, their outputs side by side; call it with x [..., in]."""
 
     parts: Parts
-    arrived: Tensor  # int32 counters of thread blocks that meet; zero between launches where the weight is sliced
+    arrived: Tensor  # int32 counters of thread blocks that meet
     bias: Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     why: str = "up to 128 rows straight from the codebook; more are written out in 16 bits for cuBLAS"
@@ -145,7 +145,7 @@ class Vptq:
         rows, ends = x.shape[0], Ends(norm, epsilon, gated, self.bias, residual)
         if out is None:
             out = torch.empty(rows, self.out_features, dtype=self.layout.dtype, device=x.device)
-        if 1 < rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, x.device):
+        if 1 < rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
             vptq_rows.multiply(self.parts, x, out, ends, arrived=self.arrived, pdl=pdl)
         elif rows <= GATHERED_ROWS and not self.layout.sliced:
             for begin in range(0, rows, 8):
@@ -248,11 +248,7 @@ def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = N
     if reason:
         return Decoded(tensor.dequantize(dtype), f"decoded once: {reason}")
     layout = lay_out(tensor, dtype=dtype, doubled=worth_doubling(tensor) if doubled is None else doubled)
-    return Vptq((layout,), counters(layout), bias)
-
-
-def counters(layout: Layout) -> Tensor:
-    return torch.zeros(3 * vptq_rows.TILES, dtype=torch.int32, device=layout.stream.device)
+    return Vptq((layout,), vptq_rows.counters(tensor.device), bias)
 
 
 def join(weights: Sequence[Any], bias: Tensor | None = None) -> Vptq | None:
@@ -263,4 +259,4 @@ def join(weights: Sequence[Any], bias: Tensor | None = None) -> Vptq | None:
     alike = {(part.form, part.halves, part.length, part.dense_steps, part.chunks, part.residual is None) for part in parts}
     if len(alike) > 1 or any(part.sliced for part in parts):
         return None
-    return Vptq(parts, counters(parts[0]), bias)
+    return Vptq(parts, vptq_rows.counters(parts[0].stream.device), bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,68 +12,91 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
 from flyweight.kernels.vptq_layout import CHUNK, Layout
+from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
-MOST = 128  # rows, 64 at a time: more are faster written out
-TOKENS = (16, 32, 64)
-WARPS = 16
-TILE, TILES = 2 * WARPS, 1024  # row blocks of a tile; counters of a part
+MOST = 256  # rows, at most 256 at a time: more are faster written out
+TILES = 1024  # of a part
 PACK_WARPS = 4
+# Rows of a launch → warps that multiply, and steps of 32 columns in a stage of x.
+SHAPES = {16: (16, 4), 32: (16, 4), 64: (16, 4), 128: (12, 2), 256: (8, 1)}
+COUNTERS = {16: 0, 12: 1, 8: 2}  # by warps: who shares a tile depends on its size, and counters go on from launch to launch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for, besides the weight's form."""
+
+    tokens: int
+    warps: int
+    steps: int  # of a stage
+    stages: int
+    copies: int  # of the residual book
+    shared: int
 
 
 @functools.cache
-def room(form_main: int, form_residual: int, span: int, tokens: int, limit: int) -> tuple[int, int, int] | None:
-    """Copies of the residual book, stages of x and bytes of shared memory, or None where two stages do not fit."""
+def shape_for(main: int, residual: int, span: int, tokens: int, limit: int) -> Shape | None:
+    """For index bits, and steps of a span; None where two stages do not fit into `limit` bytes."""
+    warps, steps = SHAPES[tokens]
     for copies in (8, 4, 2):
-        books = 16 * ((1 << form_main) + (copies << form_residual if form_residual else 0))
-        fixed, stage = books + WARPS * 2 * span * 128, tokens * 256 + 512 + 16
-        stages = min(8, (limit - fixed - 128) // stage)
+        fixed = 16 * ((1 << main) + (copies << residual if residual else 0)) + warps * 2 * span * 128
+        stage = steps * (64 * tokens + 128)
+        stages = min(8, (limit - fixed - 192) // (stage + 16))
         if stages >= 2:
-            return copies, stages, fixed + stages * stage + 16
+            return Shape(tokens, warps, steps, stages, copies, fixed + stages * (stage + 16) + 16)
     return None
 
 
-def _room(layout: Layout, tokens: int, device: torch.device) -> tuple[int, int, int] | None:
+def choose(layout: Layout, rows: int, device: torch.device) -> Shape | None:
+    """The smallest shape that takes so many rows at once, or the largest."""
+    tokens = next((tokens for tokens in SHAPES if tokens >= rows), max(SHAPES))
     limit = gpu.properties(device).shared_memory_per_block_optin
-    return room(layout.form.main, layout.form.residual, max(CHUNK, layout.form.window), tokens, limit)
+    return shape_for(layout.form.main, layout.form.residual, max(CHUNK, layout.form.window), tokens, limit)
 
 
-def takes(parts: Parts, device: torch.device) -> bool:
+def counters(device: torch.device) -> Tensor:
+    """[shapes, parts, tiles], for one weight."""
+    return torch.zeros(len(COUNTERS), MOST_PARTS, TILES, dtype=torch.int32, device=device)
+
+
+def takes(parts: Parts, rows: int, device: torch.device) -> bool:
     layout = parts[0]
-    return (not layout.sliced and layout.length == 8 and gpu.capability(device)[0] == 9
-            and max(part.row_blocks for part in parts) <= TILE * TILES and _room(layout, TOKENS[-1], device) is not None)
+    if layout.sliced or layout.length != 8 or gpu.capability(device)[0] != 9:
+        return False
+    shape = choose(layout, rows, device)
+    return shape is not None and max(part.row_blocks for part in parts) <= 2 * shape.warps * TILES
 
 
 def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool = True) -> None:
     """x [rows, in] → out [rows, outputs of all parts]."""
-    for begin in range(0, x.shape[0], TOKENS[-1]):
-        here = slice(begin, begin + TOKENS[-1])
+    most = max(SHAPES)
+    for begin in range(0, x.shape[0], most):
+        here = slice(begin, begin + most)
         _multiply(parts, x[here], out[here], ends.of(here), arrived, pdl)
 
 
 def _multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, arrived: Tensor, pdl: bool) -> None:
     layout, rows, device = parts[0], x.shape[0], x.device
-    tokens = next(tokens for tokens in TOKENS if tokens >= rows)
-    stored = layout.affine.numel()
-    stages, fp16 = -(-stored // 128), int(layout.dtype == torch.float16)
+    shape = choose(layout, rows, device)
+    assert shape is not None
+    stored, count = layout.affine.numel(), gpu.properties(device).multi_processor_count
+    stages, common = -(-stored // (32 * shape.steps)), {"FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps}
+    part_bytes = stages * shape.steps * shape.tokens * 64
     sources = [part.source for part in parts]
     packs = 1 if all(source is None for source in sources) else len(parts)
-    packed = buffer("vptq packed", packs * stages * tokens * 256, device)
-    pack = jit.load("vptq_pack.cu", defines={"FP16": fp16, "WARPS": PACK_WARPS, **ends.defines}).kernel("vptq_pack")
-    count = gpu.properties(device).multi_processor_count
+    packed = buffer("vptq packed", packs * part_bytes, device)
+    pack = jit.load("vptq_pack.cu", defines=common | ends.defines | {"WARPS": PACK_WARPS}).kernel("vptq_pack")
     slices = max(1, min(-(-stored // (256 * PACK_WARPS)), 2 * count // (rows * packs)))
     pack.launch((rows * slices, packs), 32 * PACK_WARPS, (x, ends.norm, *(*sources, None, None)[:3], packed, float(ends.epsilon),
-                                                          layout.in_features, stored, tokens // 8, slices), pdl=pdl)
-    found = _room(layout, tokens, device)
-    assert found is not None
-    copies, ring, shared = found
-    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)
-    ctas = share_out([-(-part.row_blocks // TILE) * units for part in parts], count)
-    defines = layout.form.defines() | {"PIECES": 1, "COPIES": copies, "WARPS": WARPS, "FP16": fp16, "TOKENS": tokens,
-                                       "STAGES": ring, "DENSE": int(layout.dense_steps > 0)}
-    partials = buffer("vptq partials", count * 2 * tokens * WARPS * 64, device)
-    args = (*part_arguments(parts, ctas, paired=True), packed, ends.bias, ends.residual, out, partials, arrived, rows,
-            sum(part.out_features for part in parts), layout.chunks, layout.dense_steps,
-            stages * tokens * 256 if packs > 1 else 0)
-    kernel = jit.load("vptq_rows.cu", defines=defines).kernel("vptq_rows")
-    kernel.launch(sum(ctas), 32 * (WARPS + 4), args, shared=shared, pdl=pdl)
+                                                          layout.in_features, stored, shape.tokens // 8, slices), pdl=pdl)
+    tile, units = 2 * shape.warps, layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)
+    ctas = share_out([-(-part.row_blocks // tile) * units for part in parts], count)
+    kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
+        "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
+        "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
+    partials = buffer("vptq partials", count * 2 * shape.tokens * shape.warps * 64, device)
+    args = (*part_arguments(parts, ctas, paired=True), packed, ends.bias, ends.residual, out, partials,
+            arrived[COUNTERS[shape.warps]], rows, sum(part.out_features for part in parts), layout.chunks, layout.dense_steps,
+            part_bytes if packs > 1 else 0)
+    kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)

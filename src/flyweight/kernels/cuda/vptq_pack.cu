@@ -1,14 +1,14 @@
 // x [rows, in] → the order in which vptq_rows.cu's matrix units read it: the norm applied (NORM), or silu(gate) · up of a row that
 // has both (GATED), and the columns in their stored order.
 //
-// packed: [part][stage of 128 columns][8 rows][16 pieces of 8 columns][row][16 bytes]. Piece 4 p + q of a stage, p = 0 … 3, has of
-// 64 columns the even (p even) or odd ones of 16 neighbours: 2 j and 2 j + 8 side by side, for j = 0 … 3; those of q = 0, 1, 2, 3
-// begin at column 0, 32, 16, 48: how a step of vptq.cu numbers its lanes. Rows that do not exist may hold anything.
+// packed: [part][stage][8 rows][4 · STAGE_STEPS pieces of 8 columns][row][16 bytes]. Pieces 4 p … 4 p + 3 are step p: of 64 columns
+// the even (p even) or odd ones. Piece q of them has those of 16 neighbours from column 0, 32, 16, 48 on, 2 j and 2 j + 8 side by
+// side, for j = 0 … 3: how a step of vptq.cu numbers its lanes. Rows that do not exist may hold anything.
 //
 // Work split: a row, for each part where the parts' columns are in different order, is cut over `slices` CTAs; a thread makes one piece
 // at a time. CTAs have so few threads and registers that they fit beside one of vptq_rows.cu, which fetches its codebook meanwhile.
 //
-// defines: FP16, NORM, GATED, WARPS
+// defines: FP16, NORM, GATED, WARPS, STAGE_STEPS
 #include "common.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 64 / WARPS) vptq_pack(
     const u16* x, const u16* norm, const u16* source0, const u16* source1, const u16* source2, uint4* packed, float epsilon,
     int in_features, int stored, int groups, int slices) {
   __shared__ float squares_of[WARPS];
-  const int row = blockIdx.x / slices, slice = blockIdx.x % slices, part = blockIdx.y, stages = (stored + 127) / 128;
+  const int row = blockIdx.x / slices, slice = blockIdx.x % slices, part = blockIdx.y, stages = (stored / 32 + STAGE_STEPS - 1) / STAGE_STEPS;
   const u16* const source = part == 0 ? source0 : part == 1 ? source1 : source2;
   launch_dependents();
   wait_for_inputs();
@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 64 / WARPS) vptq_pack(
       for (int j = 0; j < 4; j++)
         v.pair[j] = pack2(low_float(v.pair[j]) * factor * low_float(weight.pair[j]), high_float(v.pair[j]) * factor * high_float(weight.pair[j]));
     }
-    const int quarter = unit / 2 % 4, step = unit / 8 * 2 + unit % 2, piece = step % 4 * 4 + (quarter >> 1 | (quarter & 1) << 1);
-    const size_t place = (((size_t)part * stages + step / 4) * groups + row / 8) * 16 + piece;
+    const int quarter = unit / 2 % 4, step = unit / 8 * 2 + unit % 2, piece = step % STAGE_STEPS * 4 + (quarter >> 1 | (quarter & 1) << 1);
+    const size_t place = (((size_t)part * stages + step / STAGE_STEPS) * groups + row / 8) * 4 * STAGE_STEPS + piece;
     packed[place * 8 + row % 8] = make_uint4(v.pair[0], v.pair[1], v.pair[2], v.pair[3]);
   }
 }

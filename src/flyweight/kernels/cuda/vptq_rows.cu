@@ -8,7 +8,7 @@
 //
 // `load_matrices` brings their entries as exactly that; scale and bias of a column are applied there, in 16 bits.
 //
-//      line of units          |  tile 0: span 0, 1, 2 …, outliers  |  tile 1: …        a tile is 32 row blocks, 256 outputs
+//      line of units          |  tile 0: span 0, 1, 2 …, outliers  |  tile 1: …        a tile is two row blocks for each warp
 //      CTAs, contiguous runs  |  CTA 0      |  CTA 1      |  CTA 2      | …
 //
 // A tile that several CTAs have a part of: each leaves its sums in memory and, when all are there, adds up and ends its share of them,
@@ -16,14 +16,18 @@
 //
 // Limit: shared memory. 32 items take 10.4 cycles (random entries), 4 for residuals, 2 to come in order, TOKENS / 16 for x.
 //
-// defines: those of vptq_tables.cuh (PIECES 1, WARPS 16), TOKENS (16, 32, 64), STAGES, DENSE (there are outliers)
+// With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
+//
+// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 256), STAGES, STAGE_STEPS (of 32 columns), DENSE (there are outliers)
 #include "vptq_tables.cuh"
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
-constexpr int STAGE_STEPS = 4, SPAN_STAGES = SPAN / STAGE_STEPS;
+constexpr int SPAN_STAGES = SPAN / STAGE_STEPS;
 constexpr int X_STAGE = TOKENS * 64 * STAGE_STEPS, AFFINE_STAGE = 128 * STAGE_STEPS, STAGE_BYTES = X_STAGE + AFFINE_STAGE;
 constexpr int ITEMS_BYTES = WARPS * 2 * SPAN * 128;
 constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
+constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
+constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (65536 / ALL_THREADS / 8 * 8 * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
 static_assert(PIECES == 1 && SPAN % STAGE_STEPS == 0, "vectors of 8, whole stages");
 
 struct Line {  // of the units of a part, cut over its CTAs
@@ -48,7 +52,7 @@ struct Results {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) vptq_rows(
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) vptq_rows(
     PART(0), PART(1), PART(2), const u8* x, const u16* bias, const u16* rest, u16* y, float4* partials, int* arrived, int rows,
     int width, int chunks, int dense_steps, int part_bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -89,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) vptq_rows(
   __syncthreads();
   wait_for_inputs();
   const auto stages_of = [&](int unit) { return DENSE && unit % per_tile == spans ? (dense_steps + STAGE_STEPS - 1) / STAGE_STEPS : SPAN_STAGES; };
-  if (warp >= WARPS) {  // a warpgroup, whose registers the others take; one thread of it fetches
-    give_registers<24>();
+  if (warp >= WARPS) {
+    give_registers<GIVEN_REGISTERS>();
     if (threadIdx.x == THREADS) {
       int n = 0;
       const u8* const own_x = x + (size_t)part.index * part_bytes;
@@ -105,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) vptq_rows(
     }
     return;
   }
-  take_registers<112>();  // of 640 · 96
+  take_registers<TAKEN_REGISTERS>();
   book_ready(barrier);
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
@@ -121,20 +125,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) vptq_rows(
     float acc[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
-    u32 a[2][4][4];
+    u32 a[2][STAGE_STEPS][4];
     int before = -1;  // the slot that products in flight may still read
-    const auto multiply = [&](u32 (&words)[4][4], int half) {  // half a stage: two steps, four products
+    const auto multiply = [&](u32 (&words)[STAGE_STEPS][4], int half) {  // half a stage
       const u8* const stage = ring + slot * STAGE_BYTES;
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const uint4 affine = *(const uint4*)(stage + X_STAGE + ((half * 4 + k) * 4 + lane % 4) * 16);
+      for (int k = 0; k < STAGE_STEPS; k++) {
+        const uint4 affine = *(const uint4*)(stage + X_STAGE + ((half * STAGE_STEPS + k) * 4 + lane % 4) * 16);
         words[k][0] = fma2(words[k][0], affine.x, affine.z), words[k][1] = fma2(words[k][1], affine.x, affine.z);
         words[k][2] = fma2(words[k][2], affine.y, affine.w), words[k][3] = fma2(words[k][3], affine.y, affine.w);
       }
-      const u64 columns = matrix_descriptor(stage, 16 * 128);
+      const u64 columns = matrix_descriptor(stage, STAGE_STEPS * 512);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; k++) wgmma(acc, words[k], columns + (half * 4 + k) * (256 >> 4));
+      for (int k = 0; k < STAGE_STEPS; k++) wgmma(acc, words[k], columns + (half * STAGE_STEPS + k) * (256 >> 4));
       wgmma_commit();
       wgmma_wait<1>();  // the half before is done, and with the first one the stage before
       if (half == 0 && before >= 0 && lane == 0) barrier_arrive(&empty[before]);
@@ -158,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) vptq_rows(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
-          for (int k = 0; k < 4; k++) gather(a[half][k], v[half * 4 + k], book, residual);
+          for (int k = 0; k < STAGE_STEPS; k++) gather(a[half][k], v[half * STAGE_STEPS + k], book, residual);
           multiply(a[half], half);
         }
         next_stage();
@@ -177,13 +181,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) vptq_rows(
         barrier_wait(&full[slot], parity);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          if (i + 2 * half >= dense_steps) break;
+          if (i + half * STAGE_STEPS / 2 >= dense_steps) break;
 #pragma unroll
-          for (int s = 0; s < 2; s++) {
-            const uint4 one = stream_load(from[0] + (i + 2 * half + s) * 32), two = stream_load(from[1] + (i + 2 * half + s) * 32);
-            u32(&first)[4] = a[half][2 * s], (&other)[4] = a[half][2 * s + 1];
-            first[0] = one.x, first[1] = two.x, first[2] = one.y, first[3] = two.y;
-            other[0] = one.z, other[1] = two.z, other[2] = one.w, other[3] = two.w;
+          for (int k = 0; k < STAGE_STEPS; k++) {  // half a step
+            const int at = half * STAGE_STEPS + k;
+            const uint4 one = stream_load(from[0] + (i + at / 2) * 32), two = stream_load(from[1] + (i + at / 2) * 32);
+            a[half][k][0] = at % 2 ? one.z : one.x, a[half][k][1] = at % 2 ? two.z : two.x;
+            a[half][k][2] = at % 2 ? one.w : one.y, a[half][k][3] = at % 2 ? two.w : two.y;
           }
           multiply(a[half], half);
           wgmma_wait<0>();
