@@ -20,7 +20,7 @@ def host(monkeypatch, folder):
     """Items of a lane in any order within their window, and any of two copies, as a GPU would put them."""
     torch.manual_seed(0)
     host_cuda.pretend(monkeypatch, folder)
-    caches = (gemv.processors, vptq.processors, vptq.shared_limit)
+    caches = (gemv.processors, vptq.processors, vptq.shared_limit, vptq_decode._kernel)
     for cache in caches:
         cache.cache_clear()
 

@@ -24,7 +24,8 @@ from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 from flyweight.tensors import VectorQuant
 
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
-GATHERED_ROWS = 16  # most rows of vptq.cu, 8 at a time, where there are no warpgroup products
+FEW_ROWS = 8  # of vptq.cu at once
+GATHERED_ROWS = 16  # most rows of vptq.cu, where there are no warpgroup products
 MILLION = 1 << 20
 
 # Borders in lookups (weights / vector length), from the measurements on one H200.
@@ -97,7 +98,7 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
         shared = books + 2 * rows * (layout.dense_begin + 32 * layout.dense_steps)
         grid = max(1, min(count // layout.slices, layout.row_blocks)) * layout.slices
         return Plan(launch, rows, (grid,), shared) if shared + static <= limit else None
-    blocks = [part.row_blocks for part in parts]
+    blocks = tuple(part.row_blocks for part in parts)
     ctas = share_out(blocks, count // launch.share)
     here, align = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True)), max(1, form.window // CHUNK)
     for several in (False, True):  # phases: then the sums of the row blocks need room of their own
@@ -145,17 +146,18 @@ class Vptq:
         rows, ends = x.shape[0], Ends(norm, epsilon, gated, self.bias, residual)
         if out is None:
             out = torch.empty(rows, self.out_features, dtype=self.layout.dtype, device=x.device)
-        if 1 < rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
+        if FEW_ROWS < rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
             vptq_rows.multiply(self.parts, x, out, ends, arrived=self.arrived, pdl=pdl)
         elif rows <= GATHERED_ROWS and not self.layout.sliced:
-            for begin in range(0, rows, 8):
-                self._gather(x[begin : begin + 8], out[begin : begin + 8], ends.of(slice(begin, begin + 8)), launch, pdl)
+            self._gather(x, out, ends, launch, pdl)
         else:
             self._plainly(x, out, ends, launch, pdl)
         return out
 
     def _gather(self, x: Tensor, out: Tensor, ends: Ends, launch: Launch | None, pdl: bool) -> None:
-        step = 1 << (x.shape[0] - 1).bit_length()
+        step = 1 << (min(x.shape[0], FEW_ROWS) - 1).bit_length()
+        if step == 4 and not self.layout.sliced:
+            step = FEW_ROWS  # which brings x in a better order
         while (chosen := self.choose(step, x.device, launch, plain=not ends.some)) is None:
             if step == 1:
                 raise ValueError(f"{self.layout.in_features} inputs do not fit into the shared memory of {x.device}")
@@ -175,8 +177,7 @@ class Vptq:
         if x.shape[0] > GATHERED_ROWS:
             vptq_decode.multiply(self.parts, x, product)
         else:
-            for begin in range(0, x.shape[0], 8):
-                self._gather(x[begin : begin + 8], product[begin : begin + 8], Ends(), launch, pdl)
+            self._gather(x, product, Ends(), launch, pdl)
         if ends.bias is not None:
             product += ends.bias
         if after is not None:

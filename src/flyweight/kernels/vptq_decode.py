@@ -5,6 +5,7 @@ Host side of cuda/vptq_decode.cu; vectors that are not of 8, and codebooks in sl
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.cuda_linear import scratch
-from flyweight.kernels.vptq_layout import CHUNK, Layout
+from flyweight.kernels.vptq_layout import CHUNK, ItemFormat, Layout
 from flyweight.kernels.vptq_parts import Parts, part_arguments, share_out
 
 WARPS = 16
@@ -41,15 +42,20 @@ def dequantize(parts: Parts) -> Tensor:
             _piece_by_piece(part, rows)
         return weight
     spans = layout.chunks * CHUNK // max(layout.form.window, CHUNK)
-    count = gpu.properties(weight.device).multi_processor_count
-    ctas = share_out([part.row_blocks * spans for part in parts], count)
-    residual = COPIES << layout.form.residual if layout.form.residual else 0
-    shared = 16 * ((1 << layout.form.main) + residual) + WARPS * max(layout.form.window, CHUNK) * 128
-    defines = layout.form.defines() | {"PIECES": 1, "COPIES": COPIES, "WARPS": WARPS, "FP16": int(layout.dtype == torch.float16)}
-    kernel = jit.load("vptq_decode.cu", defines=defines).kernel("vptq_decode")
+    ctas = share_out(tuple(part.row_blocks * spans for part in parts), gpu.properties(weight.device).multi_processor_count)
+    kernel, shared = _kernel(layout.form, layout.dtype == torch.float16)
     args = (*part_arguments(parts, ctas), weight, stored, layout.chunks, layout.dense_steps)
     kernel.launch(sum(ctas), 32 * WARPS, args, shared=shared, pdl=True)
     return weight
+
+
+@functools.cache
+def _kernel(form: ItemFormat, fp16: bool) -> tuple[jit.Kernel, int]:
+    """With its bytes of shared memory. Kept: prefill launches it from Python, and should not wait for that."""
+    residual = COPIES << form.residual if form.residual else 0
+    shared = 16 * ((1 << form.main) + residual) + WARPS * max(form.window, CHUNK) * 128
+    defines = form.defines() | {"PIECES": 1, "COPIES": COPIES, "WARPS": WARPS, "FP16": int(fp16)}
+    return jit.load("vptq_decode.cu", defines=defines).kernel("vptq_decode"), shared
 
 
 def _piece_by_piece(layout: Layout, weight: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,8 @@ class Ends:
         return {"NORM": int(self.norm is not None), "GATED": int(self.gated)}
 
 
-def share_out(work: Sequence[int], count: int) -> tuple[int, ...]:
+@functools.cache
+def share_out(work: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Thread blocks of each part: at least one, at most one for a unit of its work, such that the busiest has least to do."""
     ctas = [1] * len(work)
     for _ in range(count - len(work)):

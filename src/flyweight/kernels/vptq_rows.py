@@ -91,7 +91,7 @@ def _multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, arrived: Tensor,
     pack.launch((rows * slices, packs), 32 * PACK_WARPS, (x, ends.norm, *(*sources, None, None)[:3], packed, float(ends.epsilon),
                                                           layout.in_features, stored, shape.tokens // 8, slices), pdl=pdl)
     tile, units = 2 * shape.warps, layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)
-    ctas = share_out([-(-part.row_blocks // tile) * units for part in parts], count)
+    ctas = share_out(tuple(-(-part.row_blocks // tile) * units for part in parts), count)
     kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
         "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
         "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")

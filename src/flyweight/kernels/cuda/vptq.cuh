@@ -68,14 +68,19 @@ DEVICE void load_span(Words& words, const char* from, int lane) {
 #pragma unroll
   for (int c = 0; c < SPAN / CHUNK; c++) load_chunk(words[c], from + c * CHUNK_BYTES, lane);
 }
+// Of the eight items that this lane looks up in a chunk the steps within their windows, four bits each.
+DEVICE u32 places_of(const u32 (&v)[CHUNK], int lane) {
+  u32 places = 0;
+#pragma unroll
+  for (int s = 0; s < CHUNK; s++) places |= position(v[s]) << 4 * s;
+  return __shfl_sync(~0u, places, column_lane(lane));
+}
 DEVICE void unfold(u32* to, const Words& words, int turn, int lane) {
 #pragma unroll
   for (int c = 0; c < SPAN / CHUNK; c++) {
-    u32 v[CHUNK], places = 0;
+    u32 v[CHUNK];
     all_items(v, words[c]);
-#pragma unroll
-    for (int s = 0; s < CHUNK; s++) places |= position(v[s]) << 4 * s;
-    places = __shfl_sync(~0u, places, column_lane(lane));
+    const u32 places = places_of(v, lane);
 #pragma unroll
     for (int s = 0; s < CHUNK; s++)
       to[(((c * CHUNK + s) & ~(int)(WINDOW - 1)) + (places >> 4 * s & 15)) * 32 + (lane ^ turn)] = v[s];

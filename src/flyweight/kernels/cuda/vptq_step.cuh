@@ -8,11 +8,14 @@
 #define GATED 0
 #endif
 
+// Eight rows of the staged kernel: x is the left operand, brought by `load_matrices` as entries are, so each lane needs the column of
+// the item that it looks up itself.
+constexpr bool TURNED = ROWS == 8 && KERNEL == 0;
 constexpr int SUMS = ROWS * OUTPUTS;             // partial sums of one row block
 constexpr int X_BYTES = ROWS == 1 ? 2 : 4;       // of a column in one plane: one row, or a pair of rows
 constexpr int PLANES = ROWS == 1 ? 1 : ROWS / 2;
 
-typedef float Accumulators[ROWS][PIECES][4];
+typedef float Accumulators[TURNED ? 1 : ROWS][PIECES][4];
 
 // ---- the product of one step ----
 struct Tables {
@@ -31,10 +34,22 @@ struct Tables {
     return row % 2 && even != 0x4444 ? even + odd : even;
   }
 };
-// Where this lane's x of step p lies: in bank `lane`, for one row (two columns a word) and for pairs (two rows a word).
-DEVICE u32 x_offset(u32 p, int lane) { return ROWS == 1 ? (p >> 1) * 128 + lane * 4 + (p & 1) * 2 : p * 128 + lane * 4; }
+// Where this lane's x of step p lies: in bank `lane`, for one row (two columns a word) and for pairs (two rows a word). TURNED: the
+// eight rows of its item's column, those of eight lanes in different banks.
+DEVICE u32 x_offset(u32 p, int lane) {
+  return TURNED ? p * 512 + lane * 16 : ROWS == 1 ? (p >> 1) * 128 + lane * 4 + (p & 1) * 2 : p * 128 + lane * 4;
+}
 
 DEVICE void multiply(Accumulators& acc, const u32 (&a)[PIECES][4], u32 x_at, const Tables& t) {
+  if constexpr (TURNED) {  // D [rows of x, and as many that are not used][8 outputs]
+    const uint4 x = load_matrices<true>(t.x + x_at);
+#pragma unroll
+    for (int h = 0; h < PIECES; h++) {
+      mma16<FP16>(acc[0][h], x.x, 0, x.y, 0, a[h][0], a[h][1]);
+      mma16<FP16>(acc[0][h], x.z, 0, x.w, 0, a[h][2], a[h][3]);
+    }
+    return;
+  }
   u32 x[PLANES];
 #pragma unroll
   for (int p = 0; p < PLANES; p++)
@@ -54,7 +69,13 @@ DEVICE void take(Accumulators& acc, u32 v, u32 x_at, const Tables& t) {
 }
 template <int S>
 DEVICE void take_chunk(Accumulators& acc, const u32 (&w)[WORDS], u32 first, const Tables& t, int lane) {
-  if constexpr (S < CHUNK) {
+  if constexpr (TURNED) {
+    u32 v[CHUNK];
+    all_items(v, w);
+    const u32 places = places_of(v, lane);
+#pragma unroll
+    for (int s = 0; s < CHUNK; s++) take(acc, v[s], x_offset(((first + s) & ~(WINDOW - 1)) + (places >> 4 * s & 15), lane), t);
+  } else if constexpr (S < CHUNK) {
     const u32 v = item<S>(w);
     take(acc, v, x_offset(((first + S) & ~(WINDOW - 1)) + position(v), lane), t);
     take_chunk<S + 1>(acc, w, first, t, lane);
@@ -72,8 +93,17 @@ DEVICE void take_dense(Accumulators& acc, const uint4* fragments, u32 x_at, cons
 }
 // Writes the sums of one row block and clears the accumulators; lane 4 g holds output g.
 DEVICE void flush(Accumulators& acc, float* to, int row_stride, int lane) {
+  if constexpr (TURNED) {
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
+    for (int h = 0; h < PIECES; h++) {
+      float (&d)[4] = acc[0][h];
+      *(float2*)(to + lane / 4 * row_stride + h * 8 + lane % 4 * 2) = make_float2(d[0], d[1]);
+      d[0] = d[1] = 0;
+    }
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < (TURNED ? 0 : ROWS); r++)
 #pragma unroll
     for (int h = 0; h < PIECES; h++) {
       float (&d)[4] = acc[r][h];
@@ -128,6 +158,28 @@ DEVICE float scaled(const Loaded& l, const Eight& e, int j, Sums& sums) {
   sums.bias += value * high_float(e.affine[j]);
   return value * low_float(e.affine[j]);
 }
+// Eight rows, by columns: four of the rows of eight columns are a thread's, which neighbouring warps share.
+DEVICE void stage_turned(Sums (&sums)[ROWS], char* to, const Inputs& in, int first, int units) {
+  const int half = threadIdx.x / 32 % 2;
+  Sums own[4] = {};
+  for (int unit = threadIdx.x / 64 * 32 + threadIdx.x % 32; unit < units; unit += THREADS / 2) {
+    const Eight e = load_eight(in, first + 8 * unit);
+    wait_for_inputs();
+    Loaded l[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) l[r] = load_x(in, e, 4 * half + r, first + 8 * unit);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float v[4] = {scaled(l[0], e, j, own[0]), scaled(l[1], e, j, own[1]), scaled(l[2], e, j, own[2]), scaled(l[3], e, j, own[3])};
+      const int place = (unit / 8 * 2 + j % 2) * 512 + address_lane(unit % 8 * 4 + j / 2) * 16 + half * 8;
+      *(uint2*)(to + place) = make_uint2(pack2(v[0], v[1]), pack2(v[2], v[3]));
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    if (r / 4 == half) sums[r].bias += own[r % 4].bias, sums[r].squares += own[r % 4].squares;
+  wait_for_inputs();  // every thread must, also one without a column
+}
 // Stages stored columns [first, first + count), both whole eights, times their scale and the norm's weights; its factor comes last.
 // LINED: pairs of rows lie as x_offset wants them, else one column after the other. Waits for the kernel before once the first
 // scales are on their way.
@@ -136,6 +188,10 @@ DEVICE void stage_x(Sums (&sums)[ROWS], char* to, int plane, const Inputs& in, i
   // eights of a thread on their way, as registers allow
   constexpr int BATCH = THREADS * RESIDENT > 512 || ROWS == 8 ? 1 : ROWS > 1 || NORM ? 2 : 3;
   const int units = count / 8;
+  if constexpr (TURNED) {
+    stage_turned(sums, to, in, first, units);
+    return;
+  }
   for (int begin = threadIdx.x; begin < units; begin += BATCH * THREADS) {
     Eight eights[BATCH];
 #pragma unroll
