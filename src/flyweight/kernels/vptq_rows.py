@@ -18,8 +18,9 @@ from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 MOST = 256  # rows, at most 256 at a time: more are faster written out
 TILES = 1024  # of a part
 PACK_WARPS = 4
+BESIDE = 1408  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
 # Rows of a launch → warps that multiply, and steps of 32 columns in a stage of x.
-SHAPES = {16: (16, 4), 32: (16, 4), 64: (16, 4), 128: (12, 2), 256: (8, 1)}
+SHAPES = {16: (16, 4), 32: (16, 4), 64: (16, 2), 128: (12, 1), 256: (8, 1)}
 COUNTERS = {16: 0, 12: 1, 8: 2}  # by warps: who shares a tile depends on its size, and counters go on from launch to launch
 
 
@@ -42,7 +43,7 @@ def shape_for(main: int, residual: int, span: int, tokens: int, limit: int) -> S
     for copies in (8, 4, 2):
         fixed = 16 * ((1 << main) + (copies << residual if residual else 0)) + warps * 2 * span * 128
         stage = steps * (64 * tokens + 128)
-        stages = min(8, (limit - fixed - 192) // (stage + 16))
+        stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
             return Shape(tokens, warps, steps, stages, copies, fixed + stages * (stage + 16) + 16)
     return None

@@ -23,12 +23,14 @@
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
 constexpr int SPAN_STAGES = SPAN / STAGE_STEPS;
+constexpr int HALVES_OF_STAGE = STAGE_STEPS == 4 ? 2 : 1, GROUP = 2 * STAGE_STEPS / HALVES_OF_STAGE;  // products that are in flight together
+constexpr int TURNS = 2 / HALVES_OF_STAGE;       // stages between which registers change: they have to be known to the compiler
 constexpr int X_STAGE = TOKENS * 64 * STAGE_STEPS, AFFINE_STAGE = 128 * STAGE_STEPS, STAGE_BYTES = X_STAGE + AFFINE_STAGE;
 constexpr int ITEMS_BYTES = WARPS * 2 * SPAN * 128;
 constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
 constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
 constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (65536 / ALL_THREADS / 8 * 8 * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
-static_assert(PIECES == 1 && SPAN % STAGE_STEPS == 0, "vectors of 8, whole stages");
+static_assert(PIECES == 1 && SPAN_STAGES % TURNS == 0 && SPAN % STAGE_STEPS == 0, "vectors of 8, whole stages");
 
 struct Line {  // of the units of a part, cut over its CTAs
   int per_tile, total, ctas;
@@ -125,22 +127,22 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) vptq_rows(
     float acc[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
-    u32 a[2][STAGE_STEPS][4];
+    u32 a[2][GROUP][4];
     int before = -1;  // the slot that products in flight may still read
-    const auto multiply = [&](u32 (&words)[STAGE_STEPS][4], int half) {  // half a stage
+    const auto multiply = [&](u32 (&words)[GROUP][4], int half) {
       const u8* const stage = ring + slot * STAGE_BYTES;
 #pragma unroll
-      for (int k = 0; k < STAGE_STEPS; k++) {
-        const uint4 affine = *(const uint4*)(stage + X_STAGE + ((half * STAGE_STEPS + k) * 4 + lane % 4) * 16);
+      for (int k = 0; k < GROUP; k++) {
+        const uint4 affine = *(const uint4*)(stage + X_STAGE + ((half * GROUP + k) * 4 + lane % 4) * 16);
         words[k][0] = fma2(words[k][0], affine.x, affine.z), words[k][1] = fma2(words[k][1], affine.x, affine.z);
         words[k][2] = fma2(words[k][2], affine.y, affine.w), words[k][3] = fma2(words[k][3], affine.y, affine.w);
       }
       const u64 columns = matrix_descriptor(stage, STAGE_STEPS * 512);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < STAGE_STEPS; k++) wgmma(acc, words[k], columns + (half * STAGE_STEPS + k) * (256 >> 4));
+      for (int k = 0; k < GROUP; k++) wgmma(acc, words[k], columns + (half * GROUP + k) * (256 >> 4));
       wgmma_commit();
-      wgmma_wait<1>();  // the half before is done, and with the first one the stage before
+      wgmma_wait<1>();  // the group before is done, and with the first one the stage before
       if (half == 0 && before >= 0 && lane == 0) barrier_arrive(&empty[before]);
     };
     const auto next_stage = [&] {
@@ -154,18 +156,21 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) vptq_rows(
       __syncwarp();
       load_unit(unit + 1);
 #pragma unroll 1
-      for (int i = 0; i < SPAN_STAGES; i++) {
-        u32 v[2 * STAGE_STEPS];
+      for (int i = 0; i < SPAN_STAGES; i += TURNS) {
 #pragma unroll
-        for (int j = 0; j < 2 * STAGE_STEPS; j++) v[j] = own_items[(i * STAGE_STEPS + j / 2) * 32 + 16 * (j % 2 ^ second)];
-        barrier_wait(&full[slot], parity);
+        for (int turn = 0; turn < TURNS; turn++) {
+          u32 v[2 * STAGE_STEPS];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+          for (int j = 0; j < 2 * STAGE_STEPS; j++) v[j] = own_items[((i + turn) * STAGE_STEPS + j / 2) * 32 + 16 * (j % 2 ^ second)];
+          barrier_wait(&full[slot], parity);
 #pragma unroll
-          for (int k = 0; k < STAGE_STEPS; k++) gather(a[half][k], v[half * STAGE_STEPS + k], book, residual);
-          multiply(a[half], half);
+          for (int half = 0; half < HALVES_OF_STAGE; half++) {
+#pragma unroll
+            for (int k = 0; k < GROUP; k++) gather(a[turn + half][k], v[half * GROUP + k], book, residual);
+            multiply(a[turn + half], half);
+          }
+          next_stage();
         }
-        next_stage();
       }
       __syncwarp();
     }
@@ -180,11 +185,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) vptq_rows(
       for (int i = 0; i < dense_steps; i += STAGE_STEPS) {
         barrier_wait(&full[slot], parity);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          if (i + half * STAGE_STEPS / 2 >= dense_steps) break;
+        for (int half = 0; half < HALVES_OF_STAGE; half++) {
+          if (i + half * GROUP / 2 >= dense_steps) break;
 #pragma unroll
-          for (int k = 0; k < STAGE_STEPS; k++) {  // half a step
-            const int at = half * STAGE_STEPS + k;
+          for (int k = 0; k < GROUP; k++) {  // half a step
+            const int at = half * GROUP + k;
             const uint4 one = stream_load(from[0] + (i + at / 2) * 32), two = stream_load(from[1] + (i + at / 2) * 32);
             a[half][k][0] = at % 2 ? one.z : one.x, a[half][k][1] = at % 2 ? two.z : two.x;
             a[half][k][2] = at % 2 ? one.w : one.y, a[half][k][3] = at % 2 ? two.w : two.y;
