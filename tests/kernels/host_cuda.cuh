@@ -181,6 +181,9 @@ DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
 DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
 DEVICE u32 add2(u32 a, u32 b) { return pack2(low_float(a) + low_float(b), high_float(a) + high_float(b)); }
 DEVICE u32 mul2(u32 a, u32 b) { return pack2(low_float(a) * low_float(b), high_float(a) * high_float(b)); }
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+  return pack2(fmaf(low_float(a), low_float(b), low_float(c)), fmaf(high_float(a), high_float(b), high_float(c)));
+}
 DEVICE u16 to_bits(float f) { return bits16<FP16>(f); }
 DEVICE u32 to_int8(float f) { return (u32)(int)fminf(fmaxf(rintf(f), -128.f), 127.f); }
 DEVICE float quotient(float a, float b, float inverse) {
@@ -323,6 +326,11 @@ template <bool SIXTEEN, int WORDS> static inline bool missing(const u32 (&words)
   for (int i = 0; i < WORDS; i++) any |= SIXTEEN ? (words[i] & 0xffff) == 0xffff || words[i] >= 0xffff0000u : words[i] == ~0u;
   return any;
 }
+DEVICE uint4 stream_load(const void* p) { return *(const uint4*)p; }
+DEVICE uint4 constant_load(const void* p) { return *(const uint4*)p; }
+DEVICE uint2 stream_load2(const void* p) { return *(const uint2*)p; }
+DEVICE u32 stream_load1(const void* p) { return *(const u32*)p; }
+template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 DEVICE int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 DEVICE u32 atomicInc(u32* p, u32 limit) {

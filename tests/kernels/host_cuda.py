@@ -73,7 +73,8 @@ def pretend(monkeypatch, folder: Path) -> None:
     """From here on kernels run on the CPU, as on a Hopper GPU with few processors."""
     monkeypatch.setattr(jit, "load", Host(folder).load)
     monkeypatch.setattr(jit, "tensor_map", tensor_map)
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, shared_memory_per_block_optin=232448,
+                                 shared_memory_per_multiprocessor=233472)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     gemv.processors.cache_clear()

@@ -141,6 +141,8 @@ DEVICE void store_in_cluster(void* place, int rank, uint4 v) {
 // ---- 8 × 8 matrices of 16-bit values; a shared address is one within `raw` ----
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - raw); }
 DEVICE void copy16(u32 to, const void* from) { if (to % 16 || (uintptr_t)from % 16) abort(); memcpy(raw + to, from, 16); }
+DEVICE u32 shared_load16(u32 address) { return *(u16*)(raw + address); }
+DEVICE u32 shared_load(u32 address) { return *(u32*)(raw + address); }
 template <bool TRANSPOSED> static inline uint4 load_matrices(u32 address) {
   const u64 own[1] = {address};
   u64 all[32];

@@ -48,7 +48,7 @@ def test_matches_the_reference(case, dtype):
     options = dict(case)
     tensor = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", dtype=dtype, **options)
     weight = vptq.prepare(tensor, dtype=dtype)
-    for rows in (1, 3, 33) if dtype == torch.bfloat16 else (1,):
+    for rows in (1, 3, 33, 130) if dtype == torch.bfloat16 else (1, 20):
         assert relative_error(weight, tensor, rows, dtype=dtype) < TOLERANCE[dtype], f"{rows} rows"
 
 
@@ -56,6 +56,28 @@ def test_matches_the_reference(case, dtype):
 def test_rows(rows):
     tensor = VectorQuant.random((4096, 4096), seed=rows, device="cuda")
     assert relative_error(vptq.prepare(tensor, dtype=torch.bfloat16), tensor, rows) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 128, 150])
+def test_joined_weights_with_norm_and_residual(rows):
+    tensors = [VectorQuant.random((outputs, 1536), seed, device="cuda") for seed, outputs in enumerate((1536, 264, 40))]
+    weight = vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16) for tensor in tensors])
+    x, residual = torch.randn(rows, 1536, device="cuda").bfloat16(), torch.randn(rows, 1840, device="cuda").bfloat16()
+    norm = (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    expected = torch.cat([tensor.matmul_reference(normed) for tensor in tensors], -1) + residual.double()
+    for _ in range(3):
+        out = weight.fused(x, torch.full_like(residual, math.nan), norm=norm, residual=residual)
+        assert (out.double() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 20, 150])
+def test_gate_and_up_are_multiplied_on_the_way_in(rows):
+    tensor = VectorQuant.random((1000, 1536), device="cuda")
+    gate, up = torch.randn(2, rows, 1536, device="cuda").bfloat16()
+    expected = tensor.matmul_reference(torch.nn.functional.silu(gate.double()) * up.double())
+    out = vptq.prepare(tensor, dtype=torch.bfloat16).fused(torch.cat([gate, up], -1), gated=True)
+    assert (out.double() - expected).norm() / expected.norm() < 1e-2
 
 
 LAUNCHES = [Launch("staged"), Launch("staged", warps=32), Launch("staged", warps=8), Launch("staged", share=2),
@@ -93,12 +115,13 @@ def test_the_weight_is_kept_once():
     assert dispatch.prepare(tensor, dtype=torch.bfloat16).kernel == "vptq"
 
 
-@pytest.mark.parametrize("shape, main", [((1024, 1024), 8192), ((4096, 4096), 8192), ((4096, 4096), 4096), ((4096, 4096), 65536)])
-def test_replays_of_a_dependent_chain_agree_bit_for_bit(shape, main):
+@pytest.mark.parametrize("shape, main, rows", [((1024, 1024), 8192, 1), ((4096, 4096), 8192, 1), ((4096, 4096), 4096, 1),
+                                               ((4096, 4096), 65536, 1), ((4096, 4096), 8192, 16), ((1024, 1024), 8192, 64)])
+def test_replays_of_a_dependent_chain_agree_bit_for_bit(shape, main, rows):
     """y of one launch is the x of the next; with and without dependent launch, 200 poisoned replays."""
     tensor = VectorQuant.random(shape, seed=1, device="cuda", main=main)
     weight = vptq.prepare(tensor, dtype=torch.bfloat16)
-    states = torch.zeros(5, 1, shape[0], device="cuda", dtype=torch.bfloat16)
+    states = torch.zeros(5, rows, shape[0], device="cuda", dtype=torch.bfloat16)
     states[0].normal_()
     results = []
     for pdl in (False, True):

@@ -191,7 +191,7 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
     layout = lay_out(VectorQuant.random((1056, 256), main=main, residual=residual), dtype=torch.bfloat16)
     stream = layout.stream.new_empty(0).expand(132, columns // 256 + 1, 0)
     grown = dataclasses.replace(layout, stream=stream, in_features=columns)
-    plan = next(p for launch in vptq.candidates(grown, rows) if (p := vptq.plan(grown, launch, rows, **H200)))
+    plan = next(p for launch in vptq.candidates((grown,), rows) if (p := vptq.plan((grown,), launch, rows, **H200)))
     if plan.launch.kernel == "staged":
         assert plan.shared <= 232448
         assert plan.x_columns >= 256 * min(plan.phase, grown.chunks)
@@ -202,9 +202,13 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
 @pytest.mark.parametrize("file, defines", [
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16)), ("vptq.cu", dict(KERNEL=0, ROWS=8, WARPS=16)),
     ("vptq.cu", dict(KERNEL=1, ROWS=1, WARPS=8)), ("vptq.cu", dict(KERNEL=2, ROWS=2, WARPS=32, POS_BITS=11, ITEM_BYTES=4)),
+    ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=1)),
+    ("vptq_decode.cu", dict(WARPS=16)), ("vptq_pack.cu", dict(WARPS=4, NORM=1, GATED=0, STAGE_STEPS=4)),
+    ("vptq_rows.cu", dict(WARPS=16, TOKENS=64, STAGES=2, STAGE_STEPS=4, DENSE=1)),
+    ("vptq_rows.cu", dict(WARPS=8, TOKENS=256, STAGES=3, STAGE_STEPS=1, DENSE=0)),
     ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])
 def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    common = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, HALVES=1, COPIES=8, FP16=0, RESIDENT=1)
+    common = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, PIECES=1, COPIES=8, FP16=0, RESIDENT=1)
     assert jit.compile_cubin(file, common | defines, arch)

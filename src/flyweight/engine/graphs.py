@@ -3,11 +3,12 @@
 A step is four kernels a layer (qkv with its norm before, and rope, KV write and attention behind it; o with the residual;
 gate/up with its norm and silu·mul; down with the residual), the head with its norm, and the choice of the next token. In a
 layer with experts the last two are those of the shared expert, and more: routing, the experts' two linears, the sum.
-Where qkv and attention do not fit into one kernel they are two, and `Step.apart` says why. All that a step reads and writes
-lives in fixed buffers (`Rows`, and the activations here); lengths and block tables are read on the device, so it serves any
-context. Launches overlap (programmatic dependent launch): each kernel fetches its first weights while the one before it
-ends. A graph is captured when it is first needed, or by `warm_up`, largest first, so that the small ones live in the memory
-of the large ones.
+Where qkv and attention do not fit into one kernel they are two, and `Step.apart` says why. VPTQ's silu·mul is a part of
+down: gate and up have codebooks of their own, so no thread block has both. All that a step reads and writes lives in fixed
+buffers (`Rows`, and the activations here); lengths and block tables are read on the device, so it serves any context.
+Launches overlap (programmatic dependent launch): each kernel fetches its first weights while the one before it ends. A graph
+is captured when it is first needed, or by `warm_up`, largest first, so that the small ones live in the memory of the large
+ones.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flyweight.kernels.gemv import processors
 from flyweight.kernels.qkv_attention import mailbox_cycle, qkv_attention
 from flyweight.kernels.qkv_attention import why_not as why_apart
 from flyweight.kernels.token import Choice, embed
+from flyweight.kernels.vptq import Vptq
 from flyweight.models.decoder import Block, Decoder
 from flyweight.models.layers import Linear, RMSNorm
 
@@ -52,6 +54,11 @@ def head_shape(decoder: Decoder, block: Block, page: int) -> HeadShape:
                      block.qk_norm is not None, block.window)
 
 
+def multiplies_late(block: Block) -> bool:
+    """Whether silu(gate) · up is left to down."""
+    return block.experts is None and isinstance(block.gate_up.single, Vptq) and isinstance(block.down.single, Vptq)
+
+
 class Activations:
     """What flows from kernel to kernel; every size uses the first rows of the same buffers."""
 
@@ -65,6 +72,7 @@ class Activations:
         self.qkv = buffer((config.heads + 2 * config.kv_heads) * config.head_dim)
         self.attended = buffer(config.heads * config.head_dim)
         self.gated = buffer(config.intermediate_size)
+        self.gate_up = buffer(2 * config.intermediate_size if any(map(multiplies_late, decoder.blocks)) else 0)
         self.logits = buffer(config.vocab_size)
 
     @property
@@ -89,9 +97,9 @@ class Step:
                       for block in decoder.blocks]
         self.tokens, self.lengths, self.tables = rows.tokens[:size], rows.lengths[:size], rows.tables[:size]
         self.choice = Choice(size, device)
-        self.hidden, self.qkv, self.attended, self.gated, self.logits = (
+        self.hidden, self.qkv, self.attended, self.gated, self.gate_up, self.logits = (
             tensor[:size] for tensor in (activations.hidden, activations.qkv, activations.attended, activations.gated,
-                                         activations.logits))
+                                         activations.gate_up, activations.logits))
 
     def _why_apart(self) -> str | None:
         if len(self.decoder.blocks) < 2:
@@ -119,6 +127,10 @@ class Step:
             self.project(block.o, self._attention(block, i), hidden, residual=hidden)
             if block.experts is not None:
                 block.experts.fused(hidden, hidden, norm=block.post_norm.weight, epsilon=block.epsilon, lengths=self.lengths)
+                continue
+            if multiplies_late(block):
+                self.project(block.gate_up, hidden, self.gate_up, norm=block.post_norm)
+                self.project(block.down, self.gate_up, hidden, residual=hidden, late=True)
                 continue
             packed = self._packed(block.down, before=block.gate_up)
             self.project(block.gate_up, hidden, self.gated, norm=block.post_norm, gated=True, to=packed)
@@ -148,13 +160,18 @@ class Step:
         return packed or self.attended
 
     def project(self, linear: Linear, x: Tensor | Packed, out: Tensor, *, norm: RMSNorm | None = None,
-                residual: Tensor | None = None, gated: bool = False, to: Packed | None = None) -> None:
-        """One kernel where the format has a fused one; else norm, product and what follows it, one by one."""
+                residual: Tensor | None = None, gated: bool = False, to: Packed | None = None, late: bool = False) -> None:
+        """One kernel where the format has a fused one; else norm, product and what follows it, one by one. `late`: x is gate
+        and up, not multiplied yet."""
         if isinstance(linear.single, CudaLinear):
             linear.single.fused(x, out, norm=norm.weight if norm else None, epsilon=norm.epsilon if norm else 1e-6,
                                 residual=residual, to=to)
             return
         assert isinstance(x, Tensor)
+        if isinstance(linear.single, Vptq) and not gated:
+            linear.single.fused(x, out, norm=norm.weight if norm else None, epsilon=norm.epsilon if norm else 1e-6, gated=late,
+                                residual=residual)
+            return
         ops = self.decoder.ops
         y = linear(ops.rms_norm(x, norm.weight, norm.epsilon) if norm else x)
         y = ops.silu_mul(y) if gated else y

@@ -55,8 +55,8 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bia
             why += choices.explain(kind) + "; what these do not take: cuBLAS"
             return Prepared(on_cuda, f"gemv.{kind}", why, tensor.shape, on_cuda.weight.nbytes, adds_bias=True)
         if isinstance(tensor, VectorQuant) and tensor.experts is None:
-            vectors = vptq.prepare(tensor, dtype=dtype)
-            return Prepared(vectors, "vptq", vectors.why, tensor.shape, vectors.nbytes)
+            vectors = vptq.prepare(tensor, dtype=dtype, bias=bias)
+            return Prepared(vectors, "vptq", vectors.why, tensor.shape, vectors.nbytes, adds_bias=isinstance(vectors, vptq.Vptq))
     if tensor.device.type == "cpu" and dtype == torch.float32 and tensor.experts is None:
         run, kernel, why, nbytes = cpu.choose(tensor, exact=exact)
         return Prepared(run, kernel, why, tensor.shape, nbytes)

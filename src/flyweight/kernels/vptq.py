@@ -1,27 +1,31 @@
-"""VPTQ weights on the GPU: which kernel of cuda/vptq.cu multiplies with one, and its launch.
+"""VPTQ weights on the GPU: which kernel multiplies with one, and its launch.
 
-`prepare` lays a weight out once (see vptq_layout.py) and keeps nothing else of it. Up to 16 rows multiply straight from
-the codebook, 8 at a time; for more the weight is decoded into a scratch matrix that torch multiplies with. A weight no
-kernel takes (very long vectors, large residual books) is decoded once: `why` says so.
+`prepare` lays a weight out once (see vptq_layout.py) and keeps nothing else of it; `join` makes one linear of several that share
+x, each of which then has some of a launch's thread blocks. One row multiplies straight from the codebook (cuda/vptq.cu), up to
+128 do so through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
+A weight no kernel takes (very long vectors, large residual books) is decoded once: `why` says so.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import jit
-from flyweight.kernels.cuda_linear import scratch
+from flyweight.kernels import jit, vptq_decode, vptq_rows
 from flyweight.kernels.vptq_layout import CHUNK, SLICE_BITS, Layout, lay_out, why_not
+from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 from flyweight.tensors import VectorQuant
 
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
-FUSED_ROWS = 16
+FEW_ROWS = 8  # of vptq.cu at once
+GATHERED_ROWS = 16  # most rows of vptq.cu, where there are no warpgroup products
 MILLION = 1 << 20
 
 # Borders in lookups (weights / vector length), from the measurements on one H200.
@@ -48,7 +52,7 @@ class Plan:
 
     launch: Launch
     rows: int
-    grid: int
+    ctas: tuple[int, ...]  # of each part
     shared: int  # bytes of dynamic shared memory
     phase: int = 0  # chunks whose x is staged at once
     x_columns: int = 0  # columns that the staged x has room for
@@ -66,33 +70,37 @@ def shared_limit(device: torch.device, resident: int) -> int:
     return min(properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor // resident - 1024)
 
 
-def candidates(layout: Layout, rows: int) -> list[Launch]:
-    """Launches for this weight, the fastest first."""
-    items = layout.row_blocks * 256 * layout.chunks
+def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
+    """Launches for this weight, the fastest first. `plain`: nothing but the product."""
+    layout = parts[0]
+    items = sum(part.row_blocks for part in parts) * 256 * layout.chunks
     if layout.sliced:
         return [Launch("sliced", warps=32 if rows <= 2 else 16, copies=copies) for copies in (8, 4, 2, 1)]
+    alone = rows == 1 and plain and len(parts) == 1
     table = [
-        (rows == 1 and layout.dense is None and items <= DIRECT_ITEMS, Launch("direct", warps=max(1, min(8, layout.chunks)))),
+        (alone and layout.dense is None and items <= DIRECT_ITEMS, Launch("direct", warps=max(1, min(8, layout.chunks)))),
         (rows == 1, Launch("staged", resident=2)),
         (rows == 1 and items <= CROWDED_ITEMS, Launch("staged", resident=2, copies=4)),
-        (items <= HALF_ITEMS, Launch("staged", share=2)),
+        (plain and items <= HALF_ITEMS, Launch("staged", share=2)),
     ]
     return [launch for fits, launch in table if fits] + [Launch("staged", copies=copies) for copies in (8, 4, 2, 1)]
 
 
-def plan(layout: Layout, launch: Launch, rows: int, *, count: int, limit: int) -> Plan | None:
+def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> Plan | None:
     """Work a launch out for `count` multiprocessors, or None where it does not fit into `limit` bytes."""
-    blocks, halves, form = layout.row_blocks, layout.halves, layout.form
+    layout = parts[0]
+    halves, form = layout.halves, layout.form
     books = 16 * halves * ((1 << form.main) + (launch.copies << form.residual if form.residual else 0))
-    static = math.ceil((16 + 4 * rows * (launch.warps + 1)) / 128) * 128  # the kernel's own variables
+    static = math.ceil((16 + 8 * rows * (launch.warps + 1)) / 128) * 128  # the kernel's own variables
     if launch.kernel == "direct":
-        return Plan(launch, rows, blocks, 512 * layout.chunks) if 512 * layout.chunks <= 16384 else None
+        return Plan(launch, rows, (layout.row_blocks,), 512 * layout.chunks) if 512 * layout.chunks <= 16384 else None
     if launch.kernel == "sliced":
         shared = books + 2 * rows * (layout.dense_begin + 32 * layout.dense_steps)
-        grid = max(1, min(count // layout.slices, blocks)) * layout.slices
-        return Plan(launch, rows, grid, shared) if shared + static <= limit else None
-    grid = max(1, min(count // launch.share, blocks))
-    here, align = math.ceil(blocks / grid), max(1, form.window // CHUNK)
+        grid = max(1, min(count // layout.slices, layout.row_blocks)) * layout.slices
+        return Plan(launch, rows, (grid,), shared) if shared + static <= limit else None
+    blocks = tuple(part.row_blocks for part in parts)
+    ctas = share_out(blocks, count // launch.share)
+    here, align = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True)), max(1, form.window // CHUNK)
     for several in (False, True):  # phases: then the sums of the row blocks need room of their own
         fixed = books + 4 * rows * 8 * halves * (launch.warps + here + here * several)
         most = ((limit - static - fixed) // (2 * rows) - 32 * layout.dense_steps) // (256 * align) * align  # chunks of x
@@ -102,58 +110,94 @@ def plan(layout: Layout, launch: Launch, rows: int, *, count: int, limit: int) -
             break
     phase = math.ceil(math.ceil(layout.chunks / math.ceil(layout.chunks / most)) / align) * align
     x_columns = 256 * min(phase, layout.chunks) + 32 * layout.dense_steps
-    return Plan(launch, rows, grid, fixed + 2 * rows * x_columns, phase, x_columns)
+    return Plan(launch, rows, ctas, fixed + 2 * rows * x_columns, phase, x_columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Vptq:
-    """A weight in the kernels' layout; call it with x [..., in]."""
+    """Weights with one input in the kernels' layout, their outputs side by side; call it with x [..., in]."""
 
-    layout: Layout
-    arrived: Tensor | None  # sliced: int32 counters, zero between launches
-    plans: dict[tuple[int, Launch | None], Plan | None] = field(default_factory=dict)
-    why: str = "up to 16 rows straight from the codebook; more are written out in 16 bits for cuBLAS"
+    parts: Parts
+    arrived: Tensor  # int32 counters of thread blocks that meet
+    bias: Tensor | None = None
+    plans: dict[Any, Any] = field(default_factory=dict)
+    why: str = "up to 128 rows straight from the codebook; more are written out in 16 bits for cuBLAS"
+
+    @property
+    def layout(self) -> Layout:
+        return self.parts[0]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
 
     @property
     def nbytes(self) -> int:
-        return self.layout.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, launch: Launch | None = None, pdl: bool = True) -> Tensor:
-        layout = self.layout
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        result = None if out is None else out.view(-1, self.out_features)
+        return self.fused(flat, result, launch=launch, pdl=pdl).view(*x.shape[:-1], -1)
+
+    def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
+              gated: bool = False, residual: Tensor | None = None, launch: Launch | None = None, pdl: bool = True) -> Tensor:
+        """x [rows, in], or gate and up of so many inputs (`gated`); the norm before, the residual after."""
+        rows, ends = x.shape[0], Ends(norm, epsilon, gated, self.bias, residual)
         if out is None:
-            out = torch.empty(*x.shape[:-1], layout.out_features, dtype=layout.dtype, device=x.device)
-        flat, result = x.reshape(-1, layout.in_features).contiguous(), out.view(-1, layout.out_features)
-        if flat.shape[0] > FUSED_ROWS:
-            torch.mm(stored_x(layout, flat), dequantize(layout).t(), out=result)
-            return out
-        for begin in range(0, flat.shape[0], 8):
-            self._multiply(flat[begin : begin + 8], result[begin : begin + 8], launch, pdl)
+            out = torch.empty(rows, self.out_features, dtype=self.layout.dtype, device=x.device)
+        if FEW_ROWS < rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
+            vptq_rows.multiply(self.parts, x, out, ends, arrived=self.arrived, pdl=pdl)
+        elif rows <= GATHERED_ROWS and not self.layout.sliced:
+            self._gather(x, out, ends, launch, pdl)
+        else:
+            self._plainly(x, out, ends, launch, pdl)
         return out
 
-    def _multiply(self, x: Tensor, out: Tensor, launch: Launch | None, pdl: bool) -> None:
-        step = 1 << (x.shape[0] - 1).bit_length()
-        while (chosen := self.choose(step, x.device, launch)) is None:
+    def _gather(self, x: Tensor, out: Tensor, ends: Ends, launch: Launch | None, pdl: bool) -> None:
+        step = 1 << (min(x.shape[0], FEW_ROWS) - 1).bit_length()
+        if step == 4 and not self.layout.sliced:
+            step = FEW_ROWS  # which brings x in a better order
+        while (chosen := self.choose(step, x.device, launch, plain=not ends.some)) is None:
             if step == 1:
                 raise ValueError(f"{self.layout.in_features} inputs do not fit into the shared memory of {x.device}")
             step //= 2
         for begin in range(0, x.shape[0], step):
-            run(self, chosen, x[begin : begin + step], out[begin : begin + step], pdl=pdl)
+            here = slice(begin, begin + step)
+            run(self, chosen, x[here], out[here], ends.of(here), pdl=pdl)
 
-    def choose(self, rows: int, device: torch.device, launch: Launch | None = None) -> Plan | None:
+    def _plainly(self, x: Tensor, out: Tensor, ends: Ends, launch: Launch | None, pdl: bool) -> None:
+        """One after the other: what comes before, the product, what comes after."""
+        from flyweight.kernels.dispatch import decoder_ops  # which imports this file
+
+        ops = decoder_ops(x.device)
+        x = ops.silu_mul(x) if ends.gated else x
+        x = x if ends.norm is None else ops.rms_norm(x, ends.norm, ends.epsilon)
+        after, product = ends.residual, torch.empty_like(out) if ends.residual is not None else out
+        if x.shape[0] > GATHERED_ROWS:
+            vptq_decode.multiply(self.parts, x, product)
+        else:
+            self._gather(x, product, Ends(), launch, pdl)
+        if ends.bias is not None:
+            product += ends.bias
+        if after is not None:
+            torch.add(product, after, out=out)
+
+    def choose(self, rows: int, device: torch.device, launch: Launch | None = None, *, plain: bool = True) -> Plan | None:
         """The first candidate that fits, or the given one."""
-        key = (rows, launch)
+        key = (rows, launch, plain)
         if key not in self.plans:
-            tried = [launch] if launch else candidates(self.layout, rows)
-            plans = (plan(self.layout, c, rows, count=processors(device), limit=shared_limit(device, c.resident)) for c in tried)
+            tried = [launch] if launch else candidates(self.parts, rows, plain=plain)
+            plans = (plan(self.parts, c, rows, count=processors(device), limit=shared_limit(device, c.resident)) for c in tried)
             self.plans[key] = next((p for p in plans if p), None)
         return self.plans[key]
 
 
-def run(weight: Vptq, chosen: Plan, x: Tensor, out: Tensor, *, pdl: bool) -> None:
+def run(weight: Vptq, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool) -> None:
     """One launch of up to `chosen.rows` rows."""
     layout, launch = weight.layout, chosen.launch
-    defines = layout.form.defines() | {
-        "KERNEL": KERNELS[launch.kernel], "HALVES": layout.halves, "COPIES": launch.copies, "ROWS": chosen.rows,
+    defines = layout.form.defines() | ends.defines | {
+        "KERNEL": KERNELS[launch.kernel], "PIECES": layout.halves, "COPIES": launch.copies, "ROWS": chosen.rows,
         "FP16": int(layout.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": launch.resident,
     }
     kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
@@ -162,42 +206,15 @@ def run(weight: Vptq, chosen: Plan, x: Tensor, out: Tensor, *, pdl: bool) -> Non
     if launch.kernel == "direct":
         args: tuple = (layout.stream, layout.book, layout.residual, *columns, *shape, layout.chunks)
     elif launch.kernel == "staged":
-        args = (layout.stream, layout.book, layout.residual, layout.dense, *columns, *shape, layout.row_blocks, layout.chunks,
-                chosen.phase, chosen.x_columns, layout.dense_steps)
+        args = (*part_arguments(weight.parts, chosen.ctas), x, ends.norm, ends.bias, ends.residual, out, float(ends.epsilon),
+                x.shape[0], layout.in_features, weight.out_features, layout.length, layout.chunks, chosen.phase, chosen.x_columns,
+                layout.dense_steps)
     else:
         workspace = torch.empty(layout.slices * chosen.rows * layout.row_blocks * 8 * layout.halves, device=x.device)
         args = (layout.stream, layout.offsets, layout.book, layout.residual, layout.dense, *columns, workspace, weight.arrived,
                 *shape, layout.row_blocks, layout.slices, layout.residual_books, layout.ranges, layout.width,
                 layout.dense_begin, layout.dense_steps)
-    kernel.launch(chosen.grid, 32 * launch.warps, args, shared=chosen.shared, pdl=pdl)
-
-
-def dequantize(layout: Layout) -> Tensor:
-    """The dense matrix [out, stored columns], scale and bias applied, in the scratch that all layers share."""
-    form, stored = layout.form, layout.affine.numel()
-    weight = scratch(layout.out_features * stored, layout.dtype, layout.stream.device).view(-1, stored)
-    defines = {"KERNEL": 2 if layout.sliced else 1, "HALVES": layout.halves, "FP16": int(layout.dtype == torch.float16)}
-    module = jit.load("vptq_layout.cu", defines=form.defines() | defines)
-    shape = (layout.out_features, stored, layout.length)
-    if layout.sliced:
-        kernel, pieces, columns = module.kernel("vptq_dequantize_sliced"), layout.ranges, max(layout.width + 2, 64)
-        args: tuple = (layout.stream, layout.offsets, layout.book, layout.residual, layout.dense, layout.affine, weight, *shape,
-                       layout.slices, layout.residual_books, layout.ranges, layout.width, layout.dense_begin, layout.dense_steps)
-    else:
-        span = max(form.window, CHUNK)
-        kernel, pieces, columns = module.kernel("vptq_dequantize"), math.ceil(layout.chunks * CHUNK / span / 4), 128 * span
-        args = (layout.stream, layout.book, layout.residual, layout.dense, layout.affine, weight, *shape, layout.chunks,
-                layout.dense_steps)
-    kernel.launch((pieces + layout.dense_steps // 2, layout.row_blocks), 128, args, shared=16 * layout.halves * columns)
-    return weight
-
-
-def stored_x(layout: Layout, x: Tensor) -> Tensor:
-    """x in the order of the stored columns; the weight is zero where there is no input."""
-    stored = layout.affine.numel()
-    if layout.source is None:
-        return torch.nn.functional.pad(x, (0, stored - x.shape[1])) if stored > x.shape[1] else x
-    return x[:, layout.source.long() & 0xFFFF]
+    kernel.launch(sum(chosen.ctas), 32 * launch.warps, args, shared=chosen.shared, pdl=pdl)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +240,8 @@ def worth_doubling(tensor: VectorQuant) -> bool:
     return small and tensor.codebook.shape[0] == 1 and tensor.indices.shape[1] * columns >= DOUBLED_ITEMS
 
 
-def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = None) -> Vptq | Decoded:
+def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = None, bias: Tensor | None = None
+            ) -> Vptq | Decoded:
     """Lay a weight out for the kernels, or decode it where none takes it."""
     if tensor.experts is not None:
         raise ValueError("a weight per expert: prepare them one by one")
@@ -231,5 +249,15 @@ def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = N
     if reason:
         return Decoded(tensor.dequantize(dtype), f"decoded once: {reason}")
     layout = lay_out(tensor, dtype=dtype, doubled=worth_doubling(tensor) if doubled is None else doubled)
-    arrived = torch.zeros(1024, dtype=torch.int32, device=tensor.device) if layout.sliced else None
-    return Vptq(layout, arrived)
+    return Vptq((layout,), vptq_rows.counters(tensor.device), bias)
+
+
+def join(weights: Sequence[Any], bias: Tensor | None = None) -> Vptq | None:
+    """One linear of several (q, k and v; gate and up), where they are alike in all but their outputs."""
+    if not all(isinstance(weight, Vptq) for weight in weights) or len(weights) > 3:
+        return None
+    parts = tuple(part for weight in weights for part in weight.parts)
+    alike = {(part.form, part.halves, part.length, part.dense_steps, part.chunks, part.residual is None) for part in parts}
+    if len(alike) > 1 or any(part.sliced for part in parts):
+        return None
+    return Vptq(parts, vptq_rows.counters(parts[0].stream.device), bias)

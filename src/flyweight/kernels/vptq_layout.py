@@ -67,6 +67,7 @@ class Layout:
     residual: Tensor | None  # [books, halves, entries, 8]
     dense: Tensor | None  # [row blocks, steps, halves, lane, 8]
     affine: Tensor  # int32 [stored columns]: scale and bias
+    pairs: Tensor | None  # staged: int32 [stages of 128 columns, 8, 4, 4]: the same in the order of vptq_rows.cu
     source: Tensor | None  # int16 (unsigned) [stored columns]: the input of a column, None where they are the same
     out_features: int
     in_features: int
@@ -78,7 +79,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.stream, self.offsets, self.book, self.residual, self.dense, self.affine, self.source)
+        parts = (self.stream, self.offsets, self.book, self.residual, self.dense, self.affine, self.pairs, self.source)
         return sum(t.nbytes for t in parts if t is not None)
 
     @property
@@ -229,6 +230,15 @@ def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype) -> tup
     return affine, None if same else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(torch.int16)
 
 
+def paired(affine: Tensor) -> Tensor:
+    """affine as a lane t of the matrix units needs it for 16 columns: scales of 2t, 2t + 1, then + 8, then biases likewise."""
+    lanes = by_steps(affine.long() & 0xFFFFFFFF)[:, torch.tensor(COLUMN_LANE, device=affine.device)]  # [steps, 32]
+    halves = pad(lanes, (0, 0, 0, -lanes.shape[0] % 4)).reshape(-1, 8, 2, 4, 2)  # [stage, half a step, eight, t, two]
+    scale, bias = halves & 0xFFFF, halves >> 16
+    both = torch.stack([part[..., 0] | part[..., 1] << 16 for part in (scale, bias)], -1)  # [stage, half, eight, t, which]
+    return signed(both.permute(0, 1, 3, 4, 2).flatten(3)).contiguous()
+
+
 def joint_indices(tensor: VectorQuant, begin: int, end: int) -> Tensor:
     """Joint indices [row blocks, columns] of row blocks begin..end: group after group."""
     joint = unpack(tensor.indices[:, begin:end], sum(tensor.index_bits), tensor.group_columns)  # [groups, blocks, columns]
@@ -286,8 +296,8 @@ def _staged(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
     first = torch.arange(tensor.outliers, tensor.in_features, device=tensor.device)
     affine, source = stored_columns(tensor, pad(first, (0, padding), value=-1), dtype)
     residual = None if tensor.residual is None else planes(tensor.residual, residual_bits, dtype)
-    return Layout(form, items, None, book, residual, dense, affine, source, tensor.out_features, tensor.in_features,
-                  tensor.length, dtype)
+    return Layout(form, items, None, book, residual, dense, affine, paired(affine), source, tensor.out_features,
+                  tensor.in_features, tensor.length, dtype)
 
 
 def _sliced(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, step: int) -> Layout:
@@ -319,5 +329,5 @@ def _sliced(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
     first = torch.arange(tensor.outliers, tensor.in_features, device=book.device)
     stored[:, :width] = pad(first, (0, ranges * width - columns), value=-1).view(ranges, width)
     affine, source = stored_columns(tensor, stored.flatten(), dtype)
-    return Layout(form, torch.cat(words), torch.cat(offsets), book, residual, dense, affine, source, tensor.out_features,
+    return Layout(form, torch.cat(words), torch.cat(offsets), book, residual, dense, affine, None, source, tensor.out_features,
                   tensor.in_features, tensor.length, dtype, slices=slices, ranges=ranges, width=width)

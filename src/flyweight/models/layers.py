@@ -1,7 +1,7 @@
 """Linear, Embedding and RMSNorm: holders of weights, without autograd.
 
 A Linear may stand for several projections with one input (q/k/v, gate/up). Neighbours that agree in scheme are one
-weight and one call; the others (VPTQ codebooks, differing g_idx, mixed bits) are run one by one.
+weight and one call, VPTQ's with their codebooks one call; the others (differing g_idx, mixed bits) are run one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.errors import CheckpointError
-from flyweight.kernels import dispatch
+from flyweight.kernels import dispatch, vptq
 from flyweight.tensors import QuantTensor, merge
 
 
@@ -57,7 +57,9 @@ class Linear:
                          for segment in merged]
         self.bias = None if alone and self.segments[0].adds_bias else bias
         self.watch: Callable[[Tensor], None] | None = None  # called with every input, for calibration
-        self.single = self.segments[0].run if len(self.segments) == 1 else None
+        self.single: Callable[..., Tensor] | None = self.segments[0].run if len(self.segments) == 1 else None
+        if self.single is None and (joined := vptq.join([segment.run for segment in self.segments], self.bias)):
+            self.single, self.bias = joined, None
 
     @classmethod
     def load(cls, weights: Weights, prefix: str, names: Sequence[str], *, sizes: Sequence[int], in_features: int, bias: bool,

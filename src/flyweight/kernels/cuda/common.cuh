@@ -48,6 +48,12 @@ DEVICE u32 mul2(u32 a, u32 b) {
   else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+  u32 r;
+  if (FP16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
 DEVICE float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -130,6 +136,38 @@ DEVICE u32 transpose8(u32 pair) {  // an 8 × 8 matrix of 16-bit values in the r
   u32 r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
   return r;
+}
+
+// ---- loads of what is read once, past L1, and by addresses in shared memory ----
+DEVICE uint4 stream_load(const void* p) {
+  uint4 q;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p));
+  return q;
+}
+DEVICE uint4 constant_load(const void* p) {  // through L1; on its way where it stands, before we wait for inputs
+  uint4 q;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p));
+  return q;
+}
+DEVICE uint2 stream_load2(const void* p) {
+  uint2 q;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(q.x), "=r"(q.y) : "l"(p));
+  return q;
+}
+DEVICE u32 stream_load1(const void* p) {
+  u32 q;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(q) : "l"(p));
+  return q;
+}
+DEVICE u32 shared_load16(u32 address) {
+  u16 q;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(q) : "r"(address));
+  return q;
+}
+DEVICE u32 shared_load(u32 address) {
+  u32 q;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(q) : "r"(address));
+  return q;
 }
 
 // ---- barriers in shared memory, and copies that complete on them ----

@@ -40,27 +40,30 @@
 
 #if KERNEL == STAGED
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
-    const char* stream, const char* book, const uint4* residual, const uint4* dense, const u32* affine, const u16* source,
-    const u16* x, u16* y, int rows, int in_features, int out_features, int length, int row_blocks, int chunks, int phase,
-    int x_columns, int dense_steps) {
-  extern __shared__ __align__(128) char shared[];
+    PART(0), PART(1), PART(2), const u16* x, const u16* norm, const u16* bias, const u16* rest, u16* y, float epsilon, int rows,
+    int in_features, int width, int length, int chunks, int phase, int x_columns, int dense_steps) {
+  extern __shared__ __align__(128) u8 raw[];
   __shared__ u64 barrier;
-  __shared__ Biases biases;
+  __shared__ Totals totals;
+  char* const shared = (char*)raw;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   launch_dependents();
-  stage_book(shared, book, &barrier);
+  stage_book(shared, part.book, &barrier);
 
-  const int block0 = (int)((long long)row_blocks * blockIdx.x / gridDim.x);
-  const int here = (int)((long long)row_blocks * (blockIdx.x + 1) / gridDim.x) - block0;
+  const int row_blocks = (part.outputs + length - 1) / length;
+  const int block0 = (int)((long long)row_blocks * part.cta / part.ctas);
+  const int here = (int)((long long)row_blocks * (part.cta + 1) / part.ctas) - block0;
   const int plane = X_BYTES * x_columns;
   char* const shared_x = shared + BOOK_BYTES + RES_BYTES;
   float* const partial = (float*)(shared_x + PLANES * plane);  // [WARPS + here][SUMS]
-  float* const sums = partial + (WARPS + here) * SUMS;         // [here][SUMS], only with several phases
+  float* const before = partial + (WARPS + here) * SUMS;       // [here][SUMS], only with several phases
   const Tables tables(shared, shared + BOOK_BYTES, shared_x, plane, lane);
-  const Inputs in = {x, affine, source, in_features, rows};
-  const Outputs out = {y, out_features, length, rows};
+  const Inputs in = {x, norm, part.affine, part.source, in_features, rows};
+  const Outputs out = {bias, rest, y, width, part.first, part.outputs, length, rows};
   Accumulators acc = {};
-  float bias[ROWS] = {};
+  Sums sums[ROWS] = {};
+  float added = 0;  // to this thread's first output: on its way while products run
 
   for (int chunk0 = 0; chunk0 < chunks; chunk0 += phase) {
     const bool first = chunk0 == 0, last = chunk0 + phase >= chunks;
@@ -68,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     // This warp's run of chunks. Two are on their way before we wait: they depend on no other kernel.
     const int total = here * each, begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
     int block = begin / each, chunk = begin % each, next_chunk = chunk;
-    const char* next = stream + ((size_t)(block0 + block) * chunks + chunk0 + chunk) * CHUNK_BYTES;
+    const char* next = part.stream + ((size_t)(block0 + block) * chunks + chunk0 + chunk) * CHUNK_BYTES;
     u32 words[2][WORDS];
     const auto fetch = [&](int slot, int at) {
       if (at >= end) return;
@@ -79,12 +82,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
     fetch(0, begin);
     fetch(1, begin + 1);
     Residual residuals;
-    if (first) residuals.load(residual);
-    stage_x<true>(bias, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_steps : 0));
+    if (first) residuals.load(part.residual);
+    stage_x<true>(sums, shared_x, plane, in, 256 * chunk0, 256 * each + (last ? 32 * dense_steps : 0));
     if (first) residuals.store(shared + BOOK_BYTES);
-    if (last) biases.collect(bias);
+    if (last) totals.collect(sums);
     __syncthreads();
-    if (last) biases.total();
+    if (last) totals.total(in_features, epsilon);
+    if (last && threadIdx.x % 4 == 0 && threadIdx.x < 4 * here * SUMS)
+      added = out.added(out.place(block0 + threadIdx.x / (4 * SUMS), threadIdx.x / 4 % SUMS));
     book_ready(&barrier);
 
     for (int at = begin; at < end; at += 2) {
@@ -96,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
         const bool finished = ++chunk == each;
         if (finished && last)
           for (int s = 0; s < dense_steps; s++)
-            take_dense(acc, dense + ((size_t)(block0 + block) * dense_steps + s) * HALVES * 32, x_offset(CHUNK * each + s, lane), tables, lane);
+            take_dense(acc, part.dense + ((size_t)(block0 + block) * dense_steps + s) * PIECES * 32, x_offset(CHUNK * each + s, lane), tables, lane);
         if (finished || at + slot == end - 1) flush(acc, partial + (warp + block) * SUMS, OUTPUTS, lane);
         if (finished) chunk = 0, block++;
       }
@@ -112,48 +117,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_staged(
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (i % 4) continue;
-      if (!first) sum += sums[i / 4];
-      if (last) out.store(block0 + b, inner, sum + biases.sum[inner / OUTPUTS]);
-      else sums[i / 4] = sum;
+      if (!first) sum += before[i / 4];
+      if (!last) {
+        before[i / 4] = sum;
+        continue;
+      }
+      const int at = out.place(block0 + b, inner);
+      if (at >= 0) y[at] = to_bits(totals.finish(sum, inner / OUTPUTS) + (i == threadIdx.x ? added : out.added(at)));
     }
   }
 }
 #elif KERNEL == DIRECT
 // One row block per CTA, one row of x; no codebook in shared memory. Outlier columns are left to the staged kernel.
-DEVICE uint4 gather_global(const uint4* p) {  // volatile: it must be on its way before we wait for inputs
-  uint4 q;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p));
-  return q;
-}
 extern "C" __global__ void __launch_bounds__(THREADS) vptq_direct(
     const char* stream, const uint4* book, const uint4* residual, const u32* affine, const u16* source, const u16* x, u16* y,
     int rows, int in_features, int out_features, int length, int chunks) {
-  extern __shared__ __align__(128) char shared_x[];
-  __shared__ uint4 shared_residual[RES_BITS ? HALVES << RES_BITS : 1];
+  extern __shared__ __align__(128) u8 raw[];
+  char* const shared_x = (char*)raw;
+  __shared__ uint4 shared_residual[RES_BITS ? PIECES << RES_BITS : 1];
   __shared__ float partial[WARPS][OUTPUTS];
-  __shared__ Biases biases;
+  __shared__ Totals totals;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   launch_dependents();
   u32 words[WORDS], v[CHUNK];
-  uint4 entry[CHUNK][HALVES];
+  uint4 entry[CHUNK][PIECES];
   const char* from = stream + (size_t)blockIdx.x * chunks * CHUNK_BYTES;
   const auto lookup = [&](int chunk) {  // the entries of this chunk and the words of the next
     all_items(v, words);
 #pragma unroll
     for (int s = 0; s < CHUNK; s++)
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) entry[s][h] = gather_global(book + h * ENTRIES + main_index(v[s]));
+      for (int h = 0; h < PIECES; h++) entry[s][h] = constant_load(book + h * ENTRIES + main_index(v[s]));
     if (chunk + WARPS < chunks) load_chunk(words, from + (chunk + WARPS) * CHUNK_BYTES, lane);
   };
   if (warp < chunks) load_chunk(words, from + warp * CHUNK_BYTES, lane);
   if constexpr (RES_BITS > 0)
-    for (int i = threadIdx.x; i < HALVES << RES_BITS; i += THREADS) shared_residual[i] = residual[i];
+    for (int i = threadIdx.x; i < PIECES << RES_BITS; i += THREADS) shared_residual[i] = residual[i];
   if (warp < chunks) lookup(warp);
-  float bias[1] = {};
-  stage_x<false>(bias, shared_x, 0, {x, affine, source, in_features, rows}, 0, 256 * chunks);
-  biases.collect(bias);
+  Sums sums[1] = {};
+  stage_x<false>(sums, shared_x, 0, {x, nullptr, affine, source, in_features, rows}, 0, 256 * chunks);
+  totals.collect(sums);
   __syncthreads();
-  biases.total();
+  totals.total(in_features, 0.f);
 
   float acc[OUTPUTS] = {};
   for (int chunk = warp; chunk < chunks; chunk += WARPS) {
@@ -162,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_direct(
     for (int s = 0; s < CHUNK; s++) {
       const float value = to_float(*(const u16*)(shared_x + 2 * gathered_column(v[s], CHUNK * chunk + s, lane)));
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) {
+      for (int h = 0; h < PIECES; h++) {
         uint4 q = entry[s][h];
         if constexpr (RES_BITS > 0) q = add8(q, shared_residual[(h << RES_BITS) + residual_index(v[s])]);
         const u32 pair[4] = {q.x, q.y, q.z, q.w};
@@ -178,11 +183,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) vptq_direct(
   }
   __syncthreads();
   if (threadIdx.x < OUTPUTS) {
-    float sum = biases.sum[0];
+    float sum = totals.bias[0];
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += partial[w][threadIdx.x];
-    const Outputs out = {y, out_features, length, rows};
-    out.store(blockIdx.x, threadIdx.x, sum);
+    const Outputs out = {nullptr, nullptr, y, out_features, 0, out_features, length, rows};
+    const int at = out.place(blockIdx.x, threadIdx.x);
+    if (at >= 0) y[at] = to_bits(sum);
   }
 }
 #elif KERNEL == SLICED
@@ -193,26 +199,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
     const u32* stream, const int* offsets, const char* book, const uint4* residual, const uint4* dense, const u32* affine,
     const u16* source, const u16* x, u16* y, float* workspace, int* arrived, int rows, int in_features, int out_features, int length,
     int row_blocks, int slices, int residual_books, int ranges, int range, int dense_begin, int dense_steps) {
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(128) u8 raw[];
+  char* const shared = (char*)raw;
   __shared__ u64 barrier;
-  __shared__ Biases biases;
+  __shared__ Totals totals;
   __shared__ int is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slice = blockIdx.x % slices, part = blockIdx.x / slices;
   const int parts = gridDim.x / slices;
   launch_dependents();
   stage_book(shared, book + (size_t)slice * BOOK_BYTES, &barrier);
   Residual residuals;
-  residuals.load(residual + (size_t)(residual_books > 1 ? slice : 0) * (HALVES << RES_BITS));
+  residuals.load(residual + (size_t)(residual_books > 1 ? slice : 0) * (PIECES << RES_BITS));
   const int block0 = (int)((long long)row_blocks * part / parts), block1 = (int)((long long)row_blocks * (part + 1) / parts);
 
   char* const shared_x = shared + BOOK_BYTES + RES_BYTES;  // [ranges][range + 2], whole eights, then the dense columns
   const int columns = dense_begin + 32 * dense_steps, plane = X_BYTES * columns;
-  float bias[ROWS] = {};
-  stage_x<false>(bias, shared_x, plane, {x, affine, source, in_features, rows}, 0, columns);
+  Sums sums[ROWS] = {};
+  stage_x<false>(sums, shared_x, plane, {x, nullptr, affine, source, in_features, rows}, 0, columns);
   residuals.store(shared + BOOK_BYTES);
-  biases.collect(bias);
+  totals.collect(sums);
   __syncthreads();
-  biases.total();
+  totals.total(in_features, 0.f);
   book_ready(&barrier);
 
   const Tables tables(shared, shared + BOOK_BYTES, shared_x, plane, lane);
@@ -253,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
     }
     if (slice == 0)
       for (int s = 0; s < dense_steps; s++)
-        take_dense(acc, dense + ((size_t)block * dense_steps + s) * HALVES * 32, X_BYTES * (dense_begin + column_of(s, lane)), tables, lane);
+        take_dense(acc, dense + ((size_t)block * dense_steps + s) * PIECES * 32, X_BYTES * (dense_begin + column_of(s, lane)), tables, lane);
     flush(acc, workspace + ((size_t)slice * ROWS * row_blocks + block) * OUTPUTS, row_blocks * OUTPUTS, lane);
   }
   __threadfence();
@@ -262,13 +269,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_sliced(
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  const Outputs out = {y, out_features, length, rows};
+  const Outputs out = {nullptr, nullptr, y, out_features, 0, out_features, length, rows};
   for (int i = threadIdx.x; i < (block1 - block0) * SUMS; i += THREADS) {
     const int block = block0 + i / SUMS, inner = i % SUMS, row = inner / OUTPUTS;
-    float sum = biases.sum[row];
+    float sum = totals.bias[row];
     for (int s = 0; s < slices; s++)
       sum += __ldcg(workspace + ((size_t)(s * ROWS + row) * row_blocks + block) * OUTPUTS + inner % OUTPUTS);
-    out.store(block, inner, sum);
+    const int at = out.place(block, inner);
+    if (at >= 0) y[at] = to_bits(sum);
   }
   if (threadIdx.x == 0) arrived[part] = 0;  // ready for the next launch
 }

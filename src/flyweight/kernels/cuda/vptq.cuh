@@ -4,31 +4,20 @@
 // column_lane(l), in whose word its position stands. Lane L owns the columns 64 i + 2 L and 64 i + 2 L + 1: they are one
 // word of x, in bank L. Step p takes the first or second of them, p = 2 i or 2 i + 1, for the natural order.
 //
-// defines: MAIN_BITS, RES_BITS, POS_BITS, ITEM_BYTES (3 or 4), HALVES (16-byte pieces of an entry), FP16
+// defines: MAIN_BITS, RES_BITS, POS_BITS, ITEM_BYTES (3 or 4), PIECES (of 16 bytes, of an entry), FP16
+#define FORMAT 0
+#define CLUSTER 1
 #include "common.cuh"
+#include "linear.cuh"
+#include "wgmma.cuh"
 
 constexpr int CHUNK = 8;                        // steps
 constexpr int WORDS = CHUNK * ITEM_BYTES / 4;   // of one lane in one chunk
 constexpr int CHUNK_BYTES = 32 * CHUNK * ITEM_BYTES;
 constexpr u32 ENTRIES = 1u << MAIN_BITS;
 constexpr u32 WINDOW = 1u << POS_BITS;          // steps
-constexpr int OUTPUTS = 8 * HALVES;             // of a row block, with padding
+constexpr int OUTPUTS = 8 * PIECES;             // of a row block, with padding
 
-DEVICE uint4 stream_load(const void* p) {
-  uint4 q;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p));
-  return q;
-}
-DEVICE uint2 stream_load2(const void* p) {
-  uint2 q;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(q.x), "=r"(q.y) : "l"(p));
-  return q;
-}
-DEVICE u32 stream_load1(const void* p) {
-  u32 q;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(q) : "l"(p));
-  return q;
-}
 DEVICE void load_chunk(u32 (&w)[WORDS], const char* chunk, int lane) {
   uint4 q = stream_load(chunk + 16 * lane);
   w[0] = q.x, w[1] = q.y, w[2] = q.z, w[3] = q.w;
@@ -67,6 +56,59 @@ DEVICE int column_of(int step, int lane) { return (step >> 1) * 64 + 2 * lane + 
 DEVICE int gathered_column(u32 v, int step, int lane) {
   const u32 owner = __shfl_sync(~0u, v, column_lane(lane));
   return column_of((step & ~(WINDOW - 1)) + position(owner), column_lane(lane));
+}
+
+DEVICE int address_lane(int l) { return (l >> 4 & 1) << 3 | (l >> 3 & 1) << 4 | (l >> 2 & 1) | (l & 3) << 1; }  // its inverse
+
+// A span: the fewest steps that are whole chunks and whole windows. `unfold` puts the items of one row block in their own order:
+// that of column p of lane column_lane(l) to to[32 p + l]. `turn` is 0, or 16 for who wants other banks.
+constexpr int SPAN = WINDOW > CHUNK ? WINDOW : CHUNK;
+typedef u32 Words[SPAN / CHUNK][WORDS];
+DEVICE void load_span(Words& words, const char* from, int lane) {
+#pragma unroll
+  for (int c = 0; c < SPAN / CHUNK; c++) load_chunk(words[c], from + c * CHUNK_BYTES, lane);
+}
+// Of the eight items that this lane looks up in a chunk the steps within their windows, four bits each.
+DEVICE u32 places_of(const u32 (&v)[CHUNK], int lane) {
+  u32 places = 0;
+#pragma unroll
+  for (int s = 0; s < CHUNK; s++) places |= position(v[s]) << 4 * s;
+  return __shfl_sync(~0u, places, column_lane(lane));
+}
+DEVICE void unfold(u32* to, const Words& words, int turn, int lane) {
+#pragma unroll
+  for (int c = 0; c < SPAN / CHUNK; c++) {
+    u32 v[CHUNK];
+    all_items(v, words[c]);
+    const u32 places = places_of(v, lane);
+#pragma unroll
+    for (int s = 0; s < CHUNK; s++)
+      to[(((c * CHUNK + s) & ~(int)(WINDOW - 1)) + (places >> 4 * s & 15)) * 32 + (lane ^ turn)] = v[s];
+  }
+}
+
+// Up to three weights that share one x (q, k and v; gate and up) are one launch: each has some of its CTAs, and its outputs follow
+// those of the one before in a row of y.
+struct Part {
+  const char *stream, *book;
+  const uint4 *residual, *dense;
+  const u32* affine;   // [stored columns, whole eights]: scale in the low half, bias in the high half; zero for padding
+  const u16* source;   // [stored columns]: the input a column belongs to, or null where they are the same
+  int outputs, ctas;
+  int index, cta, first;  // which part, which of its CTAs, and its first output
+};
+#define PART(i) const char *stream##i, const char *book##i, const uint4 *residual##i, const uint4 *dense##i, const u32 *affine##i, \
+                const u16 *source##i, int outputs##i, int ctas##i
+#define GIVEN(i) Part{stream##i, book##i, residual##i, dense##i, affine##i, source##i, outputs##i, ctas##i, i, 0, 0}
+DEVICE Part own_part(const Part& a, const Part& b, const Part& c) {
+  Part p = a;
+  int cta = blockIdx.x, first = 0;
+  if (cta >= a.ctas) {
+    p = b, cta -= a.ctas, first = a.outputs;
+    if (cta >= b.ctas) p = c, cta -= b.ctas, first += b.outputs;
+  }
+  p.cta = cta, p.first = first;
+  return p;
 }
 
 DEVICE uint4 add8(uint4 a, uint4 b) { return make_uint4(add2(a.x, b.x), add2(a.y, b.y), add2(a.z, b.z), add2(a.w, b.w)); }

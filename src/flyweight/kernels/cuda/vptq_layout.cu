@@ -109,8 +109,8 @@ DEVICE uint4 entry_of(const uint4* book, const uint4* residual, u32 v, int half)
 }
 // Outlier columns: two steps of A fragments are 64 columns.
 DEVICE void put_dense(const Tile& tile, const uint4* fragments, int lane) {
-  for (int i = threadIdx.x / 32; i < 2 * HALVES; i += blockDim.x / 32) {
-    const int step = i / HALVES, half = i % HALVES;
+  for (int i = threadIdx.x / 32; i < 2 * PIECES; i += blockDim.x / 32) {
+    const int step = i / PIECES, half = i % PIECES;
     const uint4 q = stream_load(fragments + 32 * i + lane);
     const u32 pair[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
@@ -122,17 +122,17 @@ DEVICE void put_dense(const Tile& tile, const uint4* fragments, int lane) {
 
 #if KERNEL == DEQUANTIZE
 // CTA (piece, row block): four spans of whole windows and chunks, one a warp; behind them 64 outlier columns a piece.
-constexpr int SPAN = WINDOW > CHUNK ? WINDOW : CHUNK;  // steps
 extern "C" __global__ void __launch_bounds__(128) vptq_dequantize(
     const char* stream, const uint4* book, const uint4* residual, const uint4* dense, const u32* affine, u16* weight,
     int out_features, int stored, int length, int chunks, int dense_steps) {
-  extern __shared__ __align__(16) u16 shared[];
+  extern __shared__ __align__(16) u8 raw[];
+  u16* const shared = (u16*)raw;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.y;
   const int spans = chunks * CHUNK / SPAN, pieces = (spans + 3) / 4, piece = blockIdx.x;
   const Matrix matrix = {weight, affine, out_features, stored, length};
   if (piece >= pieces) {
     const Tile tile = {shared, 64};
-    put_dense(tile, dense + ((size_t)block * dense_steps + 2 * (piece - pieces)) * HALVES * 32, lane);
+    put_dense(tile, dense + ((size_t)block * dense_steps + 2 * (piece - pieces)) * PIECES * 32, lane);
     __syncthreads();
     matrix.write(tile, block, 256 * chunks + 64 * (piece - pieces));
     return;
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(128) vptq_dequantize(
       for (int s = 0; s < CHUNK; s++) {
         const int column = gathered_column(v[s], CHUNK * chunk + s, lane) - 128 * SPAN * piece;
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) tile.put(column, h, entry_of(book, residual, v[s], h));
+        for (int h = 0; h < PIECES; h++) tile.put(column, h, entry_of(book, residual, v[s], h));
       }
     }
   __syncthreads();
@@ -160,12 +160,13 @@ extern "C" __global__ void __launch_bounds__(128) vptq_dequantize_sliced(
     const u32* stream, const int* offsets, const uint4* book, const uint4* residual, const uint4* dense, const u32* affine,
     u16* weight, int out_features, int stored, int length, int slices, int residual_books, int ranges, int range, int dense_begin,
     int dense_steps) {
-  extern __shared__ __align__(16) u16 shared[];
+  extern __shared__ __align__(16) u8 raw[];
+  u16* const shared = (u16*)raw;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.y, piece = blockIdx.x;
   const Matrix matrix = {weight, affine, out_features, stored, length};
   if (piece >= ranges) {
     const Tile tile = {shared, 64};
-    put_dense(tile, dense + ((size_t)block * dense_steps + 2 * (piece - ranges)) * HALVES * 32, lane);
+    put_dense(tile, dense + ((size_t)block * dense_steps + 2 * (piece - ranges)) * PIECES * 32, lane);
     __syncthreads();
     matrix.write(tile, block, dense_begin + 64 * (piece - ranges));
     return;
@@ -173,13 +174,13 @@ extern "C" __global__ void __launch_bounds__(128) vptq_dequantize_sliced(
   const Tile tile = {shared, range + 2};  // the two columns behind the range take the padding of the lists
   for (int slice = 0; slice < slices; slice++) {
     const int* list = offsets + ((size_t)block * slices + slice) * ranges + piece;
-    const uint4* slice_book = book + (size_t)slice * HALVES * ENTRIES;
-    const uint4* slice_residual = residual + (size_t)(residual_books > 1 ? slice : 0) * (HALVES << RES_BITS);
+    const uint4* slice_book = book + (size_t)slice * PIECES * ENTRIES;
+    const uint4* slice_residual = residual + (size_t)(residual_books > 1 ? slice : 0) * (PIECES << RES_BITS);
     for (int step = list[0] + warp; step < list[1]; step += 4) {
       const u32 v = stream_load1(stream + (size_t)step * 32 + lane);
       const u32 column = position(__shfl_sync(~0u, v, column_lane(lane)));
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) tile.put(column, h, entry_of(slice_book, slice_residual, v, h));
+      for (int h = 0; h < PIECES; h++) tile.put(column, h, entry_of(slice_book, slice_residual, v, h));
     }
   }
   __syncthreads();

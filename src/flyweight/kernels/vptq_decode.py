@@ -1,0 +1,83 @@
+"""VPTQ weights written out in 16 bits for cuBLAS, into the scratch that all layers share.
+
+Host side of cuda/vptq_decode.cu; vectors that are not of 8, and codebooks in slices, take the slower kernels of vptq_layout.cu.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.kernels import jit
+from flyweight.kernels.cuda_linear import scratch
+from flyweight.kernels.vptq_layout import CHUNK, ItemFormat, Layout
+from flyweight.kernels.vptq_parts import Parts, part_arguments, share_out
+
+WARPS = 16
+COPIES = 8
+
+
+def multiply(parts: Parts, x: Tensor, out: Tensor) -> None:
+    """x [rows, in] → out [rows, outputs of all parts]."""
+    if all(part.source is None for part in parts):  # one x for all
+        torch.mm(stored_x(parts[0], x), dequantize(parts).t(), out=out)
+        return
+    begin = 0
+    for part in parts:
+        out[:, begin : begin + part.out_features] = stored_x(part, x) @ dequantize((part,)).t()
+        begin += part.out_features
+
+
+def dequantize(parts: Parts) -> Tensor:
+    """The dense matrix [outputs of all parts, stored columns], scale and bias applied."""
+    layout = parts[0]
+    stored, outputs = layout.affine.numel(), sum(part.out_features for part in parts)
+    weight = scratch(outputs * stored, layout.dtype, layout.stream.device).view(-1, stored)
+    if layout.sliced or layout.length != 8:
+        for part, rows in zip(parts, weight.split([part.out_features for part in parts]), strict=True):
+            _piece_by_piece(part, rows)
+        return weight
+    spans = layout.chunks * CHUNK // max(layout.form.window, CHUNK)
+    ctas = share_out(tuple(part.row_blocks * spans for part in parts), gpu.properties(weight.device).multi_processor_count)
+    kernel, shared = _kernel(layout.form, layout.dtype == torch.float16)
+    args = (*part_arguments(parts, ctas), weight, stored, layout.chunks, layout.dense_steps)
+    kernel.launch(sum(ctas), 32 * WARPS, args, shared=shared, pdl=True)
+    return weight
+
+
+@functools.cache
+def _kernel(form: ItemFormat, fp16: bool) -> tuple[jit.Kernel, int]:
+    """With its bytes of shared memory. Kept: prefill launches it from Python, and should not wait for that."""
+    residual = COPIES << form.residual if form.residual else 0
+    shared = 16 * ((1 << form.main) + residual) + WARPS * max(form.window, CHUNK) * 128
+    defines = form.defines() | {"PIECES": 1, "COPIES": COPIES, "WARPS": WARPS, "FP16": int(fp16)}
+    return jit.load("vptq_decode.cu", defines=defines).kernel("vptq_decode"), shared
+
+
+def _piece_by_piece(layout: Layout, weight: Tensor) -> None:
+    form, stored = layout.form, layout.affine.numel()
+    defines = {"KERNEL": 2 if layout.sliced else 1, "PIECES": layout.halves, "FP16": int(layout.dtype == torch.float16)}
+    module = jit.load("vptq_layout.cu", defines=form.defines() | defines)
+    shape = (layout.out_features, stored, layout.length)
+    if layout.sliced:
+        kernel, pieces, columns = module.kernel("vptq_dequantize_sliced"), layout.ranges, max(layout.width + 2, 64)
+        args: tuple = (layout.stream, layout.offsets, layout.book, layout.residual, layout.dense, layout.affine, weight, *shape,
+                       layout.slices, layout.residual_books, layout.ranges, layout.width, layout.dense_begin, layout.dense_steps)
+    else:
+        span = max(form.window, CHUNK)
+        kernel, pieces, columns = module.kernel("vptq_dequantize"), math.ceil(layout.chunks * CHUNK / span / 4), 128 * span
+        args = (layout.stream, layout.book, layout.residual, layout.dense, layout.affine, weight, *shape, layout.chunks,
+                layout.dense_steps)
+    kernel.launch((pieces + layout.dense_steps // 2, layout.row_blocks), 128, args, shared=16 * layout.halves * columns)
+
+
+def stored_x(layout: Layout, x: Tensor) -> Tensor:
+    """x in the order of the stored columns; the weight is zero where there is no input."""
+    stored = layout.affine.numel()
+    if layout.source is None:
+        return torch.nn.functional.pad(x, (0, stored - x.shape[1])) if stored > x.shape[1] else x
+    return x[:, layout.source.long() & 0xFFFF]

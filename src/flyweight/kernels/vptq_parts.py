@@ -1,0 +1,58 @@
+"""What the VPTQ kernels' launches have in common: weights with one input share a launch's thread blocks; norms and residuals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from flyweight.kernels.vptq_layout import Layout
+
+MOST = 3  # q, k and v
+Parts = tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a linear does to its input and output besides: `gated` x is gate and up, `residual` is added to y."""
+
+    norm: Tensor | None = None
+    epsilon: float = 1e-6
+    gated: bool = False
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+
+    @property
+    def some(self) -> bool:
+        return self.gated or any(tensor is not None for tensor in (self.norm, self.bias, self.residual))
+
+    def of(self, rows: slice) -> Ends:
+        return self if self.residual is None else replace(self, residual=self.residual[rows])
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"NORM": int(self.norm is not None), "GATED": int(self.gated)}
+
+
+@functools.cache
+def share_out(work: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Thread blocks of each part: at least one, at most one for a unit of its work, such that the busiest has least to do."""
+    ctas = [1] * len(work)
+    for _ in range(count - len(work)):
+        open_ = [i for i in range(len(work)) if ctas[i] < work[i]]
+        if not open_:
+            break
+        ctas[max(open_, key=lambda i: work[i] / ctas[i])] += 1
+    return tuple(ctas)
+
+
+def part_arguments(parts: Parts, ctas: Sequence[int], *, paired: bool = False) -> tuple[Any, ...]:
+    """What PART of cuda/vptq.cuh stands for, three times. `paired`: scales in the order of vptq_rows.cu."""
+    args: list[Any] = []
+    for part, count in zip(parts, ctas, strict=True):
+        args += [part.stream, part.book, part.residual, part.dense, part.pairs if paired else part.affine, part.source,
+                 part.out_features, count]
+    return *args, *([None] * 6 + [0, 0]) * (MOST - len(parts))

@@ -1,0 +1,112 @@
+"""The VPTQ kernels' own sources, run on the CPU, against the float64 reference."""
+
+import host_cuda
+import pytest
+import torch
+
+from flyweight.kernels import gemv, vptq, vptq_decode, vptq_layout, vptq_rows
+from flyweight.tensors import VectorQuant
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch, folder):
+    """Items of a lane in any order within their window, and any of two copies, as a GPU would put them."""
+    torch.manual_seed(0)
+    host_cuda.pretend(monkeypatch, folder)
+    caches = (gemv.processors, vptq.processors, vptq.shared_limit, vptq_decode._kernel)
+    for cache in caches:
+        cache.cache_clear()
+
+    def schedule(banks):
+        from_copy = (torch.rand(banks.shape) < 0.5) & (banks >> 4 != banks & 15)
+        return torch.rand(banks.shape).argsort(2).to(torch.uint8) + 128 * from_copy.to(torch.uint8)
+
+    monkeypatch.setattr(vptq_layout, "schedule", schedule)
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def error(got, want):
+    assert got.isfinite().all(), "an output was not written"
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def make(*shapes, dtype=torch.bfloat16, bias=None, **options):
+    tensors = [VectorQuant.random(shape, seed, dtype=dtype, **options) for seed, shape in enumerate(shapes)]
+    weight = vptq.join([vptq.prepare(tensor, dtype=dtype) for tensor in tensors], bias)
+    return tensors, weight
+
+
+BOOKS = dict(main=256, residual=256)  # the same sizes wherever nothing else is asked for: fewer kernels to compile
+CASES = {
+    "seed format": dict(shapes=[(72, 512)], main=8192, residual=256),
+    "q, k and v": dict(shapes=[(72, 512), (24, 512), (600, 512)], **BOOKS),
+    "ragged": dict(shapes=[(21, 190), (300, 190)], main=300, residual=200),
+    "outliers": dict(shapes=[(24, 300), (24, 300)], outliers=44, **BOOKS),
+    "more outliers, permuted": dict(shapes=[(264, 356), (40, 356)], outliers=100, permute=True, **BOOKS),
+    "no residual, plain columns": dict(shapes=[(40, 256)], main=256, residual=None, normalize=False),
+}
+
+
+def prepared(case, **options):
+    options = dict(case) | options
+    return make(*options.pop("shapes"), **options)
+
+
+def reference(tensors, x):
+    return torch.cat([tensor.matmul_reference(x) for tensor in tensors], -1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_weight_is_written_out(case):
+    tensors, weight = prepared(case)
+    x = torch.randn(20, tensors[0].in_features).bfloat16()
+    out = torch.full((20, weight.out_features), float("nan")).bfloat16()
+    vptq_decode.multiply(weight.parts, x, out)
+    assert error(out, reference(tensors, x)) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_rows_are_multiplied(case, rows):
+    tensors, weight = prepared(case)
+    x = torch.randn(rows, tensors[0].in_features).bfloat16()
+    for _ in range(2 if rows == 3 else 1):  # thread blocks meet again
+        out = torch.full((rows, weight.out_features), float("nan")).bfloat16()
+        assert error(weight.fused(x, out), reference(tensors, x)) < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (1, torch.float16), (18, torch.bfloat16), (70, torch.bfloat16),
+                                             (130, torch.bfloat16)])
+def test_norm_bias_and_residual_are_fused(rows, dtype):
+    bias = torch.randn(88).to(dtype)
+    tensors, weight = make((64, 300), (24, 300), outliers=40, permute=True, bias=bias, dtype=dtype, **BOOKS)
+    x, norm = torch.randn(rows, 300).to(dtype), (1 + 0.1 * torch.randn(300)).to(dtype)
+    residual = torch.randn(rows, 88).to(dtype)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    want = torch.cat([normed @ tensor.dequantize(torch.float64).T for tensor in tensors], -1) + bias.double() + residual.double()
+    assert error(weight.fused(x, residual.clone(), norm=norm, residual=residual), want) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gate_and_up_are_multiplied_where_x_is_read(rows):
+    tensors, weight = make((64, 512), **BOOKS)
+    gate, up = torch.randn(2, rows, 512).bfloat16()
+    x, residual = torch.cat([gate, up], -1), torch.randn(rows, 64).bfloat16()
+    gated = torch.nn.functional.silu(gate.double()) * up.double()
+    want = gated @ tensors[0].dequantize(torch.float64).T + residual.double()
+    assert error(weight.fused(x, residual, residual=residual, gated=True), want) < 1e-2
+
+
+def test_what_is_not_alike_is_not_joined():
+    assert make((64, 512), (64, 256), **BOOKS)[1] is None
+    assert vptq.join([vptq.prepare(VectorQuant.random((16, 512), length=24, main=16), dtype=torch.bfloat16)]) is None
+    assert vptq_rows.takes(make((64, 512))[1].parts, 2, torch.device("cpu"))
