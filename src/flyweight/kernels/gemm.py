@@ -125,7 +125,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64
     grouped = kind in GROUPED
     beside = small and warpgroups <= 2 if beside is None else beside
-    staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # results and scales
+    staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
     limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small else SHARED) - staging
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
