@@ -1,8 +1,8 @@
 """VPTQ weights on the GPU: which kernel multiplies with one, and its launch.
 
 `prepare` lays a weight out once (see vptq_layout.py) and keeps nothing else of it; `join` makes one linear of several that share
-x, each of which then has some of a launch's thread blocks. One row multiplies straight from the codebook (cuda/vptq.cu), up to
-128 do so through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
+x, each of which then has some of a launch's thread blocks. Up to 8 rows multiply straight from the codebook (cuda/vptq.cu), up
+to 128 through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
 A weight no kernel takes (very long vectors, large residual books) is decoded once: `why` says so.
 """
 
