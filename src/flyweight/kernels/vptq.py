@@ -44,6 +44,7 @@ class Launch:
     copies: int = 8  # of the residual book
     resident: int = 1  # 2: small enough that the next launch stages its codebook while this one ends
     share: int = 1  # 2: one thread block for every second multiprocessor
+    beside: bool = False  # so few registers that a thread block of another kernel fits beside
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def run(weight: Vptq, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, pdl: 
     layout, launch = weight.layout, chosen.launch
     defines = layout.form.defines() | ends.defines | {
         "KERNEL": KERNELS[launch.kernel], "PIECES": layout.halves, "COPIES": launch.copies, "ROWS": chosen.rows,
-        "FP16": int(layout.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": launch.resident,
+        "FP16": int(layout.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": 2 if launch.beside else launch.resident,
     }
     kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
     columns = (layout.affine, layout.source, x, out)
