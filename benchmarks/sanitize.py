@@ -72,14 +72,14 @@ def layer_of_experts(tokens: int) -> float:
     return error(out, x.double() + second.matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16()))
 
 
-def vector_quantized() -> float:
+def vector_quantized(rows: int) -> float:
     import torch
 
     from flyweight.kernels import vptq
     from flyweight.tensors import VectorQuant
 
     tensor = VectorQuant.random((256, 512), length=8, main=256, residual=16)
-    x = torch.randn(2, 512).bfloat16()
+    x = torch.randn(rows, 512).bfloat16()
     return error(vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda()), tensor.matmul_reference(x))
 
 
@@ -150,7 +150,10 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "batch-sparse": (lambda: linear("sparse-int4", 12), "batch|batch_pack", 0.03),
     "experts-few": (lambda: layer_of_experts(2), "route|experts|combine", 0.03),
     "experts-many": (lambda: layer_of_experts(40), "route|pack|gemm|combine", 0.03),
-    "vptq": (vector_quantized, "vptq", 0.02),
+    "vptq": (lambda: vector_quantized(2), "vptq", 0.02),
+    "vptq-eight": (lambda: vector_quantized(5), "vptq", 0.02),
+    "vptq-rows": (lambda: vector_quantized(20), "vptq", 0.02),
+    "vptq-decode": (lambda: vector_quantized(150), "vptq", 0.02),
     "attention": (lambda: attention(fused=False), "attention|choose|embed", 0.05),
     "qkv_attention": (lambda: attention(fused=True), "qkv_attention", 0.05),
     "prompt": (lambda: prompt(paged=False), "prefill_attention", 0.01),

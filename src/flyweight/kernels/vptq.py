@@ -1,8 +1,8 @@
 """VPTQ weights on the GPU: which kernel multiplies with one, and its launch.
 
 `prepare` lays a weight out once (see vptq_layout.py) and keeps nothing else of it; `join` makes one linear of several that share
-x, each of which then has some of a launch's thread blocks. One row multiplies straight from the codebook (cuda/vptq.cu), up to
-128 do so through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
+x, each of which then has some of a launch's thread blocks. Up to 8 rows multiply straight from the codebook (cuda/vptq.cu), up
+to 128 through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
 A weight no kernel takes (very long vectors, large residual books) is decoded once: `why` says so.
 """
 
@@ -44,6 +44,7 @@ class Launch:
     copies: int = 8  # of the residual book
     resident: int = 1  # 2: small enough that the next launch stages its codebook while this one ends
     share: int = 1  # 2: one thread block for every second multiprocessor
+    beside: bool = False  # so few registers that a thread block of another kernel fits beside
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def run(weight: Vptq, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, pdl: 
     layout, launch = weight.layout, chosen.launch
     defines = layout.form.defines() | ends.defines | {
         "KERNEL": KERNELS[launch.kernel], "PIECES": layout.halves, "COPIES": launch.copies, "ROWS": chosen.rows,
-        "FP16": int(layout.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": launch.resident,
+        "FP16": int(layout.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": 2 if launch.beside else launch.resident,
     }
     kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
     columns = (layout.affine, layout.source, x, out)

@@ -15,7 +15,7 @@ from flyweight.kernels.vptq_layout import CHUNK, Layout
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
-MOST = 256  # rows, at most 256 at a time: more are faster written out
+MOST = 128  # rows: more are faster written out
 TILES = 1024  # of a part
 PACK_WARPS = 4
 BESIDE = 1408  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables

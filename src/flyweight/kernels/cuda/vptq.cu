@@ -13,8 +13,12 @@
 //      D [16 × 8]    rows 0-7 count in columns 0-3, rows 8-15 in columns 4-7; added up they are y
 //
 // So the items of a lane may come in any order. The host orders them within windows of 2^POS_BITS steps such that few
-// entries clash; POS_BITS of an item tell its column. Up to 8 rows of x share the gathers: one more mma a row, and two
-// rows lie in one word of shared memory. Where x does not fit, the columns are taken in phases.
+// entries clash; POS_BITS of an item tell its column. Two rows of x share the gathers: one more mma, and both rows lie in
+// one word of shared memory. Eight rows lie together by columns and come by `ldmatrix` too, as the left operand: then two
+// mma do, whose D is y at once. Where x does not fit, the columns are taken in phases.
+//
+// Up to three weights with one x share a launch. NORM: x is normed on its way to shared memory, by its weights there and
+// its factor at the end; GATED: x is silu(gate) · up of a row with both.
 //
 //      row blocks of a CTA        |  block 0              |  block 1              | …
 //      chunks of 8 steps          |  0  1  2  3  4  5  6  |  0  1  2  3  4  5  6  |
@@ -30,8 +34,8 @@
 // 1.8, 1.6 in windows of 8, 16 steps ordered greedily (196, 184 µs). Clusters that share one fetch of the codebook,
 // or split columns, were slower on every shape: a launch with clusters of 2 costs 0.8 µs, of 4 1.6 to 3 µs.
 //
-// defines: KERNEL, those of vptq.cuh, COPIES (of the residual book, 8 unless shared memory is short), ROWS (1, 2, 4, 8),
-// WARPS, RESIDENT (CTAs of two launches that share an SM)
+// defines: KERNEL, those of vptq_tables.cuh (COPIES: 8 unless shared memory is short), ROWS (1, 2, 4, 8), RESIDENT (CTAs
+// of two launches that share an SM), NORM (0), GATED (0)
 #include "vptq_step.cuh"
 
 #define STAGED 0
