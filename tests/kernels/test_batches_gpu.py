@@ -79,9 +79,13 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(multiply, rows):
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
 
 
-def test_w8a8_gives_the_same_numbers_in_any_batch():
-    weight = CudaLinear(make("w8a8", (1000, 1536), 2), dtype=torch.bfloat16)
-    x = torch.randn(65, 1536, device="cuda").bfloat16()
-    alone = weight.fused(x[:1])
+@pytest.mark.parametrize("end", ["store", "residual", "silu"])
+def test_w8a8_gives_the_same_numbers_in_any_batch(end):
+    weight = CudaLinear(make("w8a8", (1008, 1536), 2), dtype=torch.bfloat16, gated=end == "silu")
+    x, residual = torch.randn(65, 1536, device="cuda").bfloat16(), torch.randn(65, 1008, device="cuda").bfloat16()
+
+    def first(rows):
+        return weight.fused(x[:rows], **({"residual": residual[:rows]} if end == "residual" else {}))[:1]
+
     for rows in (2, 4, 7, 8, 16, 31, 64, 65):
-        assert torch.equal(weight.fused(x[:rows])[:1], alone), rows
+        assert torch.equal(first(rows), first(1)), rows

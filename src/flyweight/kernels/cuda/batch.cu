@@ -178,7 +178,7 @@ DEVICE void finish(const Linear& a, const Output& o, const whole_sum (&sums)[2],
   if (!o.mine) return;
   float v[2];
 #pragma unroll
-  for (int half = 0; half < PARTS; half++) v[half] = (float)sums[half] * (QUANTIZED ? factor * o.scale[half] : factor);
+  for (int half = 0; half < PARTS; half++) v[half] = __fmul_rn((float)sums[half], QUANTIZED ? factor * o.scale[half] : factor);
   write_output(o, v, a.y);
 }
 

@@ -20,7 +20,7 @@ struct Finish {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float x = (float)acc[i];
-      if (QUANTIZED) x *= scale[i / 2] * (i % 2 ? row.y : row.x);
+      if (QUANTIZED) x = __fmul_rn(x, scale[i / 2] * (i % 2 ? row.y : row.x));
       v[i / 2][i % 2] = x + offset[i / 2];
     }
     if (EPILOGUE == SILU)

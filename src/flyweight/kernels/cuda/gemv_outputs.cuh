@@ -39,7 +39,7 @@ template <typename TileAt> struct Rounds {
     float v[2];
 #pragma unroll
     for (int half = 0; half < PARTS; half++)
-      v[half] = add_warps(sh, o.slot, o.row + 8 * half, o.token) * (QUANTIZED ? factor * o.scale[half] : factor);
+      v[half] = __fmul_rn(add_warps(sh, o.slot, o.row + 8 * half, o.token), QUANTIZED ? factor * o.scale[half] : factor);
     write_output(o, v, a.y);
   }
 };

@@ -35,9 +35,11 @@ DEVICE void fetch_ends(Output& o, const Linear& a, Tile tile) {
     if (QUANTIZED) o.scale[half] = a.channel_scale[channel];
   }
 }
+// Sums come scaled by __fmul_rn, which no compiler joins with the addition here, and the sigmoid is gemm_results.cuh's: W8A8 then
+// has the same bits from every kernel.
 DEVICE void write_output(const Output& o, float (&v)[2], u16* Y) {
 #pragma unroll
   for (int half = 0; half < PARTS; half++)
     if (BIAS) v[half] += o.bias[half];
-  store_relaxed(Y + o.index, to_bits(EPILOGUE == SILU ? v[0] / (1.f + __expf(-v[0])) * v[1] : v[0] + o.residual));
+  store_relaxed(Y + o.index, to_bits(EPILOGUE == SILU ? __fdividef(v[0], 1.f + __expf(-v[0])) * v[1] : v[0] + o.residual));
 }
