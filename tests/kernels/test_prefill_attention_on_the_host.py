@@ -1,8 +1,11 @@
 """cuda/prefill_attention.cu, run on the CPU, against attention in float64: every index, mask and barrier, without a GPU."""
 
+import dataclasses
+
 import host_cuda
 import pytest
 import torch
+from test_kernels_on_the_host import folder  # noqa: F401 (a fixture)
 
 from flyweight.kernels import prefill_attention
 from flyweight.kernels.prefill_attention import Heads, Span, Tile, Units, attend
@@ -12,13 +15,8 @@ CPU = torch.device("cpu")
 PAGE = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("host")
-
-
 @pytest.fixture(autouse=True)
-def host(monkeypatch, folder):
+def host(monkeypatch, folder):  # noqa: F811
     host_cuda.pretend(monkeypatch, folder)
     caches = (prefill_attention._kernel, prefill_attention._counter)
     for cache in caches:
@@ -62,7 +60,7 @@ def check(spans, heads, *, paged=False, section=None):
         cut.append(Span(start, new, new + old, i * width if paged else start))
         start += new
     units = Units.cut(cut, heads, PAGE if paged else 0, CPU)
-    units = units.in_sections(section or units.section)
+    units = dataclasses.replace(units, section=section or units.section)
     given = (*cache, tables) if paged else (keys[:tokens], values[:tokens], None)
     for _ in range(2):  # the second finds the counter as the first did
         attend(query, *given[:2], out, units=units, heads=heads, scale=scale, tables=given[2])

@@ -3,6 +3,7 @@
 import host_cuda
 import pytest
 import torch
+from test_kernels_on_the_host import error, folder  # noqa: F401 (a fixture)
 
 from flyweight.kernels import gemv, vptq, vptq_decode, vptq_layout, vptq_rows
 from flyweight.tensors import VectorQuant
@@ -10,17 +11,12 @@ from flyweight.tensors import VectorQuant
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("host")
-
-
 @pytest.fixture(autouse=True)
-def host(monkeypatch, folder):
+def host(monkeypatch, folder):  # noqa: F811
     """Items of a lane in any order within their window, and any of two copies, as a GPU would put them."""
     torch.manual_seed(0)
     host_cuda.pretend(monkeypatch, folder)
-    caches = (gemv.processors, vptq.processors, vptq.shared_limit, vptq_decode._kernel)
+    caches = (gemv.processors, vptq.shared_limit, vptq_decode._kernel)
     for cache in caches:
         cache.cache_clear()
 
@@ -32,11 +28,6 @@ def host(monkeypatch, folder):
     yield
     for cache in caches:
         cache.cache_clear()
-
-
-def error(got, want):
-    assert got.isfinite().all(), "an output was not written"
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def make(*shapes, dtype=torch.bfloat16, bias=None, **options):

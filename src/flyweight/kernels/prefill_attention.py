@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -107,9 +107,6 @@ class Units:
         fitting = max(1, HELD_BYTES // (4 * heads.head_dim * sum(span.length for span in spans)))
         section = max(n for n in range(1, heads.kv_heads + 1) if heads.kv_heads % n == 0 and n <= fitting)
         return cls(upload(device, numpy.array(records, dtype=numpy.int32))[0], section, page)
-
-    def in_sections(self, section: int) -> Units:
-        return replace(self, section=section)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.kernels import jit, vptq_decode, vptq_rows
+from flyweight.kernels.gemv import processors
 from flyweight.kernels.vptq_layout import CHUNK, SLICE_BITS, Layout, lay_out, why_not
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 from flyweight.tensors import VectorQuant
@@ -44,7 +45,6 @@ class Launch:
     copies: int = 8  # of the residual book
     resident: int = 1  # 2: small enough that the next launch stages its codebook while this one ends
     share: int = 1  # 2: one thread block for every second multiprocessor
-    beside: bool = False  # so few registers that a thread block of another kernel fits beside
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,6 @@ class Plan:
     shared: int  # bytes of dynamic shared memory
     phase: int = 0  # chunks whose x is staged at once
     x_columns: int = 0  # columns that the staged x has room for
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return gpu.properties(device).multi_processor_count
 
 
 @functools.cache
@@ -189,7 +184,8 @@ class Vptq:
         key = (rows, launch, plain)
         if key not in self.plans:
             tried = [launch] if launch else candidates(self.parts, rows, plain=plain)
-            plans = (plan(self.parts, c, rows, count=processors(device), limit=shared_limit(device, c.resident)) for c in tried)
+            count = processors(device.index or 0)
+            plans = (plan(self.parts, c, rows, count=count, limit=shared_limit(device, c.resident)) for c in tried)
             self.plans[key] = next((p for p in plans if p), None)
         return self.plans[key]
 
@@ -199,7 +195,7 @@ def run(weight: Vptq, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, pdl: 
     layout, launch = weight.layout, chosen.launch
     defines = layout.form.defines() | ends.defines | {
         "KERNEL": KERNELS[launch.kernel], "PIECES": layout.halves, "COPIES": launch.copies, "ROWS": chosen.rows,
-        "FP16": int(layout.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": 2 if launch.beside else launch.resident,
+        "FP16": int(layout.dtype == torch.float16), "WARPS": launch.warps, "RESIDENT": launch.resident,
     }
     kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
     columns = (layout.affine, layout.source, x, out)

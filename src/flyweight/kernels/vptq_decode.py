@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.cuda_linear import scratch
+from flyweight.kernels.gemv import processors
 from flyweight.kernels.vptq_layout import CHUNK, ItemFormat, Layout
 from flyweight.kernels.vptq_parts import Parts, part_arguments, share_out
 
@@ -42,7 +42,7 @@ def dequantize(parts: Parts) -> Tensor:
             _piece_by_piece(part, rows)
         return weight
     spans = layout.chunks * CHUNK // max(layout.form.window, CHUNK)
-    ctas = share_out(tuple(part.row_blocks * spans for part in parts), gpu.properties(weight.device).multi_processor_count)
+    ctas = share_out(tuple(part.row_blocks * spans for part in parts), processors(weight.device.index or 0))
     kernel, shared = _kernel(layout.form, layout.dtype == torch.float16)
     args = (*part_arguments(parts, ctas), weight, stored, layout.chunks, layout.dense_steps)
     kernel.launch(sum(ctas), 32 * WARPS, args, shared=shared, pdl=True)

@@ -11,17 +11,18 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
+from flyweight.kernels.gemv import processors
 from flyweight.kernels.vptq_layout import CHUNK, Layout
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
-MOST = 128  # rows: more are faster written out
 TILES = 1024  # of a part
 PACK_WARPS = 4
 BESIDE = 1408  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
-# Rows of a launch → warps that multiply, and steps of 32 columns in a stage of x.
-SHAPES = {16: (16, 4), 32: (16, 4), 64: (16, 2), 128: (12, 1), 256: (8, 1)}
-COUNTERS = {16: 0, 12: 1, 8: 2}  # by warps: who shares a tile depends on its size, and counters go on from launch to launch
+# Rows of a launch → warps that multiply, and steps of 32 columns in a stage of x. More rows are faster written out.
+SHAPES = {16: (16, 4), 32: (16, 4), 64: (16, 2), 128: (12, 1)}
+MOST = max(SHAPES)
+COUNTERS = {16: 0, 12: 1}  # by warps: who shares a tile depends on its size, and counters go on from launch to launch
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def shape_for(main: int, residual: int, span: int, tokens: int, limit: int) -> S
 
 
 def choose(layout: Layout, rows: int, device: torch.device) -> Shape | None:
-    """The smallest shape that takes so many rows at once, or the largest."""
-    tokens = next((tokens for tokens in SHAPES if tokens >= rows), max(SHAPES))
+    """The smallest shape that takes so many rows, up to MOST, at once."""
+    tokens = next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
     return shape_for(layout.form.main, layout.form.residual, max(CHUNK, layout.form.window), tokens, limit)
 
@@ -70,18 +71,11 @@ def takes(parts: Parts, rows: int, device: torch.device) -> bool:
 
 
 def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool = True) -> None:
-    """x [rows, in] → out [rows, outputs of all parts]."""
-    most = max(SHAPES)
-    for begin in range(0, x.shape[0], most):
-        here = slice(begin, begin + most)
-        _multiply(parts, x[here], out[here], ends.of(here), arrived, pdl)
-
-
-def _multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, arrived: Tensor, pdl: bool) -> None:
+    """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
     layout, rows, device = parts[0], x.shape[0], x.device
     shape = choose(layout, rows, device)
     assert shape is not None
-    stored, count = layout.affine.numel(), gpu.properties(device).multi_processor_count
+    stored, count = layout.affine.numel(), processors(device.index or 0)
     stages, common = -(-stored // (32 * shape.steps)), {"FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps}
     part_bytes = stages * shape.steps * shape.tokens * 64
     sources = [part.source for part in parts]
