@@ -74,6 +74,7 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
 
 # Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
 MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=gemm.LINE)),
+        ("int8:64:symmetric", 20, (128, 192), dict(split=gemm.LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
         ("plain", 50, (200, 512), dict(split=gemm.CLUSTERS, warpgroups=3, cluster=4)),
         ("int4:64", 30, (256, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
         ("w8a8", 60, (240, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),

@@ -185,7 +185,7 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
     names = weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16, weight.scale_fp16
     pack, product = gemm.kernels(
         *names, shape, norm=norm is not None, bias=False, pack_rows=pack_rows, pack_warps=pack_warps, static=False, experts=True,
-        epilogue="silu" if weight.interleaved else "store")
+        symmetric=weight.symmetric, epilogue="silu" if weight.interleaved else "store")
     blocks = math.ceil(weight.in_features / 64)
     packed = torch.empty(rows * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), dtype=torch.uint8, device=device)
     row_scale = torch.empty(rows, dtype=torch.float32, device=device)

@@ -29,7 +29,7 @@ TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
 LINE_US = 12.0
 # Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
 # knows yet.
-LONE = ("plain", "int4", "w8a8")
+LONE = ("plain", "int4", "int8", "w8a8")
 REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
 WHOLE, LINE, CLUSTERS = range(3)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
@@ -112,7 +112,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if lone and (warpgroups, split, cluster) == (None, None, None):
         (warpgroups, cluster), split, beside = lone, CLUSTERS, False
     if split is None:
-        split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind == "plain" and not large) else 32) else LINE
+        split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind in ("plain", "int8") and not large) else 32) else LINE
     small = split == CLUSTERS
     if warpgroups is None:
         warpgroups = 2 if not small or kind == "int4" or (kind in QUANTIZED and outputs > 16384) else 1
@@ -191,7 +191,7 @@ def order_of(kind: str) -> int:
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool,
+            epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool, symmetric: bool = False,
             experts: bool = False, to: Order | None = None) -> tuple[jit.Kernel, jit.Kernel]:
     """`experts`: rows in tiles of one expert each (experts.py). `to`: results are packed x."""
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
@@ -199,8 +199,9 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order_of(kind), "ROWS": pack_rows,
         "WARPS": pack_warps, "TILE": shape.tokens if experts else 0})
     gemm = jit.load("gemm.cu", registers=shape.registers, defines=common | {
-        **format_defines(kind), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group, "EPILOGUE": EPILOGUES[epilogue],
-        "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups, "STAGES": shape.stages, "SPLIT": shape.split,
+        **format_defines(kind, symmetric=symmetric), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group,
+        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups,
+        "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
         "EXPERTS": int(experts), **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
@@ -245,7 +246,7 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
     pack_rows, pack_warps = pack_shape(weight.in_features, padded, normed=norm and weight.kind not in QUANTIZED)
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
-                         pack_warps=pack_warps, static=weight.static, to=to,
+                         pack_warps=pack_warps, static=weight.static, symmetric=weight.symmetric, to=to,
                          epilogue="silu" if weight.interleaved else "residual" if residual else "store")
     return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), pack_rows=pack_rows,
                 pack_block=32 * pack_warps, grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32,

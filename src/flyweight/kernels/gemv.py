@@ -25,6 +25,7 @@ EPILOGUES = {"store": 0, "residual": 1, "silu": 2}
 BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 1024,  # of 16 outputs × 64 inputs
                "sparse-int4": 384, "sparse-int8": 640, "sparse-w8a8": 640}
 GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
+SIGNED = ("int8", "sparse-int4", "sparse-int8")  # formats whose codes without zero points are worth a kernel of their own
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
@@ -209,7 +210,7 @@ class Gemv:
     dtype: torch.dtype
     scale_fp16: bool
     static: bool = False
-    symmetric: bool = False  # zero points, of a 2:4 weight: its codes are signed then
+    symmetric: bool = False  # zero points in the middle: codes of 8 bits, and 2:4 ones, can be taken as signed
     calls: dict[tuple, Any] = field(default_factory=dict, repr=False)  # what gemm.py has made ready for it, by rows and epilogue
 
     @property
@@ -307,4 +308,4 @@ def prepare(tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = No
         weights = layout(codes, kind, interleave=interleave)
     return Gemv(kind, weights, records, channel_scale, None if bias is None else bias.to(dtype).contiguous(), rows, columns,
                 group, interleave, dtype, scale_fp16, static=channel_scale is not None and len(channel_scale) > rows,
-                symmetric=isinstance(tensor, Sparse24) and isinstance(inner, IntGroup) and inner.zeros is None)
+                symmetric=kind in SIGNED and isinstance(inner, IntGroup) and inner.zeros is None)

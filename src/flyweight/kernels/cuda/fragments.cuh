@@ -18,6 +18,8 @@ DEVICE u32 decode(u32 codes, Scale s) {
   constexpr u32 power = FP16 ? 0x64006400 : 0x43004300;
   if (FORMAT == INT4) return mul2(add2(codes & 0x000f000f | power, s.offset), s.scale);
   if (FP16) return mul2(add2(codes & 0x00ff00ff | power, s.offset), s.scale);
+  // zero is 128: the lower 7 bits are 128 more than they should be, and 256 less 128 where bit 7 is set comes off
+  if (SYMMETRIC) return mul2(add2(codes & 0x007f007f | power, codes & 0x00800080 ^ 0xc380c380), s.scale);
   const u32 low = add2(codes & 0x007f007f | power, s.offset), high = add2(codes & 0x00800080 | power, s.high);
   return mul2(add2(low, high), s.scale);
 }
