@@ -39,7 +39,7 @@ script() { # NAME SECONDS FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py
 
 grid=$(for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done)
 q2=preset:qwen2 q4=preset:qwen3-4b q8=preset:qwen3-8b moe=preset:qwen2-57b-a14b q72=preset:qwen2-72b q32=preset:qwen1.5-32b
-first=seed-000 second=seed-001 chain=qwen3-8b shapes=4096x24576,12288x4096 rows=1,8,32,64,2048
+first=seed-000 second=seed-001 chain=qwen3-8b shapes=qwen3-8b rows=1,8,16,32,64,256,2048,4096,16384
 latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
 read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
@@ -90,9 +90,11 @@ piece() {
       "${fewer[@]}" ;;
     throughput) for model in $moe $q32; do flyweight throughput-${model#*:} 200 004-qwen2.jsonl bench throughput BF16=$model:bf16 \
       "${prompts[@]}" --repeats 1 --no-check; done ;;
-    chain) flyweight chain 90 $kernels bench kernel --chain $chain --format w4a16,w8a16,w8a8,bf16 --rows 1 ;;
+    chain)
+      flyweight chain 90 $kernels bench kernel --chain $chain --format w4a16,w8a16,w8a8,bf16 --rows 1
+      flyweight chain-fp16 60 $kernels bench kernel --chain $chain --format w4a16,w8a16 --dtype fp16 --rows 1 ;;
     attention) flyweight attention 60 $kernels bench kernel --format attention --rows 1,16 "${attention[@]}" ;;
-    rows) flyweight rows 150 $kernels bench kernel --format w4a16,w8a16,w8a8 --symmetric --shapes $shapes --rows $rows ;;
+    rows) flyweight rows 200 $kernels bench kernel --format w4a16,w8a16,w8a8,fp8 --symmetric --shapes $shapes --rows $rows ;;
     vptq-large) flyweight vptq-large 90 $kernels bench kernel --format vptq --codebooks 65536+256 --shapes "$grid" ;;
     startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
     prefill) script prefill 120 prefill.jsonl prefill_passes.py ;;
