@@ -29,8 +29,10 @@ demo: .venv/installed
 	$(BIN)/flyweight report out/result.jsonl -o out/report.html --title "$(MODEL), quantized"
 	@echo "The report is in out/report.html"
 
+# One process for each of two cores: what takes longest, kernels run by a compiler for the CPU, uses just one.
+JOBS ?= 2
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 # Formats checked with the packages that other people use; heavy, so in an environment of their own.
 .venv-interop/installed: constraints.txt tests/interop/requirements.txt tests/interop/requirements-no-deps.txt

@@ -26,7 +26,7 @@ CONFIG = PRESETS["qwen3-0.6b"] | dict(vocab_size=VOCABULARY, hidden_size=32, int
 def make_engine(device, dtype):
     decoder = Decoder.load(PresetWeights(CONFIG, "fp32"), device=device, dtype=dtype)
     shape = CacheShape(decoder.config.layers, decoder.config.kv_heads, decoder.config.head_dim, dtype)
-    engine = Engine(decoder, shape, vocabulary=VOCABULARY, device=decoder.device, max_model_len=CONTEXT, blocks=30, block_size=4,
+    engine = Engine(decoder, shape, vocabulary=VOCABULARY, device=decoder.device, max_model_len=CONTEXT, blocks=15, block_size=8,
                     max_num_seqs=8, max_num_batched_tokens=48, end_ids=[7], overlap=True)
     if device == "cpu":
         engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)

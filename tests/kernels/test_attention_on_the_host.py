@@ -13,7 +13,7 @@ from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, 
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=64, rotary=64, page=16, qk_norm=True)
-CONTEXT, EPSILON = 400, 1e-6
+CONTEXT, EPSILON = 600, 1e-6
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,11 @@ def attend(shape, lengths, splits, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sequences_of_ragged_lengths_cut_into_runs(dtype):
     attend(SHAPE, [1, 2, 0, 16, 17, 65, 300, 129], 3, dtype)
+
+
+def test_more_runs_than_a_warp_has_lanes(monkeypatch):
+    monkeypatch.setattr(attention, "SHORTEST", 8)
+    attend(SHAPE, [590, 17, 300], 39, torch.bfloat16)
 
 
 @pytest.mark.parametrize("changes", [

@@ -13,7 +13,7 @@ from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors
 
 RESIDENT = 16  # warps that an SM holds
-SHORTEST, MOST_SPLITS = 256, 16  # tokens worth a CTA of their own, for merging takes some 4 microseconds; results that are merged
+SHORTEST, MOST_SPLITS = 256, 64  # tokens worth a CTA of their own, for merging takes microseconds; results that can be merged
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Workspace:
 
     @classmethod
     def make(cls, shape: HeadShape, sequences: int, splits: int, device: torch.device | str) -> Workspace:
-        states = sequences * shape.heads * splits * (shape.head_dim + 2)
+        states = sequences * shape.heads * splits * (shape.head_dim + 4)
         return cls(torch.empty(states, device=device), torch.zeros(sequences * shape.kv_heads, dtype=torch.int32, device=device))
 
 

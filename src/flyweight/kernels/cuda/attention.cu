@@ -37,7 +37,9 @@ constexpr int PIECES = HEAD_DIM / 32;      // 16-byte words of a key in one lane
 constexpr int PARTS = HEAD_DIM / 64;       // and of a value
 constexpr int PRODUCTS = HEAD_DIM / 16;
 constexpr int QUERY_ROW = HEAD_DIM + 32;   // two rows lie in different banks
-constexpr int STATE = HEAD_DIM + 2;        // a partial result: accumulator, maximum, sum
+constexpr int STATE = HEAD_DIM + 4;        // a partial result: accumulator, maximum, sum; whole 16-byte words
+constexpr int OUT_WORDS = G * HEAD_DIM / 4, MOST_TEAMS = THREADS / OUT_WORDS < WARPS ? THREADS / OUT_WORDS : WARPS;
+constexpr int TEAMS = MOST_TEAMS > 1 ? MOST_TEAMS : 1;  // of threads, which share out the runs that are merged
 constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of q, k and v to prepare
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 
@@ -45,6 +47,7 @@ struct __align__(16) Shared {
   u16 query[8][QUERY_ROW];                 // zeros from G on
   u16 key[HEAD_DIM], value[HEAD_DIM];      // the newest token
   float partial[WARPS][G][STATE];
+  float share[G][64];                      // of every run, in the merge
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
@@ -108,17 +111,37 @@ DEVICE uint2 weigh(Running& run, const float (&score)[4]) {
   return make_uint2(transpose8(low), transpose8(high));
 }
 
-// The weighted sum of `count` partial states for one (head, dimension), where `at(i)` gives the i-th state of the head.
-template <typename At> DEVICE float3 merge_states(int count, int dimension, At at) {
+// The weighted sum of the warps' partial states for one (head, dimension): value, maximum, sum.
+DEVICE float3 merge_warps(const Shared& sh, int h, int d) {
   float most = LOWEST, sum = 0, value = 0;
-  for (int i = 0; i < count; i++) most = fmaxf(most, at(i, HEAD_DIM));
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) most = fmaxf(most, sh.partial[i][h][HEAD_DIM]);
   if (most == LOWEST) return make_float3(0, most, 0);
-  for (int i = 0; i < count; i++) {
-    const float weight = exp2_fast(at(i, HEAD_DIM) - most);
-    sum += weight * at(i, HEAD_DIM + 1);
-    value += weight * at(i, dimension);
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) {
+    const float weight = exp2_fast(sh.partial[i][h][HEAD_DIM] - most);
+    sum += weight * sh.partial[i][h][HEAD_DIM + 1];
+    value += weight * sh.partial[i][h][d];
   }
   return make_float3(value, most, sum);
+}
+// What each of `used` runs counts for in a head, by one warp; their states lie in `states` [used][G][STATE].
+DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane) {
+  float most[2], sum[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int run = lane + 32 * i;
+    const float* end = states + (size_t)(run * G + h) * STATE + HEAD_DIM;
+    most[i] = run < used ? __ldcg(end) : LOWEST, sum[i] = run < used ? __ldcg(end + 1) : 0;
+  }
+  float top = fmaxf(most[0], most[1]), total = 0;
+#pragma unroll
+  for (int o = 16; o > 0; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+#pragma unroll
+  for (int i = 0; i < 2; i++) most[i] = exp2_fast(most[i] - top), total += most[i] * sum[i];
+  total = warp_sum(total);
+#pragma unroll
+  for (int i = 0; i < 2; i++) sh.share[h][lane + 32 * i] = most[i] / total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
@@ -290,7 +313,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   const size_t place = ((size_t)sequence * KV_HEADS + head) * splits;
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-    const float3 state = merge_states(WARPS, d, [&](int p, int c) { return sh.partial[p][h][c]; });
+    const float3 state = merge_warps(sh, h, d);
     if (tokens.used == 1) {
       write(i, state.x / state.z);
     } else {
@@ -310,11 +333,27 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   }
   __syncthreads();
   if (!last_one) return;
+  const float* states = scratch + place * G * STATE;
+  for (int h = warp; h < G; h += WARPS) share_out(sh, states, tokens.used, h, lane);
+  __syncthreads();
+  float* sums = sh.partial[0][0];  // [team][head][dimension]
+  const int team = TEAMS > 1 ? threadIdx.x / OUT_WORDS : 0;
+  for (int word = threadIdx.x - team * OUT_WORDS; word < OUT_WORDS && team < TEAMS; word += THREADS) {
+    const int h = word * 4 / HEAD_DIM;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+    for (int run = team; run < tokens.used; run += TEAMS) {  // several are asked for before the first is looked at
+      const float4 v = __ldcg((const float4*)(states + (size_t)(run * G + h) * STATE + word * 4 % HEAD_DIM));
+      const float share = sh.share[h][run];
+      sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
+    }
+    *(float4*)(sums + (team * OUT_WORDS + word) * 4) = sum;
+  }
+  __syncthreads();
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
-    const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-    const float* from = scratch + place * G * STATE + h * STATE;
-    auto at = [&](int run, int column) { return __ldcg(from + (size_t)run * G * STATE + column); };
-    const float3 state = merge_states(tokens.used, d, at);
-    write(i, state.x / state.z);
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < TEAMS; j++) sum += sums[j * G * HEAD_DIM + i];
+    write(i, sum);
   }
 }
