@@ -71,11 +71,12 @@ EXPECTED = (
     sweep("throughput (32b)", "100 and 1,000 prompts", 2, "throughput", "qwen1.5-32b"),
     Piece("profile", "operators and kernels of both phases", 1, "profile", {"level": "kernel", "phase": "decode"}),
     Piece("steps", "a decode step's parts: 6 variants × 2 batches", 12, "profile", {"operator": "step"}),
-    Piece("chain", "a block's linears as a chain, 4 formats", 4, "kernel", {"chain": "qwen3-8b"}),
+    Piece("chain", "a block's linears as a chain, 4 formats, 2 of them in float16 too", 6, "kernel", {"chain": "qwen3-8b"}),
     Piece("attention", "4 contexts × 2 batches", 8, "kernel", {"format": "attention"}),
     Piece("vptq-large", "65536 + 256 on 30 shapes", 30, "kernel", {"main_centroids": 65536}),
-    Piece("rows", "3 formats × 2 shapes × 5 numbers of rows, and peers", 30, "kernel", {
-        "format": ("w4a16", "w8a16", "w8a8"), "chain": None, "rows": (1, 8, 32, 64, 2048), "chosen": None}),
+    Piece("rows", "4 formats × 4 shapes × 9 numbers of rows, and peers", 144, "kernel", {
+        "format": ("w4a16", "w8a16", "w8a8", "fp8"), "chain": None, "chosen": None,
+        "rows": (1, 8, 16, 32, 64, 256, 2048, 4096, 16384)}),
     Piece("prefill", "Qwen3-8B: 3 variants × 8 prompts × captured or not", 48, "prefill", {}),
     Piece("real-model", "logits of 11 formats", 11, "quality", {"check": "logits"}),
     Piece("real-model", "12 ways of serving", 12, "quality", {"check": "served"}),
