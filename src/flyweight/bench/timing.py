@@ -2,7 +2,8 @@
 
 1. Warm before timing: the same work, its answers cut to 64 tokens (16 of eager transformers) where no shape depends on
    their length, its prompts to as many as are in work at once, is run until two runs in a row agree within 5 %, so that JIT
-   compilation, autotuning, graph capture and clock ramps lie before the first sample. What never settles is flagged.
+   compilation, autotuning, graph capture and clock ramps lie before the first sample. What never settles is flagged. A run
+   of more than five seconds is enough by itself: nothing of it is still cold at its end.
 2. Nothing is reused: prompts are random token ids, drawn afresh for every run from a seed that the row tells, and prefix
    caches are off. End of text is ignored and lengths are fixed, so that every run does the same work.
 3. Chunks are stored as (time, number of tokens); the first token is the first chunk that *has* tokens, counted by id.
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-STABLE = 0.05  # two warm-up runs that agree within this are warm
+STABLE, LONG = 0.05, 5.0  # two warm-up runs that agree within this are warm; so is one of so many seconds
 SPREAD_FROM = 10  # samples, for p10 and p90
 OUTLIER_DEVIATIONS, OUTLIER_SHARE = 3.5, 0.02
 RESAMPLES = 1000
@@ -115,6 +116,8 @@ def batch_figures(run: Run, *, input: int, output: int) -> dict[str, float | Non
 def warm_up(run: Callable[[], float], *, most: int = 8) -> tuple[int, bool]:
     """Run until two in a row agree; `run` returns its seconds. (how many runs, whether they settled)"""
     before = run()
+    if before > LONG:
+        return 1, True
     for count in range(2, most + 1):
         after = run()
         if abs(after - before) <= STABLE * min(after, before):
