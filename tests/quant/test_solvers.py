@@ -298,6 +298,17 @@ def test_float8_is_close_and_its_input_scale_covers_the_input(scales, activation
         torch.testing.assert_close(tensor.input_scale * 448, x.abs().max().reshape(1))
 
 
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_float8_scales_are_chosen_for_the_least_error(scales):
+    weight, _, _ = problem(rows=256)
+    made = fp8(weight, FP8(scales))
+    whole = (weight.abs().amax(1, keepdim=True) if scales == "channel" else weight.abs().amax()) / 448
+    plain = (weight / whole).to(torch.float8_e4m3fn).float() * whole
+    before, after = ((values - weight).square().sum(1) for values in (plain, made.dequantize()))
+    assert after.sum() < (0.95 if scales == "channel" else 1) * before.sum()
+    assert scales == "tensor" or (after <= before).all()
+
+
 def test_vptq_beats_rounding_at_three_bits():
     weight, statistics, _ = problem(rows=128, columns=128)
     tensor = vptq(weight, statistics, VPTQ(bits=3))

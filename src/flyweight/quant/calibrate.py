@@ -43,7 +43,7 @@ from flyweight.tensors import QuantTensor
 
 FEWEST_TOKENS = 32  # an expert that fewer calibration tokens reached is rounded to nearest
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
-SMOOTHED_TOKENS = 8192  # tokens of all samples that smoothing looks at: what is loud in a few of them decides
+SMOOTHED_TOKENS = 16384  # tokens of all samples that smoothing looks at: what is loud in a few of them decides
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class Loop:
         sizes = (found.largest, found.importance.sqrt())
         if self.recipe.smooth == "search" and layers[0].activations == "int8":
             x = samples.spread(group)
-            alpha, scales = search_alpha(w8a8_error(x[::2], weights), sizes, weights)
+            alpha, scales = search_alpha(w8a8_error(x[::4], weights), sizes, weights)
             scales = refine(x, weights, scales, largest=found.largest, tokens=found.tokens,
                             allowed=lambda s: work.allowed(group, s))
         elif self.recipe.smooth == "search":
