@@ -190,6 +190,13 @@ def test_awq_scales_lower_the_error_and_fold_away():
     assert layer_error(weight, scaled, statistics.hessian) < error(weight, rtn(weight, settings), statistics)
 
 
+def test_ranges_at_eight_bits_are_tried_finely_enough_to_matter():
+    weight, statistics, _ = problem()
+    settings = Integers(8, -1)
+    clipped = error(weight, awq_round(weight, statistics, settings), statistics)
+    assert clipped < 0.8 * error(weight, rtn(weight, settings), statistics)
+
+
 def test_statistics_follow_a_scaling_without_another_pass():
     _, statistics, x = problem()
     scales = torch.linspace(0.5, 2, 96)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flyweight.quant.grid import Grid, Integers, make_grid, stored
+from flyweight.quant.grid import Grid, Integers, make_grid, smallest_share, stored
 from flyweight.quant.noise import Allowed, quietest, weight_noise
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
@@ -94,7 +94,7 @@ def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: I
     return best[1], best[2]
 
 
-def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10, least: float = 0.55) -> Grid:
+def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10) -> Grid:
     """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller."""
     weight, grid = weight.float(), make_grid(weight, settings, statistics.importance)
     size, hessian = grid.group_size, statistics.hessian
@@ -106,7 +106,7 @@ def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: i
 
     best = errors(grid)
     start = grid
-    for share in torch.linspace(1, least, steps).tolist()[1:]:
+    for share in torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]:
         scales = stored(start.scales * share, settings.scale_dtype)
         zeros = start.zeros
         if not settings.symmetric:  # both ends move in together
