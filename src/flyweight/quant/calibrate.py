@@ -247,7 +247,8 @@ class Loop:
         """Smoothing, then scale search, group by group; statistics follow by arithmetic instead of another pass."""
         assert self.context is not None
         tokens = len(self.hidden.samples) * self.hidden[0].shape[1]
-        samples = Samples(JUDGED_TOKENS, every=max(1, tokens // SMOOTHED_TOKENS))
+        every = max(1, tokens // SMOOTHED_TOKENS) if self.recipe.smooth == "search" else 0
+        samples = Samples(JUDGED_TOKENS, every=every)
         # Experts and router share one norm, and a factor taken out of it would have to go into all of them: left alone.
         groups = GROUPS if work.groups is GROUPS else GROUPS[:2]
         statistics = work.statistics(self.hidden, self.context, groups, see=samples.keep)
@@ -321,7 +322,7 @@ class Loop:
 class Samples:
     """Inputs of every group, for searches that need them and not just their moments.
 
-    The first tokens in whole sequences, and one in `every` of all tokens.
+    The first tokens in whole sequences, and one in `every` of all tokens (0: none).
     """
 
     def __init__(self, tokens: int, *, every: int) -> None:
@@ -334,7 +335,8 @@ class Samples:
         rows = min(x.shape[0], -(-(self.tokens - have) // x.shape[1]))
         if have < self.tokens:
             self.kept[group.name].append(x[:rows].clone())
-        self.some[group.name].append(x.flatten(0, 1)[:: self.every].clone())
+        if self.every:
+            self.some[group.name].append(x.flatten(0, 1)[:: self.every].clone())
 
     def batches(self, group: Group) -> list[Tensor]:
         return self.kept[group.name]
