@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from flyweight.quant.awq import awq_round, search_scales
+from flyweight.quant.awq import awq_round, output_error, round_weight, search_scales
 from flyweight.quant.fp8 import FP8, fp8
 from flyweight.quant.gptq import GPTQ, gptq
 from flyweight.quant.grid import Integers, fit_group_size, make_grid
+from flyweight.quant.noise import quietest, token_noise, weight_noise
 from flyweight.quant.rtn import rtn, to_int8_channel
 from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales, w8a8_error
 from flyweight.quant.sparsegpt import prune24
@@ -189,6 +190,13 @@ def test_awq_scales_lower_the_error_and_fold_away():
     assert layer_error(weight, scaled, statistics.hessian) < error(weight, rtn(weight, settings), statistics)
 
 
+def test_ranges_at_eight_bits_are_tried_finely_enough_to_matter():
+    weight, statistics, _ = problem()
+    settings = Integers(8, -1)
+    clipped = error(weight, awq_round(weight, statistics, settings), statistics)
+    assert clipped < 0.8 * error(weight, rtn(weight, settings), statistics)
+
+
 def test_statistics_follow_a_scaling_without_another_pass():
     _, statistics, x = problem()
     scales = torch.linspace(0.5, 2, 96)
@@ -202,12 +210,21 @@ def test_statistics_follow_a_scaling_without_another_pass():
 def test_smoothing_is_never_worse_than_none_and_folds_away():
     weight, _, x = problem()
     x[:, 5] *= 60  # one outlier channel
-    largest = x.abs().amax(0)
-    alpha, scales = search_alpha(x, [largest], [weight])
+    largest, found = x.abs().amax(0), w8a8_error(x, [weight])
+    alpha, scales = search_alpha(found, [largest], [weight])
     assert alpha > 0
-    assert w8a8_error(x, [weight], scales) < 0.5 * w8a8_error(x, [weight], torch.ones(96))
+    assert found(scales) < 0.5 * found(torch.ones(96))
     fixed = smooth_scales(largest, [weight], 0.8)
     torch.testing.assert_close((x / fixed) @ (weight * fixed).T, x @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_alone_are_smoothed_only_as_far_as_it_helps_them():
+    weight, statistics, x = problem()
+    x[:, 5] *= 60
+    found = output_error(statistics, [weight], Integers(8, -1))
+    alpha, scales = search_alpha(found, [x.abs().amax(0)], [weight])  # sizes that say nothing of what the weights need
+    assert found(scales) <= found(torch.ones(96)) < found(smooth_scales(x.abs().amax(0), [weight], 0.5))
+    assert alpha == 0 or found(scales) < found(torch.ones(96))
 
 
 def test_refined_scales_make_less_noise_on_tokens_they_were_not_learned_on():
@@ -215,11 +232,33 @@ def test_refined_scales_make_less_noise_on_tokens_they_were_not_learned_on():
     x[:, 5] *= 60
     x[:, 7:20] *= 4
     x, fresh = x.chunk(2)
-    _, scales = search_alpha(x, [x.abs().amax(0)], [weight])
-    refined = refine(x, [weight], scales)
-    assert w8a8_error(fresh, [weight], refined) < w8a8_error(fresh, [weight], scales)
-    pairs = refine(x, [weight], scales, allowed=lambda s: s.view(-1, 2).mean(1, keepdim=True).expand(-1, 2).reshape(-1))
+    largest, found = x.abs().amax(0), w8a8_error(fresh, [weight])
+    _, scales = search_alpha(w8a8_error(x, [weight]), [largest], [weight])
+    refined = refine(x, [weight], scales, largest=largest, tokens=len(x))
+    assert found(refined) < found(scales)
+    pairs = refine(x, [weight], scales, largest=largest, tokens=len(x),
+                   allowed=lambda s: s.view(-1, 2).mean(1, keepdim=True).expand(-1, 2).reshape(-1))
     assert torch.equal(pairs[::2], pairs[1::2])
+
+
+def test_a_channel_that_the_sample_saw_quiet_keeps_a_scale_for_its_largest_value():
+    weight, _, x = problem()
+    x[:, 5] *= 1e-3
+    largest = x.abs().amax(0)
+    largest[5] = 300.0  # in a token that is not in the sample
+    known, unknown = (quietest(token_noise(x, weight, most, tokens=10 * len(x)), torch.ones(96), lambda s: s)
+                      for most in (largest, x.abs().amax(0)))
+    assert known[5] > 2 * unknown[5]
+
+
+@pytest.mark.parametrize("group_size", [-1, 32])
+def test_expected_noise_of_weights_is_what_rounding_makes(group_size):
+    weight, statistics, _ = problem(rows=400)
+    settings = Integers(8, group_size, symmetric=False)  # symmetric, a group's largest may be half a step off besides
+    noise = weight_noise(weight, statistics.importance, group_size=settings.group_columns(96), symmetric=False)
+    for scales in (torch.ones(96), statistics.importance.pow(0.25)):
+        difference = (round_weight(weight * scales, settings) / scales - weight).square() * statistics.importance
+        assert float(noise(scales)) / 255**2 / 12 == pytest.approx(float(difference.sum()), rel=0.05)
 
 
 def pattern_holds(weight: torch.Tensor) -> bool:
@@ -264,6 +303,17 @@ def test_float8_is_close_and_its_input_scale_covers_the_input(scales, activation
     assert error(weight, tensor, statistics) < 2e-3
     if activation == "static":
         torch.testing.assert_close(tensor.input_scale * 448, x.abs().max().reshape(1))
+
+
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_float8_scales_are_chosen_for_the_least_error(scales):
+    weight, _, _ = problem(rows=256)
+    made = fp8(weight, FP8(scales))
+    whole = (weight.abs().amax(1, keepdim=True) if scales == "channel" else weight.abs().amax()) / 448
+    plain = (weight / whole).to(torch.float8_e4m3fn).float() * whole
+    before, after = ((values - weight).square().sum(1) for values in (plain, made.dequantize()))
+    assert after.sum() < (0.95 if scales == "channel" else 1) * before.sum()
+    assert scales == "tensor" or (after <= before).all()
 
 
 def test_vptq_beats_rounding_at_three_bits():

@@ -1,7 +1,8 @@
 """AWQ: scale up the input channels that matter before rounding, so that their share of the rounding error falls.
 
 s = mean|x|^r / mean|w|^(1−r), with r searched for the least error of the output; s is folded into the layer before,
-and the float function stays the same. Then the range of every group is clipped where that lowers the output error.
+and the float function stays the same. The best s is refined channel by channel (noise.py) where that lowers the error.
+Then the range of every group is clipped where that lowers the output error.
 
 The output error of a linear is E·H·Eᵀ with H the second moments of its input, so no sample has to be run through it;
 where a caller gives `judge` (the error of the whole attention or MLP output) that decides instead.
@@ -15,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flyweight.quant.grid import Grid, Integers, make_grid, stored
+from flyweight.quant.grid import Grid, Integers, make_grid, smallest_share, stored
+from flyweight.quant.noise import Allowed, quietest, weight_noise
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
 
@@ -43,18 +45,15 @@ def round_weight(weight: Tensor, settings: Integers, importance: Tensor | None =
     return grid.values(grid.codes(weight))
 
 
-def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
-                  allowed: Callable[[Tensor], Tensor] = lambda scales: scales, compensated: bool = False,
-                  ratios: Sequence[float] = RATIOS) -> tuple[float, Tensor]:
-    """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate.
+def output_error(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
+                 compensated: bool = False) -> Callable[[Tensor], float]:
+    """Scales → the output error of the weights that are scaled and then rounded.
 
-    `allowed` maps scales to the nearest ones that the layer before can take. `compensated`: GPTQ follows and makes up for
-    what errors have in common, so each column's own, weighted by its mean square input, is what counts.
+    `compensated`: GPTQ follows and makes up for what errors have in common, so each column's own, weighted by its mean
+    square input, is what counts.
     """
-    weights = [weight.float() for weight in weights]
-    hessian, size = statistics.hessian, settings.group_columns(weights[0].shape[1])
-    settings = dataclasses.replace(settings, ranges="minmax")  # a range search inside this search would cost minutes
-    loudness = statistics.importance.sqrt() if compensated else statistics.mean_absolute
+    weights, hessian = [weight.float() for weight in weights], statistics.hessian
+    settings = dataclasses.replace(settings, ranges="minmax")  # a range search inside another search would cost minutes
 
     def error(scales: Tensor) -> float:
         rounded = [round_weight(weight * scales, settings) / scales for weight in weights]
@@ -65,6 +64,20 @@ def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: I
             return float((differences.square() * statistics.importance).sum(dtype=torch.float64))
         return float(((differences @ hessian) * differences).sum(dtype=torch.float64))
 
+    return error
+
+
+def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
+                  allowed: Allowed = lambda scales: scales, compensated: bool = False,
+                  ratios: Sequence[float] = RATIOS) -> tuple[float, Tensor]:
+    """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate.
+
+    `allowed` maps scales to the nearest ones that the layer before can take.
+    """
+    size, loudness = settings.group_columns(weights[0].shape[1]), statistics.mean_absolute
+    if compensated:
+        loudness = statistics.importance.sqrt()
+    error = output_error(statistics, weights, settings, judge=judge, compensated=compensated)
     ones = torch.ones(statistics.columns, device=weights[0].device)
     best = (error(ones), 0.0, ones)
     for number, ratio in enumerate(ratios):
@@ -73,10 +86,15 @@ def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: I
             found = error(scales)
             if found < best[0]:
                 best = (found, ratio, scales)
+    if not compensated:
+        noise = weight_noise(torch.cat(list(weights)), statistics.importance, group_size=size, symmetric=settings.symmetric)
+        refined = quietest(noise, best[2], allowed)
+        if error(refined) < best[0]:
+            return best[1], refined
     return best[1], best[2]
 
 
-def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10, least: float = 0.55) -> Grid:
+def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10) -> Grid:
     """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller."""
     weight, grid = weight.float(), make_grid(weight, settings, statistics.importance)
     size, hessian = grid.group_size, statistics.hessian
@@ -88,7 +106,7 @@ def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: i
 
     best = errors(grid)
     start = grid
-    for share in torch.linspace(1, least, steps).tolist()[1:]:
+    for share in torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]:
         scales = stored(start.scales * share, settings.scale_dtype)
         zeros = start.zeros
         if not settings.symmetric:  # both ends move in together

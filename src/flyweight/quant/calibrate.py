@@ -29,11 +29,11 @@ from torch import Tensor
 from flyweight.errors import ResourceError
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import GROUPS, Block, Context, Group, Whole
-from flyweight.quant.awq import Judge, search_scales
+from flyweight.quant.awq import Judge, output_error, search_scales
 from flyweight.quant.cache import ActivationCache, Budget
 from flyweight.quant.recipe import Layer, Recipe
 from flyweight.quant.rounding import Learning, learn_rounding
-from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales
+from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales, w8a8_error
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
@@ -42,7 +42,8 @@ from flyweight.quant.work import WorkBlock
 from flyweight.tensors import QuantTensor
 
 FEWEST_TOKENS = 32  # an expert that fewer calibration tokens reached is rounded to nearest
-JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP, and α its matmuls
+JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
+SMOOTHED_TOKENS = 16384  # tokens of all samples that smoothing looks at: what is loud in a few of them decides
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,9 @@ class Loop:
     def transform(self, work: WorkBlock) -> dict[str, Any]:
         """Smoothing, then scale search, group by group; statistics follow by arithmetic instead of another pass."""
         assert self.context is not None
-        samples = Samples(JUDGED_TOKENS)
+        tokens = len(self.hidden.samples) * self.hidden[0].shape[1]
+        every = max(1, tokens // SMOOTHED_TOKENS) if self.recipe.smooth == "search" else 0
+        samples = Samples(JUDGED_TOKENS, every=every)
         # Experts and router share one norm, and a factor taken out of it would have to go into all of them: left alone.
         groups = GROUPS if work.groups is GROUPS else GROUPS[:2]
         statistics = work.statistics(self.hidden, self.context, groups, see=samples.keep)
@@ -262,11 +265,16 @@ class Loop:
         return report
 
     def smooth(self, work: WorkBlock, group: Group, statistics: dict[str, Statistics], samples: Samples) -> float:
-        weights, found = [work.weights[name] for name in group.linears], statistics[group.name]
-        if self.recipe.smooth == "search":
-            x = samples.inputs(group)
-            alpha, scales = search_alpha(x, (found.largest, found.importance.sqrt()), weights)
-            scales = refine(x, weights, scales, allowed=lambda s: work.allowed(group, s))
+        weights, found, layers = [work.weights[name] for name in group.linears], statistics[group.name], self.layers(work, group)
+        sizes = (found.largest, found.importance.sqrt())
+        if self.recipe.smooth == "search" and layers[0].activations == "int8":
+            x = samples.spread(group)
+            alpha, scales = search_alpha(w8a8_error(x[::4], weights), sizes, weights)
+            scales = refine(x, weights, scales, largest=found.largest, tokens=found.tokens,
+                            allowed=lambda s: work.allowed(group, s))
+        elif self.recipe.smooth == "search":
+            error = output_error(found, weights, layers[0].integers(self.stored), judge=self.judge(work, group, samples))
+            alpha, scales = search_alpha(lambda s: error(work.allowed(group, s)), sizes, weights)
         elif group.source.endswith("norm"):  # the published method smooths what follows a norm
             alpha = float(self.recipe.smooth or 0)
             scales = smooth_scales(found.largest, weights, alpha)
@@ -312,23 +320,30 @@ class Loop:
 
 
 class Samples:
-    """The first tokens' inputs of every group, whole sequences, for searches that need inputs and not just their moments."""
+    """Inputs of every group, for searches that need them and not just their moments.
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    The first tokens in whole sequences, and one in `every` of all tokens (0: none).
+    """
+
+    def __init__(self, tokens: int, *, every: int) -> None:
+        self.tokens, self.every = tokens, every
         self.kept: dict[str, list[Tensor]] = {group.name: [] for group in GROUPS}
+        self.some: dict[str, list[Tensor]] = {group.name: [] for group in GROUPS}
 
     def keep(self, group: Group, x: Tensor) -> None:
         have = sum(part.shape[0] * part.shape[1] for part in self.kept[group.name])
         rows = min(x.shape[0], -(-(self.tokens - have) // x.shape[1]))
         if have < self.tokens:
             self.kept[group.name].append(x[:rows].clone())
+        if self.every:
+            self.some[group.name].append(x.flatten(0, 1)[:: self.every].clone())
 
     def batches(self, group: Group) -> list[Tensor]:
         return self.kept[group.name]
 
-    def inputs(self, group: Group) -> Tensor:
-        return torch.cat([part.flatten(0, 1) for part in self.kept[group.name]]).float()
+    def spread(self, group: Group) -> Tensor:
+        return torch.cat(self.some[group.name]).float()
 
     def scale(self, group: Group, scales: Tensor) -> None:
-        self.kept[group.name] = [(part.float() / scales).to(part.dtype) for part in self.kept[group.name]]
+        for parts in (self.kept[group.name], self.some[group.name]):
+            parts[:] = [(part.float() / scales).to(part.dtype) for part in parts]

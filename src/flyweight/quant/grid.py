@@ -113,12 +113,18 @@ def make_grid(weight: Tensor, settings: Integers, importance: Tensor | None = No
     return Grid(scales, zeros, settings, size)
 
 
+def smallest_share(bits: int, least: float) -> float:
+    """Of a range that is worth trying: `least` at 4 bits; at 8 hardly anything may clip, and tries are better spent near 1."""
+    return max(least, 1 - 9 / 2**bits)
+
+
 def search(pieces: Tensor, start: tuple[Tensor, Tensor], span: tuple[Tensor, Tensor], settings: Integers,
-           weights: Tensor | None, steps: int = 24, least: float = 0.45) -> tuple[Tensor, Tensor]:
+           weights: Tensor | None, steps: int = 24) -> tuple[Tensor, Tensor]:
     """Shrink the range step by step and keep, group by group, the one with the least error."""
     best_scales, best_zeros = start
     best = rounding_error(pieces, best_scales, best_zeros, settings, weights)
     largest = 2**settings.bits / (2**settings.bits - 1)  # beyond 1: the shorter side of a symmetric grid clips nothing
+    least = smallest_share(settings.bits, 0.45)
     signs = (1, -1) if settings.symmetric and settings.mirrored else (1,)
 
     def keep_better(scales: Tensor, zeros: Tensor) -> None:
