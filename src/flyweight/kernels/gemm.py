@@ -23,10 +23,15 @@ from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, G
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 SHARED_CLUSTERS = 210 * 1024  # alone, with room for a CTA of decode attention, which fetches its first tokens early
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
-# How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
+# How much slower an SM is than PRODUCTS says with other tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
 # whole ones costs LINE_US, for the sums that have to be handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
 LINE_US = 12.0
+# Tiles of three warpgroups fetch less for each product, and L2's bandwidth is what limits the others. Whole lines of results go
+# through shared memory so many at a time: a gated linear's in pieces of 32, which 240 is not a multiple of.
+LARGE_TILES = {(256, 3): 0.85, (240, 3): 0.85}
+LARGE_KINDS: tuple[str, ...] = ()
+LARGE_STAGED = {256: 64, 240: 80, 224: 32}
 # Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
 # knows yet.
 LONE = ("plain", "int4", "int8", "w8a8")
@@ -101,11 +106,11 @@ class Shape:
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
               cluster: int | None = None, split: int | None = None, staged: int | None = None,
-              beside: bool | None = None) -> Shape | None:
+              beside: bool | None = None, gated: bool = False) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
-        tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
+        tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors, gated=gated)
     if (warpgroups, split) == (None, None) and kind == "int4" and rows > 32 and 0.9 < outputs / 192 / processors <= 1:
         warpgroups, split = 3, WHOLE  # a tile for nearly every SM, such as gate/up of Qwen3-8B
     lone = lone_clusters(outputs, processors) if kind in LONE and 16 < rows <= 64 else None
@@ -121,6 +126,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if cluster is None or not small:
         room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
+    if staged is None and warpgroups == 3 and tokens > 128:
+        staged = LARGE_STAGED[tokens]
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64
     grouped = kind in GROUPED
@@ -153,7 +160,7 @@ def lone_clusters(outputs: int, processors: int) -> tuple[int, int] | None:
     return None
 
 
-def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int) -> tuple[int, int, int]:
+def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int, *, gated: bool = False) -> tuple[int, int, int]:
     """Tokens, warpgroups and split by their estimated time: rounds of whole tiles, or all work shared out evenly."""
     rate = PRODUCTS[kind]
 
@@ -163,7 +170,9 @@ def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: i
     found = []
     if tiles(256, 2) <= 2 * processors:
         found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE)))
-    for (tokens, warpgroups), slower in TILES.items():
+    fitting = kind in LARGE_KINDS and outputs % 16 == 0
+    large = {tile: slower for tile, slower in LARGE_TILES.items() if fitting and not (gated and tile[0] % 32)}
+    for (tokens, warpgroups), slower in (TILES | large).items():
         rounds = math.ceil(tiles(tokens, warpgroups) / processors)
         found.append((rounds * tokens * warpgroups * columns * slower / rate, (tokens, warpgroups, WHOLE)))
     return min(found)[1]
@@ -179,7 +188,7 @@ def _why_not(kind: str, outputs: int, columns: int, group: int, interleaved: boo
         return "needs Hopper's matrix units"
     if outputs % (4 if interleaved else 2):
         return "outputs are written in pairs"
-    if shape_for(kind, outputs, columns, group, rows, processors(device.index or 0)) is None:
+    if shape_for(kind, outputs, columns, group, rows, processors(device.index or 0), gated=interleaved) is None:
         return f"{columns} inputs in groups of {group} do not fit into whole stages"
     return None
 
@@ -240,7 +249,7 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
                choices: dict[str, int]) -> Call:
     count = processors(device.index or 0)
     shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, residual=residual,
-                      **choices)
+                      gated=weight.interleaved, **choices)
     assert shape is not None
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
     pack_rows, pack_warps = pack_shape(weight.in_features, padded, normed=norm and weight.kind not in QUANTIZED)

@@ -36,6 +36,7 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define NAMES_16 N0 "," N1
 #define NAMES_32 NAMES_16 "," N2 "," N3
 #define NAMES_48 NAMES_32 "," N4 "," N5
+#define NAMES_56 NAMES_48 "," N6
 #define NAMES_64 NAMES_48 "," N6 "," N7
 #define NAMES_80 NAMES_64 "," N8 "," N9
 #define NAMES_128 NAMES_64 "," N8 "," N9 "," N10 "," N11 "," N12 "," N13 "," N14 "," N15
@@ -43,6 +44,7 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define BIND_16(c, i) BIND_8(c, i), BIND_8(c, i + 8)
 #define BIND_32(c, i) BIND_16(c, i), BIND_16(c, i + 16)
 #define BIND_48(c, i) BIND_32(c, i), BIND_16(c, i + 32)
+#define BIND_56(c, i) BIND_48(c, i), BIND_8(c, i + 48)
 #define BIND_64(c, i) BIND_32(c, i), BIND_32(c, i + 32)
 #define BIND_80(c, i) BIND_64(c, i), BIND_16(c, i + 64)
 #define BIND_128(c, i) BIND_64(c, i), BIND_64(c, i + 64)
@@ -106,6 +108,8 @@ WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 64, 65, 
 ALL(16, 8, 8, 9, 10, 11, 12, 13)
 ALL(32, 16, 16, 17, 18, 19, 20, 21)
 ALL(64, 32, 32, 33, 34, 35, 36, 37)
+ALL(96, 48, 48, 49, 50, 51, 52, 53)
+ALL(112, 56, 56, 57, 58, 59, 60, 61)
 ALL(128, 64, 64, 65, 66, 67, 68, 69)
 ALL(256, 128, 128, 129, 130, 131, 132, 133)
 
