@@ -26,6 +26,7 @@ STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # How much slower an SM is than PRODUCTS says with other tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
 # whole ones costs LINE_US, for the sums that have to be handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
+MIDDLE_TILES: dict[tuple[int, int], float] = {}
 LINE_US = 12.0
 # Tiles of three warpgroups fetch less for each product, and L2's bandwidth is what limits the others. Whole lines of results go
 # through shared memory so many at a time: a gated linear's in pieces of 32, which 240 is not a multiple of.
@@ -129,7 +130,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None and warpgroups == 3 and tokens > 128:
         staged = LARGE_STAGED[tokens]
     if staged is None:
-        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64
+        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64 if tokens % 64 == 0 else 32
     grouped = kind in GROUPED
     beside = small and warpgroups <= 2 if beside is None else beside
     staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
@@ -160,7 +161,8 @@ def lone_clusters(outputs: int, processors: int) -> tuple[int, int] | None:
     return None
 
 
-def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int, *, gated: bool = False) -> tuple[int, int, int]:
+def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int, *,
+                 gated: bool = False) -> tuple[int, int, int]:
     """Tokens, warpgroups and split by their estimated time: rounds of whole tiles, or all work shared out evenly."""
     rate = PRODUCTS[kind]
 
@@ -172,7 +174,8 @@ def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: i
         found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE)))
     fitting = kind in LARGE_KINDS and outputs % 16 == 0
     large = {tile: slower for tile, slower in LARGE_TILES.items() if fitting and not (gated and tile[0] % 32)}
-    for (tokens, warpgroups), slower in (TILES | large).items():
+    middle = {} if kind == "fp8" else MIDDLE_TILES
+    for (tokens, warpgroups), slower in (TILES | middle | large).items():
         rounds = math.ceil(tiles(tokens, warpgroups) / processors)
         found.append((rounds * tokens * warpgroups * columns * slower / rate, (tokens, warpgroups, WHOLE)))
     return min(found)[1]

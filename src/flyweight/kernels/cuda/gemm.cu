@@ -67,7 +67,7 @@ constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
-constexpr int PARTS = WGS == 3 && TOKENS > 128 ? STEPS : 1;  // of a block, so that its registers are fewer
+constexpr int PARTS = WGS == 3 && TOKENS > 128 ? STEPS : 1;    // of a block, so that fewer registers hold it
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
@@ -104,8 +104,7 @@ struct __align__(128) Shared {
 
 #include "fragments.cuh"
 
-// A product with all tokens. Three warpgroups do it in two: the compiler has 128 registers for an instruction, and one with fewer
-// leaves it room to have the next on its way.
+// A product with all tokens. Three warpgroups do it in two: an instruction may not have more than 128 registers then.
 template <int COUNT> DEVICE void multiply_all(accumulator (&acc)[COUNT], const u32 (&a)[WORDS], u64 b) {
   if constexpr (WGS == 3 && COUNT > 64) {
     wgmma(*(accumulator(*)[64])acc, a, b);
