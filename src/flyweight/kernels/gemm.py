@@ -28,11 +28,9 @@ STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
 MIDDLE_TILES: dict[tuple[int, int], float] = {}
 LINE_US = 12.0
-# Tiles of three warpgroups fetch less for each product, and L2's bandwidth is what limits the others. Whole lines of results go
-# through shared memory so many at a time: a gated linear's in pieces of 32, which 240 is not a multiple of.
+# Tiles of three warpgroups fetch less for each product, and L2's bandwidth is what limits the others.
 LARGE_TILES = {(256, 3): 0.85, (240, 3): 0.85}
 LARGE_KINDS: tuple[str, ...] = ()
-LARGE_STAGED = {256: 64, 240: 80, 224: 32}
 # Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
 # knows yet.
 LONE = ("plain", "int4", "int8", "w8a8")
@@ -127,10 +125,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if cluster is None or not small:
         room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
-    if staged is None and warpgroups == 3 and tokens > 128:
-        staged = LARGE_STAGED[tokens]
     if staged is None:
-        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64 if tokens % 64 == 0 else 32
+        staged = 0 if small or outputs % 16 else staged_tokens(kind, tokens, warpgroups, residual=residual)
     grouped = kind in GROUPED
     beside = small and warpgroups <= 2 if beside is None else beside
     staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
@@ -150,6 +146,15 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
             tiles = m_tiles * math.ceil(rows / tokens)
             return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside)
     return None
+
+
+def staged_tokens(kind: str, tokens: int, warpgroups: int, *, residual: bool) -> int:
+    """How many tokens' results go through shared memory at a time: a tile's are cut into equal pieces, a gated one's into 32s."""
+    if tokens < 64:
+        return 0
+    if residual and kind not in QUANTIZED and warpgroups < 3:
+        return tokens  # the residual waits there
+    return 80 if tokens == 240 else 64 if tokens % 64 == 0 else 32
 
 
 def lone_clusters(outputs: int, processors: int) -> tuple[int, int] | None:
@@ -173,7 +178,7 @@ def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: i
     if tiles(256, 2) <= 2 * processors:
         found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE)))
     fitting = kind in LARGE_KINDS and outputs % 16 == 0
-    large = {tile: slower for tile, slower in LARGE_TILES.items() if fitting and not (gated and tile[0] % 32)}
+    large = {tile: slower for tile, slower in LARGE_TILES.items() if fitting and not (gated and tile[0] % 32)}  # staged_tokens
     middle = {} if kind == "fp8" else MIDDLE_TILES
     for (tokens, warpgroups), slower in (TILES | middle | large).items():
         rounds = math.ceil(tiles(tokens, warpgroups) / processors)
