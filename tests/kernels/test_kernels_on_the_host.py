@@ -82,9 +82,7 @@ MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=ge
         ("fp8", 130, (144, 448), dict(split=gemm.WHOLE, tokens=128, warpgroups=2)),
         ("plain", 200, (136, 192), dict(split=gemm.LINE, tokens=160, warpgroups=2)),
         ("int4:64", 200, (144, 192), dict(split=gemm.WHOLE, tokens=192, warpgroups=2)),
-        ("w8a8", 250, (208, 320), dict(split=gemm.WHOLE, tokens=240, warpgroups=3)),
-        ("int4:64", 200, (208, 192), dict(split=gemm.WHOLE, tokens=224, warpgroups=3)),
-        ("plain", 250, (208, 192), dict(split=gemm.WHOLE, tokens=256, warpgroups=3)),
+        ("w8a8", 230, (144, 320), dict(split=gemm.WHOLE, tokens=224, warpgroups=2)),
         ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
 
 

@@ -31,9 +31,8 @@ DEVICE u32 regroup(uint2 places, int odd) {
   low |= low >> 4, high |= high >> 4;
   return __byte_perm(low, high, 0x6420);
 }
-// Of one block of 64 inputs of this warp's tile the registers of COUNT products from `first` on: all STEPS, or half of four.
-template <int COUNT>
-DEVICE void load_block(u32 (&a)[COUNT][WORDS], const u8* tile, const u32* records, int stage, int block, int first, int lane) {
+// The registers of one block of 64 inputs of this warp's tile: STEPS products of WORDS words each.
+DEVICE void load_block(u32 (&a)[STEPS][WORDS], const u8* tile, const u32* records, int stage, int block, int lane) {
   const uint4* words = (const uint4*)(tile + block * BLOCK_BYTES) + lane;
 #if SPARSE
   const u32* places = (const u32*)(tile + (block + 1) * BLOCK_BYTES - 128);
@@ -56,25 +55,23 @@ DEVICE void load_block(u32 (&a)[COUNT][WORDS], const u8* tile, const u32* record
 #endif
 #elif FORMAT == PLAIN || FORMAT == W8A8 || FORMAT == FP8
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    const uint4 w = words[32 * (first + i)];
+  for (int i = 0; i < STEPS; i++) {
+    const uint4 w = words[32 * i];
     a[i][0] = w.x, a[i][1] = w.y, a[i][2] = w.z, a[i][3] = w.w;
   }
 #else
   const int g = lane / 4;
 #pragma unroll
-  for (int half = first / 2; half < (first + COUNT + 1) / 2; half++) {
+  for (int half = 0; half < 2; half++) {
     const uint4 w4 = words[FORMAT == INT8 ? 32 * half : 0];
     const u32 w[4] = {w4.x, w4.y, w4.z, w4.w};  // (step 0, row g), (step 0, row g + 8), (step 1, g), (step 1, g + 8)
     const u32* r = records + group_in_stage(stage, block, half) * 16;
     const Scale scale[2] = {read_scale(r[g]), read_scale(r[g + 8])};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int step = 2 * half + i / 2 - first;
-      if (step < 0 || step >= COUNT) continue;
       const u32 code = FORMAT == INT4 && half ? w[i] >> 4 : w[i];
-      a[step][i % 2] = decode(code, scale[i % 2]);
-      a[step][2 + i % 2] = decode(code >> 8, scale[i % 2]);
+      a[2 * half + i / 2][i % 2] = decode(code, scale[i % 2]);
+      a[2 * half + i / 2][2 + i % 2] = decode(code >> 8, scale[i % 2]);
     }
   }
 #endif

@@ -61,13 +61,11 @@ constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
 constexpr bool WIDE = TOKENS >= (FORMAT == FP8 ? 128 : 192);   // accumulators take most registers: the producers give theirs
-constexpr int LEFT_REGISTERS = WGS == 3 ? 32 : 40, ALL_REGISTERS = WGS == 3 ? 160 : 232;
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
-constexpr int PARTS = WGS == 3 && TOKENS > 128 ? STEPS : 1;    // of a block, so that fewer registers hold it
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
@@ -104,16 +102,6 @@ struct __align__(128) Shared {
 
 #include "fragments.cuh"
 
-// A product with all tokens. Three warpgroups do it in two: an instruction may not have more than 128 registers then.
-template <int COUNT> DEVICE void multiply_all(accumulator (&acc)[COUNT], const u32 (&a)[WORDS], u64 b) {
-  if constexpr (WGS == 3 && COUNT > 64) {
-    wgmma(*(accumulator(*)[64])acc, a, b);
-    wgmma(*(accumulator(*)[COUNT - 64])(acc + 64), a, b + (128 * X_ROW >> 4));
-  } else {
-    wgmma(acc, a, b);
-  }
-}
-
 #if FORMAT == FP8
 // Float8 sums inside the matrix units have 14 bits, so those of WINDOW stages are added to `acc` in full float32: PART tokens at a
 // time, to have the registers, and AHEAD parts late, so that the matrix units have work meanwhile. All are added when a window ends:
@@ -132,7 +120,7 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
     barrier_wait(&sh.full[slot], parity);
     const u8* ring = sh.ring[slot];
 #pragma unroll
-    for (int block = 0; block < SB; block++) load_block(a[i][block], ring + warp * SB * BLOCK_BYTES, nullptr, 0, block, 0, lane);
+    for (int block = 0; block < SB; block++) load_block(a[i][block], ring + warp * SB * BLOCK_BYTES, nullptr, 0, block, lane);
     x[i] = matrix_descriptor(ring + WEIGHT_BYTES, X_ROW * 8);
     slots[i] = slot;
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -198,14 +186,14 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     n_tiles = tiles[0], rows = n_tiles * TOKENS;
   }
   if (warp >= WGS * 4) {
-    if (WIDE) give_registers<LEFT_REGISTERS>();
+    if (WIDE) give_registers<40>();
     if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
     if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
-  if (WIDE) take_registers<ALL_REGISTERS>();
+  if (WIDE) take_registers<232>();
   if (QUANTIZED && SPLIT == CLUSTERS && lane == 0)  // here before they are needed
     prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER * MT + warp, TILES - 1) * 16);
   wait_for_inputs();
@@ -231,7 +219,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll 1
     for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #else
-    u32 a[2][STEPS / PARTS][WORDS];
+    u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
     int stage = s.begin;
     auto multiply = [&](int turn) {  // with the stage in `slot`
@@ -241,21 +229,20 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
 #pragma unroll
-      for (int part = 0; part < SB * PARTS; part++) {  // loaded while the products of the one before run
-        constexpr int count = STEPS / PARTS;
-        u32(&words)[count][WORDS] = a[(turn + part) & 1];
-        load_block(words, mine, records_here, stage, part / PARTS, part % PARTS * count, lane);
+      for (int block = 0; block < SB; block++) {  // loaded while the products of the one before run
+        u32(&words)[STEPS][WORDS] = a[(turn + block) & 1];
+        load_block(words, mine, records_here, stage, block, lane);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < count; step++) multiply_all(acc, words[step], b0 + (part * count + step) * (STEP_BYTES >> 4));
+        for (int step = 0; step < STEPS; step++) wgmma(acc, words[step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
         wgmma_commit();
-        wgmma_wait<1>();  // the part before is done, and with the first one the stage before
-        if (part == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
+        wgmma_wait<1>();  // the block before is done, and with the first one the stage before
+        if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
       }
       before = slot, stage++;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     };
-    constexpr int turns = SB * PARTS == 1 ? 2 : 1;  // a part's registers have to be known when this is compiled
+    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers have to be known when this is compiled
 #pragma unroll 1
     for (int i = s.begin; i + turns <= s.end; i += turns) {
       multiply(0);
