@@ -4,7 +4,8 @@
 // up to a whole tile of tokens repeat the last one.
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
-// that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 1, for few rows: a CTA has one row.
+// that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 4 or 2: parts of lines, but more CTAs on an SM,
+// of which one writes while another reads. ROWS = 1, for few rows: a CTA has one row.
 // Threads keep what they read in registers between the sum over the row and the writing where that fits (KEPT).
 // Limit: bytes read and written / bandwidth, and instructions, which hardly overlap with them: few CTAs fit on an SM, and all begin
 // at once. For few rows latency.
