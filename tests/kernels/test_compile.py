@@ -46,10 +46,12 @@ CASES = [
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPLIT=2, CLUSTER=6, STAGED=0, LOADERS=1)) for kind in range(4)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=256, SPLIT=0, EPILOGUE=2, BIAS=1)) for kind in (1, 3)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=256, SPLIT=0, EPILOGUE=2, PACKED=2, ORDER=kind)) for kind in (0, 1)),
+    *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=tokens, SPLIT=0, EPILOGUE=kind, STAGED=32))
+      for kind, tokens in ((0, 224), (1, 160), (2, 192))),
     ("gemm.cu", GEMM | dict(FORMAT=1, SPLIT=2, CLUSTER=6, STAGED=0, LOADERS=2, EPILOGUE=2, PACKED=4, ORDER=1)),
     *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=quantize, ORDER=1, ROWS=1 + 7 * quantize, WARPS=8 << quantize))
       for quantize in (0, 1)),
-    ("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=8, WARPS=24)),
+    *(("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=rows, WARPS=3 * rows)) for rows in (8, 4)),
     ("rope.cu", HEADS),
     ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
     *(("prefill_attention.cu", PREFILL | dict(PAGE=page, BOX=box, HEAD_DIM=size))

@@ -33,6 +33,26 @@ def test_rows_9_to_many_on_ragged_shapes(kind, dtype):
             assert error < TOLERANCE[dtype], f"{shape} × {rows}: {error}"
 
 
+@pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8"])
+@pytest.mark.parametrize(("tokens", "warpgroups"), gemm.TILES_BETWEEN)
+def test_tiles_of_any_number_of_tokens_give_the_same_bits(kind, tokens, warpgroups):
+    tensor, residual = make(kind, (1040, 1536), 4), torch.randn(450, 1040, device="cuda").bfloat16()
+    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(450, 1536, device="cuda").bfloat16()
+    cuts = [dict(tokens=256, warpgroups=2), dict(tokens=tokens, warpgroups=warpgroups)]
+    want, got = (gemm.multiply(weight, x, poisoned(450, 1040, x.dtype), residual=residual, split=gemm.WHOLE, **cut)
+                 for cut in cuts)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
+    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (rows, 12))
+    for kind in ("w8a8", "fp8", "plain"):
+        tensor, x = make(kind, (192, 9728), 1), torch.randn(700, 9728, device="cuda").bfloat16()
+        got = gemm.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x)
+        assert relative_error(got, tensor.matmul_reference(x)) < TOLERANCE[x.dtype]
+
+
 @pytest.mark.parametrize("kind", FUSED_KINDS)
 def test_norm_bias_residual_and_silu_are_fused(kind):
     dtype = torch.bfloat16

@@ -23,7 +23,14 @@ def test_few_rows_are_cut_along_the_inputs_and_many_into_whole_tiles():
     assert gemm.shape_for("w8a8", 4096, 4096, 64, 16, 132).split == gemm.CLUSTERS
     assert gemm.fastest_tile("w8a8", 4096, 4096, 256, 132) == (128, 1, gemm.WHOLE)  # 14.7 µs; 18.2 and 27.3 with larger ones
     assert gemm.fastest_tile("w8a8", 24576, 4096, 2048, 132) == (256, 2, gemm.WHOLE)
+    assert gemm.fastest_tile("w8a8", 2560, 9728, 4096, 132) == (224, 2, gemm.WHOLE)  # three rounds like 256, of smaller tiles
     assert gemm.fastest_tile("int4", 4096, 12288, 512, 132) == (256, 2, gemm.LINE)  # 96 µs; 118 in whole tiles
+
+
+def test_a_prompt_beside_64_answers_is_cut_into_two_tiles_of_tokens():
+    for kind in ("plain", "int4", "w8a8"):
+        shapes = [gemm.shape_for(kind, *shape, 64, gemm.padded_rows(320), 132, residual=True) for shape in SHAPES[:4]]
+        assert [(shape.tokens, shape.warpgroups) for shape in shapes] == [(160, 2), (160, 1), (160, 2), (160, 1)]
 
 
 def test_clusters_of_few_rows_have_an_sm_to_each_cta_where_they_fill_nearly_all():
@@ -33,11 +40,14 @@ def test_clusters_of_few_rows_have_an_sm_to_each_cta_where_they_fill_nearly_all(
     assert (shape.cluster, shape.beside, shape.grid(132)) == (2, False, 128) and shape.shared > LIMIT / 2
 
 
-@pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 512), (2048, 2048), (2049, 2304)])
+@pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 320), (321, 384), (385, 512), (600, 640),
+                                         (2048, 2048), (2049, 2304)])
 def test_calls_of_similar_numbers_of_rows_share_one_kernel(rows, alike):
     assert gemm.padded_rows(rows) == alike
 
 
-def test_rows_that_are_normed_are_packed_by_more_warps():
+def test_rows_that_are_normed_are_packed_by_more_warps_and_quantized_ones_by_more_ctas():
     assert [gemm.pack_shape(4096, 2048, normed=normed) for normed in (False, True)] == [(8, 8), (8, 12)]
+    found = [gemm.pack_shape(inputs, 2048, quantized=True) for inputs in (4096, 9728, 12288, 18944)]
+    assert found == [(4, 4), (2, 19), (4, 12), (8, 24)]
     assert gemm.pack_shape(12288, 2048) == (8, 24) and gemm.pack_shape(4096, 64, normed=True) == (1, 8)

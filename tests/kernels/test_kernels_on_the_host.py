@@ -80,6 +80,9 @@ MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=ge
         ("w8a8", 60, (240, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
         ("w8a8", 70, (144, 320), dict(split=gemm.WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=gemm.LINE)),
         ("fp8", 130, (144, 448), dict(split=gemm.WHOLE, tokens=128, warpgroups=2)),
+        ("plain", 200, (136, 192), dict(split=gemm.LINE, tokens=160, warpgroups=2)),
+        ("int4:64", 200, (144, 192), dict(split=gemm.WHOLE, tokens=192, warpgroups=2)),
+        ("w8a8", 230, (144, 320), dict(split=gemm.WHOLE, tokens=224, warpgroups=2)),
         ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
 
 

@@ -47,6 +47,7 @@ def check(linear, x, write, rows=slice(None), **cut):
 CASES = [("int8:64", BRAIN, 9, dict(split=gemm.CLUSTERS), {}),
          ("plain", HALF, 20, dict(split=gemm.LINE, tokens=32, staged=32), dict(tokens=16)),
          ("int4:32", BRAIN, 41, dict(split=gemm.WHOLE, tokens=32, staged=32, warpgroups=3), dict(tokens=64, stage_blocks=1)),
+         ("plain", BRAIN, 170, dict(split=gemm.WHOLE, tokens=160), dict(tokens=64)),
          ("int4:128", HALF, 300, dict(split=gemm.WHOLE, tokens=256, staged=64), dict(tokens=128))]  # a tile of prefill
 
 
@@ -56,6 +57,15 @@ def test_gate_up_writes_the_packed_input_of_down(kind, dtype, rows, first, secon
     down, x = gemv.prepare(make(kind, (40, 128), 2), dtype=dtype), torch.randn(rows, 128).to(dtype)
     gated = gemm.multiply(gate_up, x, **first)
     check(down, gated, lambda to: gemm.multiply(gate_up, x, to=to, **first), split=gemm.WHOLE, warpgroups=1, **second)
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "int4:64"])
+def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, kind):
+    tensor, x, norm, found = make(kind, (40, 576), 1), torch.randn(21, 576).to(BRAIN), torch.rand(576).to(BRAIN), []
+    for rows in (8, 4, 2, 1):
+        monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, rows=rows, **options: (rows, 2))
+        found.append(gemm.multiply(gemv.prepare(tensor, dtype=BRAIN), x, norm=norm, split=gemm.WHOLE, warpgroups=1))
+    assert all(torch.equal(y, found[0]) for y in found[1:])
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("plain", BRAIN), ("int4:64", HALF)])

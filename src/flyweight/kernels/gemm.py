@@ -23,10 +23,13 @@ from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, G
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 SHARED_CLUSTERS = 210 * 1024  # alone, with room for a CTA of decode attention, which fetches its first tokens early
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
-# How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups). Cutting tiles anywhere instead of taking
-# whole ones costs LINE_US, for the sums that have to be handed over.
+# How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups): those of all formats, and those between
+# them, which pad 320 rows less or leave fewer SMs idle in the last round. Codes are converted once for each tile: CONVERTED more
+# where it has half the tokens. Cutting tiles anywhere instead of taking whole ones costs LINE_US, for the sums handed over.
 TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
-LINE_US = 12.0
+TILES_BETWEEN = {(224, 2): 1.03, (192, 2): 1.06, (160, 2): 1.15, (192, 1): 1.33, (160, 1): 1.36}
+KINDS_BETWEEN = ("plain", "int4", "int8", "w8a8")
+CONVERTED, LINE_US = 0.2, 12.0
 # Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
 # knows yet.
 LONE = ("plain", "int4", "int8", "w8a8")
@@ -122,7 +125,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
         cluster = max(1, min(8, room // m_tiles)) if small and m_tiles <= processors else 1
     if staged is None:
-        staged = 0 if small or tokens < 64 or outputs % 16 else tokens if residual and kind not in QUANTIZED else 64
+        staged = 0 if small or tokens < 64 or outputs % 16 else staged_tokens(kind, tokens, residual=residual)
     grouped = kind in GROUPED
     beside = small and warpgroups <= 2 if beside is None else beside
     staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
@@ -144,6 +147,11 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     return None
 
 
+def staged_tokens(kind: str, tokens: int, *, residual: bool) -> int:
+    """How many tokens' results go through shared memory at a time: all where the residual waits there, else equal pieces."""
+    return tokens if residual and kind not in QUANTIZED else 64 if tokens % 64 == 0 else 32
+
+
 def lone_clusters(outputs: int, processors: int) -> tuple[int, int] | None:
     """Warpgroups and CTAs of a cluster, for all clusters to be resident at once with nearly every SM taken by one CTA."""
     for warpgroups, cluster, most in ((1, 2, processors // 2), (3, 8, (processors - 12) // 8)):  # some GPCs lack two SMs or four
@@ -163,7 +171,8 @@ def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: i
     found = []
     if tiles(256, 2) <= 2 * processors:
         found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE)))
-    for (tokens, warpgroups), slower in TILES.items():
+    for (tokens, warpgroups), slower in (TILES | (TILES_BETWEEN if kind in KINDS_BETWEEN else {})).items():
+        slower *= 1 + (CONVERTED * (256 / tokens - 1) if kind in GROUPED else 0)
         rounds = math.ceil(tiles(tokens, warpgroups) / processors)
         found.append((rounds * tokens * warpgroups * columns * slower / rate, (tokens, warpgroups, WHOLE)))
     return min(found)[1]
@@ -207,12 +216,18 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
-def pack_shape(columns: int, padded: int, *, normed: bool = False) -> tuple[int, int]:
+def pack_shape(columns: int, padded: int, *, normed: bool = False, quantized: bool = False) -> tuple[int, int]:
     """Rows and warps of a packing CTA: 8 rows that fill whole lines, or one where there are few. `normed` and not quantized, a
-    thread that holds 16 pieces of x has too few registers: 11 are faster."""
+    thread that holds 16 pieces of x has too few registers: 11 are faster. `quantized` and not normed, 4 or 2 rows are: then an SM
+    has several CTAs, and one writes while another reads."""
     eights = math.ceil(columns / 64) * 8
     if padded <= 512:
         return 1, 8 if eights <= 1024 else 16
+    for rows, most in ((4, 16), (2, 24)) if quantized else ():
+        for warps in range(4, most + 1):
+            held, rest = divmod(eights * rows, 32 * warps)
+            if held <= 16 and not rest:
+                return rows, warps
     return 8, max(8, min(24, math.ceil(eights / (43 if normed else 64))))
 
 
@@ -243,7 +258,9 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
                       **choices)
     assert shape is not None
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    pack_rows, pack_warps = pack_shape(weight.in_features, padded, normed=norm and weight.kind not in QUANTIZED)
+    quantized = weight.kind in QUANTIZED
+    pack_rows, pack_warps = pack_shape(weight.in_features, padded, normed=norm and not quantized,
+                                       quantized=quantized and not norm)
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
                          pack_warps=pack_warps, static=weight.static, symmetric=weight.symmetric, to=to,
@@ -268,8 +285,11 @@ def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual
 
 
 def padded_rows(rows: int) -> int:
-    """Calls with so many rows are alike: the next power of two, or multiple of the largest tile."""
-    return max(16, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 256) * 256
+    """Calls with so many rows are alike: the next power of two, or multiple of 64, 128 or the largest tile."""
+    if rows <= 256:
+        return max(16, 1 << (rows - 1).bit_length())
+    step = 64 if rows <= 384 else 128 if rows <= 1024 else 256
+    return -(-rows // step) * step
 
 
 def packed_input(weight: Gemv, rows: int, device: torch.device, *, residual: bool, **choices: int) -> Packed:

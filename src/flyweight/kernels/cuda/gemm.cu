@@ -60,7 +60,7 @@ constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GR
 constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128;
-constexpr bool WIDE = TOKENS >= (FORMAT == FP8 ? 128 : 256);   // accumulators take most registers: the producers give theirs
+constexpr bool WIDE = FORMAT == FP8 ? TOKENS >= 128 : TOKENS >= 192 && WGS > 1;  // accumulators take most registers: the producers give theirs
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
@@ -206,7 +206,10 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
 #if STAGED
     if (QUANTIZED && s.begin == 0) fetch_scales(sh, s, channel_scale, row_scale, warp);
-    if (EPILOGUE == RESIDUAL && s.begin == 0) fetch_residual(sh, s, 0, residual, rows, warp, lane);
+    if (EPILOGUE == RESIDUAL && s.begin == 0) {
+      fetch_residual(sh, s, 0, residual, rows, warp, lane);
+      prefetch_residual(s, residual, rows, warp);
+    }
 #endif
 #if FORMAT == FP8
     float sum[AHEAD + 1][PART / 2] = {};

@@ -107,6 +107,14 @@ DEVICE void fetch_residual(Shared& sh, const Segment& s, int first, const u16* r
   each_piece(s, first, rows, warp, lane, [&](size_t from, int to) { copy16(staging + to, residual + from); });
   copy_group();
 }
+// What a tile's end will fetch of it piece by piece comes as far as L2 while the tile is multiplied.
+DEVICE void prefetch_residual(const Segment& s, const u16* residual, int rows, int warp) {
+  const int n = (s.m * WGS + warp / 4) * (OUT_BYTES / 2);
+  for (int token = STAGED + threadIdx.x % 128; token < TOKENS; token += 128) {
+    const int row = s.n * TOKENS + token;
+    if (row < rows && n < WIDTH) prefetch_l2(residual + (size_t)row * WIDTH + n);
+  }
+}
 // Row and channel scales of a tile, to this warpgroup's own place.
 DEVICE void fetch_scales(Shared& sh, const Segment& s, const float* channel_scale, const float* row_scale, int warp) {
   const int i = threadIdx.x % 128 * 4, channel = (s.m * WGS + warp / 4) * 64 + i;

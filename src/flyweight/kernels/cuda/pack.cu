@@ -4,7 +4,8 @@
 // up to a whole tile of tokens repeat the last one.
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
-// that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 1, for few rows: a CTA has one row.
+// that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 4 or 2: parts of lines, but more CTAs on an SM,
+// of which one writes while another reads. ROWS = 1, for few rows: a CTA has one row.
 // Threads keep what they read in registers between the sum over the row and the writing where that fits (KEPT).
 // Limit: bytes read and written / bandwidth, and instructions, which hardly overlap with them: few CTAs fit on an SM, and all begin
 // at once. For few rows latency.
@@ -52,12 +53,13 @@ DEVICE u32 codes_of(const float (&f)[8], int first, float scale, float factor) {
   return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= (ROWS == 8 ? 256 : 384) ? 2 : 1)
 pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale,
      const int* source, const int* tiles) {
   __shared__ float2 stats[WARPS][ROWS];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = ROWS == 8 ? lane / 4 : 0, row = blockIdx.x * ROWS + place;
-  const int thread = ROWS == 8 ? warp * 4 + lane % 4 : threadIdx.x;  // of the row's
+  constexpr int LANES = 32 / ROWS;  // of a row
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane / LANES, row = blockIdx.x * ROWS + place;
+  const int thread = warp * LANES + lane % LANES;  // of the row's
   launch_dependents();
   Eight weights[EARLY ? HELD : 1];
 #pragma unroll
@@ -99,11 +101,11 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     for (int p = 0; p < (KEPT ? 0 : HELD); p++) look(read_eight(from, thread + p * TEAM, exists), p);
     if (!NORM) most = fmaxf(low_float(pair), high_float(pair));
 #pragma unroll
-    for (int o = ROWS == 8 ? 2 : 16; o; o >>= 1) {
+    for (int o = LANES / 2; o; o >>= 1) {
       squares += __shfl_xor_sync(~0u, squares, o);
       most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
     }
-    if (lane == 4 * place) stats[warp][place] = make_float2(squares, most);
+    if (lane == LANES * place) stats[warp][place] = make_float2(squares, most);
     __syncthreads();
     squares = 0;
 #pragma unroll

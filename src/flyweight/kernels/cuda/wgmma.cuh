@@ -38,6 +38,8 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define NAMES_48 NAMES_32 "," N4 "," N5
 #define NAMES_64 NAMES_48 "," N6 "," N7
 #define NAMES_80 NAMES_64 "," N8 "," N9
+#define NAMES_96 NAMES_80 "," N10 "," N11
+#define NAMES_112 NAMES_96 "," N12 "," N13
 #define NAMES_128 NAMES_64 "," N8 "," N9 "," N10 "," N11 "," N12 "," N13 "," N14 "," N15
 #define BIND_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define BIND_16(c, i) BIND_8(c, i), BIND_8(c, i + 8)
@@ -45,6 +47,8 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define BIND_48(c, i) BIND_32(c, i), BIND_16(c, i + 32)
 #define BIND_64(c, i) BIND_32(c, i), BIND_32(c, i + 32)
 #define BIND_80(c, i) BIND_64(c, i), BIND_16(c, i + 64)
+#define BIND_96(c, i) BIND_80(c, i), BIND_16(c, i + 80)
+#define BIND_112(c, i) BIND_96(c, i), BIND_16(c, i + 96)
 #define BIND_128(c, i) BIND_64(c, i), BIND_64(c, i + 64)
 #define WGMMA(NAME, N, COUNT, TYPE, BIND, SHAPE, KINDS, KEEP, FLAGS, A0, A1, A2, A3, B)                                  \
   DEVICE void NAME(TYPE (&d)[COUNT], const u32 (&a)[4], u64 b) {                                                         \
@@ -107,6 +111,9 @@ ALL(16, 8, 8, 9, 10, 11, 12, 13)
 ALL(32, 16, 16, 17, 18, 19, 20, 21)
 ALL(64, 32, 32, 33, 34, 35, 36, 37)
 ALL(128, 64, 64, 65, 66, 67, 68, 69)
+ALL(160, 80, 80, 81, 82, 83, 84, 85)
+ALL(192, 96, 96, 97, 98, 99, 100, 101)
+ALL(224, 112, 112, 113, 114, 115, 116, 117)
 ALL(256, 128, 128, 129, 130, 131, 132, 133)
 
 // The compiler must not touch sums before the products are done; it would then do the products one by one.
