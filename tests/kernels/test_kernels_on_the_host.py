@@ -64,6 +64,14 @@ def test_few_rows_are_multiplied(kind, rows, shape):
     assert error(gemv.prepare(tensor, dtype=torch.bfloat16)(x, out), tensor.matmul_reference(x)) < 1e-2
 
 
+@pytest.mark.parametrize("held", [1, 9])
+def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monkeypatch):
+    weight, x = gemv.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16), torch.randn(1, 640).bfloat16()
+    want = weight(x)
+    monkeypatch.setattr(gemv, "HELD", held)
+    assert torch.equal(weight(x), want)
+
+
 def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     tensor, bias, norm = make("fp8", (96, 192), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(192)).bfloat16()
     x = torch.randn(2, 192).bfloat16()

@@ -24,7 +24,7 @@
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -32,6 +32,9 @@
 
 #ifndef SLICES
 #define SLICES 1
+#endif
+#ifndef HELD
+#define HELD 0
 #endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
@@ -106,13 +109,14 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
   return s;
 }
 
-// The ring is filled before this kernel's inputs are there; `early` runs once it is full, still ahead of the wait.
+// The ring is filled before this kernel's inputs are there, but for its last HELD stages: those come while x is prepared, when there
+// would be nothing to fetch otherwise. `early` runs ahead of the wait.
 template <typename TileAt, typename Early>
 DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
   const int stages = count * TILE_STAGES;
   int slot = 0, parity = 1;
   for (int i = 0; i < stages; i++) {
-    if (i == STAGES) early(), wait_for_inputs();
+    if (i == STAGES - HELD) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
     const Stage s = stage_at(a, slice, place_of(tile_at(i / TILE_STAGES)).weights, i % TILE_STAGES * STAGE_BLOCKS);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
@@ -121,7 +125,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
     copy_end(&sh.full[slot]);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
-  if (stages <= STAGES) early(), wait_for_inputs();
+  if (stages <= STAGES - HELD) early(), wait_for_inputs();
 }
 
 DEVICE float as_float(float v) { return v; }
