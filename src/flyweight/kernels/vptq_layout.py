@@ -231,7 +231,7 @@ def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype) -> tup
 
 
 def paired(affine: Tensor) -> Tensor:
-    """affine as vptq_pack.cu needs it: of 16 columns the even ones, then the odd ones, 2j and 2j + 8 side by side; scales, biases."""
+    """affine as vptq_pack.cu needs it: of 16 columns the even ones, then the odd ones, 2j beside 2j + 8; scales, then biases."""
     sixteen = (affine.long() & 0xFFFFFFFF).view(-1, 2, 4, 2).permute(0, 3, 2, 1)  # [sixteen, odd, j, + 8]
     both = torch.stack([sixteen & 0xFFFF, sixteen >> 16], 2)
     return signed(both[..., 0] | both[..., 1] << 16).contiguous()

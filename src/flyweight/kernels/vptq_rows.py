@@ -12,7 +12,7 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
 from flyweight.kernels.gemv import processors
-from flyweight.kernels.vptq_layout import CHUNK, Layout
+from flyweight.kernels.vptq_layout import CHUNK
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
@@ -21,8 +21,8 @@ PACK_WARPS = 4
 BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
 WARPS = (8, 12, 16)  # that multiply; each has two row blocks of a tile
 WHOLE = 0.9  # of the processors: so many tiles have one each, and no sums are added up in memory
-# Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group, groups whose lookups are on their way. More
-# rows are faster written out.
+# Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group, groups whose lookups are under way.
+# More rows are faster written out.
 SHAPES = {16: (4, 2, 1), 32: (4, 2, 1), 64: (2, 1, 2), 128: (1, 1, 2)}
 MOST = max(SHAPES)
 
@@ -69,6 +69,14 @@ def warps_for(parts: Parts, tokens: int, count: int) -> int:
     return 12 if tokens > 64 else (*whole, max(WARPS))[0]
 
 
+def cut(parts: Parts, warps: int, count: int) -> tuple[int, ...]:
+    """Thread blocks of each part; no more than there are tiles, where those are almost as many as processors."""
+    layout, tiles = parts[0], tiles_of(parts, warps)
+    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)  # of a tile
+    work = tuple(tiles_of((part,), warps) * units for part in parts)
+    return share_out(work, tiles if WHOLE * count <= tiles <= count else count)
+
+
 def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
     """The smallest shape that takes so many rows, up to MOST, at once."""
     layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
@@ -104,17 +112,16 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tenso
     pack = jit.load("vptq_pack.cu", defines=common | ends.defines | {
         "WARPS": PACK_WARPS, "PARTS": len(parts), "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
     columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
-    pack.launch(rows * slices, 32 * PACK_WARPS, (*columns, *[None] * (3 * (MOST_PARTS - len(parts))), x, ends.norm, packed, sums,
-                                                 float(ends.epsilon), rows, layout.in_features, stored, shape.tokens // 8, slices),
-                pdl=pdl)
-    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)  # of a tile
-    tiles = tiles_of(parts, shape.warps)
-    work = tuple(-(-part.row_blocks // (2 * shape.warps)) * units for part in parts)
-    ctas = share_out(work, tiles if WHOLE * count <= tiles <= count else count)
+    given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed, sums, float(ends.epsilon), rows,
+             layout.in_features, stored, shape.tokens // 8, slices)
+    pack.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
+    ctas = cut(parts, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
         "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
-        "GROUP": shape.group, "AHEAD": shape.ahead, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
+        "GROUP": shape.group, "AHEAD": shape.ahead, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
+    }).kernel("vptq_rows")
     partials = buffer("vptq partials", count * 2 * shape.tokens * shape.warps * 64, device)
-    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, arrived[WARPS.index(shape.warps)],
-            rows, sum(part.out_features for part in parts), layout.chunks, layout.dense_steps, part_bytes, slices)
+    met = arrived[WARPS.index(shape.warps)]
+    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, met, rows, out.shape[1],
+            layout.chunks, layout.dense_steps, part_bytes, slices)
     kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
