@@ -28,15 +28,16 @@ constexpr int X_STAGE = TOKENS * 64 * STAGE_STEPS;
 constexpr int ITEMS_BYTES = WARPS * 2 * SPAN * 128;
 constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
 constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
+constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
 constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
 constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
 constexpr int RING = 2 * AHEAD;                  // groups in registers: as many wait for lookups as products may still read
 static_assert(PIECES == 1 && GROUPS % RING == 0 && GROUPS > AHEAD + 1 && STAGE_GROUPS >= AHEAD && SPAN % STAGE_STEPS == 0, "vectors of 8, whole stages");
 
 struct Line {  // of the units of a part, cut over its CTAs
-  int per_tile, total, ctas;
-  DEVICE int begin(int cta) const { return (int)((long long)total * cta / ctas); }
-  DEVICE int owner(int unit) const { return (int)(((long long)(unit + 1) * ctas - 1) / total); }
+  u32 per_tile, total, ctas;
+  DEVICE int begin(int cta) const { return total * cta / ctas; }
+  DEVICE int owner(int unit) const { return ((unit + 1) * ctas - 1) / total; }
 };
 struct Results {
   const u16 *bias, *rest;
@@ -47,30 +48,37 @@ struct Results {
     const float here = bias && output < outputs ? to_float(bias[first + output]) : 0.f;
     return make_float2(here + biases[row], here + biases[row + 1]);
   }
+  DEVICE bool in_halves() const { return (width | first | outputs) % 2; }
+  DEVICE size_t place(int output, int row) const { return (size_t)row * width + first + output; }
+  DEVICE bool inside(int output, int row) const { return output < outputs && row < rows; }
+  // Neighbouring outputs of row g are a word of memory: of `rest`, what `write` then adds. Both may lie in one place.
+  DEVICE uint2 before(int tile, int column, int thread) const {
+    const int row = 8 * column + thread % 32 / 4, output = tile * TILE * 8 + thread / 32 * 16 + thread % 4 * 2;
+    if (!rest || in_halves()) return make_uint2(0, 0);
+    return make_uint2(inside(output, row) ? *(const u32*)(rest + place(output, row)) : 0,
+                      inside(output + 8, row) ? *(const u32*)(rest + place(output + 8, row)) : 0);
+  }
   // Of a warp, `thread` / 32, all at once: outputs g and g + 8 of its 16, rows 2t and 2t + 1 of 8.
-  DEVICE void write(const float (&sum)[4], int tile, int column, int thread) const {
+  DEVICE void write(const float (&sum)[4], uint2 before, int tile, int column, int thread) const {
     const int g = thread % 32 / 4, t = thread % 4, output = tile * TILE * 8 + thread / 32 * 16, row = 8 * column + 2 * t;
-    if ((width | first | outputs) % 2) {
+    if (in_halves()) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int o = output + i / 2 * 8 + g, r = row + i % 2;
-        if (o >= outputs || r >= rows) continue;
-        const size_t at = (size_t)r * width + first + o;
+        if (!inside(o, r)) continue;
+        const size_t at = place(o, r);
         const float2 add = added(o, row);
         y[at] = to_bits(sum[i] + (i % 2 ? add.y : add.x) + (rest ? to_float(rest[at]) : 0.f));
       }
       return;
     }
-    // Neighbouring outputs of row g are a word of memory; `transpose8` turns them over.
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int own = output + 8 * i + 2 * t, o = output + 8 * i + g;
-      const bool inside = own < outputs && 8 * column + g < rows;
-      const size_t at = (size_t)(8 * column + g) * width + first + own;
-      const u32 old = rest ? transpose8(inside ? *(const u32*)(rest + at) : 0) : 0;
-      const float2 add = added(o, row);
+      const u32 old = transpose8(i ? before.y : before.x);
+      const float2 add = added(output + 8 * i + g, row);
       const u32 pair = transpose8(pack2(sum[2 * i] + add.x + low_float(old), sum[2 * i + 1] + add.y + high_float(old)));
-      if (inside) *(u32*)(y + at) = pair;
+      const int own = output + 8 * i + 2 * t;
+      if (inside(own, 8 * column + g)) *(u32*)(y + place(own, 8 * column + g)) = pair;
     }
   }
 };
@@ -88,7 +96,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   const int blocks = (part.outputs + 7) / 8, spans = chunks * CHUNK / SPAN;
   const int per_tile = spans + DENSE;
-  const Line line = {per_tile, (blocks + TILE - 1) / TILE * per_tile, part.ctas};
+  const Line line = {(u32)per_tile, (u32)((blocks + TILE - 1) / TILE * per_tile), (u32)part.ctas};
   const int begin = line.begin(part.cta), end = line.begin(part.cta + 1);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -263,8 +271,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     if (tile == begin / per_tile) named_barrier(2, THREADS + ADDERS);  // biases are there
     if (lane == 0) barrier_arrive(&empty[before]);
     if (line.owner(tile * per_tile) == line.owner((tile + 1) * per_tile - 1)) {
+      uint2 rest_of[COLUMNS];
 #pragma unroll
-      for (int j = 0; j < COLUMNS; j++) results.write({acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]}, tile, j, threadIdx.x);
+      for (int j = 0; j < COLUMNS; j++) rest_of[j] = results.before(tile, j, threadIdx.x);
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++)
+        results.write({acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]}, rest_of[j], tile, j, threadIdx.x);
       continue;
     }
     const int which = begin >= tile * per_tile ? 0 : 1;
@@ -283,18 +295,26 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   for (int which = 0; which < 2; which++) {
     if (!(left >> which & 1)) continue;
     const int tile = (which ? end - 1 : begin) / per_tile, from = line.owner(tile * per_tile), to = line.owner((tile + 1) * per_tile - 1);
+    const int sharers = to - from + 1, share = part.cta - from, all = COLUMNS * THREADS;  // whole warps
+    const int at0 = all / 32 * share / sharers * 32 + threadIdx.x, at1 = all / 32 * (share + 1) / sharers * 32;
+    // Sums of the others lie where this tile is the first of a CTA's; only the first CTA can have begun before.
+    const float4* const others = partials + (size_t)(blockIdx.x - part.cta + from) * 2 * all, *const firsts = others + (line.begin(from) < tile * per_tile ? all : 0);
+    uint2 rest_of = at0 < at1 ? results.before(tile, at0 / THREADS, at0 % THREADS) : make_uint2(0, 0);  // comes while we wait
     if (threadIdx.x == 0) while ((int)((u32)load_acquire(arrived + part.index * 1024 + tile) - targets[which]) < 0) {}
     named_barrier(1, THREADS);
-    const int sharers = to - from + 1, share = part.cta - from, all = COLUMNS * THREADS;  // whole warps
-    for (int at = all / 32 * share / sharers * 32 + threadIdx.x; at < all / 32 * (share + 1) / sharers * 32; at += THREADS) {
+    for (int at = at0; at < at1; at += THREADS) {
+      if (at != at0) rest_of = results.before(tile, at / THREADS, at % THREADS);
       float sum[4] = {};
-#pragma unroll 4
-      for (int cta = from; cta <= to; cta++) {
-        const int its = line.begin(cta) >= tile * per_tile ? 0 : 1;
-        const float4 p = __ldcg(partials + (size_t)((blockIdx.x - part.cta + cta) * 2 + its) * all + at);
-        sum[0] += p.x, sum[1] += p.y, sum[2] += p.z, sum[3] += p.w;
+      for (int done = 0; done < sharers; done += LOADED) {
+        float4 p[LOADED];
+#pragma unroll
+        for (int i = 0; i < LOADED; i++)
+          if (done + i < sharers) p[i] = __ldcg((done + i ? others + (size_t)(done + i) * 2 * all : firsts) + at);
+#pragma unroll
+        for (int i = 0; i < LOADED; i++)
+          if (done + i < sharers) sum[0] += p[i].x, sum[1] += p[i].y, sum[2] += p[i].z, sum[3] += p[i].w;
       }
-      results.write(sum, tile, at / THREADS, at % THREADS);
+      results.write(sum, rest_of, tile, at / THREADS, at % THREADS);
     }
   }
 #endif
