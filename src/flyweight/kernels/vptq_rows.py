@@ -18,6 +18,7 @@ from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
 TILES = 1024  # of a part
 PACK_WARPS = 4
+PACKERS = 2  # thread blocks of vptq_pack.cu for a processor, at most
 BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
 WARPS = (8, 12, 16)  # that multiply; each has two row blocks of a tile
 WHOLE = 0.9  # of the processors: so many tiles have one each, and no sums are added up in memory
@@ -107,7 +108,7 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tenso
     common = {"FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps}
     part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
     packed = buffer("vptq packed", len(parts) * part_bytes, device)
-    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), 2 * count // rows))
+    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), PACKERS * count // rows))
     sums = buffer("vptq sums", 4 * len(parts) * rows * slices, device)
     pack = jit.load("vptq_pack.cu", defines=common | ends.defines | {
         "WARPS": PACK_WARPS, "PARTS": len(parts), "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
