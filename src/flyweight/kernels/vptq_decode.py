@@ -42,7 +42,7 @@ def dequantize(parts: Parts) -> Tensor:
             _piece_by_piece(part, rows)
         return weight
     spans = layout.chunks * CHUNK // max(layout.form.window, CHUNK)
-    ctas = share_out(tuple((part.row_blocks + 1) // 2 * spans for part in parts), processors(weight.device.index or 0))
+    ctas = share_out(tuple(part.row_blocks * spans for part in parts), processors(weight.device.index or 0))
     kernel, shared = _kernel(layout.form, layout.dtype == torch.float16)
     args = (*part_arguments(parts, ctas), weight, stored, layout.chunks, layout.dense_steps)
     kernel.launch(sum(ctas), 32 * WARPS, args, shared=shared, pdl=True)
@@ -53,7 +53,7 @@ def dequantize(parts: Parts) -> Tensor:
 def _kernel(form: ItemFormat, fp16: bool) -> tuple[jit.Kernel, int]:
     """With its bytes of shared memory. Kept: prefill launches it from Python, and should not wait for that."""
     residual = COPIES << form.residual if form.residual else 0
-    shared = 16 * ((1 << form.main) + residual) + 2 * WARPS * max(form.window, CHUNK) * 128
+    shared = 16 * ((1 << form.main) + residual) + WARPS * max(form.window, CHUNK) * 128
     defines = form.defines() | {"PIECES": 1, "COPIES": COPIES, "WARPS": WARPS, "FP16": int(fp16)}
     return jit.load("vptq_decode.cu", defines=defines).kernel("vptq_decode"), shared
 

@@ -1,9 +1,8 @@
 // W[n][column] = (C[i(n / 8, column)][n % 8] + R[r(n / 8, column)][n % 8]) · scale[column] + bias[column], in 16 bits, for so many
 // rows of x that cuBLAS multiplies. Vectors of 8; vptq_layout.cu has a slower kernel for the others.
 //
-// One CTA an SM holds the codebooks (see vptq.cu); its warps take spans of two row blocks in turn, which share what is loaded of scales
-// and biases. `load_matrices` transposes: its row addresses are the entries of 32 columns, so chosen that a lane gets eight
-// neighbouring columns of one output.
+// One CTA an SM holds the codebooks (see vptq.cu); its warps take spans of one row block in turn. `load_matrices` transposes: its row
+// addresses are the entries of 32 columns, so chosen that a lane gets eight neighbouring columns of one output.
 //
 //      lane (g, t)     output g     columns 8 t … 8 t + 7: two from each of the four 8 × 8 matrices
 //
@@ -24,21 +23,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_decode(
   residuals.load(part.residual);
   residuals.store((char*)raw + BOOK_BYTES);
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
-  u32* const items = (u32*)(raw + BOOK_BYTES + RES_BYTES) + warp * 2 * SPAN * 32;
+  u32* const items = (u32*)(raw + BOOK_BYTES + RES_BYTES) + warp * SPAN * 32;
 
   const int blocks = (part.outputs + 7) / 8, spans = chunks * CHUNK / SPAN, g = lane / 4, t = lane % 4;
-  const long long units = (long long)((blocks + 1) / 2) * spans;
+  const long long units = (long long)blocks * spans;
   const int begin = (int)(units * part.cta / part.ctas), end = (int)(units * (part.cta + 1) / part.ctas);
-  Words words[2];
-  const auto fetch = [&](int unit) {
-    if (unit >= end) return;
-#pragma unroll
-    for (int b = 0; b < 2; b++) {
-      const int block = min(unit / spans * 2 + b, blocks - 1);
-      load_span(words[b], part.stream + ((size_t)block * spans + unit % spans) * (SPAN / CHUNK) * CHUNK_BYTES, lane);
-    }
-  };
-  fetch(begin + warp);
+  Words words;
+  if (begin + warp < end) load_span(words, part.stream + (size_t)(begin + warp) * (SPAN / CHUNK) * CHUNK_BYTES, lane);
   wait_for_inputs();  // nobody reads what was there before any more
   __syncthreads();
   book_ready(&barrier);
@@ -48,27 +39,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_decode(
   u16* const rows = weight + (size_t)part.first * stored;
 #pragma unroll 1
   for (int unit = begin + warp; unit < end; unit += WARPS) {
-    unfold(items, words[0], 0, lane);
-    unfold(items + SPAN * 32, words[1], 0, lane);
+    unfold(items, words, 0, lane);
     __syncwarp();
-    fetch(unit + WARPS);
-    const int row = unit / spans * 16 + g, column = unit % spans * SPAN * 32 + 8 * t;
+    if (unit + WARPS < end) load_span(words, part.stream + (size_t)(unit + WARPS) * (SPAN / CHUNK) * CHUNK_BYTES, lane);
+    const int row = unit / spans * 8 + g, column = unit % spans * SPAN * 32 + 8 * t;
     u16* const to = rows + (size_t)row * stored + column;
+    u32 v[SPAN];  // of 32 columns each; + 16 of a column's lane is + 8 of the address's
 #pragma unroll
-    for (int q = 0; q < SPAN; q++) {  // 32 columns; + 16 of a column's lane is + 8 of the address's
-      u32 a[2][4];
+    for (int q = 0; q < SPAN; q++) v[q] = items[q / 2 * 64 + (own ^ q % 2 * 8)];
 #pragma unroll
-      for (int b = 0; b < 2; b++) gather(a[b], items[(b * SPAN + q / 2 * 2) * 32 + (own ^ q % 2 * 8)], book, residual);
+    for (int q = 0; q < SPAN; q++) {
+      u32 a[4];
+      gather(a, v[q], book, residual);
       const uint4 affine[2] = {__ldg((const uint4*)(part.affine + column + 32 * q)), __ldg((const uint4*)(part.affine + column + 32 * q) + 1)};
       const u32* const one = (const u32*)affine;
 #pragma unroll
-      for (int m = 0; m < 4; m++) {
-        const u32 scales = __byte_perm(one[2 * m], one[2 * m + 1], 0x5410), biases = __byte_perm(one[2 * m], one[2 * m + 1], 0x7632);
-        a[0][m] = fma2(a[0][m], scales, biases), a[1][m] = fma2(a[1][m], scales, biases);
-      }
-#pragma unroll
-      for (int b = 0; b < 2; b++)
-        if (row + 8 * b < part.outputs) *(uint4*)(to + (size_t)8 * b * stored + 32 * q) = make_uint4(a[b][0], a[b][1], a[b][2], a[b][3]);
+      for (int m = 0; m < 4; m++)
+        a[m] = fma2(a[m], __byte_perm(one[2 * m], one[2 * m + 1], 0x5410), __byte_perm(one[2 * m], one[2 * m + 1], 0x7632));
+      if (row < part.outputs) *(uint4*)(to + 32 * q) = make_uint4(a[0], a[1], a[2], a[3]);
     }
     __syncwarp();
   }
