@@ -18,13 +18,13 @@ from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
 TILES = 1024  # of a part
 PACK_WARPS = 4
-PACKERS = 2  # thread blocks of vptq_pack.cu for a processor, at most
+PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
 BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
-WARPS = (8, 12, 16)  # that multiply; each has two row blocks of a tile
-WHOLE = 0.9  # of the processors: so many tiles have one each, and no sums are added up in memory
+WARPS = (12, 8)  # that multiply; each has two row blocks of a tile
+SPANNING = 200  # lookups of 32 items that a thread block could make in the time that a share of a second tile costs
 # Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group, groups whose lookups are under way.
 # More rows are faster written out.
-SHAPES = {16: (4, 2, 1), 32: (4, 2, 1), 64: (2, 1, 2), 128: (1, 1, 2)}
+SHAPES = {16: (4, 2, 2), 32: (4, 2, 2), 64: (2, 2, 2), 128: (1, 1, 2)}
 MOST = max(SHAPES)
 
 
@@ -43,8 +43,8 @@ class Shape:
 
     @property
     def registers(self) -> int:
-        """At most so many a thread at launch: 32 of 128 threads of vptq_pack.cu are left."""
-        return (65536 - 4096) // (32 * (self.warps + 4)) // 8 * 8
+        """At most so many a thread at launch: 64 of 128 threads of vptq_pack.cu are left."""
+        return (65536 - 8192) // (32 * (self.warps + 4)) // 8 * 8
 
 
 @functools.cache
@@ -60,22 +60,31 @@ def shape_for(main: int, residual: int, span: int, tokens: int, warps: int, limi
     return None
 
 
-def tiles_of(parts: Parts, warps: int) -> int:
-    return sum(-(-part.row_blocks // (2 * warps)) for part in parts)
+@functools.cache
+def cut(tiles: tuple[int, ...], units: int, count: int) -> tuple[tuple[int, ...], int, bool]:
+    """Thread blocks of each part, the most units of one, and whether it has shares of two tiles. Every tile has as many blocks,
+    where that leaves no one much more to do."""
+    each, spread = min(count // sum(tiles), units), share_out(tuple(units * n for n in tiles), count)
+    most = max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
+    if each and -(-units // each) <= 1.1 * most:
+        return tuple(each * n for n in tiles), -(-units // each), False
+    return spread, most, True
+
+
+def cut_for(parts: Parts, warps: int, count: int) -> tuple[tuple[int, ...], int, bool]:
+    layout = parts[0]
+    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)  # of a tile
+    return cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count)
 
 
 def warps_for(parts: Parts, tokens: int, count: int) -> int:
-    """As many as give every processor a tile of its own, else, and where sums leave registers for, most."""
-    whole = [warps for warps in WARPS if WHOLE * count <= tiles_of(parts, warps) <= count]
-    return 12 if tokens > 64 else (*whole, max(WARPS))[0]
+    """With which the busiest thread block has least to do."""
 
+    def lookups(warps: int) -> int:
+        _, most, spanning = cut_for(parts, warps, count)
+        return most * warps * 2 * max(CHUNK, parts[0].form.window) + SPANNING * spanning
 
-def cut(parts: Parts, warps: int, count: int) -> tuple[int, ...]:
-    """Thread blocks of each part; no more than there are tiles, where those are almost as many as processors."""
-    layout, tiles = parts[0], tiles_of(parts, warps)
-    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)  # of a tile
-    work = tuple(tiles_of((part,), warps) * units for part in parts)
-    return share_out(work, tiles if WHOLE * count <= tiles <= count else count)
+    return 8 if tokens > 64 else min(WARPS, key=lookups)  # sums of so many rows leave no registers for more
 
 
 def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
@@ -116,7 +125,7 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tenso
     given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed, sums, float(ends.epsilon), rows,
              layout.in_features, stored, shape.tokens // 8, slices)
     pack.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
-    ctas = cut(parts, shape.warps, count)
+    ctas, _, _ = cut_for(parts, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
         "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
         "GROUP": shape.group, "AHEAD": shape.ahead, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),

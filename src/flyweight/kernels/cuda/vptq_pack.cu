@@ -6,8 +6,9 @@
 // side, for j = 0 … 3: how a step of vptq.cu numbers its lanes. Rows that do not exist may hold anything.
 // sums: [part][row][slice].
 //
-// Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part. CTAs have so few threads and registers
-// that they fit beside one of vptq_rows.cu, which fetches its codebook meanwhile: from L2, where these have asked for it.
+// Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part. What depends on no other kernel (scales,
+// norm weights) is on its way before the wait, and the codebooks are asked for in L2. CTAs have so few threads and registers that they
+// fit beside one of vptq_rows.cu.
 //
 // defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, BOOK_BYTES
 #include "common.cuh"
@@ -16,6 +17,7 @@ constexpr int THREADS = 32 * WARPS;
 
 struct Columns {  // of a piece, in a row: two a word, 8 apart
   u32 pair[4];
+  DEVICE Columns() {}
   DEVICE Columns(const u16* row, const u16* source, int begin, int in_features) {
     const int first = begin / 16 * 16, odd = begin & 1;
     if (!source && in_features % 8 == 0 && first + 16 <= in_features) {
@@ -39,29 +41,42 @@ struct Columns {  // of a piece, in a row: two a word, 8 apart
 };
 DEVICE float silu(float gate) { return __fdividef(gate, 1.f + __expf(-gate)); }
 
-DEVICE float block_sum(float v, float (&of_warps)[WARPS]) {
-  v = warp_sum(v);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = 0;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) v += of_warps[w];
-  return v;
-}
+struct Piece {  // of one part: scales and biases of its columns
+  uint4 scales, biases;
+  DEVICE void load(const uint4* pairs, int unit) { scales = pairs[2 * unit], biases = pairs[2 * unit + 1]; }
+};
 #define PACK(i) const u16 *source##i, const uint4 *pairs##i, const u8 *book##i
 
-extern "C" __global__ void __launch_bounds__(THREADS, 64 / WARPS) vptq_pack(
+extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
     PACK(0), PACK(1), PACK(2), const u16* x, const u16* norm, uint4* packed, float* sums, float epsilon, int rows, int in_features,
     int stored, int groups, int slices) {
-  __shared__ float shared[PARTS + 1][WARPS];
+  __shared__ float of_warps[PARTS + 1][WARPS];
+  const u16* const sources[3] = {source0, source1, source2};
+  const uint4* const pairs[3] = {pairs0, pairs1, pairs2};
+  const u8* const books[3] = {book0, book1, book2};
   const int row = blockIdx.x / slices, slice = blockIdx.x % slices, stages = (stored / 32 + STAGE_STEPS - 1) / STAGE_STEPS;
+  const int first = slice * THREADS + threadIdx.x, units = stored / 8;
+  const auto column_of = [](int unit) { return unit / 2 * 16 + unit % 2; };  // the first of a piece: even ones of 16, then odd ones
   launch_dependents();
-  for (int line = blockIdx.x * THREADS + threadIdx.x; line < PARTS * (BOOK_BYTES / 128); line += gridDim.x * THREADS) {
-    const int part = line / (BOOK_BYTES / 128);
-    prefetch_l2((part == 0 ? book0 : part == 1 ? book1 : book2) + line % (BOOK_BYTES / 128) * 128);
+  Piece pieces[PARTS];
+  Columns weight;
+  if (first < units) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) pieces[part].load(pairs[part], first);
+    if (NORM) weight = Columns(norm, sources[0], column_of(first), in_features);
   }
+#pragma unroll
+  for (int part = 0; part < PARTS; part++)
+    for (int line = blockIdx.x * THREADS + threadIdx.x; line < BOOK_BYTES / 128; line += gridDim.x * THREADS)
+      prefetch_l2(books[part] + line * 128);
   wait_for_inputs();
   const u16* const from = x + (size_t)row * in_features * (1 + GATED);
+  Columns own, up;
+  const auto load = [&](int part, int unit) {
+    own = Columns(from, sources[part], column_of(unit), in_features);
+    if (GATED) up = Columns(from + in_features, sources[part], column_of(unit), in_features);
+  };
+  if (first < units) load(0, first);
   float factor = 1;
   if (NORM) {
     float squares = 0;
@@ -76,35 +91,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 64 / WARPS) vptq_pack(
     } else {
       for (int i = threadIdx.x; i < in_features; i += THREADS) squares += to_float(from[i]) * to_float(from[i]);
     }
-    factor = rsqrtf(block_sum(squares, shared[PARTS]) / in_features + epsilon);
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) of_warps[PARTS][threadIdx.x / 32] = squares;
+    __syncthreads();
+    squares = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) squares += of_warps[PARTS][w];
+    factor = rsqrtf(squares / in_features + epsilon);
   }
   float biases[PARTS] = {};
-  for (int unit = slice * THREADS + threadIdx.x; unit < stored / 8; unit += slices * THREADS) {
-    const int begin = unit / 2 * 16 + unit % 2;  // its first column: even ones of 16, then odd ones
+  for (int unit = first; unit < units; unit += slices * THREADS) {
     const int quarter = unit / 2 % 4, step = unit / 8 * 2 + unit % 2, piece = step % STAGE_STEPS * 4 + (quarter >> 1 | (quarter & 1) << 1);
     float value[8];
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      const u16* const source = part == 0 ? source0 : part == 1 ? source1 : source2;
-      const uint4* const pairs = (part == 0 ? pairs0 : part == 1 ? pairs1 : pairs2) + 2 * unit;
-      if (part == 0 || source) {
-        const Columns v(from, source, begin, in_features);
-#pragma unroll
-        for (int j = 0; j < 4; j++) value[2 * j] = low_float(v.pair[j]) * factor, value[2 * j + 1] = high_float(v.pair[j]) * factor;
-        if (GATED) {
-          const Columns up(from + in_features, source, begin, in_features);
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-            value[2 * j] = silu(value[2 * j]) * low_float(up.pair[j]), value[2 * j + 1] = silu(value[2 * j + 1]) * high_float(up.pair[j]);
-        }
-        if (NORM) {
-          const Columns weight(norm, source, begin, in_features);
-#pragma unroll
-          for (int j = 0; j < 4; j++) value[2 * j] *= low_float(weight.pair[j]), value[2 * j + 1] *= high_float(weight.pair[j]);
-        }
+      if (part > 0 ? sources[part] != nullptr : unit != first) {
+        load(part, unit);
+        if (NORM) weight = Columns(norm, sources[part], column_of(unit), in_features);
       }
-      const uint4 scales = pairs[0], adds = pairs[1];
-      const u32 scale[4] = {scales.x, scales.y, scales.z, scales.w}, add[4] = {adds.x, adds.y, adds.z, adds.w};
+      if (unit != first) pieces[part].load(pairs[part], unit);
+      if (part == 0 || sources[part])
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const auto half = [&](const Columns& c) { return i % 2 ? high_float(c.pair[i / 2]) : low_float(c.pair[i / 2]); };
+          value[i] = half(own) * factor;
+          if (GATED) value[i] = silu(value[i]) * half(up);
+          if (NORM) value[i] *= half(weight);
+        }
+      const uint4 s = pieces[part].scales, b = pieces[part].biases;
+      const u32 scale[4] = {s.x, s.y, s.z, s.w}, add[4] = {b.x, b.y, b.z, b.w};
       u32 words[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
@@ -117,7 +132,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 64 / WARPS) vptq_pack(
   }
 #pragma unroll
   for (int part = 0; part < PARTS; part++) {
-    const float sum = block_sum(biases[part], shared[part]);
-    if (threadIdx.x == 0) sums[((size_t)part * rows + row) * slices + slice] = sum;
+    const float sum = warp_sum(biases[part]);
+    if (threadIdx.x % 32 == 0) of_warps[part][threadIdx.x / 32] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x < PARTS) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += of_warps[threadIdx.x][w];
+    sums[((size_t)threadIdx.x * rows + row) * slices + slice] = sum;
   }
 }
