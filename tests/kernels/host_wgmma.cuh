@@ -113,7 +113,6 @@ template <class T, int COUNT> static inline void keep_behind(T (&)[COUNT]) {}
 template <int COUNT> static inline void give_registers() {}
 template <int COUNT> static inline void take_registers() {}
 DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) { copy_bytes(to, from, bytes, full, 0); }
-DEVICE void bulk_copy_kept(void* to, const void* from, u32 bytes, u64* full) { bulk_copy(to, from, bytes, full); }
 
 #ifdef CLUSTER
 // ---- clusters: their CTAs are neighbours ----

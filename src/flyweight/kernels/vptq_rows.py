@@ -21,10 +21,10 @@ PACK_WARPS = 4
 PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
 BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
 WARPS = (12, 8)  # that multiply; each has two row blocks of a tile
+EIGHT = 1.15  # times as long as 12 for a lookup, at most
 SPANNING = 200  # lookups of 32 items that a thread block could make in the time that a share of a second tile costs
-# Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group, groups whose lookups are under way.
-# More rows are faster written out.
-SHAPES = {16: (4, 2, 2), 32: (4, 2, 2), 64: (2, 2, 2), 128: (1, 1, 2)}
+# Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group. More rows are faster written out.
+SHAPES = {16: (4, 2), 32: (4, 2), 64: (2, 2), 128: (1, 1)}
 MOST = max(SHAPES)
 
 
@@ -36,7 +36,6 @@ class Shape:
     warps: int
     steps: int  # of a stage
     group: int
-    ahead: int
     stages: int
     copies: int  # of the residual book
     shared: int
@@ -50,13 +49,13 @@ class Shape:
 @functools.cache
 def shape_for(main: int, residual: int, span: int, tokens: int, warps: int, limit: int) -> Shape | None:
     """For index bits, and steps of a span; None where two stages do not fit into `limit` bytes."""
-    steps, group, ahead = SHAPES[tokens]
+    steps, group = SHAPES[tokens]
     for copies in (8, 4, 2):
         fixed = 16 * ((1 << main) + (copies << residual if residual else 0)) + warps * 2 * span * 128
         stage = 64 * tokens * steps
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, group, ahead, stages, copies, fixed + stages * (stage + 16) + 16)
+            return Shape(tokens, warps, steps, group, stages, copies, fixed + stages * (stage + 16) + 16)
     return None
 
 
@@ -80,9 +79,9 @@ def cut_for(parts: Parts, warps: int, count: int) -> tuple[tuple[int, ...], int,
 def warps_for(parts: Parts, tokens: int, count: int) -> int:
     """With which the busiest thread block has least to do."""
 
-    def lookups(warps: int) -> int:
+    def lookups(warps: int) -> float:
         _, most, spanning = cut_for(parts, warps, count)
-        return most * warps * 2 * max(CHUNK, parts[0].form.window) + SPANNING * spanning
+        return most * warps * 2 * max(CHUNK, parts[0].form.window) * (EIGHT if warps == 8 else 1) + SPANNING * spanning
 
     return 8 if tokens > 64 else min(WARPS, key=lookups)  # sums of so many rows leave no registers for more
 
@@ -128,7 +127,7 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tenso
     ctas, _, _ = cut_for(parts, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
         "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
-        "GROUP": shape.group, "AHEAD": shape.ahead, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
+        "GROUP": shape.group, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
     }).kernel("vptq_rows")
     partials = buffer("vptq partials", count * 2 * shape.tokens * shape.warps * 64, device)
     met = arrived[WARPS.index(shape.warps)]

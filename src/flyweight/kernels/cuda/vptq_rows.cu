@@ -1,24 +1,30 @@
 // y[r, n] = sum_k x[r, k] · W[n, k] for 2 to TOKENS rows, with W as in vptq_decode.cu, never written out.
 //
 // A warpgroup multiplies 64 outputs (8 row blocks, two a warp) by all rows at once: W is the left operand, from registers, x the
-// right one, packed by vptq_pack.cu. Lookups are those of vptq.cu, but here all row blocks share one x, so the columns come in their
-// own order: a warp puts the items of a span in order in shared memory first. Two row blocks of 16 columns are 32 items:
+// right one, packed by vptq_pack.cu with the columns' scales in it. Lookups are those of vptq.cu, but here all row blocks share one x,
+// so the columns come in their own order: a warp puts the items of a span in order in shared memory first. Two row blocks of 16 columns
+// are 32 items, a piece:
 //
 //      A [16 × 16]   rows 0-7: row block 0     rows 8-15: row block 1     columns: half a step (vptq.cuh)
 //
-// `load_matrices` brings their entries as exactly that; scale and bias of a column are applied there, in 16 bits.
+// `load_matrices` brings their entries as exactly that. Pieces go in groups, a few of which are under way:
+//
+//      lookups     |  group 2        |  group 3        |  group 4        | …
+//      products    |  group 0        |  group 1        |  group 2        | …      items of the next unit are put in order meanwhile
 //
 //      line of units          |  tile 0: span 0, 1, 2 …, outliers  |  tile 1: …        a tile is two row blocks for each warp
-//      CTAs, contiguous runs  |  CTA 0      |  CTA 1      |  CTA 2      | …
+//      CTAs, contiguous runs  |  CTA 0      |  CTA 1      |  CTA 2      | …            best with none in two tiles
 //
 // A tile that several CTAs have a part of: each leaves its sums in memory and, when all are there, adds up and ends its share of them,
 // in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
-// Limit: shared memory. 32 items take 10.4 cycles (random entries), 4 for residuals, 2 to come in order, TOKENS / 16 for x.
+// Limit: shared memory. A piece takes 10.4 cycles (random entries), 4 for residuals, 2 to come in order, TOKENS / 16 for x. Measured on
+// one H200: 23, 25 and 28 cycles for 16, 32 and 64 rows, and 7 to 11 µs a launch besides, packing included.
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
-// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 256), STAGES, STAGE_STEPS (of 32 columns), DENSE (there are outliers)
+// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 128), STAGES, STAGE_STEPS (of 32 columns), GROUP (pieces), REGISTERS (of a
+// thread at launch), DENSE (there are outliers)
 #include "vptq_tables.cuh"
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
@@ -31,7 +37,7 @@ constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetc
 constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
 constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
 constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
-constexpr int RING = 2 * AHEAD;                  // groups in registers: as many wait for lookups as products may still read
+constexpr int AHEAD = 2, RING = 2 * AHEAD;       // groups under way, and in registers: as many may still be read by products
 static_assert(PIECES == 1 && GROUPS % RING == 0 && GROUPS > AHEAD + 1 && STAGE_GROUPS >= AHEAD && SPAN % STAGE_STEPS == 0, "vectors of 8, whole stages");
 
 struct Line {  // of the units of a part, cut over its CTAs

@@ -3,9 +3,6 @@
 //
 // defines: those of vptq.cuh, WARPS (of a CTA), COPIES
 #include "vptq.cuh"
-#ifndef BOOKS_KEPT
-#define BOOKS_KEPT 0
-#endif
 
 constexpr int THREADS = 32 * WARPS;
 constexpr u32 RES_SLOTS = RES_BITS ? COPIES << RES_BITS : 0;
@@ -30,7 +27,7 @@ DEVICE void stage_book(char* to, const char* book, u64* barrier) {
     constexpr u32 PIECE = BOOK_BYTES < 16384 ? BOOK_BYTES : 16384, COUNT = BOOK_BYTES / PIECE;
     for (u32 i = 0; i < COUNT; i++) {  // CTAs begin at different places: not all at once in the same lines of L2
       const u32 at = (i + blockIdx.x) % COUNT * PIECE;
-      BOOKS_KEPT ? bulk_copy_kept(to + at, book + at, PIECE, barrier) : bulk_copy(to + at, book + at, PIECE, barrier);
+      bulk_copy(to + at, book + at, PIECE, barrier);
     }
   }
 #else

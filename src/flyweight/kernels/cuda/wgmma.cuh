@@ -132,13 +132,6 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
 }
-// The same of what should stay in L2: every layer's at the next step.
-DEVICE void bulk_copy_kept(void* to, const void* from, u32 bytes, u64* full) {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)), "l"(policy) : "memory");
-}
 // A box of a tensor in global memory; the host has described both (jit.tensor_map). Kernels take the description by value.
 struct __align__(64) TensorMap { u64 words[16]; };
 DEVICE void tensor_copy(void* to, const TensorMap& map, int x, int y, int z, u64* full) {
