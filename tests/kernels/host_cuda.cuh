@@ -31,6 +31,7 @@ typedef unsigned long long u64;
 #define __grid_constant__
 #define __device__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ thread_local
 #define LOWEST (-INFINITY)

@@ -203,9 +203,10 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16)), ("vptq.cu", dict(KERNEL=0, ROWS=8, WARPS=16)),
     ("vptq.cu", dict(KERNEL=1, ROWS=1, WARPS=8)), ("vptq.cu", dict(KERNEL=2, ROWS=2, WARPS=32, POS_BITS=11, ITEM_BYTES=4)),
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=1)),
-    ("vptq_decode.cu", dict(WARPS=16)), ("vptq_pack.cu", dict(WARPS=4, NORM=1, GATED=0, STAGE_STEPS=4)),
-    ("vptq_rows.cu", dict(WARPS=16, TOKENS=64, STAGES=2, STAGE_STEPS=4, DENSE=1)),
-    ("vptq_rows.cu", dict(WARPS=12, TOKENS=128, STAGES=3, STAGE_STEPS=1, DENSE=0)),
+    ("vptq_decode.cu", dict(WARPS=16)),
+    ("vptq_pack.cu", dict(WARPS=4, NORM=1, GATED=0, STAGE_STEPS=4, PARTS=3, BOOK_BYTES=131072)),
+    ("vptq_rows.cu", dict(WARPS=12, TOKENS=64, STAGES=2, STAGE_STEPS=2, DENSE=1, GROUP=2, REGISTERS=112)),
+    ("vptq_rows.cu", dict(WARPS=8, TOKENS=128, STAGES=3, STAGE_STEPS=1, DENSE=0, GROUP=1, REGISTERS=144)),
     ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])
 def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")

@@ -1,8 +1,8 @@
 """VPTQ weights on the GPU: which kernel multiplies with one, and its launch.
 
 `prepare` lays a weight out once (see vptq_layout.py) and keeps nothing else of it; `join` makes one linear of several that share
-x, each of which then has some of a launch's thread blocks. Up to 8 rows multiply straight from the codebook (cuda/vptq.cu), up
-to 128 through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
+x, each of which then has some of a launch's thread blocks. One or two rows multiply straight from the codebook (cuda/vptq.cu),
+up to 128 through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
 A weight no kernel takes (very long vectors, large residual books) is decoded once: `why` says so.
 """
 
@@ -26,6 +26,7 @@ from flyweight.tensors import VectorQuant
 
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
 FEW_ROWS = 8  # of vptq.cu at once
+FEWEST_PRODUCTS = 3  # rows from which on warpgroup products are faster
 GATHERED_ROWS = 16  # most rows of vptq.cu, where there are no warpgroup products
 MILLION = 1 << 20
 
@@ -142,7 +143,7 @@ class Vptq:
         rows, ends = x.shape[0], Ends(norm, epsilon, gated, self.bias, residual)
         if out is None:
             out = torch.empty(rows, self.out_features, dtype=self.layout.dtype, device=x.device)
-        if FEW_ROWS < rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
+        if FEWEST_PRODUCTS <= rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
             vptq_rows.multiply(self.parts, x, out, ends, arrived=self.arrived, pdl=pdl)
         elif rows <= GATHERED_ROWS and not self.layout.sliced:
             self._gather(x, out, ends, launch, pdl)

@@ -67,7 +67,7 @@ class Layout:
     residual: Tensor | None  # [books, halves, entries, 8]
     dense: Tensor | None  # [row blocks, steps, halves, lane, 8]
     affine: Tensor  # int32 [stored columns]: scale and bias
-    pairs: Tensor | None  # staged: int32 [stages of 128 columns, 8, 4, 4]: the same in the order of vptq_rows.cu
+    pairs: Tensor | None  # staged: int32 [stored columns / 16, 2, scale and bias, 4]: the same in the order of vptq_pack.cu
     source: Tensor | None  # int16 (unsigned) [stored columns]: the input of a column, None where they are the same
     out_features: int
     in_features: int
@@ -231,12 +231,10 @@ def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype) -> tup
 
 
 def paired(affine: Tensor) -> Tensor:
-    """affine as a lane t of the matrix units needs it for 16 columns: scales of 2t, 2t + 1, then + 8, then biases likewise."""
-    lanes = by_steps(affine.long() & 0xFFFFFFFF)[:, torch.tensor(COLUMN_LANE, device=affine.device)]  # [steps, 32]
-    halves = pad(lanes, (0, 0, 0, -lanes.shape[0] % 4)).reshape(-1, 8, 2, 4, 2)  # [stage, half a step, eight, t, two]
-    scale, bias = halves & 0xFFFF, halves >> 16
-    both = torch.stack([part[..., 0] | part[..., 1] << 16 for part in (scale, bias)], -1)  # [stage, half, eight, t, which]
-    return signed(both.permute(0, 1, 3, 4, 2).flatten(3)).contiguous()
+    """affine as vptq_pack.cu needs it: of 16 columns the even ones, then the odd ones, 2j beside 2j + 8; scales, then biases."""
+    sixteen = (affine.long() & 0xFFFFFFFF).view(-1, 2, 4, 2).permute(0, 3, 2, 1)  # [sixteen, odd, j, + 8]
+    both = torch.stack([sixteen & 0xFFFF, sixteen >> 16], 2)
+    return signed(both[..., 0] | both[..., 1] << 16).contiguous()
 
 
 def joint_indices(tensor: VectorQuant, begin: int, end: int) -> Tensor:

@@ -49,10 +49,10 @@ def share_out(work: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(ctas)
 
 
-def part_arguments(parts: Parts, ctas: Sequence[int], *, paired: bool = False) -> tuple[Any, ...]:
-    """What PART of cuda/vptq.cuh stands for, three times. `paired`: scales in the order of vptq_rows.cu."""
+def part_arguments(parts: Parts, ctas: Sequence[int]) -> tuple[Any, ...]:
+    """What PART of cuda/vptq.cuh stands for, three times."""
     args: list[Any] = []
     for part, count in zip(parts, ctas, strict=True):
-        args += [part.stream, part.book, part.residual, part.dense, part.pairs if paired else part.affine, part.source,
+        args += [part.stream, part.book, part.residual, part.dense, part.affine, part.source,
                  part.out_features, count]
     return *args, *([None] * 6 + [0, 0]) * (MOST - len(parts))

@@ -1,4 +1,4 @@
-"""Two rows and more times VPTQ weights that are never written out: host side of cuda/vptq_pack.cu and vptq_rows.cu (Hopper)."""
+"""Rows of x times VPTQ weights that are never written out: host side of cuda/vptq_pack.cu and vptq_rows.cu (Hopper)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
 from flyweight.kernels.gemv import processors
-from flyweight.kernels.vptq_layout import CHUNK, Layout
+from flyweight.kernels.vptq_layout import CHUNK
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
 TILES = 1024  # of a part
 PACK_WARPS = 4
-BESIDE = 1408  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
-# Rows of a launch → warps that multiply, and steps of 32 columns in a stage of x. More rows are faster written out.
-SHAPES = {16: (16, 4), 32: (16, 4), 64: (16, 2), 128: (12, 1)}
+PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
+BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
+WARPS = (12, 8)  # that multiply; each has two row blocks of a tile
+EIGHT = 1.15  # times as long as 12 for a lookup, at most
+SPANNING = 200  # lookups of 32 items that a thread block could make in the time that a share of a second tile costs
+# Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group. More rows are faster written out.
+SHAPES = {16: (4, 2), 32: (4, 2), 64: (2, 2), 128: (1, 1)}
 MOST = max(SHAPES)
-COUNTERS = {16: 0, 12: 1}  # by warps: who shares a tile depends on its size, and counters go on from launch to launch
 
 
 @dataclass(frozen=True)
@@ -32,66 +35,102 @@ class Shape:
     tokens: int
     warps: int
     steps: int  # of a stage
+    group: int
     stages: int
     copies: int  # of the residual book
     shared: int
 
+    @property
+    def registers(self) -> int:
+        """At most so many a thread at launch: 64 of 128 threads of vptq_pack.cu are left."""
+        return (65536 - 8192) // (32 * (self.warps + 4)) // 8 * 8
+
 
 @functools.cache
-def shape_for(main: int, residual: int, span: int, tokens: int, limit: int) -> Shape | None:
+def shape_for(main: int, residual: int, span: int, tokens: int, warps: int, limit: int) -> Shape | None:
     """For index bits, and steps of a span; None where two stages do not fit into `limit` bytes."""
-    warps, steps = SHAPES[tokens]
+    steps, group = SHAPES[tokens]
     for copies in (8, 4, 2):
         fixed = 16 * ((1 << main) + (copies << residual if residual else 0)) + warps * 2 * span * 128
-        stage = steps * (64 * tokens + 128)
+        stage = 64 * tokens * steps
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, stages, copies, fixed + stages * (stage + 16) + 16)
+            return Shape(tokens, warps, steps, group, stages, copies, fixed + stages * (stage + 16) + 16)
     return None
 
 
-def choose(layout: Layout, rows: int, device: torch.device) -> Shape | None:
+@functools.cache
+def cut(tiles: tuple[int, ...], units: int, count: int) -> tuple[tuple[int, ...], int, bool]:
+    """Thread blocks of each part, the most units of one, and whether it has shares of two tiles. Every tile has as many blocks,
+    where that leaves no one much more to do."""
+    each, spread = min(count // sum(tiles), units), share_out(tuple(units * n for n in tiles), count)
+    most = max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
+    if each and -(-units // each) <= 1.1 * most:
+        return tuple(each * n for n in tiles), -(-units // each), False
+    return spread, most, True
+
+
+def cut_for(parts: Parts, warps: int, count: int) -> tuple[tuple[int, ...], int, bool]:
+    layout = parts[0]
+    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)  # of a tile
+    return cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count)
+
+
+def warps_for(parts: Parts, tokens: int, count: int) -> int:
+    """With which the busiest thread block has least to do."""
+
+    def lookups(warps: int) -> float:
+        _, most, spanning = cut_for(parts, warps, count)
+        return most * warps * 2 * max(CHUNK, parts[0].form.window) * (EIGHT if warps == 8 else 1) + SPANNING * spanning
+
+    return 8 if tokens > 64 else min(WARPS, key=lookups)  # sums of so many rows leave no registers for more
+
+
+def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
     """The smallest shape that takes so many rows, up to MOST, at once."""
-    tokens = next(tokens for tokens in SHAPES if tokens >= rows)
+    layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
-    return shape_for(layout.form.main, layout.form.residual, max(CHUNK, layout.form.window), tokens, limit)
+    warps = warps_for(parts, tokens, processors(device.index or 0))
+    return shape_for(layout.form.main, layout.form.residual, max(CHUNK, layout.form.window), tokens, warps, limit)
 
 
 def counters(device: torch.device) -> Tensor:
-    """[shapes, parts, tiles], for one weight."""
-    return torch.zeros(len(COUNTERS), MOST_PARTS, TILES, dtype=torch.int32, device=device)
+    """[warps, parts, tiles], for one weight: who shares a tile depends on its size, and counters go on from launch to launch."""
+    return torch.zeros(len(WARPS), MOST_PARTS, TILES, dtype=torch.int32, device=device)
 
 
 def takes(parts: Parts, rows: int, device: torch.device) -> bool:
     layout = parts[0]
     if layout.sliced or layout.length != 8 or gpu.capability(device)[0] != 9:
         return False
-    shape = choose(layout, rows, device)
+    shape = choose(parts, rows, device)
     return shape is not None and max(part.row_blocks for part in parts) <= 2 * shape.warps * TILES
 
 
 def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool = True) -> None:
     """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
     layout, rows, device = parts[0], x.shape[0], x.device
-    shape = choose(layout, rows, device)
+    shape = choose(parts, rows, device)
     assert shape is not None
     stored, count = layout.affine.numel(), processors(device.index or 0)
-    stages, common = -(-stored // (32 * shape.steps)), {"FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps}
-    part_bytes = stages * shape.steps * shape.tokens * 64
-    sources = [part.source for part in parts]
-    packs = 1 if all(source is None for source in sources) else len(parts)
-    packed = buffer("vptq packed", packs * part_bytes, device)
-    pack = jit.load("vptq_pack.cu", defines=common | ends.defines | {"WARPS": PACK_WARPS}).kernel("vptq_pack")
-    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), 2 * count // (rows * packs)))
-    pack.launch((rows * slices, packs), 32 * PACK_WARPS, (x, ends.norm, *(*sources, None, None)[:3], packed, float(ends.epsilon),
-                                                          layout.in_features, stored, shape.tokens // 8, slices), pdl=pdl)
-    tile, units = 2 * shape.warps, layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)
-    ctas = share_out(tuple(-(-part.row_blocks // tile) * units for part in parts), count)
+    common = {"FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps}
+    part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
+    packed = buffer("vptq packed", len(parts) * part_bytes, device)
+    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), PACKERS * count // rows))
+    sums = buffer("vptq sums", 4 * len(parts) * rows * slices, device)
+    pack = jit.load("vptq_pack.cu", defines=common | ends.defines | {
+        "WARPS": PACK_WARPS, "PARTS": len(parts), "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
+    columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
+    given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed, sums, float(ends.epsilon), rows,
+             layout.in_features, stored, shape.tokens // 8, slices)
+    pack.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
+    ctas, _, _ = cut_for(parts, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
         "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
-        "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
+        "GROUP": shape.group, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
+    }).kernel("vptq_rows")
     partials = buffer("vptq partials", count * 2 * shape.tokens * shape.warps * 64, device)
-    args = (*part_arguments(parts, ctas, paired=True), packed, ends.bias, ends.residual, out, partials,
-            arrived[COUNTERS[shape.warps]], rows, sum(part.out_features for part in parts), layout.chunks, layout.dense_steps,
-            part_bytes if packs > 1 else 0)
+    met = arrived[WARPS.index(shape.warps)]
+    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, met, rows, out.shape[1],
+            layout.chunks, layout.dense_steps, part_bytes, slices)
     kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)

@@ -24,8 +24,11 @@ DEVICE void stage_book(char* to, const char* book, u64* barrier) {
     barrier_init(barrier, 1);
     fence_barriers();
     copy_begin(barrier, BOOK_BYTES, 0);
-    constexpr u32 PIECE = BOOK_BYTES < 16384 ? BOOK_BYTES : 16384;
-    for (u32 at = 0; at < BOOK_BYTES; at += PIECE) bulk_copy(to + at, book + at, PIECE, barrier);
+    constexpr u32 PIECE = BOOK_BYTES < 16384 ? BOOK_BYTES : 16384, COUNT = BOOK_BYTES / PIECE;
+    for (u32 i = 0; i < COUNT; i++) {  // CTAs begin at different places: not all at once in the same lines of L2
+      const u32 at = (i + blockIdx.x) % COUNT * PIECE;
+      bulk_copy(to + at, book + at, PIECE, barrier);
+    }
   }
 #else
   for (u32 i = threadIdx.x; i < BOOK_BYTES / 16; i += THREADS) ((uint4*)to)[i] = ((const uint4*)book)[i];
