@@ -184,6 +184,8 @@ DEVICE u32 mul2(u32 a, u32 b) { return pack2(low_float(a) * low_float(b), high_f
 DEVICE u32 fma2(u32 a, u32 b, u32 c) {
   return pack2(fmaf(low_float(a), low_float(b), low_float(c)), fmaf(high_float(a), high_float(b), high_float(c)));
 }
+DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
+DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
 DEVICE u16 to_bits(float f) { return bits16<FP16>(f); }
 DEVICE u32 to_int8(float f) { return (u32)(int)fminf(fmaxf(rintf(f), -128.f), 127.f); }
 DEVICE float quotient(float a, float b, float inverse) {

@@ -65,6 +65,10 @@ constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 to
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
+#ifndef TOGETHER
+#define TOGETHER (TOKENS > 64 ? STEPS : 1)
+#endif
+constexpr int IN_FLIGHT = STEPS / TOGETHER > 2 ? STEPS / TOGETHER - 1 : 1;
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
@@ -120,7 +124,8 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
     barrier_wait(&sh.full[slot], parity);
     const u8* ring = sh.ring[slot];
 #pragma unroll
-    for (int block = 0; block < SB; block++) load_block(a[i][block], ring + warp * SB * BLOCK_BYTES, nullptr, 0, block, lane);
+    for (int j = 0; j < SB * STEPS; j++)
+      Block(ring + warp * SB * BLOCK_BYTES, nullptr, 0, j / STEPS, lane).take(j % STEPS, a[i][j / STEPS][j % STEPS]);
     x[i] = matrix_descriptor(ring + WEIGHT_BYTES, X_ROW * 8);
     slots[i] = slot;
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -216,38 +221,32 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll 1
     for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #else
-    u32 a[2][STEPS][WORDS];
     int before = -1;  // the slot that the products in flight may still read
-    int stage = s.begin;
-    auto multiply = [&](int turn) {  // with the stage in `slot`
+#pragma unroll 1
+    for (int stage = s.begin; stage < s.end; stage++) {
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
-      const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
+      const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
 #pragma unroll
-      for (int block = 0; block < SB; block++) {  // loaded while the products of the one before run
-        u32(&words)[STEPS][WORDS] = a[(turn + block) & 1];
-        load_block(words, mine, records_here, stage, block, lane);
-        wgmma_fence();
+      for (int block = 0; block < SB; block++) {
+        const Block weights_here(mine, records_here, stage, block, lane);
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) wgmma(acc, words[step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
-        wgmma_commit();
-        wgmma_wait<1>();  // the block before is done, and with the first one the stage before
-        if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
+        for (int first = 0; first < STEPS; first += TOGETHER) {  // taken apart while the products before run
+          u32 a[TOGETHER][WORDS];
+#pragma unroll
+          for (int i = 0; i < TOGETHER; i++) weights_here.take(first + i, a[i]);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < TOGETHER; i++) wgmma(acc, a[i], b0 + (block * STEPS + first + i) * (STEP_BYTES >> 4));
+          wgmma_commit();
+          wgmma_wait<IN_FLIGHT>();
+        }
+        if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
-      before = slot, stage++;
+      before = slot;
       if (++slot == STAGES) slot = 0, parity ^= 1;
-    };
-    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers have to be known when this is compiled
-#pragma unroll 1
-    for (int i = s.begin; i + turns <= s.end; i += turns) {
-      multiply(0);
-      if (turns == 2) multiply(1);
-    }
-    if (turns == 2 && (s.end - s.begin) % 2) {
-      wgmma_wait<0>();
-      multiply(0);
     }
     wgmma_wait<0>();
     keep_behind(acc);
