@@ -314,6 +314,9 @@ DEVICE void prefetch_l2(const void*) {}
 // ---- between CTAs ----
 DEVICE void store_relaxed(u16* p, u16 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 DEVICE void store_relaxed(float* p, float v) { __atomic_store_n((u32*)p, __float_as_uint(v), __ATOMIC_RELAXED); }
+DEVICE void store_relaxed(uint4* p, uint4 v) {
+  for (int i = 0; i < 4; i++) __atomic_store_n((u32*)p + i, ((const u32*)&v)[i], __ATOMIC_RELAXED);
+}
 DEVICE void store_release(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE int load_acquire(const int* p) {
   give_way();

@@ -259,6 +259,9 @@ DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];"
 // NaN that no conversion and no arithmetic makes; whoever waits for it reads it until it is something else. ----
 DEVICE void store_relaxed(u16* p, u16 v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
 DEVICE void store_relaxed(float* p, float v) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
+DEVICE void store_relaxed(uint4* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEVICE int load_acquire(const int* p) {
   int v;

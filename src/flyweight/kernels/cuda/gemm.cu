@@ -49,6 +49,9 @@
 #define WHOLE 0
 #define LINE 1
 #define CLUSTERS 2
+#define MAIL 3
+#define SLICED (SPLIT == CLUSTERS || SPLIT == MAIL)
+#define IN_CLUSTER (SPLIT == CLUSTERS && CLUSTER > 1)
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
@@ -74,7 +77,7 @@ constexpr int WORDS = 4 + SPARSE;                              // of a lane: cod
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
-static_assert(!STAGED || (SPLIT != CLUSTERS && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
+static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
@@ -97,7 +100,7 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 struct __align__(128) Shared {
   union {
     u8 ring[STAGES][STAGE_BYTES];
-    uint4 exchange[CLUSTER][CLUSTER > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
+    uint4 exchange[IN_CLUSTER ? CLUSTER : 1][IN_CLUSTER ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
   };
   u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
   float scales[WGS][STAGED && QUANTIZED ? TOKENS + 64 : 4];  // of the tile's rows, then of a warpgroup's outputs
@@ -163,10 +166,12 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
 #include "packed.cuh"
 #include "gemm_segments.cuh"
 #include "gemm_results.cuh"
+#define SLICES CLUSTER
+#include "mail.cuh"
 #include "gemm_sums.cuh"
 
 extern "C" __global__ void
-#if SPLIT != CLUSTERS && TOKENS > 64  // of others the host limits the registers
+#if !SLICED && TOKENS > 64  // of others the host limits the registers
 __launch_bounds__(THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
@@ -195,11 +200,11 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
-    if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+    if (IN_CLUSTER) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
   if (WIDE) take_registers<232>();
-  if (QUANTIZED && SPLIT == CLUSTERS && lane == 0)  // here before they are needed
+  if (QUANTIZED && SLICED && lane == 0)  // here before they are needed
     prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER * MT + warp, TILES - 1) * 16);
   wait_for_inputs();
   int slot = 0, unit = first_unit(n_tiles);
@@ -254,14 +259,22 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #endif
 #if CLUSTER > 1
     const int rank = blockIdx.x % CLUSTER, first = rank % OWNERS * OWNED;
+#if IN_CLUSTER
     cluster_arrive(), cluster_wait();  // all rings are done with
     give_sums(sh, acc, rank);
     cluster_arrive();
+#else
+    post_sums(acc, partials, s.m, rank);
+#endif
     const Ends<OWNED> ends(s, first, channel_scale, row_scale, bias, residual, rows, warp, lane);
-    cluster_wait();
+    if (IN_CLUSTER) cluster_wait();
     if (rank < OWNERS) {
       accumulator sum[OWNED * 4];
+#if IN_CLUSTER
       take_sums(sh, sum);
+#else
+      collect_sums(sum, partials, s.m, rank);
+#endif
       write_tile<OWNED>(sum, ends, s, first, Y, rows, groups, warp, lane);
     }
 #else

@@ -48,3 +48,33 @@ DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
       for (int i = 0; i < 4; i++) sum[4 * j + i] += v[i];
     }
 }
+
+// Or through memory: [tile][owner][from][column group][thread], words that are their own flags.
+DEVICE uint4* mail_place(uint4* mail, int tile, int owner, int from, int column) {
+  return mail + (((size_t)(tile * OWNERS + owner) * CLUSTER + from) * OWNED + column) * THREADS + threadIdx.x;
+}
+DEVICE void post_sums(const accumulator (&acc)[TOKENS / 2], uint4* mail, int tile, int rank) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++)
+    store_relaxed(mail_place(mail, tile, j / OWNED, rank, j % OWNED),
+                  make_uint4(letter(acc[4 * j]), letter(acc[4 * j + 1]), letter(acc[4 * j + 2]), letter(acc[4 * j + 3])));
+}
+DEVICE void collect_sums(accumulator (&sum)[OWNED * 4], uint4* mail, int tile, int rank) {
+  u32 words[CLUSTER * OWNED][4];
+  bool all;
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < CLUSTER * OWNED; i++) load_relaxed(mail_place(mail, tile, rank, i / OWNED, i % OWNED), words[i]);
+#pragma unroll
+    for (int i = 0; i < CLUSTER * OWNED; i++) all &= !missing<false>(words[i]);
+  } while (!all);
+#pragma unroll
+  for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
+#pragma unroll
+  for (int i = 0; i < CLUSTER * OWNED; i++) {
+    store_relaxed(mail_place(mail, tile, rank, i / OWNED, i % OWNED), make_uint4(~0u, ~0u, ~0u, ~0u));
+#pragma unroll
+    for (int j = 0; j < 4; j++) open_letter(words[i][j], sum[i % OWNED * 4 + j]);
+  }
+}
