@@ -184,8 +184,6 @@ DEVICE u32 mul2(u32 a, u32 b) { return pack2(low_float(a) * low_float(b), high_f
 DEVICE u32 fma2(u32 a, u32 b, u32 c) {
   return pack2(fmaf(low_float(a), low_float(b), low_float(c)), fmaf(high_float(a), high_float(b), high_float(c)));
 }
-DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
-DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
 DEVICE u16 to_bits(float f) { return bits16<FP16>(f); }
 DEVICE u32 to_int8(float f) { return (u32)(int)fminf(fmaxf(rintf(f), -128.f), 127.f); }
 DEVICE float quotient(float a, float b, float inverse) {
@@ -314,9 +312,6 @@ DEVICE void prefetch_l2(const void*) {}
 // ---- between CTAs ----
 DEVICE void store_relaxed(u16* p, u16 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 DEVICE void store_relaxed(float* p, float v) { __atomic_store_n((u32*)p, __float_as_uint(v), __ATOMIC_RELAXED); }
-DEVICE void store_relaxed(uint4* p, uint4 v) {
-  for (int i = 0; i < 4; i++) __atomic_store_n((u32*)p + i, ((const u32*)&v)[i], __ATOMIC_RELAXED);
-}
 DEVICE void store_release(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE int load_acquire(const int* p) {
   give_way();

@@ -68,6 +68,9 @@ constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 to
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
+#ifndef EARLY
+#define EARLY 0
+#endif
 #ifndef TOGETHER
 #define TOGETHER (TOKENS > 64 ? STEPS : 1)
 #endif
@@ -234,20 +237,23 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
+      Block next(mine, records_here, stage, 0, lane);
 #pragma unroll
       for (int block = 0; block < SB; block++) {
-        const Block weights_here(mine, records_here, stage, block, lane);
+        const Block here = next;
+        if (EARLY && block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
 #pragma unroll
         for (int first = 0; first < STEPS; first += TOGETHER) {  // taken apart while the products before run
           u32 a[TOGETHER][WORDS];
 #pragma unroll
-          for (int i = 0; i < TOGETHER; i++) weights_here.take(first + i, a[i]);
+          for (int i = 0; i < TOGETHER; i++) here.take(first + i, a[i]);
           wgmma_fence();
 #pragma unroll
           for (int i = 0; i < TOGETHER; i++) wgmma(acc, a[i], b0 + (block * STEPS + first + i) * (STEP_BYTES >> 4));
           wgmma_commit();
           wgmma_wait<IN_FLIGHT>();
         }
+        if (!EARLY && block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
       before = slot;
