@@ -255,7 +255,8 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
                 shared=shape.shared, cluster=shape.cluster if shape.split == CLUSTERS else 1,
                 packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
                 row_scale=buffer("row scale", padded * 4, device),
-                partials=mail(shape.grid(count) * sums, device) if shape.split == MAIL else buffer("partials", count * sums * 4, device),
+                partials=mail(shape.grid(count) * sums, device) if shape.split == MAIL else
+                buffer("partials", count * sums * 4, device),
                 flags=buffer("flags", count * 4, device))
 
 
