@@ -68,9 +68,6 @@ constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 to
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
-#ifndef EARLY
-#define EARLY 0
-#endif
 #ifndef TOGETHER
 #define TOGETHER (TOKENS > 64 ? STEPS : 1)
 #endif
@@ -229,19 +226,19 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll 1
     for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #else
-    int before = -1;  // the slot that the products in flight may still read
-#pragma unroll 1
-    for (int stage = s.begin; stage < s.end; stage++) {
+    int before = -1, stage = s.begin;  // `before`: the slot that the products in flight may still read
+    auto multiply = [&] {  // with the stage in `slot`
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
+      // by shuffle: only then the compiler knows that all lanes have the same, and does not carry it from register to register
       const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
       Block next(mine, records_here, stage, 0, lane);
 #pragma unroll
       for (int block = 0; block < SB; block++) {
         const Block here = next;
-        if (EARLY && block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
+        if (block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
 #pragma unroll
         for (int first = 0; first < STEPS; first += TOGETHER) {  // taken apart while the products before run
           u32 a[TOGETHER][WORDS];
@@ -253,11 +250,20 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
           wgmma_commit();
           wgmma_wait<IN_FLIGHT>();
         }
-        if (!EARLY && block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
-      before = slot;
+      before = slot, stage++;
       if (++slot == STAGES) slot = 0, parity ^= 1;
+    };
+    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers are still read while those of the next are filled: by turns
+#pragma unroll 1
+    for (int i = s.begin; i + turns <= s.end; i += turns) {
+      multiply();
+      if (turns == 2) multiply();
+    }
+    if (turns == 2 && (s.end - s.begin) % 2) {
+      wgmma_wait<0>();
+      multiply();
     }
     wgmma_wait<0>();
     keep_behind(acc);
@@ -279,7 +285,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #if IN_CLUSTER
       take_sums(sh, sum);
 #else
-      collect_sums(sum, partials, s.m, rank);
+      collect_sums(sum, acc, partials, s.m, rank);
 #endif
       write_tile<OWNED>(sum, ends, s, first, Y, rows, groups, warp, lane);
     }
