@@ -71,6 +71,7 @@ constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix product
 #ifndef TOGETHER
 #define TOGETHER (TOKENS > 64 ? STEPS : 1)
 #endif
+constexpr bool EARLY = GROUPED && !SPARSE;                     // others load what products in flight may still read
 constexpr int IN_FLIGHT = STEPS / TOGETHER > 2 ? STEPS / TOGETHER - 1 : 1;
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
@@ -238,7 +239,10 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll
       for (int block = 0; block < SB; block++) {
         const Block here = next;
-        if (block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
+        auto fetch = [&] {
+          if (block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
+        };
+        if (EARLY) fetch();
 #pragma unroll
         for (int first = 0; first < STEPS; first += TOGETHER) {  // taken apart while the products before run
           u32 a[TOGETHER][WORDS];
@@ -250,6 +254,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
           wgmma_commit();
           wgmma_wait<IN_FLIGHT>();
         }
+        if (!EARLY) fetch();
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
       before = slot, stage++;
