@@ -86,6 +86,8 @@ MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=ge
         ("plain", 50, (200, 512), dict(split=gemm.CLUSTERS, warpgroups=3, cluster=4)),
         ("int4:64", 30, (256, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
         ("w8a8", 60, (240, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
+        ("int8:128:symmetric", 60, (200, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=4)),
+        ("w8a8", 20, (240, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=3)),
         ("w8a8", 70, (144, 320), dict(split=gemm.WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=gemm.LINE)),
         ("fp8", 130, (144, 448), dict(split=gemm.WHOLE, tokens=128, warpgroups=2)),
         ("plain", 200, (136, 192), dict(split=gemm.LINE, tokens=160, warpgroups=2)),

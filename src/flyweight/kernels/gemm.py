@@ -19,6 +19,7 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.choices import PRODUCTS
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
+from flyweight.kernels.gemv_split import mail
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 SHARED_CLUSTERS = 210 * 1024  # alone, with room for a CTA of decode attention, which fetches its first tokens early
@@ -34,7 +35,7 @@ CONVERTED, LINE_US = 0.2, 12.0
 # knows yet.
 LONE = ("plain", "int4", "int8", "w8a8")
 REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
-WHOLE, LINE, CLUSTERS = range(3)
+WHOLE, LINE, CLUSTERS, MAIL = range(4)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
 
@@ -97,7 +98,7 @@ class Shape:
         return max(REGISTERS_SMALL, left) if self.tokens <= 64 else None
 
     def grid(self, processors: int) -> int:
-        return {CLUSTERS: self.tiles * self.cluster, WHOLE: min(processors, self.tiles), LINE: processors}[self.split]
+        return {WHOLE: min(processors, self.tiles), LINE: processors}.get(self.split, self.tiles * self.cluster)
 
 
 @functools.cache
@@ -116,7 +117,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         (warpgroups, cluster), split, beside = lone, CLUSTERS, False
     if split is None:
         split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind in ("plain", "int8") and not large) else 32) else LINE
-    small = split == CLUSTERS
+    small = split in (CLUSTERS, MAIL)
     if warpgroups is None:
         warpgroups = 2 if not small or kind == "int4" or (kind in QUANTIZED and outputs > 16384) else 1
     tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
@@ -127,7 +128,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else staged_tokens(kind, tokens, residual=residual)
     grouped = kind in GROUPED
-    beside = small and warpgroups <= 2 if beside is None else beside
+    beside = split == CLUSTERS and warpgroups <= 2 if beside is None else beside
     staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
     limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small else SHARED) - staging
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
@@ -138,7 +139,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         records = 4 * warpgroups * math.ceil(span / group) * 64 if grouped else 0
         stage = 4 * warpgroups * count * BLOCK_BYTES[kind] + records + tokens * span * (1 if kind in QUANTIZED else 2)
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
-        exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 else 0
+        exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 and split == CLUSTERS else 0
         stages = min(12, limit // (stage + 16))
         if stages >= (4 if small and not beside else 3 if count == 4 else 2):
             shared = max(exchange, stages * stage) + staging + 16 * stages + 512
@@ -261,16 +262,18 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
     quantized = weight.kind in QUANTIZED
     pack_rows, pack_warps = pack_shape(weight.in_features, padded, normed=norm and not quantized,
                                        quantized=quantized and not norm)
+    sums = shape.warpgroups * 64 * shape.tokens
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
                          pack_warps=pack_warps, static=weight.static, symmetric=weight.symmetric, to=to,
                          epilogue="silu" if weight.interleaved else "residual" if residual else "store")
     return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), pack_rows=pack_rows,
                 pack_block=32 * pack_warps, grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32,
-                shared=shape.shared, cluster=shape.cluster,
+                shared=shape.shared, cluster=shape.cluster if shape.split == CLUSTERS else 1,
                 packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
                 row_scale=buffer("row scale", padded * 4, device),
-                partials=buffer("partials", count * shape.warpgroups * 64 * shape.tokens * 4, device),
+                partials=mail(shape.grid(count) * sums, device) if shape.split == MAIL else
+                buffer("partials", count * sums * 4, device),
                 flags=buffer("flags", count * 4, device))
 
 

@@ -49,6 +49,9 @@
 #define WHOLE 0
 #define LINE 1
 #define CLUSTERS 2
+#define MAIL 3
+#define SLICED (SPLIT == CLUSTERS || SPLIT == MAIL)
+#define IN_CLUSTER (SPLIT == CLUSTERS && CLUSTER > 1)
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
@@ -65,12 +68,17 @@ constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 to
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
+#ifndef TOGETHER
+#define TOGETHER (TOKENS > 64 ? STEPS : 1)
+#endif
+constexpr bool EARLY = GROUPED && !SPARSE;                     // others load what products in flight may still read
+constexpr int IN_FLIGHT = STEPS / TOGETHER > 2 ? STEPS / TOGETHER - 1 : 1;
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
 constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
 constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
-static_assert(!STAGED || (SPLIT != CLUSTERS && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
+static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
@@ -93,7 +101,7 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 struct __align__(128) Shared {
   union {
     u8 ring[STAGES][STAGE_BYTES];
-    uint4 exchange[CLUSTER][CLUSTER > 1 ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
+    uint4 exchange[IN_CLUSTER ? CLUSTER : 1][IN_CLUSTER ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
   };
   u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
   float scales[WGS][STAGED && QUANTIZED ? TOKENS + 64 : 4];  // of the tile's rows, then of a warpgroup's outputs
@@ -120,7 +128,8 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
     barrier_wait(&sh.full[slot], parity);
     const u8* ring = sh.ring[slot];
 #pragma unroll
-    for (int block = 0; block < SB; block++) load_block(a[i][block], ring + warp * SB * BLOCK_BYTES, nullptr, 0, block, lane);
+    for (int j = 0; j < SB * STEPS; j++)
+      Block(ring + warp * SB * BLOCK_BYTES, nullptr, 0, j / STEPS, lane).take(j % STEPS, a[i][j / STEPS][j % STEPS]);
     x[i] = matrix_descriptor(ring + WEIGHT_BYTES, X_ROW * 8);
     slots[i] = slot;
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -158,10 +167,12 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
 #include "packed.cuh"
 #include "gemm_segments.cuh"
 #include "gemm_results.cuh"
+#define SLICES CLUSTER
+#include "mail.cuh"
 #include "gemm_sums.cuh"
 
 extern "C" __global__ void
-#if SPLIT != CLUSTERS && TOKENS > 64  // of others the host limits the registers
+#if !SLICED && TOKENS > 64  // of others the host limits the registers
 __launch_bounds__(THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
@@ -190,11 +201,11 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
     else wait_for_inputs();
     __syncwarp();
-    if (CLUSTER > 1) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+    if (IN_CLUSTER) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
   if (WIDE) take_registers<232>();
-  if (QUANTIZED && SPLIT == CLUSTERS && lane == 0)  // here before they are needed
+  if (QUANTIZED && SLICED && lane == 0)  // here before they are needed
     prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER * MT + warp, TILES - 1) * 16);
   wait_for_inputs();
   int slot = 0, unit = first_unit(n_tiles);
@@ -219,38 +230,48 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll 1
     for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #else
-    u32 a[2][STEPS][WORDS];
-    int before = -1;  // the slot that the products in flight may still read
-    int stage = s.begin;
-    auto multiply = [&](int turn) {  // with the stage in `slot`
+    int before = -1, stage = s.begin;  // `before`: the slot that the products in flight may still read
+    auto multiply = [&] {  // with the stage in `slot`
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
-      const u64 b0 = matrix_descriptor(ring + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
+      // by shuffle: only then the compiler knows that all lanes have the same, and does not carry it from register to register
+      const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
+      Block next(mine, records_here, stage, 0, lane);
 #pragma unroll
-      for (int block = 0; block < SB; block++) {  // loaded while the products of the one before run
-        u32(&words)[STEPS][WORDS] = a[(turn + block) & 1];
-        load_block(words, mine, records_here, stage, block, lane);
-        wgmma_fence();
+      for (int block = 0; block < SB; block++) {
+        const Block here = next;
+        auto fetch = [&] {
+          if (block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
+        };
+        if (EARLY) fetch();
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) wgmma(acc, words[step], b0 + (block * STEPS + step) * (STEP_BYTES >> 4));
-        wgmma_commit();
-        wgmma_wait<1>();  // the block before is done, and with the first one the stage before
-        if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
+        for (int first = 0; first < STEPS; first += TOGETHER) {  // taken apart while the products before run
+          u32 a[TOGETHER][WORDS];
+#pragma unroll
+          for (int i = 0; i < TOGETHER; i++) here.take(first + i, a[i]);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < TOGETHER; i++) wgmma(acc, a[i], b0 + (block * STEPS + first + i) * (STEP_BYTES >> 4));
+          wgmma_commit();
+          wgmma_wait<IN_FLIGHT>();
+        }
+        if (!EARLY) fetch();
+        if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
       before = slot, stage++;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     };
-    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers have to be known when this is compiled
+    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers are still read while those of the next are filled: by turns
 #pragma unroll 1
     for (int i = s.begin; i + turns <= s.end; i += turns) {
-      multiply(0);
-      if (turns == 2) multiply(1);
+      multiply();
+      if (turns == 2) multiply();
     }
     if (turns == 2 && (s.end - s.begin) % 2) {
       wgmma_wait<0>();
-      multiply(0);
+      multiply();
     }
     wgmma_wait<0>();
     keep_behind(acc);
@@ -258,14 +279,22 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #endif
 #if CLUSTER > 1
     const int rank = blockIdx.x % CLUSTER, first = rank % OWNERS * OWNED;
+#if IN_CLUSTER
     cluster_arrive(), cluster_wait();  // all rings are done with
     give_sums(sh, acc, rank);
     cluster_arrive();
+#else
+    post_sums(acc, partials, s.m, rank);
+#endif
     const Ends<OWNED> ends(s, first, channel_scale, row_scale, bias, residual, rows, warp, lane);
-    cluster_wait();
+    if (IN_CLUSTER) cluster_wait();
     if (rank < OWNERS) {
       accumulator sum[OWNED * 4];
+#if IN_CLUSTER
       take_sums(sh, sum);
+#else
+      collect_sums(sum, acc, partials, s.m, rank);
+#endif
       write_tile<OWNED>(sum, ends, s, first, Y, rows, groups, warp, lane);
     }
 #else

@@ -13,7 +13,7 @@ DEVICE Segment place(int tile, int n_tiles) {
 }
 // The i-th segment of this CTA; `units` counts on through them. False after the last.
 DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_of) {
-#if SPLIT == CLUSTERS
+#if SLICED
   if (unit < 0) return false;
   const int rank = unit % CLUSTER;
   s = {unit / CLUSTER, 0, rank * STAGE_COUNT / CLUSTER, (rank + 1) * STAGE_COUNT / CLUSTER};

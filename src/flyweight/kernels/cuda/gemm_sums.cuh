@@ -48,3 +48,43 @@ DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
       for (int i = 0; i < 4; i++) sum[4 * j + i] += v[i];
     }
 }
+
+#if SPLIT == MAIL && CLUSTER > 1
+// Or through memory: [tile][owner][other][column group][thread], words that are their own flags. An owner's own sums come first,
+// then the others' in order.
+DEVICE uint4* mail_place(uint4* mail, int tile, int owner, int other, int column) {
+  return mail + (((size_t)(tile * OWNERS + owner) * (CLUSTER - 1) + other) * OWNED + column) * THREADS + threadIdx.x;
+}
+DEVICE void post_sums(const accumulator (&acc)[TOKENS / 2], uint4* mail, int tile, int rank) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++) {
+    const int owner = j / OWNED;
+    const accumulator* v = acc + 4 * j;
+    if (owner != rank)
+      store_relaxed(mail_place(mail, tile, owner, rank - (rank > owner), j % OWNED),
+                    make_uint4(letter(v[0]), letter(v[1]), letter(v[2]), letter(v[3])));
+  }
+}
+DEVICE void collect_sums(accumulator (&sum)[OWNED * 4], const accumulator (&acc)[TOKENS / 2], uint4* mail, int tile, int rank) {
+  constexpr int count = (CLUSTER - 1) * OWNED;
+  uint4* from = mail_place(mail, tile, rank, 0, 0);
+  u32 words[count][4];
+  bool all;
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < count; i++) load_relaxed(from + i * THREADS, words[i]);
+#pragma unroll
+    for (int i = 0; i < count; i++) all &= !missing<false>(words[i]);
+  } while (!all);
+#pragma unroll
+  for (int j = 0; j < COLUMNS * 4; j++)
+    if (j / (OWNED * 4) == 0 || j / (OWNED * 4) == rank) sum[j % (OWNED * 4)] = acc[j];
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    store_relaxed(from + i * THREADS, make_uint4(~0u, ~0u, ~0u, ~0u));
+#pragma unroll
+    for (int j = 0; j < 4; j++) open_letter(words[i][j], sum[i % OWNED * 4 + j]);
+  }
+}
+#endif
