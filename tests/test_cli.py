@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -41,6 +42,14 @@ def test_help_lists_every_verb_and_imports_nothing_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(f"  {verb} " in done.stdout for verb in cli.VERBS)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "")])
+def test_waiting_threads_sleep_soon_unless_one_says_otherwise(given, found):
+    environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+    code = "import os, flyweight; print(os.environ.get('GOMP_SPINCOUNT', ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == found
 
 
 def test_no_arguments_show_the_help(flyweight):
