@@ -33,11 +33,15 @@ def test_a_prompt_beside_64_answers_is_cut_into_two_tiles_of_tokens():
         assert [(shape.tokens, shape.warpgroups) for shape in shapes] == [(160, 2), (160, 1), (160, 2), (160, 1)]
 
 
-def test_clusters_of_few_rows_have_an_sm_to_each_cta_where_they_fill_nearly_all():
-    assert gemm.lone_clusters(4096, 132) == (1, 2) and gemm.lone_clusters(2560, 132) == (3, 8)  # 128 and 112 CTAs
-    assert gemm.lone_clusters(6144, 132) is None and gemm.lone_clusters(1024, 132) is None
-    shape = gemm.shape_for("plain", 4096, 12288, 64, 64, 132, residual=True)
-    assert (shape.cluster, shape.beside, shape.grid(132)) == (2, False, 128) and shape.shared > LIMIT / 2
+def test_tiles_of_17_to_64_rows_have_an_sm_each_and_slices_of_the_inputs_take_those_left():
+    found = {6144: (1, 1), 4096: (1, 2), 2560: (1, 3), 24576: (3, 1), 4608: (2, 3)}  # warpgroups, slices
+    assert {outputs: gemm.lone_tiles(outputs, 132) for outputs in found} == found
+    assert gemm.lone_tiles(37888, 132) is None  # more tiles than SMs, whatever their size
+    shape = gemm.shape_for("plain", 2560, 9728, 64, 64, 132, residual=True)
+    assert (shape.split, shape.cluster, shape.grid(132)) == (gemm.MAIL, 3, 120) and shape.shared > LIMIT / 2
+    for outputs, inputs in SHAPES:
+        shape = gemm.shape_for("int8", outputs, inputs, 64, 64, 132)
+        assert shape.split != gemm.MAIL or shape.grid(132) <= 132, "CTAs wait for each other: all have to be resident"
 
 
 @pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 320), (321, 384), (385, 512), (600, 640),

@@ -40,14 +40,15 @@ class Way:
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
 MANY = Way(33, "gemm", "warpgroup products do more at once")
+ALONE = Way(17, "gemm", "a tile to an SM, whose weights are taken apart once for all rows")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
 DEEP = Way(33, "gemm", CLUSTERS.why, deep=True)
 SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
-    "plain": (FEW, SOME, CLUSTERS, MANY),
-    "int4": (FEW, SOME, CLUSTERS, MANY, Way(4096, "cublas", "bf16 products without codes to convert")),
-    "int8": (FEW, SOME, MANY, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
+    "plain": (FEW, SOME, ALONE),
+    "int4": (FEW, SOME, ALONE, Way(4096, "cublas", "bf16 products without codes to convert")),
+    "int8": (FEW, SOME, ALONE, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
     "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, DEEP, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
     "sparse-int4": (SPARSE, SOME, CLUSTERS, MANY),

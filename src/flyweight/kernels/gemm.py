@@ -31,8 +31,7 @@ TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
 TILES_BETWEEN = {(224, 2): 1.03, (192, 2): 1.06, (160, 2): 1.15, (192, 1): 1.33, (160, 1): 1.36}
 KINDS_BETWEEN = ("plain", "int4", "int8", "w8a8")
 CONVERTED, LINE_US = 0.2, 12.0
-# Formats whose linears of 17 to 64 rows take clusters with an SM to each CTA where those fill nearly all SMs. Of others nobody
-# knows yet.
+# Formats whose linears of 17 to 64 rows take tiles that have an SM each (`lone_tiles`). Of others nobody knows yet.
 LONE = ("plain", "int4", "int8", "w8a8")
 REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
 WHOLE, LINE, CLUSTERS, MAIL = range(4)
@@ -110,11 +109,10 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
-    if (warpgroups, split) == (None, None) and kind == "int4" and rows > 32 and 0.9 < outputs / 192 / processors <= 1:
-        warpgroups, split = 3, WHOLE  # a tile for nearly every SM, such as gate/up of Qwen3-8B
-    lone = lone_clusters(outputs, processors) if kind in LONE and 16 < rows <= 64 else None
+    lone = lone_tiles(outputs, processors) if kind in LONE and 16 < rows <= 64 else None
     if lone and (warpgroups, split, cluster) == (None, None, None):
-        (warpgroups, cluster), split, beside = lone, CLUSTERS, False
+        warpgroups, cluster = lone
+        split, beside = {1: WHOLE, 2: CLUSTERS}.get(cluster, MAIL), False
     if split is None:
         split = CLUSTERS if rows <= (64 if kind in QUANTIZED or (kind in ("plain", "int8") and not large) else 32) else LINE
     small = split in (CLUSTERS, MAIL)
@@ -153,12 +151,14 @@ def staged_tokens(kind: str, tokens: int, *, residual: bool) -> int:
     return tokens if residual and kind not in QUANTIZED else 64 if tokens % 64 == 0 else 32
 
 
-def lone_clusters(outputs: int, processors: int) -> tuple[int, int] | None:
-    """Warpgroups and CTAs of a cluster, for all clusters to be resident at once with nearly every SM taken by one CTA."""
-    for warpgroups, cluster, most in ((1, 2, processors // 2), (3, 8, (processors - 12) // 8)):  # some GPCs lack two SMs or four
+def lone_tiles(outputs: int, processors: int) -> tuple[int, int] | None:
+    """Warpgroups of a tile and CTAs that share its inputs: the smallest tiles that are all resident at once, with an SM to each
+    CTA, and leave few SMs idle. Larger ones fetch less of x, but more sums have to meet."""
+    for warpgroups in (1, 2, 3):
         tiles = math.ceil(outputs / (64 * warpgroups))
-        if tiles <= most and tiles * cluster >= 0.8 * processors:
-            return warpgroups, cluster
+        slices = min(8, processors // tiles)
+        if tiles * slices >= 0.7 * processors:
+            return warpgroups, slices
     return None
 
 

@@ -12,7 +12,8 @@ struct Scale {
 DEVICE u32 twice(u32 low) { return __byte_perm(low, 0, 0x1010); }
 DEVICE Scale read_scale(u32 record) {
   const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
-  const u32 zero = SYMMETRIC ? FORMAT == INT4 ? 8 : 128 : record >> 16, low = FORMAT == INT8 && !FP16 ? (u32)min((int)zero, 128) : zero;
+  const u32 zero = SYMMETRIC ? FORMAT == INT4 ? 8 : 128 : record >> 16;
+  const u32 low = FORMAT == INT8 && !FP16 ? (u32)min((int)zero, 128) : zero;
   return {SCALE_FP16 == FP16 ? twice(record) : pack2(scale, scale), twice(low) | POWER | SIGN, twice(zero - low) | POWER | SIGN};
 }
 DEVICE u32 decode(u32 codes, Scale s) {
@@ -32,7 +33,7 @@ DEVICE u32 regroup(uint2 places, int odd) {
   return __byte_perm(low, high, 0x6420);
 }
 
-// What a lane has of one block of 64 inputs of its warp's tile, as it lies, and the registers that each of its STEPS products takes.
+// What a lane has of a block of 64 inputs of its warp's tile, as it lies, and the registers that each of STEPS products takes.
 struct Block {
   static constexpr int LOADS = SPARSE || FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;
   uint4 words[LOADS];  // grouped: rows g and g + 8 of two steps, or 2:4 of one

@@ -13,12 +13,12 @@
 //
 // How the tiles are shared out (SPLIT):
 //   CLUSTERS, few rows: the inputs of a tile are cut over the CTAs of a cluster, which add up in each other's shared
-//     memory, every owner some columns. With one or two warpgroups rings and registers are so small that two kernels fit on an
-//     SM. More of them, and larger clusters, fetch less: every CTA reads its part of x for itself, and 64 rows of it are as many
-//     bytes as the 16-bit weights of 64 outputs.
+//     memory, every owner some columns. A CTA is alone on its SM, or rings and registers are so small that two kernels fit on it.
+//   MAIL: the same without clusters, sums meet in memory. Of clusters of more than two, with an SM to each CTA, fewer are
+//     resident than there is room for, since GPCs are not all whole. Every CTA is resident (grid ≤ SMs), so waiting is safe.
 //   LINE, too few tiles for whole ones: the stages of all tiles lie in one line that is cut evenly over the CTAs. A CTA
 //     whose part begins inside a tile leaves its sums in `partials`; the CTA that has the tile's beginning comes to it
-//     last, adds them in order and writes the outputs. Every CTA is resident (grid ≤ SMs), so waiting is safe.
+//     last, adds them in order and writes the outputs. Every CTA is resident here too.
 //   WHOLE: CTAs take tiles in turn, neighbours sharing rows and columns so that L2 serves most reads.
 // Sums are added in a fixed order: the same bits every time.
 //
@@ -68,10 +68,7 @@ constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 to
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
-#ifndef TOGETHER
-#define TOGETHER (TOKENS > 64 ? STEPS : 1)
-#endif
-constexpr bool EARLY = GROUPED && !SPARSE;                     // others load what products in flight may still read
+constexpr int TOGETHER = TOKENS > 64 ? STEPS : 1;              // products issued before more weights are taken apart
 constexpr int IN_FLIGHT = STEPS / TOGETHER > 2 ? STEPS / TOGETHER - 1 : 1;
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
@@ -101,7 +98,7 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 struct __align__(128) Shared {
   union {
     u8 ring[STAGES][STAGE_BYTES];
-    uint4 exchange[IN_CLUSTER ? CLUSTER : 1][IN_CLUSTER ? OWNED : 1][THREADS];  // [from][column group]: the others' share of this CTA's columns
+    uint4 exchange[IN_CLUSTER ? CLUSTER : 1][IN_CLUSTER ? OWNED : 1][THREADS];  // [from][column group]: the others' share of ours
   };
   u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
   float scales[WGS][STAGED && QUANTIZED ? TOKENS + 64 : 4];  // of the tile's rows, then of a warpgroup's outputs
@@ -236,7 +233,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
-      // by shuffle: only then the compiler knows that all lanes have the same, and does not carry it from register to register
+      // by shuffle: only then the compiler knows that it is the same in all lanes, and keeps it where the products want it
       const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
       Block next(mine, records_here, stage, 0, lane);
 #pragma unroll
@@ -245,7 +242,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         auto fetch = [&] {
           if (block + 1 < SB) next = Block(mine, records_here, stage, block + 1, lane);
         };
-        if (EARLY) fetch();
+        constexpr bool early = GROUPED && !SPARSE;  // of others it goes into registers that products in flight may still read
+        if (early) fetch();
 #pragma unroll
         for (int first = 0; first < STEPS; first += TOGETHER) {  // taken apart while the products before run
           u32 a[TOGETHER][WORDS];
@@ -257,13 +255,13 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
           wgmma_commit();
           wgmma_wait<IN_FLIGHT>();
         }
-        if (!EARLY) fetch();
+        if (!early) fetch();
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
       before = slot, stage++;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     };
-    constexpr int turns = SB == 1 ? 2 : 1;  // a block's registers are still read while those of the next are filled: by turns
+    constexpr int turns = SB == 1 ? 2 : 1;  // the registers of a block are read on while the next one's are filled: two sets
 #pragma unroll 1
     for (int i = s.begin; i + turns <= s.end; i += turns) {
       multiply();
