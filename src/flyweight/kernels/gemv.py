@@ -27,7 +27,7 @@ BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 10
 GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
 SIGNED = ("int8", "sparse-int4", "sparse-int8")  # formats whose codes without zero points are worth a kernel of their own
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
-HELD = 0  # stages of the ring that are not fetched before the kernel's inputs are there; 0: nobody has measured others yet
+HELD = 2  # stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 ROWS = (1, 2, 4, 8)
@@ -239,7 +239,7 @@ class Gemv:
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group, "NORM": int(norm),
             "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None), "WARPS": warps, "STAGES": chosen.stages,
             "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared, "SLOTS": chosen.slots,
-            **({"HELD": min(HELD, chosen.stages - 1)} if HELD else {}),
+            "HELD": min(HELD, chosen.stages - 1),
         }
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,

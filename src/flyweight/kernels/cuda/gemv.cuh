@@ -24,7 +24,7 @@
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -32,9 +32,6 @@
 
 #ifndef SLICES
 #define SLICES 1
-#endif
-#ifndef HELD
-#define HELD 0
 #endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
