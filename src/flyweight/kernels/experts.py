@@ -18,7 +18,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.kernels import choices, gemm, jit
 from flyweight.kernels.cuda_linear import CudaLinear
-from flyweight.kernels.gemv import QUANTIZED, ROWS, WARPS, Gemv, processors
+from flyweight.kernels.gemv import QUANTIZED, ROWS, Gemv, processors
 
 STACKED = ("weights", "records", "channel_scale")
 TILES = (16, 32, 64, 128, 256)  # rows
@@ -164,14 +164,14 @@ class Grouped:
 
 def few_rows(weight: Gemv, x: Tensor, route: Route, *, norm: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
     """experts.cu. x [tokens, in] for all experts, or [rows, in] with the rows of each."""
-    rows, warps, width = route.tile, WARPS[weight.kind], weight.out_features // (2 if weight.interleaved else 1)
-    plan = weight.plan(rows, tiles=16)
+    rows, width = route.tile, weight.out_features // (2 if weight.interleaved else 1)
+    plan = weight.plan(rows, tiles=16, registers=False)  # several inputs one after the other
     assert plan is not None
     out = torch.empty(route.rows, width, dtype=x.dtype, device=x.device)
-    defines = weight.defines(rows, plan, warps=warps, norm=norm is not None, epilogue="silu" if weight.interleaved else "store")
+    defines = weight.defines(rows, plan, norm=norm is not None, epilogue="silu" if weight.interleaved else "store")
     kernel = jit.load("experts.cu", defines=defines | {"PER_SLOT": int(norm is None)}).kernel("experts")
     args = (weight.weights, weight.records, weight.channel_scale, x, norm, out, route.expert_of, route.tiles, float(epsilon))
-    kernel.launch(processors(x.device.index or 0), 32 * (warps + 1), args, shared=plan.shared, pdl=True)
+    kernel.launch(processors(x.device.index or 0), 32 * (plan.warps + 1), args, shared=plan.shared, pdl=True)
     return out
 
 

@@ -139,6 +139,18 @@ def scale_dtype(tensor: IntGroup) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class Held:
+    """How rows of x stay in registers (cuda/gemv_registers.cuh)."""
+
+    warps: int = 8
+    units: int = 4  # of 8 rows × 128 inputs, that a warp has at most
+    alone: bool = False  # on an SM: else registers leave room for another kernel
+
+
+IN_REGISTERS = {"int4": {4: Held(), 8: Held(), 16: Held(), 32: Held(units=8, alone=True)}}  # by rows
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a weight streams through shared memory."""
 
@@ -146,6 +158,8 @@ class Plan:
     stages: int
     slots: int  # tiles between two meetings of the warps
     shared: int
+    warps: int
+    held: Held | None = None  # x in registers, or in shared memory
 
 
 def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int, int, int]:
@@ -159,8 +173,10 @@ def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int,
 
 @functools.cache
 def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: int, limit: int,
-         stage_bytes: int = 16384, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None) -> Plan | None:
-    """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides; `fewest` stages."""
+         stage_bytes: int = 16384, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None,
+         held: Held | None = None) -> Plan | None:
+    """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides; `fewest` stages;
+    `held`: x in registers."""
     block_bytes, grouped = BLOCK_BYTES[kind], kind in GROUPED
     _, total, shortest = slice_blocks(kind, columns, group, slices)
     step = max(1, min(group, columns) // 64) if grouped and group < columns else (2 if grouped else 1)
@@ -176,17 +192,35 @@ def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: i
     slots = slots or max(1, min(tiles, 16 // rows))
     x_row = total * 128 + 64 if kind == "plain" else (total | 1) * 64 * (2 if grouped else 1)
     stats = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
-    fixed = rows * x_row + sums + slots * warps * 16 * rows * 4 + stats + 16 * 16 + 256 + more
+    partial = slots * warps * 16 * rows * 4
+    if held:
+        turns = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
+        if turns * math.ceil(rows / 8) > held.units or total < 2 * warps:
+            return None
+        x_row, stats, partial = 0, rows * (warps + 1) * 8, max(partial, (total + 1) * 128)  # or the norm's weights
+    fixed = rows * x_row + sums + partial + stats + 16 * 16 + 256 + more
     stages = min(16, (limit - fixed) // stage)
-    return Plan(stage_blocks, stages, slots, fixed + stages * stage) if stages >= fewest else None
+    return Plan(stage_blocks, stages, slots, fixed + stages * stage, warps, held) if stages >= fewest else None
+
+
+def register_plan(kind: str, columns: int, group: int, rows: int, **options: int) -> Plan | None:
+    """With x in registers, where format, groups and length of the rows allow it."""
+    held = IN_REGISTERS.get(kind, {}).get(rows)
+    if held is None or group % 128:
+        return None
+    limit = SHARED_ALONE if held.alone else SHARED_LIMIT
+    return plan(kind, columns, group, rows, fewest=3, held=held, limit=limit, **options | {"warps": held.warps})
 
 
 @functools.cache
-def fitting_plan(kind: str, columns: int, group: int, rows: int, *, limit: int = SHARED_LIMIT, **options: int) -> Plan | None:
+def fitting_plan(kind: str, columns: int, group: int, rows: int, *, limit: int = SHARED_LIMIT, registers: bool = True,
+                 **options: int) -> Plan | None:
     """Beside another kernel, or else alone on its SM; None where even that is too much.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
+    if registers and (found := register_plan(kind, columns, group, rows, **options)):
+        return found
     options.setdefault("warps", WARPS[kind])
     several = [dict(fewest=3), dict(fewest=3, stage_bytes=8192), dict(fewest=3, stage_bytes=8192, slots=1)] if rows > 1 else []
     for choice in [*several, {}]:
@@ -231,21 +265,21 @@ class Gemv:
     def plan(self, rows: int, **options: int) -> Plan | None:
         return fitting_plan(self.kind, self.in_features, self.group, rows, **options)
 
-    def defines(self, rows: int, chosen: Plan, *, warps: int, norm: bool, epilogue: str = "store") -> dict[str, int]:
+    def defines(self, rows: int, chosen: Plan, *, norm: bool, epilogue: str = "store") -> dict[str, int]:
         """What gemv.cuh is compiled for."""
         return {
             **format_defines(self.kind, symmetric=self.symmetric), "STATIC": int(self.static),
             "FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16),
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group, "NORM": int(norm),
-            "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None), "WARPS": warps, "STAGES": chosen.stages,
+            "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None), "WARPS": chosen.warps, "STAGES": chosen.stages,
             "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared, "SLOTS": chosen.slots,
-            "HELD": min(HELD, chosen.stages - 1),
+            "HELD": min(HELD, chosen.stages - 1), **({"IN_REGISTERS": 1, "ALONE": int(chosen.held.alone)} if chosen.held else {}),
         }
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
                  residual: Tensor | None = None, pdl: bool = True) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
-        rows, warps = x.shape[0], WARPS[self.kind]
+        rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
@@ -253,10 +287,10 @@ class Gemv:
         chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid))
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
-        defines = self.defines(rows, chosen, warps=warps, norm=norm is not None, epilogue=epilogue)
+        defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue)
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon))
-        kernel.launch(grid, 32 * (warps + 1), args, shared=chosen.shared, pdl=pdl)
+        kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
 
 

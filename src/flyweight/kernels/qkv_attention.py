@@ -16,10 +16,9 @@ from torch import Tensor
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels import jit
 from flyweight.kernels.attention import HeadShape
-from flyweight.kernels.gemv import ROWS, WARPS, Gemv, Plan, processors
+from flyweight.kernels.gemv import ROWS, Gemv, Plan, processors
 
 SHORTEST = 32  # tokens worth a CTA of their own
-QKV_WARPS = WARPS
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def head_ctas(shape: HeadShape, device: torch.device) -> int:
 def linear_plan(weight: Gemv, shape: HeadShape, rows: int, device: torch.device) -> Plan | None:
     tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
     own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
-    return weight.plan(rows, tiles=tiles, more=own, warps=QKV_WARPS[weight.kind])
+    return weight.plan(rows, tiles=tiles, more=own)
 
 
 def why_not(weight: Gemv, shape: HeadShape, rows: int) -> str | None:
@@ -91,15 +90,15 @@ def qkv_attention(weight: Gemv, x: Tensor, out: Tensor, cache: KVStorage, *, sha
     lengths int32 [rows] count the new token; tables int32 [rows, pages]. A row of length 0 is padding, and its out is left
     as it was.
     """
-    rows, ctas, warps = x.shape[0], head_ctas(shape, x.device), QKV_WARPS[weight.kind]
+    rows, ctas = x.shape[0], head_ctas(shape, x.device)
     chosen = linear_plan(weight, shape, rows, x.device)
     assert chosen is not None, why_not(weight, shape, rows)
-    defines = weight.defines(rows, chosen, warps=warps, norm=True) | shape_defines(shape, ctas) | {"SHORTEST": SHORTEST}
+    defines = weight.defines(rows, chosen, norm=True) | shape_defines(shape, ctas) | {"SHORTEST": SHORTEST}
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     query_norm, key_norm = norms or (None, None)
     args = (weight.weights, weight.records, weight.channel_scale, x, norm, weight.bias, query_norm, key_norm, rope, lengths,
             tables, cache.keys, cache.values, out, mailbox.qkv, mailbox.states, next_mailbox.qkv, next_mailbox.states,
             float(epsilon), float(scale), tables.shape[1])
     grid = max(shape.kv_heads * ctas, processors(x.device.index or 0))  # one on every SM, so that all offer the same room
-    kernel.launch(grid, 32 * (warps + 1), args, shared=chosen.shared, pdl=pdl)
+    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
     return out

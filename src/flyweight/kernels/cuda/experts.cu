@@ -39,16 +39,16 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   Ring ring = {0, 0};
   Rounds<decltype(tile_at)> rounds = {a, tile_at, count};
   if (!PER_SLOT) {
-    load_rows(sh, a, whole, ROWS, warp, lane);
-    return consume(sh, whole, 0, count, rounds, ring, warp, lane);
+    const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
+    return consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   }
   for (int done = 0, end; done < count; done = end) {
     const int slot = (first + done) / TILES;
     end = min(count, (slot + 1) * TILES - first);
     if (done) named_barrier(1, THREADS);  // nobody reads the rows of the slot before any more
     a.x = X + (size_t)slot * ROWS * KDIM;
-    load_rows(sh, a, whole, ROWS, warp, lane);
+    const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
     rounds.count = end;
-    consume(sh, whole, done, end, rounds, ring, warp, lane);
+    consume(sh, inputs, whole, done, end, rounds, ring, warp, lane);
   }
 }

@@ -21,10 +21,12 @@
 // which a second product, with ones for weights, gives; where zero points lie in the middle (SYMMETRIC) codes are signed, and there
 // is nothing to take out.
 //
+// With 3 to 16 rows of int4, x stays in registers instead (IN_REGISTERS): gemv_registers.cuh.
+//
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), ALONE (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -32,6 +34,12 @@
 
 #ifndef SLICES
 #define SLICES 1
+#endif
+#ifndef IN_REGISTERS
+#define IN_REGISTERS 0
+#endif
+#ifndef ALONE
+#define ALONE 0
 #endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
@@ -45,15 +53,17 @@ constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
-constexpr int COLUMN_TILES = (ROWS * PLANES + 7) / 8;
-constexpr int SETS = (COLUMN_TILES > 2 || SPARSE) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
+constexpr int COLUMN_TILES = (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
+constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FORMAT == PLAIN ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * 32, ON_SM = ALONE ? 1 : 2;  // kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
+constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
-constexpr int STATS = ROWS == 1 ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
+constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
+constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
@@ -63,9 +73,16 @@ static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || G
 
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
-  u8 x[ROWS * PLANES * XROW];
+#if IN_REGISTERS
+  float sums[UNITS][8 * COLUMN_TILES];  // of x
+#else
+  u8 x[X_BYTES];
   XGroup groups[UNITS][ROWS];
-  float partial[SLOTS][WARPS][16][ROWS];
+#endif
+  union __align__(16) {
+    float partial[SLOTS][WARPS][16][ROWS];
+    u16 norm[IN_REGISTERS && NORM ? (SLICE + SLICE % 2) * 64 : 2];  // before there are sums
+  };
   float2 row_stats[ROWS][STATS];  // sum of squares, maximum
 #if ROWS > 1
   float2 row_most[ROWS];          // the norm's factor, maximum
@@ -77,14 +94,20 @@ struct __align__(128) LinearShared {
 struct Slice {
   int first, blocks;
 };
+DEVICE int unit_of(int turn, int warp) { return turn / STAGE_TURNS * STAGE_UNITS + turn % STAGE_TURNS * WARPS + warp; }  // where fixed
 DEVICE Slice slice_at(int i) {
   if (SLICES == 1) return {0, BLOCKS};
   const int first = i * CUTS / SLICES * CUT, next = (i + 1) * CUTS / SLICES * CUT;
   return {first, min(next, BLOCKS) - first};
 }
 
+#if !IN_REGISTERS
 #include "gemv_products.cuh"
+#endif
 #include "gemv_inputs.cuh"
+#if IN_REGISTERS
+#include "gemv_registers.cuh"
+#endif
 #include "gemv_outputs.cuh"
 
 DEVICE int slice_groups(Slice slice) { return min(((slice.first + slice.blocks) * 64 + GROUP - 1) / GROUP, GROUPS); }  // up to its end
@@ -133,10 +156,12 @@ struct Ring {  // the stage that comes next
   u32 parity;
 };
 
+#if !IN_REGISTERS
 // One stage of one tile, this warp's units of it: into `whole`, or scaled group by group into `total`.
 // `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
-DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const u8* xs, int start,
+DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const Inputs& inputs, int start,
                            float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int turn, int lane) {
+  const u8* xs = inputs.x;
   const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, slice.blocks - start);
 #pragma unroll
   for (int unit = turn * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
@@ -156,6 +181,7 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
     }
   }
 }
+#endif
 
 // Barriers, and the start of the kernel after this one.
 DEVICE void begin_linear(LinearShared& sh) {
@@ -172,27 +198,25 @@ DEVICE void begin_linear(LinearShared& sh) {
 
 // Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded; `rounds` ends them.
 template <typename Rounds>
-DEVICE void consume(LinearShared& sh, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane) {
+DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
-  // Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; columns beyond the last row repeat it.
-  const u8* xs = sh.x + min(g, ROWS * PLANES - 1) * XROW + t * 16;
   rounds.begin(done);
   int slot = ring.slot, turn = warp;
   u32 parity = ring.parity;
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
-#pragma unroll 1
+#pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
     for (int stage = 0; stage < TILE_STAGES; stage++) {
       barrier_wait(&sh.full[slot], parity);
-      multiply_stage(sh, slice, sh.ring[slot], xs, stage * STAGE_BLOCKS, total, whole, turn, lane);
-      if (!FULL) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
+      multiply_stage(sh, slice, sh.ring[slot], inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
+      if (!FULL && !IN_REGISTERS) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
       __syncwarp();
       if (lane == 0) barrier_arrive(&sh.empty[slot]);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     auto& partial = sh.partial[tile - done][warp];
-    if constexpr (GROUPED) {
+    if constexpr (GROUPED && !IN_REGISTERS) {
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {
         const int token = t + i / 2 * 4;
@@ -202,7 +226,8 @@ DEVICE void consume(LinearShared& sh, Slice slice, int done, int count, Rounds& 
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 4; i++) {
         const int n = i / 4, j = i % 4, token = 8 * n + 2 * t + (j & 1);
-        if (token < ROWS) partial[g + 8 * (j / 2)][token] = as_float(SETS == 1 ? whole[0][n][j] : whole[0][n][j] + whole[SETS - 1][n][j]);
+        if (token < ROWS)
+          partial[g + 8 * (j / 2)][token] = as_float(SETS == 1 ? inputs.sized(whole[0][n][j], n, j & 1) : whole[0][n][j] + whole[SETS - 1][n][j]);
       }
     }
     if (tile + 1 == count || tile + 1 - done == SLOTS) {
@@ -230,9 +255,9 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
     produce(sh, a, whole, count, tile_at, early, lane);
     return false;
   }
-  load_rows(sh, a, whole, ROWS, warp, lane);
+  const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
   Ring ring = {0, 0};
   Rounds<TileAt> rounds = {a, tile_at, count};
-  consume(sh, whole, 0, count, rounds, ring, warp, lane);
+  consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   return true;
 }

@@ -13,6 +13,13 @@ DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
   return rsqrtf(squares / KDIM + epsilon);
 }
 
+#if !IN_REGISTERS
+struct Inputs {  // where a lane's lie. Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; beyond the last row it is repeated
+  const u8* x;
+  template <typename Sum> DEVICE Sum sized(Sum sum, int, int) const { return sum; }
+};
+DEVICE Inputs inputs_at(const LinearShared& sh, int lane) { return {sh.x + min(lane / 4, ROWS * PLANES - 1) * XROW + lane % 4 * 16}; }
+
 // Eight neighbouring inputs of a row, to their place; see `convert`.
 DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float most, float inverse, int lane) {
   const Piece p = convert<larger(SETS)>(v, most, inverse, lane);
@@ -31,21 +38,26 @@ DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piec
 
 #if ROWS == 1
 // Each of the warps loads its part of the row; the norm's weights are read ahead of the wait. Integer weights want whole groups
-// only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
-DEVICE void load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane) {
+// only: where a warp has the same units of every tile (OWN) it loads those, and need not meet the others before it multiplies. W8A8
+// wants the row's maximum.
+constexpr bool OWN = GROUPED && UNIT_BLOCKS == 2 && FULL && TURNS % 2 == 0;
+DEVICE int piece_of(int i, int warp, int lane) {
+  return OWN ? unit_of(2 * i + lane / 16, warp) * 16 + lane % 16 : (i * WARPS + warp) * 32 + lane;
+}
+DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane) {
   constexpr int PER_LANE = (PIECES + THREADS - 1) / THREADS;
   const int row = warp / WARPS, part = warp % WARPS;  // 0 and warp: what the compiler then knows spares tests
   uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
 #pragma unroll
   for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
-    const int piece = (i * WARPS + part) * 32 + lane;
+    const int piece = piece_of(i, part, lane);
     weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
   }
   float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
-    const int piece = (i * WARPS + part) * 32 + lane;
+    const int piece = piece_of(i, part, lane);
     x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
   }
   float v[PER_LANE][8];
@@ -71,8 +83,10 @@ DEVICE void load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, i
     inverse = inverse_norm(sh, row, a.epsilon);
   }
 #pragma unroll
-  for (int i = 0; i < PER_LANE; i++) store_piece(sh, v[i], row, (i * WARPS + part) * 32 + lane, most, inverse, lane);
-  named_barrier(1, THREADS);
+  for (int i = 0; i < PER_LANE; i++) store_piece(sh, v[i], row, piece_of(i, part, lane), most, inverse, lane);
+  if (OWN) __syncwarp();
+  else named_barrier(1, THREADS);
+  return inputs_at(sh, lane);
 }
 #else
 // This CTA's slice of `rows` rows; those up to ROWS are zeros. Warps take (row, 256 inputs) in turn.
@@ -98,7 +112,7 @@ template <typename Use> DEVICE void each_piece(const Linear& a, Slice slice, int
     }
   }
 }
-DEVICE void load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows, int warp, int lane) {
+DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows, int warp, int lane) {
   for (int line = threadIdx.x; line < (NORM ? min(SLICE, BLOCKS - slice.first) : 0); line += THREADS)
     prefetch_l2((const u8*)a.norm + (size_t)(slice.first + line) * 128);
   wait_for_inputs();
@@ -134,7 +148,9 @@ DEVICE void load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows, 
   named_barrier(1, THREADS);
   if (!QUANTIZED && NORM && SLICES == 1 && threadIdx.x < ROWS)  // seen by all after their next meeting
     sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);
+  return inputs_at(sh, lane);
 }
+#endif
 #endif
 
 // What a finished sum of row `token` is multiplied with, the weights' own scales aside.

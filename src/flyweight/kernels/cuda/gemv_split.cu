@@ -73,7 +73,7 @@ struct SplitRounds {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
 gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm, const u16* bias, const u16* residual, u16* Y,
            float* mail, float epsilon, int rows) {
   extern __shared__ __align__(128) u8 raw[];
@@ -85,11 +85,11 @@ gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm,
   const Slice slice = slice_at(blockIdx.x % SLICES);
   begin_linear(sh);
   if (warp == WARPS) return produce(sh, a, slice, count, [=](int i) { return first + i; }, [] {}, lane);
-  load_rows(sh, a, slice, rows, warp, lane);
+  const Inputs inputs = load_rows(sh, a, slice, rows, warp, lane);
   Ring ring = {0, 0};
   float* sums = mail + gridDim.x * SLICES * ROWS;
   SplitRounds rounds = {a, sh, mail, sums, group, (int)(blockIdx.x % SLICES), first, rows, 0};
-  consume(sh, slice, 0, count, rounds, ring, warp, lane);
+  consume(sh, inputs, slice, 0, count, rounds, ring, warp, lane);
   named_barrier(1, THREADS);  // the norm's factors are there
   rounds.take_tiles(count);
 }

@@ -32,7 +32,7 @@ constexpr int SPLITS = HEAD_CTAS < ROWS ? 1 : HEAD_CTAS / ROWS < 32 ? HEAD_CTAS 
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = 2 * HEAD_DIM + 16;         // bytes; the padding keeps matrix loads free of bank conflicts
 constexpr int KV_TILE = 2 * 16 * KV_ROW;          // 16 keys, then 16 values
-constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? (int)sizeof(LinearShared::x) : 0)) / KV_TILE;  // x lies behind the ring
+constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / KV_TILE;  // x lies behind the ring
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
@@ -290,7 +290,7 @@ DEVICE void empty(u16* qkv, float* states) {
 }
 
 // Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, G, STATE]; the next launch's are emptied.
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, u16* keys,
               u16* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,

@@ -125,12 +125,7 @@ template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
-// In one instruction: with two constants the compiler takes two.
-DEVICE u32 and_or(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
+// As and_or.
 DEVICE u32 and_xor(u32 a, u32 b, u32 c) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
