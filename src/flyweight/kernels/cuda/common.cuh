@@ -45,7 +45,11 @@ DEVICE u32 add2(u32 a, u32 b) {
 DEVICE u32 mul2(u32 a, u32 b) {
   u32 r;
   if (FP16) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#if __CUDA_ARCH__ >= 900
   else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000));
+#endif
   return r;
 }
 DEVICE u32 fma2(u32 a, u32 b, u32 c) {
