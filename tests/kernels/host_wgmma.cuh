@@ -2,7 +2,6 @@
 // back too early, or a sum that is read too early, shows.
 #include <deque>
 DEVICE u64 matrix_descriptor(const void* p, u32 row_step) { return (u64)(uintptr_t)p >> 4 | (u64)(row_step >> 4) << 44; }
-DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
 DEVICE void store_relaxed(uint4* p, uint4 v) {
   for (int i = 0; i < 4; i++) __atomic_store_n((u32*)p + i, ((const u32*)&v)[i], __ATOMIC_RELAXED);
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyweight.kernels import choices, cuda_linear, dispatch, gemv
+from flyweight.kernels import choices, dispatch, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Int8Channel, Sparse24
 
@@ -25,13 +25,6 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
     ("sparse-int4", 32, "gemm", "batch"), ("sparse-w8a8", 8, "batch", "batch"), ("sparse-w8a8", 16, "gemm", "batch")])
 def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
     assert (choices.wanted(kind, rows, 6144, 4096), choices.wanted(kind, rows, 4096, 12288)) == (small, large)
-
-
-def test_rows_that_stay_in_registers_are_gemvs():
-    assert [choices.wanted("int4", rows, registers=True) for rows in (2, 3, 16, 17)] == ["gemv", "gemv", "gemv", "gemm"]
-    for shape, ways in {(6144, 4096): ("gemv", "split"), (4096, 12288): ("split", "split")}.items():
-        assert tuple(cuda_linear.few("int4", *shape, 128, rows, 132) for rows in (8, 16)) == ways
-        assert cuda_linear.in_registers("int4", *shape, 128, 8, 132) and not cuda_linear.in_registers("int4", *shape, 64, 8, 132)
 
 
 def test_few_rows_of_fewer_inputs_stay_with_gemv():

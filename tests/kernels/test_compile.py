@@ -17,7 +17,7 @@ BATCH = dict(ROWS=32, ROUND=8, PER_WARP=2, COLUMN_WARPS=2, SLICES=4, STAGES=3, L
 HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
 PREFILL = dict(FP16=0, HEADS=32, KV_HEADS=8, KEYS=128, WGS=2, STAGES=2)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
-REGISTERS = dict(FORMAT=1, ROWS=8, WARPS=8, STAGES=5, STAGE_BLOCKS=32, SLOTS=2, IN_REGISTERS=1)  # x in registers
+REGISTERS = dict(ROWS=8, WARPS=8, STAGES=3, STAGE_BLOCKS=32, SLOTS=2, IN_REGISTERS=1)  # x in registers
 CASES = [
     *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
     ("gemv.cu", GEMV | dict(FORMAT=1, FP16=1, SCALE_FP16=1, ROWS=8, EPILOGUE=2, BIAS=1, SLOTS=2)),
@@ -31,10 +31,8 @@ CASES = [
     *(("gemv_split.cu", GEMV | dict(FORMAT=kind, ROWS=8, WARPS=8, SLOTS=2, SLICES=4)) for kind in range(3)),
     ("gemv_split.cu", GEMV | dict(FORMAT=1, KDIM=7392, NDIM=1000, GROUP=32, ROWS=16, WARPS=8, SLOTS=1, SLICES=11, EPILOGUE=1,
                                   STAGES=2, STAGE_BLOCKS=6, BIAS=1)),
-    *(("gemv.cu", GEMV | REGISTERS | dict(FP16=fp16, SCALE_FP16=fp16, EPILOGUE=2)) for fp16 in (0, 1)),
-    ("gemv_split.cu", GEMV | REGISTERS | dict(KDIM=18944, NDIM=1000, ROWS=16, SLOTS=1, SLICES=10, STAGE_BLOCKS=30, EPILOGUE=1)),
-    ("gemv_split.cu", GEMV | REGISTERS | dict(ROWS=32, SLOTS=1, SLICES=2, ALONE=1)),
-    ("qkv_attention.cu", FUSED | REGISTERS),
+    *(("gemv.cu", GEMV | REGISTERS | dict(FORMAT=kind, FP16=kind - 1, SCALE_FP16=kind - 1, EPILOGUE=2)) for kind in (1, 2)),
+    *(("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=kind)) for kind in (1, 2)),
     *(("batch.cu", LINEAR | BATCH | dict(FORMAT=kind)) for kind in range(4)),
     ("batch.cu", LINEAR | BATCH | dict(FORMAT=1, KDIM=7392, NDIM=1000, GROUP=32, ROWS=16, PER_WARP=1, COLUMN_WARPS=1, SLICES=1,
                                        EPILOGUE=1, BIAS=1)),

@@ -55,8 +55,6 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "sparse-int8": (SPARSE, SOME, CLUSTERS, MANY),
     "sparse-w8a8": (SPARSE, Way(3, "batch", ONCE), Way(9, "gemm", CLUSTERS.why, small=True), MANY),
 }
-# Rows for which gemv is the fastest wherever x stays in registers (groups of 128, 256 … inputs): eight cost what one costs.
-IN_REGISTERS = {"int4": range(3, 17)}
 # Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own, where not all: x is quantized in
 # every CTA.
 MOST_WITHIN = {"w8a8": 4, "fp8": 4, "sparse-w8a8": 4}
@@ -87,10 +85,8 @@ def scaled(rows: int, columns: int) -> int:
 
 
 @functools.cache
-def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS, *, registers: bool = False) -> str:
-    """The kernel that is fastest, whether or not it takes the shape; `registers`: x fits there."""
-    if registers and rows in IN_REGISTERS.get(kind, ()):
-        return "gemv"
+def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS) -> str:
+    """The kernel that is fastest, whether or not it takes the shape."""
     rows, small, deep = scaled(rows, columns), outputs * columns <= SMALL, columns > outputs
     return next(way.kernel for way in reversed(WAYS[kind])
                 if rows >= way.rows and (small or not way.small) and (deep or not way.deep))

@@ -42,21 +42,9 @@ def few(kind: str, outputs: int, columns: int, group: int, rows: int, processors
     split = gemv_split.choose(kind, outputs, columns, group, rows, processors)
     if split is None or rows == 1:
         return "gemv" if whole else None
-    if whole and whole.held:
-        return "gemv"
-    if split.plan.held:
-        return "split"
     beside = whole and whole.shared <= gemv.SHARED_LIMIT
     at_once = gemv_split.estimate(kind, outputs, columns, group, rows, slices=1, processors=processors)
     return "gemv" if beside and at_once <= 1.05 * split.microseconds else "split"
-
-
-@functools.cache
-def in_registers(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int) -> bool:
-    """Whether x of so many rows stays in the registers of gemv.cu or, in slices, of gemv_split.cu."""
-    whole = rows in gemv.ROWS and gemv.fitting_plan(kind, columns, group, rows, tiles=16 // rows)
-    split = gemv_split.choose(kind, outputs, columns, group, rows, processors)
-    return any(plan and plan.held for plan in (whole, split and split.plan))
 
 
 class CudaLinear:
@@ -70,8 +58,7 @@ class CudaLinear:
         """The kernel of choices.py for so many rows, or the next one that takes them."""
         weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
-        wanted = choices.wanted(weight.kind, rows, weight.out_features, weight.in_features, registers=in_registers(*cut))
-        for kernel in NEXT[wanted]:
+        for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features)]:
             if kernel == "gemv":
                 if found := few(*cut):
                     return found

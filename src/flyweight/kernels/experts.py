@@ -165,7 +165,7 @@ class Grouped:
 def few_rows(weight: Gemv, x: Tensor, route: Route, *, norm: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
     """experts.cu. x [tokens, in] for all experts, or [rows, in] with the rows of each."""
     rows, width = route.tile, weight.out_features // (2 if weight.interleaved else 1)
-    plan = weight.plan(rows, tiles=16, registers=False)  # several inputs one after the other
+    plan = weight.plan(rows, tiles=16)
     assert plan is not None
     out = torch.empty(route.rows, width, dtype=x.dtype, device=x.device)
     defines = weight.defines(rows, plan, norm=norm is not None, epilogue="silu" if weight.interleaved else "store")

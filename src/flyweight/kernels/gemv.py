@@ -27,6 +27,7 @@ BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 10
 GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
 SIGNED = ("int8", "sparse-int4", "sparse-int8")  # formats whose codes without zero points are worth a kernel of their own
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
+IN_TURN = False
 HELD = 2  # stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
@@ -147,7 +148,7 @@ class Held:
     alone: bool = False  # on an SM: else registers leave room for another kernel
 
 
-IN_REGISTERS = {"int4": {4: Held(), 8: Held(), 16: Held(), 32: Held(units=8, alone=True)}}  # by rows
+IN_REGISTERS = {kind: {4: Held(), 8: Held()} for kind in ("int4", "int8")}  # by rows
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def register_plan(kind: str, columns: int, group: int, rows: int, **options: int
 
 
 @functools.cache
-def fitting_plan(kind: str, columns: int, group: int, rows: int, *, limit: int = SHARED_LIMIT, registers: bool = True,
+def fitting_plan(kind: str, columns: int, group: int, rows: int, *, limit: int = SHARED_LIMIT, registers: bool = False,
                  **options: int) -> Plan | None:
     """Beside another kernel, or else alone on its SM; None where even that is too much.
 
@@ -277,19 +278,20 @@ class Gemv:
         }
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-                 residual: Tensor | None = None, pdl: bool = True) -> Tensor:
+                 residual: Tensor | None = None, pdl: bool = True, registers: bool = False) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
         grid = processors(x.device.index or 0)  # one on every SM, so that all offer the same room
-        chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid))
+        chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid), registers=registers)
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
         defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue)
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
-        args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon))
+        args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon),
+                fetching(x.device))
         kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
 
@@ -306,6 +308,12 @@ def interleave_rows(rows: Tensor) -> Tensor:
 
 def deinterleave(rows: Tensor, interleaved: bool) -> Tensor:
     return rows.view(-1, 2, 8).transpose(0, 1).reshape(-1) if interleaved else rows
+
+
+@functools.cache
+def fetching(device: torch.device) -> Tensor | None:
+    """Of each SM, how many kernels still have weights to fetch: all zeros between launches, and never moved."""
+    return torch.zeros(1024, dtype=torch.int32, device=device) if IN_TURN else None
 
 
 @functools.cache

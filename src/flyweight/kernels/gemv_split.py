@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
-from flyweight.kernels.gemv import BLOCK_BYTES, SHARED_LIMIT, Gemv, Plan, plan, processors, register_plan, slice_blocks
+from flyweight.kernels.gemv import BLOCK_BYTES, SHARED_LIMIT, Gemv, Plan, fetching, plan, processors, slice_blocks
 
 # The others quantize x by the row's maximum, which a slice does not know.
 KINDS = ("plain", "int4", "int8", "sparse-int4", "sparse-int8")
-ROWS = (2, 4, 8, 16, 32)  # the last in registers only
+ROWS = (2, 4, 8, 16)
 WARPS = {(kind, rows): 16 for kind in ("int4", "sparse-int4") for rows in (2, 4)}  # 8 for others: columns take registers
 MOST_SLICES = 24
 MOST_MAIL = 32 << 20
@@ -64,10 +64,6 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
     if kind not in KINDS or not 1 < rows <= ROWS[-1]:
         return None
     padded = next(size for size in ROWS if size >= rows)
-    if choice := in_registers(kind, outputs, columns, group, padded, processors, slices):
-        return choice
-    if padded == ROWS[-1]:
-        return None
     warps = WARPS.get((kind, padded), 8)
     found = []
     for count in (slices,) if slices else range(2, min(MOST_SLICES, processors) + 1):
@@ -84,19 +80,6 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
                     found.append(choice)
                 break
     return min(found, key=lambda choice: choice.microseconds, default=None)
-
-
-def in_registers(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int,
-                 slices: int | None) -> Choice | None:
-    """As few slices as leave x room in registers: a hand-over more costs little, but every slice adds sums to it."""
-    for count in (slices,) if slices else range(2, MOST_SLICES + 1):
-        if slice_blocks(kind, columns, group, count)[2] < 1:
-            return None
-        tiles = math.ceil(math.ceil(outputs / 16) / (processors // count))
-        if found := register_plan(kind, columns, group, rows, tiles=tiles, slices=count):
-            choice = Choice(rows, count, found, estimate(kind, outputs, columns, group, rows, count, processors))
-            return choice if choice.mail_words(math.ceil(outputs / 16), processors) * 4 <= MOST_MAIL else None
-    return None
 
 
 def mail(words: int, device: torch.device) -> Tensor:
@@ -120,6 +103,6 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     defines = weight.defines(chosen.rows, chosen.plan, norm=norm is not None, epilogue=epilogue)
     kernel = jit.load("gemv_split.cu", defines=defines | {"SLICES": chosen.slices}).kernel("gemv_split")
     box = mail(chosen.mail_words(math.ceil(weight.out_features / 16), grid), x.device)
-    args = (weight.weights, weight.records, x, norm, weight.bias, residual, out, box, float(epsilon), rows)
+    args = (weight.weights, weight.records, x, norm, weight.bias, residual, out, box, float(epsilon), rows, fetching(x.device))
     kernel.launch(grid, 32 * (chosen.plan.warps + 1), args, shared=chosen.plan.shared, pdl=pdl)
     return out

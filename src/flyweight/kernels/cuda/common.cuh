@@ -64,6 +64,11 @@ DEVICE u32 and_or(u32 a, u32 b, u32 c) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
+DEVICE u32 and_xor(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
 DEVICE float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -282,6 +287,19 @@ template <bool SIXTEEN, int WORDS> DEVICE bool missing(const u32 (&words)[WORDS]
   return any;
 }
 
+// ---- the kernels on one SM: who fetches ----
+DEVICE int processor() {
+  int r;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(r));
+  return r;
+}
+DEVICE void add_relaxed(int* p, int v) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE u32 cycles() {
+  u32 r;
+  asm volatile("mov.u32 %0, %clock;" : "=r"(r));
+  return r;
+}
+
 // ---- programmatic dependent launch: the next kernel starts while this one runs, and waits for its results ----
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -297,10 +315,8 @@ DEVICE void wait_for_inputs() {
 DEVICE void stay() {
   launch_dependents();
   wait_for_inputs();
-  u32 begin, now;  // by then the next kernel has taken the room that the one before this left
-  asm volatile("mov.u32 %0, %clock;" : "=r"(begin));
-  do asm volatile("mov.u32 %0, %clock;" : "=r"(now));
-  while (now - begin < 1200);
+  const u32 begin = cycles();  // by then the next kernel has taken the room that the one before this left
+  while (cycles() - begin < 1200) {}
 }
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

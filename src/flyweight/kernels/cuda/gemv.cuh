@@ -60,7 +60,6 @@ constexpr int XROW = FORMAT == PLAIN ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // 
 constexpr int THREADS = WARPS * 32, ON_SM = ALONE ? 1 : 2;  // kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
-constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
 constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
@@ -94,7 +93,6 @@ struct __align__(128) LinearShared {
 struct Slice {
   int first, blocks;
 };
-DEVICE int unit_of(int turn, int warp) { return turn / STAGE_TURNS * STAGE_UNITS + turn % STAGE_TURNS * WARPS + warp; }  // where fixed
 DEVICE Slice slice_at(int i) {
   if (SLICES == 1) return {0, BLOCKS};
   const int first = i * CUTS / SLICES * CUT, next = (i + 1) * CUTS / SLICES * CUT;
@@ -130,11 +128,19 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
 }
 
 // The ring is filled before this kernel's inputs are there, but for its last HELD stages: those come while x is prepared, when there
-// would be nothing to fetch otherwise. `early` runs ahead of the wait.
+// would be nothing to fetch otherwise. `early` runs ahead of the wait. `fetching`: not before the kernel in front of this one has asked
+// for the last of its weights on this SM, so that memory has work while it ends.
+constexpr u32 LONGEST_TURN = 100000;  // cycles, should a kernel have ended without a word
 template <typename TileAt, typename Early>
 DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
   const int stages = count * TILE_STAGES;
   int slot = 0, parity = 1;
+  if (a.fetching) {
+    const u32 begin = cycles();
+    u32 kernels[1];
+    do load_relaxed(a.fetching + processor(), kernels);
+    while (kernels[0] > 1 && cycles() - begin < LONGEST_TURN);
+  }
   for (int i = 0; i < stages; i++) {
     if (i == STAGES - HELD) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
@@ -145,6 +151,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
     copy_end(&sh.full[slot]);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
+  if (a.fetching && lane == 0) add_relaxed(a.fetching + processor(), -1);
   if (stages <= STAGES - HELD) early(), wait_for_inputs();
 }
 
@@ -184,8 +191,9 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
 #endif
 
 // Barriers, and the start of the kernel after this one.
-DEVICE void begin_linear(LinearShared& sh) {
+DEVICE void begin_linear(LinearShared& sh, int* fetching = nullptr) {
   if (threadIdx.x == 0) {
+    if (fetching) add_relaxed(fetching + processor(), 1);
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
@@ -250,7 +258,7 @@ template <typename TileAt, typename Early>
 DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Slice whole = slice_at(0);
-  begin_linear(sh);
+  begin_linear(sh, a.fetching);
   if (warp == WARPS) {
     produce(sh, a, whole, count, tile_at, early, lane);
     return false;

@@ -38,26 +38,21 @@ DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piec
 
 #if ROWS == 1
 // Each of the warps loads its part of the row; the norm's weights are read ahead of the wait. Integer weights want whole groups
-// only: where a warp has the same units of every tile (OWN) it loads those, and need not meet the others before it multiplies. W8A8
-// wants the row's maximum.
-constexpr bool OWN = GROUPED && UNIT_BLOCKS == 2 && FULL && TURNS % 2 == 0;
-DEVICE int piece_of(int i, int warp, int lane) {
-  return OWN ? unit_of(2 * i + lane / 16, warp) * 16 + lane % 16 : (i * WARPS + warp) * 32 + lane;
-}
+// only, so warps need not meet before the multiplication; W8A8 wants the row's maximum.
 DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane) {
   constexpr int PER_LANE = (PIECES + THREADS - 1) / THREADS;
   const int row = warp / WARPS, part = warp % WARPS;  // 0 and warp: what the compiler then knows spares tests
   uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
 #pragma unroll
   for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
-    const int piece = piece_of(i, part, lane);
+    const int piece = (i * WARPS + part) * 32 + lane;
     weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
   }
   float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
-    const int piece = piece_of(i, part, lane);
+    const int piece = (i * WARPS + part) * 32 + lane;
     x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
   }
   float v[PER_LANE][8];
@@ -83,9 +78,8 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
     inverse = inverse_norm(sh, row, a.epsilon);
   }
 #pragma unroll
-  for (int i = 0; i < PER_LANE; i++) store_piece(sh, v[i], row, piece_of(i, part, lane), most, inverse, lane);
-  if (OWN) __syncwarp();
-  else named_barrier(1, THREADS);
+  for (int i = 0; i < PER_LANE; i++) store_piece(sh, v[i], row, (i * WARPS + part) * 32 + lane, most, inverse, lane);
+  named_barrier(1, THREADS);
   return inputs_at(sh, lane);
 }
 #else

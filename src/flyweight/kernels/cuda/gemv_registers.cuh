@@ -8,10 +8,11 @@
 // an instruction and most of a shift; P, zero point and scale meet sums, not weights. The matrix units add up x (times ones) and
 // its squares (times itself) too. Columns of B are rows of x: eight cost what one costs, and sixteen twice the products only.
 // Limit: bytes; half of the time the matrix units' feeding would take (28 half-rate instructions for a block of 512 bytes).
+constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300, ONES = FP16 ? 0x3c003c00 : 0x3f803f80;
 constexpr int CHAINS = COLUMN_TILES > 1 ? 1 : 2;  // of additions, so that a product need not wait for the one before
 constexpr bool SHRUNK = FP16 && NORM;  // x times the norm's weights may be too large for 16 bits
-static_assert(FORMAT == INT4 && !SPARSE && UNIT_BLOCKS == 2 && ROWS > 1, "what this is for");
+static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS > 1, "what this is for");
 typedef float accumulator;
 
 struct Inputs {
@@ -20,6 +21,7 @@ struct Inputs {
   DEVICE float sized(float sum, int n, int row) const { return SHRUNK ? sum * larger[n][row] : sum; }
 };
 
+DEVICE int unit_of(int turn, int warp) { return turn / STAGE_TURNS * STAGE_UNITS + turn % STAGE_TURNS * WARPS + warp; }
 DEVICE bool unit_exists(int turn, int warp, Slice slice) {
   return FULL || (turn % STAGE_TURNS * WARPS + warp < STAGE_UNITS && 2 * unit_of(turn, warp) < slice.blocks);
 }
@@ -102,6 +104,19 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   return in;
 }
 
+// Two codes → P + code; of 8 bits, for which bf16 has no such P, code − 128: the lower seven are 128 more than they should be, and 256
+// less 128 where bit 7 is set comes off.
+DEVICE u32 weights_of(u32 codes) {
+  if (FORMAT == INT4) return and_or(codes, 0x000f000f, POWER);
+  if (FP16) return and_or(codes, 0x00ff00ff, POWER);
+  return add2(and_or(codes, 0x007f007f, POWER), and_xor(codes, 0x00800080, 0xc380c380));
+}
+
+DEVICE float offset_of(u32 record) {  // −(P + zero)
+  if (FORMAT == INT4 && !FP16) return __uint_as_float(and_or(record, 0x007f0000, 0xc3000000));
+  return 8388608.f - (FP16 ? 1024.f : -128.f) - __uint_as_float(record >> 16 | 0x4b000000);
+}
+
 // This warp's units of the stage that begins with block `start` of the slice.
 DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const Inputs& in, int start, float (&)[COLUMN_TILES][2],
                            accumulator (&total)[1][COLUMN_TILES][4], int warp, int lane) {
@@ -114,10 +129,10 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const int half = j % 2, step = j / 2 % 2, b = j / 4;
-      const uint4 q = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane];
-      const u32 first = (step ? q.z : q.x) >> 4 * half, second = (step ? q.w : q.y) >> 4 * half;
-      const u32 a0 = and_or(first, 0x000f000f, POWER), a2 = and_or(first >> 8, 0x000f000f, POWER);
-      const u32 a1 = and_or(second, 0x000f000f, POWER), a3 = and_or(second >> 8, 0x000f000f, POWER);
+      const uint4 q = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane + (FORMAT == INT8 ? 32 * half : 0)];
+      const int shift = FORMAT == INT4 ? 4 * half : 0;
+      const u32 first = (step ? q.z : q.x) >> shift, second = (step ? q.w : q.y) >> shift;
+      const u32 a0 = weights_of(first), a1 = weights_of(second), a2 = weights_of(first >> 8), a3 = weights_of(second >> 8);
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) {
         const u32(&x)[2] = in.x[turn][n][2 * b + half][step];
@@ -129,7 +144,7 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
     for (int j = 0; j < 2; j++) {
       const u32 record = records[g + 8 * j];
       const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
-      const float offset = __uint_as_float(and_or(record, 0x007f0000, 0xc3000000)) - (FP16 ? 896.f : 0.f);  // −(P + zero)
+      const float offset = offset_of(record);
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) {
         const float2 sum = *(const float2*)&sh.sums[block / 2][8 * n + 2 * t];

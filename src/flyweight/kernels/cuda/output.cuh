@@ -7,6 +7,7 @@ struct Linear {
   const u16 *x, *norm, *bias, *residual;
   u16* y;
   float epsilon;
+  int* fetching = nullptr;  // of each SM: kernels that still have weights to fetch
 };
 
 // Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has

@@ -125,12 +125,6 @@ template <int COUNT> DEVICE void keep_behind(int (&acc)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
-// As and_or.
-DEVICE u32 and_xor(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
 DEVICE void store_relaxed(uint4* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
