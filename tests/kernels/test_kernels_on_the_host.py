@@ -68,7 +68,7 @@ def test_few_rows_are_multiplied(kind, rows, shape):
 def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monkeypatch):
     weight, x = gemv.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16), torch.randn(1, 640).bfloat16()
     want = weight(x)
-    monkeypatch.setattr(gemv, "HELD", held)
+    monkeypatch.setattr(gemv, "HELD", {"int4": held})
     assert torch.equal(weight(x), want)
 
 

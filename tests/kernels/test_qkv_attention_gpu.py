@@ -9,7 +9,7 @@ from gpu_linears import make
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels import gemv
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
-from flyweight.kernels.qkv_attention import mailbox_cycle, qkv_attention, why_not
+from flyweight.kernels.qkv_attention import linear_plan, mailbox_cycle, qkv_attention, why_not
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -139,6 +139,15 @@ def test_one_to_eight_sequences_of_ragged_lengths(kind, dtype):
         layer = Layer(kind, SHAPE, rows=len(lengths), context=4200, dtype=dtype)
         layer.check(lengths)
         layer.check([length and length + 1 for length in lengths])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", ["int4:128", "int8:128"])
+def test_eight_sequences_whose_inputs_stay_in_registers(kind, dtype):
+    layer = Layer(kind, SHAPE, rows=8, context=700, dtype=dtype, hidden=1152)
+    assert linear_plan(layer.weight, SHAPE, 8, DEVICE).in_registers
+    for lengths in ([1, 2, 15, 16, 17, 63, 64, 65], [600, 0, 1, 300, 64, 0, 129, 650]):
+        layer.check(lengths)
 
 
 @pytest.mark.parametrize("changes", [

@@ -1,4 +1,4 @@
-"""A few rows with x in registers (gemv_registers.cuh), compiled for and run on the CPU."""
+"""Eight rows with x in registers (gemv_registers.cuh), compiled for and run on the CPU."""
 
 import host_cuda
 import pytest
@@ -18,28 +18,28 @@ def make(shape, dtype, *, bits=4, group=128, symmetric=False, scales=None):
 
 
 def run(weight, x, **options):
-    assert weight.plan(x.shape[0], tiles=16 // x.shape[0], registers=True).held
-    out = torch.full((x.shape[0], weight.out_features // (2 if weight.interleaved else 1)), float("nan"), dtype=x.dtype)
-    return weight(x, out, registers=True, **options)
+    assert weight.plan(8, tiles=2, alone=True).in_registers
+    out = torch.full((8, weight.out_features // (2 if weight.interleaved else 1)), float("nan"), dtype=x.dtype)
+    return weight(x, out, alone=True, **options)
 
 
 # Units that do not divide among warps, inputs that end inside one, groups of several units, symmetric codes, other scales.
-CASES = [(8, (40, 1024), BF16, {}), (4, (136, 1600), BF16, {}), (8, (72, 4096), FP16, dict(bits=8)),
-         (8, (40, 2560), BF16, dict(bits=8)), (4, (40, 1536), FP16, dict(group=256, symmetric=True, scales=BF16)),
-         (8, (40, 2048), BF16, dict(group=2048, bits=8, symmetric=True))]
+CASES = [((40, 1024), BF16, {}), ((136, 1600), BF16, {}), ((72, 4096), FP16, dict(bits=8)), ((40, 2560), BF16, dict(bits=8)),
+         ((40, 1536), FP16, dict(group=256, symmetric=True, scales=BF16)),
+         ((40, 2048), BF16, dict(group=2048, bits=8, symmetric=True))]
 
 
-@pytest.mark.parametrize(("rows", "shape", "dtype", "options"), CASES)
-def test_rows_are_multiplied(rows, shape, dtype, options):
-    tensor, x = make(shape, dtype, **options), torch.randn(rows, shape[1]).to(dtype)
+@pytest.mark.parametrize(("shape", "dtype", "options"), CASES)
+def test_eight_rows_are_multiplied(shape, dtype, options):
+    tensor, x = make(shape, dtype, **options), torch.randn(8, shape[1]).to(dtype)
     assert error(run(gemv.prepare(tensor, dtype=dtype), x), tensor.matmul_reference(x.double())) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("rows", "columns", "dtype", "size"), [(8, 2560, BF16, 1), (8, 1024, FP16, 3000), (4, 4096, FP16, 1e-3)])
-def test_norm_residual_and_silu_are_fused_whatever_the_size_of_x(rows, columns, dtype, size):
+@pytest.mark.parametrize(("columns", "dtype", "size"), [(2560, BF16, 1), (1024, FP16, 3000), (4096, FP16, 1e-3)])
+def test_norm_residual_and_silu_are_fused_whatever_the_size_of_x(columns, dtype, size):
     """x of 3,000 times a norm's weight of 30 is no fp16."""
     tensor, norm = make((64, columns), dtype), (30 * (1 + 0.1 * torch.randn(columns))).to(dtype)
-    x, residual = (size * torch.randn(rows, columns)).to(dtype), torch.randn(rows, 64).to(dtype)
+    x, residual = (size * torch.randn(8, columns)).to(dtype), torch.randn(8, 64).to(dtype)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     want = tensor.matmul_reference(normed)
     got = run(gemv.prepare(tensor, dtype=dtype), x, norm=norm, residual=residual)

@@ -6,6 +6,7 @@ before, and bias, residual or silu·mul after, are fused: they are compile-time 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
@@ -27,10 +28,14 @@ BLOCK_BYTES = {"plain": 2048, "int4": 512, "int8": 1024, "w8a8": 1024, "fp8": 10
 GROUPED = ("int4", "int8", "sparse-int4", "sparse-int8")
 SIGNED = ("int8", "sparse-int4", "sparse-int8")  # formats whose codes without zero points are worth a kernel of their own
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
-IN_TURN = False
-HELD = 2  # stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile
+IN_REGISTERS = ("int4", "int8")  # formats of which 8 rows can stay in registers (cuda/gemv_registers.cuh)
+MOST_PROCESSORS = 1024
+IN_TURN = ("int4",)  # formats whose linears fill their rings one after the other; W8A8 gains nothing by it, 16 bits lose
+# Stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile; 2 of others.
+HELD = {"int4": 3}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
+SHARED_MORE = 116 * 1024  # two never fit on an SM
 ROWS = (1, 2, 4, 8)
 
 
@@ -140,18 +145,6 @@ def scale_dtype(tensor: IntGroup) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Held:
-    """How rows of x stay in registers (cuda/gemv_registers.cuh)."""
-
-    warps: int = 8
-    units: int = 4  # of 8 rows × 128 inputs, that a warp has at most
-    alone: bool = False  # on an SM: else registers leave room for another kernel
-
-
-IN_REGISTERS = {kind: {4: Held(), 8: Held()} for kind in ("int4", "int8")}  # by rows
-
-
-@dataclass(frozen=True)
 class Plan:
     """How a weight streams through shared memory."""
 
@@ -160,7 +153,7 @@ class Plan:
     slots: int  # tiles between two meetings of the warps
     shared: int
     warps: int
-    held: Held | None = None  # x in registers, or in shared memory
+    in_registers: bool = False  # x, or in shared memory
 
 
 def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int, int, int]:
@@ -175,9 +168,8 @@ def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int,
 @functools.cache
 def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: int, limit: int,
          stage_bytes: int = 16384, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None,
-         held: Held | None = None) -> Plan | None:
-    """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides; `fewest` stages;
-    `held`: x in registers."""
+         in_registers: bool = False) -> Plan | None:
+    """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides; `fewest` stages."""
     block_bytes, grouped = BLOCK_BYTES[kind], kind in GROUPED
     _, total, shortest = slice_blocks(kind, columns, group, slices)
     step = max(1, min(group, columns) // 64) if grouped and group < columns else (2 if grouped else 1)
@@ -194,38 +186,37 @@ def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: i
     x_row = total * 128 + 64 if kind == "plain" else (total | 1) * 64 * (2 if grouped else 1)
     stats = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
     partial = slots * warps * 16 * rows * 4
-    if held:
-        turns = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
-        if turns * math.ceil(rows / 8) > held.units or total < 2 * warps:
+    if in_registers:
+        units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)  # of 128 inputs, in a warp
+        if units > 4 or total < 2 * warps:
             return None
         x_row, stats, partial = 0, rows * (warps + 1) * 8, max(partial, (total + 1) * 128)  # or the norm's weights
     fixed = rows * x_row + sums + partial + stats + 16 * 16 + 256 + more
     stages = min(16, (limit - fixed) // stage)
-    return Plan(stage_blocks, stages, slots, fixed + stages * stage, warps, held) if stages >= fewest else None
+    return Plan(stage_blocks, stages, slots, fixed + stages * stage, warps, in_registers) if stages >= fewest else None
 
 
 def register_plan(kind: str, columns: int, group: int, rows: int, **options: int) -> Plan | None:
-    """With x in registers, where format, groups and length of the rows allow it."""
-    held = IN_REGISTERS.get(kind, {}).get(rows)
-    if held is None or group % 128:
+    """With x in registers and an SM for itself, where format, groups and length of the rows allow it."""
+    if kind not in IN_REGISTERS or rows != 8 or group % 128:
         return None
-    limit = SHARED_ALONE if held.alone else SHARED_LIMIT
-    return plan(kind, columns, group, rows, fewest=3, held=held, limit=limit, **options | {"warps": held.warps})
+    return plan(kind, columns, group, rows, fewest=3, in_registers=True, limit=SHARED_ALONE, warps=8, **options)
 
 
 @functools.cache
-def fitting_plan(kind: str, columns: int, group: int, rows: int, *, limit: int = SHARED_LIMIT, registers: bool = False,
-                 **options: int) -> Plan | None:
-    """Beside another kernel, or else alone on its SM; None where even that is too much.
+def fitting_plan(kind: str, columns: int, group: int, rows: int, *, alone: bool = False, **options: int) -> Plan | None:
+    """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where even that is too much.
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
-    if registers and (found := register_plan(kind, columns, group, rows, **options)):
-        return found
+    if alone:
+        found = register_plan(kind, columns, group, rows, **options)
+        found = found or plan(kind, columns, group, rows, limit=SHARED_ALONE, **{"warps": WARPS[kind]} | options)
+        return found and dataclasses.replace(found, shared=max(found.shared, SHARED_MORE))
     options.setdefault("warps", WARPS[kind])
     several = [dict(fewest=3), dict(fewest=3, stage_bytes=8192), dict(fewest=3, stage_bytes=8192, slots=1)] if rows > 1 else []
     for choice in [*several, {}]:
-        if found := plan(kind, columns, group, rows, limit=limit, **options | choice):
+        if found := plan(kind, columns, group, rows, limit=SHARED_LIMIT, **options | choice):
             return found
     return plan(kind, columns, group, rows, limit=SHARED_ALONE, **options)
 
@@ -274,24 +265,24 @@ class Gemv:
             "KDIM": self.in_features, "NDIM": self.out_features, "ROWS": rows, "GROUP": self.group, "NORM": int(norm),
             "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(self.bias is not None), "WARPS": chosen.warps, "STAGES": chosen.stages,
             "STAGE_BLOCKS": chosen.stage_blocks, "SHARED_BYTES": chosen.shared, "SLOTS": chosen.slots,
-            "HELD": min(HELD, chosen.stages - 1), **({"IN_REGISTERS": 1, "ALONE": int(chosen.held.alone)} if chosen.held else {}),
+            "HELD": min(HELD.get(self.kind, 2), chosen.stages - 1), **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
         }
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-                 residual: Tensor | None = None, pdl: bool = True, registers: bool = False) -> Tensor:
+                 residual: Tensor | None = None, pdl: bool = True, alone: bool = False) -> Tensor:
         """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
         rows = x.shape[0]
         epilogue = "silu" if self.interleaved else "store" if residual is None else "residual"
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
         grid = processors(x.device.index or 0)  # one on every SM, so that all offer the same room
-        chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid), registers=registers)
+        chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid), alone=alone)
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
         defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue)
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon),
-                fetching(x.device))
+                turns(self.kind, x.device))
         kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
 
@@ -310,10 +301,15 @@ def deinterleave(rows: Tensor, interleaved: bool) -> Tensor:
     return rows.view(-1, 2, 8).transpose(0, 1).reshape(-1) if interleaved else rows
 
 
+def turns(kind: str, device: torch.device) -> Tensor | None:
+    """Where linears of a format find out whose turn it is."""
+    return _turns(device) if kind in IN_TURN else None
+
+
 @functools.cache
-def fetching(device: torch.device) -> Tensor | None:
-    """Of each SM, how many kernels still have weights to fetch: all zeros between launches, and never moved."""
-    return torch.zeros(1024, dtype=torch.int32, device=device) if IN_TURN else None
+def _turns(device: torch.device) -> Tensor:
+    """Two numbers for each SM, never freed or moved: captured graphs hold their address."""
+    return torch.zeros(2 * MOST_PROCESSORS, dtype=torch.int32, device=device)
 
 
 @functools.cache

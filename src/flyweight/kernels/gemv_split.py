@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
-from flyweight.kernels.gemv import BLOCK_BYTES, SHARED_LIMIT, Gemv, Plan, fetching, plan, processors, slice_blocks
+from flyweight.kernels.gemv import BLOCK_BYTES, SHARED_LIMIT, Gemv, Plan, plan, processors, slice_blocks, turns
 
 # The others quantize x by the row's maximum, which a slice does not know.
 KINDS = ("plain", "int4", "int8", "sparse-int4", "sparse-int8")
@@ -103,6 +103,7 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     defines = weight.defines(chosen.rows, chosen.plan, norm=norm is not None, epilogue=epilogue)
     kernel = jit.load("gemv_split.cu", defines=defines | {"SLICES": chosen.slices}).kernel("gemv_split")
     box = mail(chosen.mail_words(math.ceil(weight.out_features / 16), grid), x.device)
-    args = (weight.weights, weight.records, x, norm, weight.bias, residual, out, box, float(epsilon), rows, fetching(x.device))
+    args = (weight.weights, weight.records, x, norm, weight.bias, residual, out, box, float(epsilon), rows,
+            turns(weight.kind, x.device))
     kernel.launch(grid, 32 * (chosen.plan.warps + 1), args, shared=chosen.plan.shared, pdl=pdl)
     return out

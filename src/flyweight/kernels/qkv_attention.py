@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.batch import KVStorage
-from flyweight.kernels import jit
+from flyweight.kernels import choices, jit
 from flyweight.kernels.attention import HeadShape
-from flyweight.kernels.gemv import ROWS, Gemv, Plan, fetching, processors
+from flyweight.kernels.gemv import ROWS, Gemv, Plan, processors, turns
 
 SHORTEST = 32  # tokens worth a CTA of their own
 
@@ -53,7 +53,9 @@ def head_ctas(shape: HeadShape, device: torch.device) -> int:
 def linear_plan(weight: Gemv, shape: HeadShape, rows: int, device: torch.device) -> Plan | None:
     tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
     own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
-    return weight.plan(rows, tiles=tiles, more=own, registers=True)
+    # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is free early would get both
+    alone = choices.wanted(weight.kind, rows, weight.out_features, weight.in_features) == "batch"
+    return weight.plan(rows, tiles=tiles, more=own, alone=alone)
 
 
 def why_not(weight: Gemv, shape: HeadShape, rows: int) -> str | None:
@@ -98,7 +100,8 @@ def qkv_attention(weight: Gemv, x: Tensor, out: Tensor, cache: KVStorage, *, sha
     query_norm, key_norm = norms or (None, None)
     args = (weight.weights, weight.records, weight.channel_scale, x, norm, weight.bias, query_norm, key_norm, rope, lengths,
             tables, cache.keys, cache.values, out, mailbox.qkv, mailbox.states, next_mailbox.qkv, next_mailbox.states,
-            float(epsilon), float(scale), tables.shape[1], fetching(x.device))
+            float(epsilon), float(scale), tables.shape[1],
+            turns(weight.kind, x.device))
     grid = max(shape.kv_heads * ctas, processors(x.device.index or 0))  # one on every SM, so that all offer the same room
     kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
     return out

@@ -293,7 +293,11 @@ DEVICE int processor() {
   asm volatile("mov.u32 %0, %smid;" : "=r"(r));
   return r;
 }
-DEVICE void add_relaxed(int* p, int v) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE u32 count_up(u32* p) {  // what it was
+  u32 r;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
 DEVICE u32 cycles() {
   u32 r;
   asm volatile("mov.u32 %0, %clock;" : "=r"(r));

@@ -6,10 +6,10 @@ static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BY
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
 gemv(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
-     const u16* residual, u16* Y, float epsilon, int* fetching) {
+     const u16* residual, u16* Y, float epsilon, u32* turns) {
   extern __shared__ __align__(128) u8 raw[];
   const int first = (int)((long long)blockIdx.x * TILES / gridDim.x), last = (int)((long long)(blockIdx.x + 1) * TILES / gridDim.x);
   if (first == last) return stay();
-  const Linear arguments = {weights, records, channel_scale, X, norm, bias, residual, Y, epsilon, fetching};
+  const Linear arguments = {weights, records, channel_scale, X, norm, bias, residual, Y, epsilon, turns};
   linear(*(LinearShared*)raw, arguments, last - first, [=](int i) { return first + i; }, [] {});
 }

@@ -21,12 +21,12 @@
 // which a second product, with ones for weights, gives; where zero points lie in the middle (SYMMETRIC) codes are signed, and there
 // is nothing to take out.
 //
-// With 3 to 16 rows of int4, x stays in registers instead (IN_REGISTERS): gemv_registers.cuh.
+// Eight rows stay in registers instead where there is room for them (IN_REGISTERS): gemv_registers.cuh.
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), ALONE (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -37,9 +37,6 @@
 #endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
-#endif
-#ifndef ALONE
-#define ALONE 0
 #endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
@@ -57,7 +54,7 @@ constexpr int COLUMN_TILES = (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
 constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FORMAT == PLAIN ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
-constexpr int THREADS = WARPS * 32, ON_SM = ALONE ? 1 : 2;  // kernels that registers leave room for
+constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
@@ -73,7 +70,7 @@ static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || G
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
 #if IN_REGISTERS
-  float sums[UNITS][8 * COLUMN_TILES];  // of x
+  float sums[UNITS][8];  // of x
 #else
   u8 x[X_BYTES];
   XGroup groups[UNITS][ROWS];
@@ -127,20 +124,27 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
   return s;
 }
 
+// Where linears take turns, none fills its ring before the one in front of it on this SM has asked for the last of its weights: so
+// these come sooner, and memory has work while one kernel ends and the next begins.
+DEVICE void await_turn(u32* turns, int lane) {
+  constexpr u32 most = 100000;  // cycles, should a kernel have ended without a word
+  const u32 begin = cycles();
+  if (lane == 0) {
+    const u32 before = count_up(turns);
+    u32 done[1];
+    do load_relaxed(turns + 1, done);
+    while ((int)(done[0] - before) < 0 && cycles() - begin < most);
+  }
+  __syncwarp();
+}
+
 // The ring is filled before this kernel's inputs are there, but for its last HELD stages: those come while x is prepared, when there
-// would be nothing to fetch otherwise. `early` runs ahead of the wait. `fetching`: not before the kernel in front of this one has asked
-// for the last of its weights on this SM, so that memory has work while it ends.
-constexpr u32 LONGEST_TURN = 100000;  // cycles, should a kernel have ended without a word
+// would be nothing to fetch otherwise. `early` runs ahead of the wait.
 template <typename TileAt, typename Early>
 DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
   const int stages = count * TILE_STAGES;
   int slot = 0, parity = 1;
-  if (a.fetching) {
-    const u32 begin = cycles();
-    u32 kernels[1];
-    do load_relaxed(a.fetching + processor(), kernels);
-    while (kernels[0] > 1 && cycles() - begin < LONGEST_TURN);
-  }
+  if (a.turns) await_turn(a.turns + 2 * processor(), lane);
   for (int i = 0; i < stages; i++) {
     if (i == STAGES - HELD) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
@@ -151,7 +155,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
     copy_end(&sh.full[slot]);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
-  if (a.fetching && lane == 0) add_relaxed(a.fetching + processor(), -1);
+  if (a.turns && lane == 0) count_up(a.turns + 2 * processor() + 1);
   if (stages <= STAGES - HELD) early(), wait_for_inputs();
 }
 
@@ -191,9 +195,8 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
 #endif
 
 // Barriers, and the start of the kernel after this one.
-DEVICE void begin_linear(LinearShared& sh, int* fetching = nullptr) {
+DEVICE void begin_linear(LinearShared& sh) {
   if (threadIdx.x == 0) {
-    if (fetching) add_relaxed(fetching + processor(), 1);
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
@@ -258,7 +261,7 @@ template <typename TileAt, typename Early>
 DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Slice whole = slice_at(0);
-  begin_linear(sh, a.fetching);
+  begin_linear(sh);
   if (warp == WARPS) {
     produce(sh, a, whole, count, tile_at, early, lane);
     return false;

@@ -1,4 +1,4 @@
-// 3 to 16 rows of int4 with x in registers and weights as 16-bit floats; needs gemv.cuh's sizes.
+// Eight rows with x in registers and codes of 4 or 8 bits as 16-bit floats; needs gemv.cuh's sizes.
 //
 //   total[n, r] += s · (sum_k (P + q[n, k]) · x[r, k] − (P + z) · sum_k x[r, k])   over the 128 inputs of a unit
 //
@@ -6,19 +6,18 @@
 // straight from memory, as the matrix units want it (eight neighbours of a row are what a lane needs of 32 inputs), without conversion
 // and without shared memory, which the ring has instead. A code set into the mantissa of a power of two P is P + q: two weights cost
 // an instruction and most of a shift; P, zero point and scale meet sums, not weights. The matrix units add up x (times ones) and
-// its squares (times itself) too. Columns of B are rows of x: eight cost what one costs, and sixteen twice the products only.
-// Limit: bytes; half of the time the matrix units' feeding would take (28 half-rate instructions for a block of 512 bytes).
+// its squares (times itself) too. Columns of B are the rows of x. One such kernel fits on an SM.
+// Limit: latency; with 8 warps the steps from a stage to its sums hide each other in part only (docs/kernels.md).
 constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300, ONES = FP16 ? 0x3c003c00 : 0x3f803f80;
-constexpr int CHAINS = COLUMN_TILES > 1 ? 1 : 2;  // of additions, so that a product need not wait for the one before
 constexpr bool SHRUNK = FP16 && NORM;  // x times the norm's weights may be too large for 16 bits
-static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS > 1, "what this is for");
+static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS == 8, "what this is for");
 typedef float accumulator;
 
 struct Inputs {
-  u32 x[TURNS][COLUMN_TILES][4][2][2];  // of 32 inputs, the two registers that each of two products takes
-  float larger[COLUMN_TILES][2];        // (SHRUNK) what sums of rows 2 t and 2 t + 1 are to be multiplied with
-  DEVICE float sized(float sum, int n, int row) const { return SHRUNK ? sum * larger[n][row] : sum; }
+  u32 x[TURNS][4][2][2];  // of 32 inputs, the two registers that each of two products takes
+  float larger[2];        // (SHRUNK) what sums of rows 2 t and 2 t + 1 are to be multiplied with
+  DEVICE float sized(float sum, int, int row) const { return SHRUNK ? sum * larger[row] : sum; }
 };
 
 DEVICE int unit_of(int turn, int warp) { return turn / STAGE_TURNS * STAGE_UNITS + turn % STAGE_TURNS * WARPS + warp; }
@@ -30,25 +29,21 @@ DEVICE bool unit_exists(int turn, int warp, Slice slice) {
 // exponent are first brought to about 1 by a power of two of the row's.
 DEVICE void weigh_inputs(LinearShared& sh, Inputs& in, Slice slice, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
-  u32 shrink[COLUMN_TILES];
+  float products[4][4] = {};  // of row g with rows 2 t and 2 t + 1
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++) {
-    float products[4][4] = {};  // of row g with rows 2 t and 2 t + 1
+  for (int i = 0; i < TURNS * 8; i++) {
+    const u32(&x)[2] = in.x[i / 8][i / 2 % 4][i % 2];
+    mma16<FP16>(products[i % 4], x[0], 0, x[1], 0, x[0], x[1]);
+  }
+  const float squares = products[0][g % 2] + products[1][g % 2] + products[2][g % 2] + products[3][g % 2];
+  if (t == g / 2) sh.row_stats[g][warp] = make_float2(squares, 0.f);
+  u32 shrink = 0;
+  if constexpr (SHRUNK) {
+    const float mean = __shfl_sync(~0u, squares, 4 * g + g / 2) / (TURNS * 128);
+    const int power = max(-14, min(15, -(((int)(__float_as_uint(mean) >> 23) - 127) >> 1)));
+    shrink = (power + 15) * 0x04000400;
 #pragma unroll
-    for (int i = 0; i < TURNS * 8; i++) {
-      const u32(&x)[2] = in.x[i / 8][n][i / 2 % 4][i % 2];
-      mma16<FP16>(products[i % 4], x[0], 0, x[1], 0, x[0], x[1]);
-    }
-    const int j = g % 2;
-    const float squares = products[0][j] + products[1][j] + products[2][j] + products[3][j];
-    if (t == g / 2 && 8 * n + g < ROWS) sh.row_stats[8 * n + g][warp] = make_float2(squares, 0.f);
-    if constexpr (SHRUNK) {
-      const float mean = __shfl_sync(~0u, squares, 4 * g + g / 2) / (TURNS * 128);
-      const int power = max(-14, min(15, -(((int)(__float_as_uint(mean) >> 23) - 127) >> 1)));
-      shrink[n] = (power + 15) * 0x04000400;
-#pragma unroll
-      for (int i = 0; i < 2; i++) in.larger[n][i] = __uint_as_float((127 - __shfl_sync(~0u, power, 4 * (2 * t + i))) << 23);
-    }
+    for (int i = 0; i < 2; i++) in.larger[i] = __uint_as_float((127 - __shfl_sync(~0u, power, 4 * (2 * t + i))) << 23);
   }
 #pragma unroll
   for (int i = 0; i < TURNS * 4; i++) {
@@ -56,9 +51,9 @@ DEVICE void weigh_inputs(LinearShared& sh, Inputs& in, Slice slice, int warp, in
     const uint4 weight = ((const uint4*)sh.norm)[unit_of(i / 4, warp) * 16 + i % 4 * 4 + t];
     const u32 w[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
-    for (int j = 0; j < COLUMN_TILES * 4; j++) {
-      u32& x = in.x[i / 4][j / 4][i % 4][j % 4 / 2][j % 2];
-      x = mul2(SHRUNK ? mul2(x, shrink[j / 4]) : x, w[j % 4]);
+    for (int j = 0; j < 4; j++) {
+      u32& x = in.x[i / 4][i % 4][j / 2][j % 2];
+      x = mul2(SHRUNK ? mul2(x, shrink) : x, w[j]);
     }
   }
 }
@@ -76,30 +71,28 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   wait_for_inputs();
   Inputs in;
 #pragma unroll
-  for (int i = 0; i < TURNS * COLUMN_TILES * 4; i++) {
-    const int turn = i / COLUMN_TILES / 4, n = i / 4 % COLUMN_TILES, row = 8 * n + g;
-    const int piece = slice.first * 8 + unit_of(turn, warp) * 16 + i % 4 * 4 + t;
-    const bool exists = row < rows && piece < KDIM / 8 && unit_exists(turn, warp, slice);
-    const uint4 x = exists ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
-    u32(&to)[2][2] = in.x[turn][n][i % 4];
+  for (int i = 0; i < TURNS * 4; i++) {
+    const int piece = slice.first * 8 + unit_of(i / 4, warp) * 16 + i % 4 * 4 + t;
+    const bool exists = g < rows && piece < KDIM / 8 && unit_exists(i / 4, warp, slice);
+    const uint4 x = exists ? ((const uint4*)(a.x + (size_t)g * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+    u32(&to)[2][2] = in.x[i / 4][i % 4];
     to[0][0] = x.x, to[0][1] = x.y, to[1][0] = x.z, to[1][1] = x.w;
   }
   if (NORM) weigh_inputs(sh, in, slice, warp, lane);
 #pragma unroll
-  for (int i = 0; i < TURNS * COLUMN_TILES; i++) {
-    const int turn = i / COLUMN_TILES, n = i % COLUMN_TILES;
+  for (int turn = 0; turn < TURNS; turn++) {
     float sum[4] = {};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      u32(&x)[2] = in.x[turn][n][j / 2][j % 2];
+      u32(&x)[2] = in.x[turn][j / 2][j % 2];
       mma16<FP16>(sum, ONES, 0, ONES, 0, x[0], x[1]);
       const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart
       x[1] = __byte_perm(x[0], x[1], 0x7632), x[0] = even;
     }
-    if (g == 0 && unit_exists(turn, warp, slice)) *(float2*)&sh.sums[unit_of(turn, warp)][8 * n + 2 * t] = make_float2(sum[0], sum[1]);
+    if (g == 0 && unit_exists(turn, warp, slice)) *(float2*)&sh.sums[unit_of(turn, warp)][2 * t] = make_float2(sum[0], sum[1]);
   }
   named_barrier(1, THREADS);
-  if (NORM && SLICES == 1 && threadIdx.x < ROWS)  // seen by all after their next meeting
+  if (NORM && threadIdx.x < ROWS)  // seen by all after their next meeting
     sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);
   return in;
 }
@@ -111,7 +104,6 @@ DEVICE u32 weights_of(u32 codes) {
   if (FP16) return and_or(codes, 0x00ff00ff, POWER);
   return add2(and_or(codes, 0x007f007f, POWER), and_xor(codes, 0x00800080, 0xc380c380));
 }
-
 DEVICE float offset_of(u32 record) {  // −(P + zero)
   if (FORMAT == INT4 && !FP16) return __uint_as_float(and_or(record, 0x007f0000, 0xc3000000));
   return 8388608.f - (FP16 ? 1024.f : -128.f) - __uint_as_float(record >> 16 | 0x4b000000);
@@ -125,35 +117,22 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
   for (int i = 0; i < STAGE_TURNS; i++) {
     const int turn = start / STAGE_BLOCKS * STAGE_TURNS + i, unit = i * WARPS + warp, block = start + 2 * unit;
     if (!unit_exists(turn, warp, slice)) break;
-    float acc[CHAINS][COLUMN_TILES][4] = {};
+    float acc[2][4] = {};  // two chains of additions
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      const int half = j % 2, step = j / 2 % 2, b = j / 4;
+      const int half = j % 2, step = j / 2 % 2, b = j / 4, shift = FORMAT == INT4 ? 4 * half : 0;
       const uint4 q = ((const uint4*)(ring + (2 * unit + b) * BLOCK_BYTES))[lane + (FORMAT == INT8 ? 32 * half : 0)];
-      const int shift = FORMAT == INT4 ? 4 * half : 0;
       const u32 first = (step ? q.z : q.x) >> shift, second = (step ? q.w : q.y) >> shift;
-      const u32 a0 = weights_of(first), a1 = weights_of(second), a2 = weights_of(first >> 8), a3 = weights_of(second >> 8);
-#pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) {
-        const u32(&x)[2] = in.x[turn][n][2 * b + half][step];
-        mma16<FP16>(acc[half % CHAINS][n], a0, a1, a2, a3, x[0], x[1]);
-      }
+      const u32(&x)[2] = in.x[turn][2 * b + half][step];
+      mma16<FP16>(acc[half], weights_of(first), weights_of(second), weights_of(first >> 8), weights_of(second >> 8), x[0], x[1]);
     }
     const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+    const float2 sum = *(const float2*)&sh.sums[block / 2][2 * t];
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const u32 record = records[g + 8 * j];
+    for (int j = 0; j < 4; j++) {
+      const u32 record = records[g + j / 2 * 8];
       const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
-      const float offset = offset_of(record);
-#pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) {
-        const float2 sum = *(const float2*)&sh.sums[block / 2][8 * n + 2 * t];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const float product = CHAINS == 1 ? acc[0][n][2 * j + i] : acc[0][n][2 * j + i] + acc[CHAINS - 1][n][2 * j + i];
-          total[0][n][2 * j + i] += scale * (product + offset * (i ? sum.y : sum.x));
-        }
-      }
+      total[0][0][j] += scale * (acc[0][j] + acc[1][j] + offset_of(record) * (j % 2 ? sum.y : sum.x));
     }
   }
 }

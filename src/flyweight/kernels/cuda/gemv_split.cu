@@ -75,15 +75,15 @@ struct SplitRounds {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
 gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm, const u16* bias, const u16* residual, u16* Y,
-           float* mail, float epsilon, int rows, int* fetching) {
+           float* mail, float epsilon, int rows, u32* turns) {
   extern __shared__ __align__(128) u8 raw[];
   LinearShared& sh = *(LinearShared*)raw;
   const int groups = gridDim.x / SLICES, group = blockIdx.x / SLICES, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = group * TILES / groups, count = (group + 1) * TILES / groups - first;
   if (group >= groups || count == 0) return stay();
-  const Linear a = {weights, records, nullptr, X, norm, bias, residual, Y, epsilon, fetching};
+  const Linear a = {weights, records, nullptr, X, norm, bias, residual, Y, epsilon, turns};
   const Slice slice = slice_at(blockIdx.x % SLICES);
-  begin_linear(sh, fetching);
+  begin_linear(sh);
   if (warp == WARPS) return produce(sh, a, slice, count, [=](int i) { return first + i; }, [] {}, lane);
   const Inputs inputs = load_rows(sh, a, slice, rows, warp, lane);
   Ring ring = {0, 0};

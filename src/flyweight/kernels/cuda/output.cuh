@@ -7,7 +7,7 @@ struct Linear {
   const u16 *x, *norm, *bias, *residual;
   u16* y;
   float epsilon;
-  int* fetching = nullptr;  // of each SM: kernels that still have weights to fetch
+  u32* turns = nullptr;  // of each SM: linears that have begun there, and that have asked for the last of their weights
 };
 
 // Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has

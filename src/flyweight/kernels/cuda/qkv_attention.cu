@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, u16* keys,
               u16* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, int* fetching) {
+              int table_width, u32* turns) {
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
   const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS, split = cta % SPLITS;
@@ -307,7 +307,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     return;
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
-  const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, fetching};
+  const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns};
   const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto early = [&] { prefetch(a, cta / SPLITS, split, head, lane); };
