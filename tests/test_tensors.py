@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
+from flyweight.tensors.vector import entries as entries_of
 
 RANDOM = {
     "plain": lambda shape: Plain.random(shape),
@@ -187,3 +188,16 @@ def test_random_symmetric_weights_have_no_common_offset():
     codes = IntGroup.random((64, 512), bits=4, symmetric=True).values()
     assert codes.min() == 1 and codes.max() == 15
     assert abs(float(codes.double().mean()) - 8) < 0.1
+
+
+@pytest.mark.parametrize("entries", [1, 2, 5, 16, 17])
+def test_a_book_of_few_entries_gets_the_gradient_that_indexing_gives(entries):
+    generator = torch.Generator().manual_seed(entries)
+    book = torch.randn(2, entries, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    index = torch.randint(0, entries, (2, 7, 9), generator=generator)
+    pull = torch.randn(2, 7, 9, 4, generator=generator, dtype=torch.float64)
+    vectors = entries_of(book, index)
+    indexed = book[torch.arange(2)[:, None, None], index]
+    assert vectors.shape == indexed.shape and torch.equal(vectors, indexed)
+    found, wanted = (torch.autograd.grad((v * pull).sum(), book)[0] for v in (vectors, indexed))
+    torch.testing.assert_close(found, wanted)

@@ -88,8 +88,8 @@ piece() {
     57b) flyweight 57b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$moe:int4-sym BF16=$moe:bf16 --repeats 1 --no-check "${fewer[@]}" ;;
     72b) flyweight 72b 260 004-qwen2.jsonl bench speed GPTQ-Int4=$q72:int4-sym GPTQ-Int8=$q72:w8a16 --repeats 1 --no-check \
       "${fewer[@]}" ;;
-    72b-long) flyweight 72b-long 400 004-qwen2.jsonl bench speed GPTQ-Int4=$q72-yarn:int4-sym --model-name qwen2-72b --repeats 1 \
-      --no-check --input 63488 --input 129024 --output 128 ;;
+    72b-long) flyweight 72b-long 500 004-qwen2.jsonl bench speed GPTQ-Int4=$q72-yarn:int4-sym GPTQ-Int8=$q72-yarn:w8a16 \
+      --model-name qwen2-72b --repeats 1 --no-check --input 63488 --input 129024 --output 128 ;;
     throughput) for model in $moe $q32; do flyweight throughput-${model#*:} 200 004-qwen2.jsonl bench throughput BF16=$model:bf16 \
       "${prompts[@]}" --repeats 1 --no-check; done ;;
     chain)

@@ -13,6 +13,8 @@ from torch import Tensor
 from flyweight.packing import pack, unpack
 from flyweight.tensors.base import QuantTensor, generator_on
 
+FEW = 16  # entries of a book: its residual one, often, where three bits are stored
+
 
 @dataclass(frozen=True, eq=False)
 class VectorQuant(QuantTensor):
@@ -74,10 +76,9 @@ class VectorQuant(QuantTensor):
 
     def decode(self, main: Tensor, extra: Tensor | None) -> Tensor:
         """The weight [out, in] that these indices stand for."""
-        group = torch.arange(main.shape[0], device=main.device)[:, None, None]
-        vectors = self.codebook.float()[group, main]  # [groups, row blocks, columns, length]
+        vectors = entries(self.codebook.float(), main)  # [groups, row blocks, columns, length]
         if extra is not None and self.residual is not None:
-            vectors = vectors + self.residual.float()[group, extra]
+            vectors = vectors + entries(self.residual.float(), extra)
         # [groups, row blocks, columns, length] → [row blocks · length, groups · columns]
         columns = vectors.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)[: self.out_features]
         if self.outlier_indices is not None and self.outlier_codebook is not None:
@@ -130,3 +131,14 @@ class VectorQuant(QuantTensor):
             scale=(1 + normal(columns, spread=0.1).float()).to(dtype) if normalize else None,
             bias=normal(columns, spread=0.01 * spread) if normalize else None,
         )
+
+
+def entries(book: Tensor, index: Tensor) -> Tensor:
+    """[groups, n, length] and indices [groups, blocks, columns] → vectors [groups, blocks, columns, length]. Where gradients are
+    wanted, a book of a few entries is chosen from: those of indexing are added up one after the other for each entry."""
+    if not book.requires_grad or book.shape[1] > FEW:
+        return book[torch.arange(len(index), device=index.device)[:, None, None], index]
+    vectors = book[:, None, None, 0]
+    for i in range(1, book.shape[1]):
+        vectors = torch.where((index == i)[..., None], book[:, None, None, i], vectors)
+    return vectors.expand(*index.shape, -1)

@@ -40,6 +40,7 @@ constexpr int QUERY_ROW = HEAD_DIM + 32;   // two rows lie in different banks
 constexpr int STATE = HEAD_DIM + 4;        // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int OUT_WORDS = G * HEAD_DIM / 4, MOST_TEAMS = THREADS / OUT_WORDS < WARPS ? THREADS / OUT_WORDS : WARPS;
 constexpr int TEAMS = MOST_TEAMS > 1 ? MOST_TEAMS : 1;  // of threads, which share out the runs that are merged
+constexpr int MOST_RUNS = 64;             // of a sequence that can be merged, as in attention.py
 constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of q, k and v to prepare
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 
@@ -47,7 +48,7 @@ struct __align__(16) Shared {
   u16 query[8][QUERY_ROW];                 // zeros from G on
   u16 key[HEAD_DIM], value[HEAD_DIM];      // the newest token
   float partial[WARPS][G][STATE];
-  float share[G][64];                      // of every run, in the merge
+  float share[G][MOST_RUNS];               // of every run, in the merge
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
@@ -127,21 +128,22 @@ DEVICE float3 merge_warps(const Shared& sh, int h, int d) {
 }
 // What each of `used` runs counts for in a head, by one warp; their states lie in `states` [used][G][STATE].
 DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane) {
-  float most[2], sum[2];
+  constexpr int N = MOST_RUNS / 32;
+  float most[N], sum[N], top = LOWEST, total = 0;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < N; i++) {
     const int run = lane + 32 * i;
     const float* end = states + (size_t)(run * G + h) * STATE + HEAD_DIM;
     most[i] = run < used ? __ldcg(end) : LOWEST, sum[i] = run < used ? __ldcg(end + 1) : 0;
+    top = fmaxf(top, most[i]);
   }
-  float top = fmaxf(most[0], most[1]), total = 0;
 #pragma unroll
   for (int o = 16; o > 0; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
 #pragma unroll
-  for (int i = 0; i < 2; i++) most[i] = exp2_fast(most[i] - top), total += most[i] * sum[i];
+  for (int i = 0; i < N; i++) most[i] = exp2_fast(most[i] - top), total += most[i] * sum[i];
   total = warp_sum(total);
 #pragma unroll
-  for (int i = 0; i < 2; i++) sh.share[h][lane + 32 * i] = most[i] / total;
+  for (int i = 0; i < N; i++) sh.share[h][lane + 32 * i] = most[i] / total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
