@@ -12,6 +12,7 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
 from flyweight.kernels.gemv import processors
+from flyweight.kernels.gemv_split import mail
 from flyweight.kernels.vptq_layout import CHUNK
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
@@ -23,8 +24,8 @@ BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, a
 WARPS = (12, 8)  # that multiply; each has two row blocks of a tile
 EIGHT = 1.15  # times as long as 12 for a lookup, at most
 SPANNING = 200  # lookups of 32 items that a thread block could make in the time that a share of a second tile costs
-# Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group. More rows are faster written out.
-SHAPES = {16: (4, 2), 32: (4, 2), 64: (2, 2), 128: (1, 1)}
+# Rows of a launch → steps of 32 columns in a stage of x, steps whose lookups are under way. More rows are faster written out.
+SHAPES = {16: (8, 1), 32: (4, 1), 64: (4, 1), 128: (2, 1)}
 MOST = max(SHAPES)
 
 
@@ -35,7 +36,7 @@ class Shape:
     tokens: int
     warps: int
     steps: int  # of a stage
-    group: int
+    ahead: int
     stages: int
     copies: int  # of the residual book
     shared: int
@@ -47,15 +48,15 @@ class Shape:
 
 
 @functools.cache
-def shape_for(main: int, residual: int, span: int, tokens: int, warps: int, limit: int) -> Shape | None:
-    """For index bits, and steps of a span; None where two stages do not fit into `limit` bytes."""
-    steps, group = SHAPES[tokens]
+def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int) -> Shape | None:
+    """For index bits; None where two stages do not fit into `limit` bytes."""
+    steps, ahead = SHAPES[tokens]
     for copies in (8, 4, 2):
-        fixed = 16 * ((1 << main) + (copies << residual if residual else 0)) + warps * 2 * span * 128
+        fixed = 16 * ((1 << main) + (copies << residual if residual else 0))
         stage = 64 * tokens * steps
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, group, stages, copies, fixed + stages * (stage + 16) + 16)
+            return Shape(tokens, warps, steps, ahead, stages, copies, fixed + stages * (stage + 16) + 16)
     return None
 
 
@@ -91,7 +92,7 @@ def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
     layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
     warps = warps_for(parts, tokens, processors(device.index or 0))
-    return shape_for(layout.form.main, layout.form.residual, max(CHUNK, layout.form.window), tokens, warps, limit)
+    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit)
 
 
 def counters(device: torch.device) -> Tensor:
@@ -127,10 +128,9 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tenso
     ctas, _, _ = cut_for(parts, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
         "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
-        "GROUP": shape.group, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
+        "AHEAD": shape.ahead, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
     }).kernel("vptq_rows")
-    partials = buffer("vptq partials", count * 2 * shape.tokens * shape.warps * 64, device)
-    met = arrived[WARPS.index(shape.warps)]
-    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, met, rows, out.shape[1],
+    partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
+    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
             layout.chunks, layout.dense_steps, part_bytes, slices)
     kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
