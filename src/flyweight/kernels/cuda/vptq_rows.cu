@@ -206,7 +206,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     };
     if (unit < last) {
       order();
-      if (unit + 1 < last) fetch();
 #pragma unroll
       for (int step = 0; step < AHEAD; step++) look_up(step);
     }
@@ -221,10 +220,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
         look_up((q + AHEAD) % SPAN);  // behind the last unit nobody's
         multiply(q % 2, q % STAGE_STEPS);
         if (q % STAGE_STEPS == STAGE_STEPS - 1) next_stage();
-        if (q == SPAN - AHEAD - 1) {  // all items of the unit are looked up; behind the last one there is nothing new
-          order();
-          if (unit + 2 < last) fetch();
-        }
+        if (q == 1 && unit + 1 < last) fetch();  // elsewhere the compiler does the products one by one
+        if (q == SPAN - AHEAD - 1) order();  // all items of the unit are looked up; behind the last one there is nothing new
       }
     }
     wgmma_wait<0>();
