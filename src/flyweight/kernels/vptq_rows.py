@@ -27,6 +27,8 @@ SPANNING = 200  # lookups of 32 items that a thread block could make in the time
 # Rows of a launch → steps of 32 columns in a stage of x, steps whose lookups are under way. More rows are faster written out.
 SHAPES = {16: (8, 1), 32: (4, 1), 64: (4, 1), 128: (2, 1)}
 MOST = max(SHAPES)
+MOST_PACKED, MOST_GATED = 64, 32  # rows that the kernel packs itself; with silu, which every tile's thread blocks repeat
+SHARERS = 64  # thread blocks of a tile, at most, where rows are normed by them
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,24 @@ class Shape:
     stages: int
     copies: int  # of the residual book
     shared: int
+    inside: bool  # x is packed by the kernel itself
 
     @property
     def registers(self) -> int:
-        """At most so many a thread at launch: 64 of 128 threads of vptq_pack.cu are left."""
-        return (65536 - 8192) // (32 * (self.warps + 4)) // 8 * 8
+        """At most so many a thread at launch: where there is a vptq_pack.cu, 64 of its 128 threads are left."""
+        return (65536 - (0 if self.inside else 8192)) // (32 * (self.warps + 4)) // 8 * 8
 
 
 @functools.cache
-def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int) -> Shape | None:
+def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int, inside: bool) -> Shape | None:
     """For index bits; None where two stages do not fit into `limit` bytes."""
     steps, ahead = SHAPES[tokens]
     for copies in (8, 4, 2):
         fixed = 16 * ((1 << main) + (copies << residual if residual else 0))
-        stage = 64 * tokens * steps
+        stage = 64 * tokens * steps + (4 * tokens * steps if inside else 0)
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, ahead, stages, copies, fixed + stages * (stage + 16) + 16)
+            return Shape(tokens, warps, steps, ahead, stages, copies, fixed + stages * (stage + 16) + 16, inside)
     return None
 
 
@@ -87,12 +90,18 @@ def warps_for(parts: Parts, tokens: int, count: int) -> int:
     return 8 if tokens > 64 else min(WARPS, key=lookups)  # sums of so many rows leave no registers for more
 
 
-def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
+def can_pack(parts: Parts) -> bool:
+    """Whether the kernel packs x itself: columns in their own order, sixteen at a time."""
+    return all(part.source is None and part.in_features % 16 == 0 and part.dense is None for part in parts)
+
+
+def choose(parts: Parts, rows: int, device: torch.device, gated: bool = False) -> Shape | None:
     """The smallest shape that takes so many rows, up to MOST, at once."""
     layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
     warps = warps_for(parts, tokens, processors(device.index or 0))
-    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit)
+    inside = tokens <= (MOST_GATED if gated else MOST_PACKED) and can_pack(parts)
+    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit, inside)
 
 
 def counters(device: torch.device) -> Tensor:
@@ -111,26 +120,37 @@ def takes(parts: Parts, rows: int, device: torch.device) -> bool:
 def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool = True) -> None:
     """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
     layout, rows, device = parts[0], x.shape[0], x.device
-    shape = choose(parts, rows, device)
+    shape = choose(parts, rows, device, ends.gated)
     assert shape is not None
-    stored, count = layout.affine.numel(), processors(device.index or 0)
-    common = {"FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps}
+    count = processors(device.index or 0)
+    given = (x, None, 0, 0) if shape.inside else pack(parts, x, ends, shape, count=count, pdl=pdl)
+    packed, sums, part_bytes, slices = given
+    ctas, _, _ = cut_for(parts, shape.warps, count)
+    kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | {
+        "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "PIECES": 1, "COPIES": shape.copies,
+        "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages, "AHEAD": shape.ahead, "REGISTERS": shape.registers,
+        "DENSE": int(layout.dense_steps > 0), "INSIDE": int(shape.inside),
+    } | (ends.defines if shape.inside else {"NORM": 0, "GATED": 0})).kernel("vptq_rows")
+    letters = SHARERS if shape.inside and ends.norm is not None else 0
+    partials = mail(count * 2 * shape.tokens * (shape.warps * 16 + letters), device)
+    args = (*part_arguments(parts, ctas), packed, sums, ends.norm, ends.bias, ends.residual, out, partials, float(ends.epsilon), rows,
+            layout.in_features, out.shape[1], layout.chunks, layout.dense_steps, part_bytes, slices)
+    kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+
+
+def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool) -> tuple[Tensor, Tensor, int, int]:
+    """x in the order of the products, what biases add, the bytes of a part, and how many add up to what biases add."""
+    layout, rows, device = parts[0], x.shape[0], x.device
+    stored = layout.affine.numel()
     part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
     packed = buffer("vptq packed", len(parts) * part_bytes, device)
     slices = max(1, min(-(-stored // (256 * PACK_WARPS)), PACKERS * count // rows))
     sums = buffer("vptq sums", 4 * len(parts) * rows * slices, device)
-    pack = jit.load("vptq_pack.cu", defines=common | ends.defines | {
-        "WARPS": PACK_WARPS, "PARTS": len(parts), "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
+    kernel = jit.load("vptq_pack.cu", defines=ends.defines | {
+        "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "WARPS": PACK_WARPS, "PARTS": len(parts),
+        "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
     columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
     given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed, sums, float(ends.epsilon), rows,
              layout.in_features, stored, shape.tokens // 8, slices)
-    pack.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
-    ctas, _, _ = cut_for(parts, shape.warps, count)
-    kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
-        "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
-        "AHEAD": shape.ahead, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
-    }).kernel("vptq_rows")
-    partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
-    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
-            layout.chunks, layout.dense_steps, part_bytes, slices)
-    kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+    kernel.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
+    return packed, sums, part_bytes, slices

@@ -23,8 +23,8 @@
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
-// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 128), STAGES, STAGE_STEPS (of 32 columns), GROUP (pieces), REGISTERS (of a
-// thread at launch), DENSE (there are outliers)
+// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up), REGISTERS (of
+// a thread at launch), DENSE (there are outliers), INSIDE (x is packed here), NORM, GATED
 #include "vptq_tables.cuh"
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
@@ -34,8 +34,11 @@ constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
 constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
 constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
 constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
-constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
+constexpr int MOST_SHARERS = 64;                 // of a tile whose rows are normed here
+constexpr int GIVEN_REGISTERS = INSIDE ? 96 : 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
 static_assert(PIECES == 1 && STAGE_STEPS > 1 && SPAN % STAGE_STEPS == 0 && AHEAD <= 2, "vectors of 8, whole stages");
+
+#include "vptq_inputs.cuh"
 
 struct Line {  // of the units of a part, cut over its CTAs
   u32 per_tile, total, ctas;
@@ -44,12 +47,12 @@ struct Line {  // of the units of a part, cut over its CTAs
 };
 struct Results {
   const u16 *bias, *rest;
-  const float* biases;  // [TOKENS]: what the columns' biases add
+  const float* per_row;  // [TOKENS]: what the columns' biases add; INSIDE, where these are in the sums already: the norm's factors
   u16* y;
   int rows, width, first, outputs;
-  DEVICE float2 added(int output, int row) const {  // to one output of two rows, `rest` aside
+  DEVICE float whole(float sum, int output, int row) const {  // `rest` aside
     const float here = bias && output < outputs ? to_float(bias[first + output]) : 0.f;
-    return make_float2(here + biases[row], here + biases[row + 1]);
+    return (INSIDE ? NORM ? sum * per_row[row] : sum : sum + per_row[row]) + here;
   }
   DEVICE bool in_halves() const { return (width | first | outputs) % 2; }
   DEVICE size_t place(int output, int row) const { return (size_t)row * width + first + output; }
@@ -70,30 +73,35 @@ struct Results {
         const int o = output + i / 2 * 8 + g, r = row + i % 2;
         if (!inside(o, r)) continue;
         const size_t at = place(o, r);
-        const float2 add = added(o, row);
-        y[at] = to_bits(sum[i] + (i % 2 ? add.y : add.x) + (rest ? to_float(rest[at]) : 0.f));
+        y[at] = to_bits(whole(sum[i], o, r) + (rest ? to_float(rest[at]) : 0.f));
       }
       return;
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const u32 old = transpose8(i ? before.y : before.x);
-      const float2 add = added(output + 8 * i + g, row);
-      const u32 pair = transpose8(pack2(sum[2 * i] + add.x + low_float(old), sum[2 * i + 1] + add.y + high_float(old)));
+      const float low = whole(sum[2 * i], output + 8 * i + g, row), high = whole(sum[2 * i + 1], output + 8 * i + g, row + 1);
+      const u32 pair = transpose8(pack2(low + low_float(old), high + high_float(old)));
       const int own = output + 8 * i + 2 * t;
       if (inside(own, 8 * column + g)) *(u32*)(y + place(own, 8 * column + g)) = pair;
     }
   }
 };
 
+// Behind the sums: squares of this thread's row, from a CTA's share of a tile (`sender`) to the one that ends share `reader`.
+DEVICE float* letters(uint4* mail, int sender, int reader) {
+  return (float*)(mail + (size_t)gridDim.x * 2 * COLUMNS * THREADS) + (sender * MOST_SHARERS + reader) * TOKENS + threadIdx.x;
+}
+
 extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
-    PART(0), PART(1), PART(2), const u8* x, const float* sums, const u16* bias, const u16* rest, u16* y, uint4* mail,
-    int rows, int width, int chunks, int dense_steps, int part_bytes, int slices) {
+    PART(0), PART(1), PART(2), const u8* x, const float* sums, const u16* norm, const u16* bias, const u16* rest, u16* y,
+    uint4* mail, float epsilon, int rows, int in_features, int width, int chunks, int dense_steps, int part_bytes, int slices) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   u8* const ring = raw + BOOK_BYTES + RES_BYTES;
-  u64* const full = (u64*)(ring + STAGES * X_STAGE), *const empty = full + STAGES, *const barrier = empty + STAGES;
-  __shared__ float biases[TOKENS];
+  float* const row_sums = (float*)(ring + STAGES * X_STAGE);  // INSIDE
+  u64* const full = (u64*)(row_sums + INSIDE * STAGES * ROW_SUMS), *const empty = full + STAGES, *const barrier = empty + STAGES;
+  __shared__ float per_row[TOKENS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   const int blocks = (part.outputs + 7) / 8, spans = chunks * CHUNK / SPAN;
@@ -102,7 +110,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   const int begin = line.begin(part.cta), end = line.begin(part.cta + 1);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(&full[i], 1);
+      barrier_init(&full[i], INSIDE ? 4 : 1);
       barrier_init(&empty[i], WARPS);
     }
     fence_barriers();
@@ -136,11 +144,27 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   const auto stages_of = [&](int unit) { return DENSE && unit % per_tile == spans ? (dense_steps + STAGE_STEPS - 1) / STAGE_STEPS : SPAN_STAGES; };
   if (warp >= WARPS) {
     give_registers<GIVEN_REGISTERS>();
+#if INSIDE
+    Packer packer((const u16*)x, norm, part.affine, rows, in_features, warp - WARPS, lane);
+    int n = 0;
+    for (int unit = begin; unit < end; unit++)
+#pragma unroll 1
+      for (int i = 0; i < SPAN_STAGES; i++, n++) {
+        const int slot = n % STAGES;
+        packer.make(ring + slot * X_STAGE, unit % per_tile * SPAN_STAGES + i, [&] {
+          if (n >= STAGES) barrier_wait(&empty[slot], (n / STAGES + 1) & 1);
+        });
+        if (i == SPAN_STAGES - 1 && (unit + 1 == end || (unit + 1) % per_tile == 0)) packer.end_tile(row_sums + slot * ROW_SUMS);
+        fence_for_products();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&full[slot]);
+      }
+#else
     if (warp > WARPS) {
       for (int row = threadIdx.x - THREADS - 32; row < TOKENS; row += ADDERS) {
         float sum = 0;
         for (int i = 0; i < slices && row < rows; i++) sum += __ldcg(sums + ((size_t)part.index * rows + row) * slices + i);
-        biases[row] = sum;
+        per_row[row] = sum;
       }
       named_arrive(2, THREADS + ADDERS);
     } else if (lane == 0) {
@@ -154,13 +178,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
           bulk_copy(ring + slot * X_STAGE, own_x + (size_t)stage * X_STAGE, X_STAGE, &full[slot]);
         }
     }
+#endif
     return;
   }
   take_registers<TAKEN_REGISTERS>();
   book_ready(barrier);
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
-  const Results results = {bias, rest, biases, y, rows, width, part.first, part.outputs};
+  const Results results = {bias, rest, per_row, y, rows, width, part.first, part.outputs};
   int slot = 0, left = 0;
   u32 parity = 0;
   u32 v[2][SPAN];                 // items of both row blocks, in their order
@@ -248,9 +273,24 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     }
 #endif
     keep_behind(acc);
+    const bool whole = line.owner(tile * per_tile) == line.owner((tile + 1) * per_tile - 1);
+    float squares = 0;  // of this thread's row
+#if INSIDE
+    const float* const sums_here = row_sums + before * ROW_SUMS;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) acc[i] += sum_of_lines(sums_here, i / 4 * 8 + lane % 4 * 2 + i % 2);
+    if (NORM && threadIdx.x < TOKENS) squares = sum_of_lines(sums_here + LINES * TOKENS, threadIdx.x);
+    if (NORM && whole) {
+      named_barrier(1, THREADS);  // nobody reads the factors of the tile before
+      if (threadIdx.x < TOKENS) per_row[threadIdx.x] = rsqrtf(squares / in_features + epsilon);
+      named_barrier(1, THREADS);
+    }
+    __syncwarp();
+#else
     if (tile == begin / per_tile) named_barrier(2, THREADS + ADDERS);  // biases are there
+#endif
     if (lane == 0) barrier_arrive(&empty[before]);
-    if (line.owner(tile * per_tile) == line.owner((tile + 1) * per_tile - 1)) {
+    if (whole) {
       uint2 rest_of[COLUMNS];
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) rest_of[j] = results.before(tile, j, threadIdx.x);
@@ -263,6 +303,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     uint4* const to = mail + (size_t)(blockIdx.x * 2 + which) * COLUMNS * THREADS + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) store_relaxed(to + j * THREADS, *(const uint4*)&acc[4 * j]);
+    if (INSIDE && NORM && threadIdx.x < TOKENS) {  // to each CTA that ends a share of the tile
+      const int from = line.owner(tile * per_tile), to = line.owner((tile + 1) * per_tile - 1);
+      for (int i = 0; i <= to - from; i++) store_relaxed(letters(mail, blockIdx.x * 2 + which, i), squares);
+    }
     left |= 1 << which;
   }
 
@@ -273,6 +317,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     const int at0 = all / 32 * share / sharers * 32 + threadIdx.x, at1 = all / 32 * (share + 1) / sharers * 32;
     // Sums of the others lie where this tile is the first of a CTA's; only the first CTA can have begun before.
     uint4* const others = mail + (size_t)(blockIdx.x - part.cta + from) * 2 * all, *const firsts = others + (line.begin(from) < tile * per_tile ? all : 0);
+    if (INSIDE && NORM) {
+      named_barrier(1, THREADS);
+      if (threadIdx.x < TOKENS) {
+        const int first = (blockIdx.x - part.cta + from) * 2;
+        float squares = 0;
+        for (int i = 0; i < sharers; i++) {
+          float* const letter = letters(mail, i ? first + 2 * i : first + (line.begin(from) < tile * per_tile), share);
+          u32 word[1];
+          do load_relaxed(letter, word);
+          while (missing<false>(word));
+          store_relaxed(letter, __uint_as_float(~0u));
+          squares += __uint_as_float(word[0]);
+        }
+        per_row[threadIdx.x] = rsqrtf(squares / in_features + epsilon);
+      }
+      named_barrier(1, THREADS);
+    }
     for (int at = at0; at < at1; at += THREADS) {
       const uint2 rest_of = results.before(tile, at / THREADS, at % THREADS);  // comes while we wait
       const auto place = [&](int i) { return (i ? others + (size_t)i * 2 * all : firsts) + at; };
