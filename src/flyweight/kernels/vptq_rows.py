@@ -95,12 +95,19 @@ def can_pack(parts: Parts) -> bool:
     return all(part.source is None and part.in_features % 16 == 0 and part.dense is None for part in parts)
 
 
+def most_sharers(parts: Parts, warps: int, count: int) -> int:
+    """Thread blocks that have a part of one tile."""
+    ctas, _, _ = cut_for(parts, warps, count)
+    return max(-(-n // -(-part.row_blocks // (2 * warps))) + 1 for part, n in zip(parts, ctas, strict=True))
+
+
 def choose(parts: Parts, rows: int, device: torch.device, gated: bool = False) -> Shape | None:
     """The smallest shape that takes so many rows, up to MOST, at once."""
     layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
-    warps = warps_for(parts, tokens, processors(device.index or 0))
-    inside = tokens <= (MOST_GATED if gated else MOST_PACKED) and can_pack(parts)
+    count = processors(device.index or 0)
+    warps = warps_for(parts, tokens, count)
+    inside = tokens <= (MOST_GATED if gated else MOST_PACKED) and can_pack(parts) and most_sharers(parts, warps, count) <= SHARERS
     return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit, inside)
 
 

@@ -35,7 +35,7 @@ constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetc
 constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
 constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
 constexpr int MOST_SHARERS = 64;                 // of a tile whose rows are normed here
-constexpr int GIVEN_REGISTERS = INSIDE ? 96 : 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
+constexpr int GIVEN_REGISTERS = INSIDE ? 128 : 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
 static_assert(PIECES == 1 && STAGE_STEPS > 1 && SPAN % STAGE_STEPS == 0 && AHEAD <= 2, "vectors of 8, whole stages");
 
 #include "vptq_inputs.cuh"
@@ -143,7 +143,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   wait_for_inputs();
   const auto stages_of = [&](int unit) { return DENSE && unit % per_tile == spans ? (dense_steps + STAGE_STEPS - 1) / STAGE_STEPS : SPAN_STAGES; };
   if (warp >= WARPS) {
-    give_registers<GIVEN_REGISTERS>();
+    if constexpr (GIVEN_REGISTERS < REGISTERS) give_registers<GIVEN_REGISTERS>();
 #if INSIDE
     Packer packer((const u16*)x, norm, part.affine, rows, in_features, warp - WARPS, lane);
     int n = 0;
@@ -181,7 +181,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
 #endif
     return;
   }
-  take_registers<TAKEN_REGISTERS>();
+  if constexpr (TAKEN_REGISTERS > REGISTERS) take_registers<TAKEN_REGISTERS>();
   book_ready(barrier);
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
