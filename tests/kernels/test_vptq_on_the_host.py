@@ -89,7 +89,7 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
 
 @pytest.mark.parametrize("rows", [5, 20, 40])
 @pytest.mark.parametrize("inside", [True, False], ids=["packed by the kernel", "packed before"])
-@pytest.mark.parametrize("shapes", [[(72, 1024)], [(1400, 272), (24, 272), (40, 272)]], ids=["a tile of several", "several tiles"])
+@pytest.mark.parametrize("shapes", [[(72, 1024)], [(1400, 272), (24, 272), (40, 272)]], ids=["shared tiles", "whole tiles"])
 def test_rows_are_normed_whoever_packs_them(monkeypatch, shapes, inside, rows):
     if not inside:
         monkeypatch.setattr(vptq_rows, "can_pack", lambda parts: False)

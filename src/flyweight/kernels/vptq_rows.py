@@ -17,7 +17,6 @@ from flyweight.kernels.vptq_layout import CHUNK
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
-TILES = 1024  # of a part
 PACK_WARPS = 4
 PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
 BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
@@ -48,6 +47,11 @@ class Shape:
     def registers(self) -> int:
         """At most so many a thread at launch: where there is a vptq_pack.cu, 64 of its 128 threads are left."""
         return (65536 - (0 if self.inside else 8192)) // (32 * (self.warps + 4)) // 8 * 8
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"TOKENS": self.tokens, "WARPS": self.warps, "STAGE_STEPS": self.steps, "AHEAD": self.ahead, "STAGES": self.stages,
+                "COPIES": self.copies, "REGISTERS": self.registers, "INSIDE": int(self.inside)}
 
 
 @functools.cache
@@ -111,37 +115,29 @@ def choose(parts: Parts, rows: int, device: torch.device, gated: bool = False) -
     return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit, inside)
 
 
-def counters(device: torch.device) -> Tensor:
-    """[warps, parts, tiles], for one weight: who shares a tile depends on its size, and counters go on from launch to launch."""
-    return torch.zeros(len(WARPS), MOST_PARTS, TILES, dtype=torch.int32, device=device)
-
-
 def takes(parts: Parts, rows: int, device: torch.device) -> bool:
     layout = parts[0]
     if layout.sliced or layout.length != 8 or gpu.capability(device)[0] != 9:
         return False
-    shape = choose(parts, rows, device)
-    return shape is not None and max(part.row_blocks for part in parts) <= 2 * shape.warps * TILES
+    return choose(parts, rows, device) is not None
 
 
-def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool = True) -> None:
+def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = True) -> None:
     """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
     layout, rows, device = parts[0], x.shape[0], x.device
     shape = choose(parts, rows, device, ends.gated)
     assert shape is not None
     count = processors(device.index or 0)
-    given = (x, None, 0, 0) if shape.inside else pack(parts, x, ends, shape, count=count, pdl=pdl)
-    packed, sums, part_bytes, slices = given
+    unpacked = (x, None, 0, 0)
+    packed, sums, part_bytes, slices = unpacked if shape.inside else pack(parts, x, ends, shape, count=count, pdl=pdl)
     ctas, _, _ = cut_for(parts, shape.warps, count)
-    kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | {
-        "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "PIECES": 1, "COPIES": shape.copies,
-        "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages, "AHEAD": shape.ahead, "REGISTERS": shape.registers,
-        "DENSE": int(layout.dense_steps > 0), "INSIDE": int(shape.inside),
-    } | (ends.defines if shape.inside else {"NORM": 0, "GATED": 0})).kernel("vptq_rows")
+    inside = ends.defines if shape.inside else {"NORM": 0, "GATED": 0}
+    kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | inside | {
+        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
     letters = SHARERS if shape.inside and ends.norm is not None else 0
     partials = mail(count * 2 * shape.tokens * (shape.warps * 16 + letters), device)
-    args = (*part_arguments(parts, ctas), packed, sums, ends.norm, ends.bias, ends.residual, out, partials, float(ends.epsilon), rows,
-            layout.in_features, out.shape[1], layout.chunks, layout.dense_steps, part_bytes, slices)
+    args = (*part_arguments(parts, ctas), packed, sums, ends.norm, ends.bias, ends.residual, out, partials, float(ends.epsilon),
+            rows, layout.in_features, out.shape[1], layout.chunks, layout.dense_steps, part_bytes, slices)
     kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
 
 
