@@ -1,7 +1,8 @@
 // x for the products of vptq_rows.cu, packed by a warpgroup of the same CTA: what vptq_pack.cu does, for the columns that the CTA
 // takes, in the same order. A CTA repeats what those of other tiles do, but no kernel stands between this product and the one before.
 //
-// A warp makes two steps (the even and the odd ones of 64 columns) of eight rows at a time: lane l has row l % 8 and 16 columns.
+// A warp makes two steps (the even and the odd ones of 64 columns) of eight rows at a time: lane l has row l % 8 and 16 columns, other
+// ones than its neighbours, so that they read from different banks of L1, as they write to different ones of shared memory.
 // Rows are not normed yet: a sum of squares tells the factor of their results. That and what the columns' biases add are sums over
 // the columns of a tile that this CTA has; they lie beside the tile's last stage.
 //
@@ -14,7 +15,13 @@ static_assert(!INSIDE || (LINES <= 4 && COLUMNS % STRIDE == 0 && COLUMNS >= STRI
 DEVICE float silu(float gate) { return __fdividef(gate, 1.f + __expf(-gate)); }
 struct Sixteen {  // neighbouring columns of a row
   uint4 low, high;
-  DEVICE void load(const u16* from) { low = ((const uint4*)from)[0], high = ((const uint4*)from)[1]; }
+  DEVICE void load(const u16* from, int second = 0) {  // `second`: that half first
+    low = ((const uint4*)from)[second], high = ((const uint4*)from)[1 - second];
+  }
+  DEVICE void turn(bool over) {
+    const uint4 was = low;
+    low = over ? high : low, high = over ? was : high;
+  }
   DEVICE float operator[](int i) const {
     const uint4 q = i < 8 ? low : high;
     const u32 pair = i % 8 < 2 ? q.x : i % 8 < 4 ? q.y : i % 8 < 6 ? q.z : q.w;
@@ -25,10 +32,11 @@ struct Sixteen {  // neighbouring columns of a row
 struct Packer {
   const u16 *x, *norm;
   const u32* affine;
-  int rows, in_features, lane, line, group0;
+  int rows, in_features, lane, line, group0, quarter, second;
   float biases[MADE], squares[MADE];
   DEVICE Packer(const u16* x, const u16* norm, const u32* affine, int rows, int in_features, int warp, int lane)
-      : x(x), norm(norm), affine(affine), rows(rows), in_features(in_features), lane(lane), line(warp % LINES), group0(warp / LINES) {
+      : x(x), norm(norm), affine(affine), rows(rows), in_features(in_features), lane(lane), line(warp % LINES), group0(warp / LINES),
+        quarter((lane / 8 + lane) % 4), second(lane / 4 % 2) {
     clear();
   }
   DEVICE void clear() {
@@ -37,7 +45,7 @@ struct Packer {
   }
   // `wait`: until the stage's place in shared memory is free; x is on its way meanwhile.
   template <typename Wait> DEVICE void make(u8* to, int stage, Wait wait) {
-    const int column = (stage * LINES + line) * 64 + lane / 8 * 16;
+    const int column = (stage * LINES + line) * 64 + quarter * 16;
     const bool there = column < in_features;
     Sixteen own[MADE], up[GATED ? MADE : 1], weight;
     uint4 words[4];
@@ -49,8 +57,8 @@ struct Packer {
       for (int i = 0; i < MADE; i++) {
         const int row = min((group0 + i * STRIDE) * 8 + lane % 8, rows - 1);
         const u16* const from = x + (size_t)row * in_features * (1 + GATED) + column;
-        own[i].load(from);
-        if (GATED) up[i].load(from + in_features);
+        own[i].load(from, second);
+        if (GATED) up[i].load(from + in_features, second);
       }
     }
     wait();
@@ -62,9 +70,11 @@ struct Packer {
       const float factor = NORM ? weight[i] : 1.f;
       scale[i] = low_float(word) * factor, add[i] = high_float(word) * factor;
     }
-    const int quarter = lane / 8, piece = line * 8 + (quarter >> 1 | (quarter & 1) << 1);
+    const int piece = line * 8 + (quarter >> 1 | (quarter & 1) << 1);
 #pragma unroll
     for (int i = 0; i < MADE; i++) {
+      own[i].turn(second);
+      if (GATED) up[GATED ? i : 0].turn(second);
       float value[16];
 #pragma unroll
       for (int c = 0; c < 16; c++) {

@@ -1,25 +1,26 @@
 // y[r, n] = sum_k x[r, k] · W[n, k] for 2 to TOKENS rows, with W as in vptq_decode.cu, never written out.
 //
 // A warpgroup multiplies 64 outputs (8 row blocks, two a warp) by all rows at once: W is the left operand, from registers, x the
-// right one, packed by vptq_pack.cu with the columns' scales in it. Lookups are those of vptq.cu, but here all row blocks share one x,
-// so the columns come in their own order: a warp puts the items of a span in order in shared memory first. Two row blocks of 16 columns
-// are 32 items, a piece:
+// right one, with the columns' scales in it. Lookups are those of vptq.cu, but here all row blocks share one x, so the columns come in
+// their own order: a lane sorts the items of a span by their positions. A step, 32 columns, of two row blocks is two products:
 //
 //      A [16 × 16]   rows 0-7: row block 0     rows 8-15: row block 1     columns: half a step (vptq.cuh)
 //
-// `load_matrices` brings their entries as exactly that. Pieces go in groups, a few of which are under way:
+// `load_matrices` brings a step of one row block as four registers, quarters of the step: the products take two of each row block.
 //
-//      lookups     |  group 2        |  group 3        |  group 4        | …
-//      products    |  group 0        |  group 1        |  group 2        | …      items of the next unit are put in order meanwhile
+//      lookups     |  step 1         |  step 2         |  step 3         | …
+//      products    |  step 0         |  step 1         |  step 2         | …      items of the next unit are put in order meanwhile
 //
 //      line of units          |  tile 0: span 0, 1, 2 …, outliers  |  tile 1: …        a tile is two row blocks for each warp
 //      CTAs, contiguous runs  |  CTA 0      |  CTA 1      |  CTA 2      | …            best with none in two tiles
 //
-// A tile that several CTAs have a part of: each leaves its sums in memory and, when all are there, adds up and ends its share of them,
-// in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
+// A tile that several CTAs have a part of: each leaves its sums in memory, words that are their own flags (common.cuh), and adds up
+// and ends its share of them, in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
-// Limit: shared memory. A piece takes 10.4 cycles (random entries), 4 for residuals, 2 to come in order, TOKENS / 16 for x. Measured on
-// one H200: 23, 25 and 28 cycles for 16, 32 and 64 rows, and 7 to 11 µs a launch besides, packing included.
+// x comes packed by vptq_pack.cu, by bulk copies, or (INSIDE) a warpgroup packs it here: vptq_inputs.cuh.
+//
+// Limit: shared memory. 32 items, half of a step of two row blocks, take 10.4 cycles (random entries), 4 for residuals, TOKENS / 16
+// for x, TOKENS / 4 / WARPS for x to come.
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
