@@ -20,13 +20,12 @@ from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 PACK_WARPS = 4
 PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
 BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
-WARPS = (12, 8)  # that multiply; each has two row blocks of a tile
-EIGHT = 1.15  # times as long as 12 for a lookup, at most
-SPANNING = 200  # lookups of 32 items that a thread block could make in the time that a share of a second tile costs
-# Rows of a launch → steps of 32 columns in a stage of x, steps whose lookups are under way. More rows are faster written out.
-SHAPES = {16: (8, 1), 32: (4, 1), 64: (4, 1), 128: (2, 1)}
+AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → steps whose lookups are under way
+# Rows of a launch → steps of 32 columns in a stage of x; how long a lookup of 8 warps takes where that of 12 takes 1; lookups of
+# 32 items in the time that a share of a second tile costs. More rows are faster written out.
+SHAPES = {16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
-MOST_PACKED, MOST_GATED = 64, 32  # rows that the kernel packs itself; with silu, which every tile's thread blocks repeat
+MOST_PACKED, MOST_GATED = 16, 0  # rows that the kernel packs itself; with silu, which every tile's thread blocks repeat
 SHARERS = 64  # thread blocks of a tile, at most, where rows are normed by them
 
 
@@ -57,41 +56,40 @@ class Shape:
 @functools.cache
 def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int, inside: bool) -> Shape | None:
     """For index bits; None where two stages do not fit into `limit` bytes."""
-    steps, ahead = SHAPES[tokens]
+    steps, _, _ = SHAPES[tokens]
     for copies in (8, 4, 2):
         fixed = 16 * ((1 << main) + (copies << residual if residual else 0))
         stage = 64 * tokens * steps + (4 * tokens * steps if inside else 0)
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, ahead, stages, copies, fixed + stages * (stage + 16) + 16, inside)
+            return Shape(tokens, warps, steps, AHEAD[warps], stages, copies, fixed + stages * (stage + 16) + 16, inside)
     return None
 
 
 @functools.cache
-def cut(tiles: tuple[int, ...], units: int, count: int) -> tuple[tuple[int, ...], int, bool]:
-    """Thread blocks of each part, the most units of one, and whether it has shares of two tiles. Every tile has as many blocks,
-    where that leaves no one much more to do."""
+def cut(tiles: tuple[int, ...], units: int, count: int, spanning: float) -> tuple[tuple[int, ...], float]:
+    """Thread blocks of each part, and the most units of one; shares of two tiles cost `spanning` more. So either every tile has
+    as many blocks, or the line of all units is cut evenly."""
     each, spread = min(count // sum(tiles), units), share_out(tuple(units * n for n in tiles), count)
-    most = max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
-    if each and -(-units // each) <= 1.1 * most:
-        return tuple(each * n for n in tiles), -(-units // each), False
-    return spread, most, True
+    most = spanning + max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
+    if each and -(-units // each) <= most:
+        return tuple(each * n for n in tiles), -(-units // each)
+    return spread, most
 
 
-def cut_for(parts: Parts, warps: int, count: int) -> tuple[tuple[int, ...], int, bool]:
-    layout = parts[0]
-    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)  # of a tile
-    return cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count)
+def cut_for(parts: Parts, tokens: int, warps: int, count: int) -> tuple[tuple[int, ...], float]:
+    """Thread blocks of each part, and the lookups of 32 items of the busiest."""
+    layout, (_, eight, spanning) = parts[0], SHAPES[tokens]
+    span = max(CHUNK, layout.form.window)
+    units, lookups = layout.chunks * CHUNK // span + (layout.dense_steps > 0), 2 * warps * span  # of a tile; of a unit
+    ctas, most = cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count, spanning / lookups)
+    return ctas, most * lookups * (eight if warps == 8 else 1)
 
 
 def warps_for(parts: Parts, tokens: int, count: int) -> int:
-    """With which the busiest thread block has least to do."""
-
-    def lookups(warps: int) -> float:
-        _, most, spanning = cut_for(parts, warps, count)
-        return most * warps * 2 * max(CHUNK, parts[0].form.window) * (EIGHT if warps == 8 else 1) + SPANNING * spanning
-
-    return 8 if tokens > 64 else min(WARPS, key=lookups)  # sums of so many rows leave no registers for more
+    """With which the busiest thread block is done first."""
+    most = 12 if tokens <= 64 else 8  # sums of more rows leave no registers for more
+    return min((warps for warps in AHEAD if warps <= most), key=lambda warps: cut_for(parts, tokens, warps, count)[1])
 
 
 def can_pack(parts: Parts) -> bool:
@@ -99,9 +97,9 @@ def can_pack(parts: Parts) -> bool:
     return all(part.source is None and part.in_features % 16 == 0 and part.dense is None for part in parts)
 
 
-def most_sharers(parts: Parts, warps: int, count: int) -> int:
+def most_sharers(parts: Parts, tokens: int, warps: int, count: int) -> int:
     """Thread blocks that have a part of one tile."""
-    ctas, _, _ = cut_for(parts, warps, count)
+    ctas, _ = cut_for(parts, tokens, warps, count)
     return max(-(-n // -(-part.row_blocks // (2 * warps))) + 1 for part, n in zip(parts, ctas, strict=True))
 
 
@@ -111,7 +109,8 @@ def choose(parts: Parts, rows: int, device: torch.device, gated: bool = False) -
     limit = gpu.properties(device).shared_memory_per_block_optin
     count = processors(device.index or 0)
     warps = warps_for(parts, tokens, count)
-    inside = tokens <= (MOST_GATED if gated else MOST_PACKED) and can_pack(parts) and most_sharers(parts, warps, count) <= SHARERS
+    few = tokens <= (MOST_GATED if gated else MOST_PACKED) and most_sharers(parts, tokens, warps, count) <= SHARERS
+    inside = few and can_pack(parts)
     return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit, inside)
 
 
@@ -130,7 +129,7 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = Tr
     count = processors(device.index or 0)
     unpacked = (x, None, 0, 0)
     packed, sums, part_bytes, slices = unpacked if shape.inside else pack(parts, x, ends, shape, count=count, pdl=pdl)
-    ctas, _, _ = cut_for(parts, shape.warps, count)
+    ctas, _ = cut_for(parts, shape.tokens, shape.warps, count)
     inside = ends.defines if shape.inside else {"NORM": 0, "GATED": 0}
     kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | inside | {
         "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
