@@ -1,11 +1,12 @@
 """The VPTQ layout without a GPU: a slow copy of the kernels' indexing must give the reference product."""
 
 import dataclasses
+import io
 
 import pytest
 import torch
 
-from flyweight.kernels import jit, vptq, vptq_layout
+from flyweight.kernels import jit, vptq, vptq_layout, vptq_rows
 from flyweight.kernels.vptq_layout import ItemFormat, lay_out
 from flyweight.tensors import VectorQuant
 
@@ -198,6 +199,14 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
         assert plan.phase >= 8 or plan.phase >= grown.chunks
 
 
+COMMON = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, PIECES=1, COPIES=8, FP16=0, RESIDENT=1)
+
+
+def rows_shape(tokens, *, inside):
+    shape = vptq_rows.shape_for(13, 8, tokens, 8 if tokens > 64 else 12, 232448, inside)
+    return shape.defines | dict(DENSE=0, NORM=int(inside), GATED=0)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("file, defines", [
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16)), ("vptq.cu", dict(KERNEL=0, ROWS=8, WARPS=16)),
@@ -205,11 +214,21 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=1)),
     ("vptq_decode.cu", dict(WARPS=16)),
     ("vptq_pack.cu", dict(WARPS=4, NORM=1, GATED=0, STAGE_STEPS=4, PARTS=3, BOOK_BYTES=131072)),
-    ("vptq_rows.cu", dict(WARPS=12, TOKENS=64, STAGES=2, STAGE_STEPS=2, DENSE=1, GROUP=2, REGISTERS=112)),
-    ("vptq_rows.cu", dict(WARPS=8, TOKENS=128, STAGES=3, STAGE_STEPS=1, DENSE=0, GROUP=1, REGISTERS=144)),
+    ("vptq_rows.cu", rows_shape(64, inside=False) | dict(DENSE=1)), ("vptq_rows.cu", rows_shape(128, inside=False)),
+    ("vptq_rows.cu", rows_shape(64, inside=True)),
     ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])
 def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    common = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, PIECES=1, COPIES=8, FP16=0, RESIDENT=1)
-    assert jit.compile_cubin(file, common | defines, arch)
+    assert jit.compile_cubin(file, COMMON | defines, arch)
+
+
+@pytest.mark.parametrize(("tokens", "inside"), [(16, True), (32, True), (64, True), (64, False), (128, False)])
+def test_products_are_in_flight_while_the_next_weights_are_looked_up(tokens, inside):
+    """Where the compiler cannot tell that nobody touches their registers, it does one after the other, and says so."""
+    core = pytest.importorskip("cuda.core")
+    defines = [(name, str(value)) for name, value in (COMMON | rows_shape(tokens, inside=inside)).items()]
+    options = core.ProgramOptions(std="c++17", arch="sm_90a", define_macro=defines)
+    log = io.StringIO()
+    core.Program(jit._source("vptq_rows.cu"), code_type="c++", options=options).compile("cubin", logs=log)
+    assert "serialized" not in log.getvalue()

@@ -87,7 +87,23 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
     assert error(weight.fused(x, residual.clone(), norm=norm, residual=residual), want) < 1e-2
 
 
-@pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False)])
+@pytest.mark.parametrize("rows", [5, 20, 40])
+@pytest.mark.parametrize("inside", [True, False], ids=["packed by the kernel", "packed before"])
+@pytest.mark.parametrize("shapes", [[(72, 1024)], [(1400, 272), (24, 272), (40, 272)]], ids=["shared tiles", "whole tiles"])
+def test_rows_are_normed_whoever_packs_them(monkeypatch, shapes, inside, rows):
+    if not inside:
+        monkeypatch.setattr(vptq_rows, "can_pack", lambda parts: False)
+    tensors, weight = make(*shapes, **BOOKS)
+    width = weight.out_features
+    x, norm = torch.randn(rows, shapes[0][1]).bfloat16(), (1 + 0.1 * torch.randn(shapes[0][1])).bfloat16()
+    residual = torch.randn(rows, width).bfloat16()
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    want = torch.cat([normed @ tensor.dequantize(torch.float64).T for tensor in tensors], -1) + residual.double()
+    for _ in range(2):  # thread blocks meet again
+        assert error(weight.fused(x, torch.full_like(residual, float("nan")), norm=norm, residual=residual), want) < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False), (40, True)])
 def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products):
     if not products:  # as on a GPU before Hopper
         monkeypatch.setattr(vptq_rows, "takes", lambda *_: False)

@@ -115,7 +115,7 @@ class Vptq:
     """Weights with one input in the kernels' layout, their outputs side by side; call it with x [..., in]."""
 
     parts: Parts
-    arrived: Tensor  # int32 counters of thread blocks that meet
+    arrived: Tensor  # int32 counters of thread blocks that meet: sliced
     bias: Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     why: str = "up to 128 rows straight from the codebook; more are written out in 16 bits for cuBLAS"
@@ -144,7 +144,7 @@ class Vptq:
         if out is None:
             out = torch.empty(rows, self.out_features, dtype=self.layout.dtype, device=x.device)
         if FEWEST_PRODUCTS <= rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
-            vptq_rows.multiply(self.parts, x, out, ends, arrived=self.arrived, pdl=pdl)
+            vptq_rows.multiply(self.parts, x, out, ends, pdl=pdl)
         elif rows <= GATHERED_ROWS and not self.layout.sliced:
             self._gather(x, out, ends, launch, pdl)
         else:
@@ -230,6 +230,11 @@ class Decoded:
         return torch.nn.functional.linear(x, self.weight)
 
 
+def counters(device: torch.device) -> Tensor:
+    """Zero before and after each launch; one for every part of the row blocks, of which there are no more than processors."""
+    return torch.zeros(1024, dtype=torch.int32, device=device)
+
+
 def worth_doubling(tensor: VectorQuant) -> bool:
     """Whether the codebook is stored twice, so that each lookup can choose between two banks."""
     main, residual = tensor.index_bits
@@ -247,7 +252,7 @@ def prepare(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool | None = N
     if reason:
         return Decoded(tensor.dequantize(dtype), f"decoded once: {reason}")
     layout = lay_out(tensor, dtype=dtype, doubled=worth_doubling(tensor) if doubled is None else doubled)
-    return Vptq((layout,), vptq_rows.counters(tensor.device), bias)
+    return Vptq((layout,), counters(tensor.device), bias)
 
 
 def join(weights: Sequence[Any], bias: Tensor | None = None) -> Vptq | None:
@@ -258,4 +263,4 @@ def join(weights: Sequence[Any], bias: Tensor | None = None) -> Vptq | None:
     alike = {(part.form, part.halves, part.length, part.dense_steps, part.chunks, part.residual is None) for part in parts}
     if len(alike) > 1 or any(part.sliced for part in parts):
         return None
-    return Vptq(parts, vptq_rows.counters(parts[0].stream.device), bias)
+    return Vptq(parts, counters(parts[0].stream.device), bias)

@@ -12,20 +12,21 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemm import buffer
 from flyweight.kernels.gemv import processors
+from flyweight.kernels.gemv_split import mail
 from flyweight.kernels.vptq_layout import CHUNK
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
-TILES = 1024  # of a part
 PACK_WARPS = 4
 PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
 BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
-WARPS = (12, 8)  # that multiply; each has two row blocks of a tile
-EIGHT = 1.15  # times as long as 12 for a lookup, at most
-SPANNING = 200  # lookups of 32 items that a thread block could make in the time that a share of a second tile costs
-# Rows of a launch → steps of 32 columns in a stage of x, products of 16 columns in a group. More rows are faster written out.
-SHAPES = {16: (4, 2), 32: (4, 2), 64: (2, 2), 128: (1, 1)}
+AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → steps whose lookups are under way
+# Rows of a launch → steps of 32 columns in a stage of x; how long a lookup of 8 warps takes where that of 12 takes 1; lookups of
+# 32 items in the time that a share of a second tile costs. More rows are faster written out.
+SHAPES = {16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
+MOST_PACKED, MOST_GATED = 16, 0  # rows that the kernel packs itself; with silu, which every tile's thread blocks repeat
+SHARERS = 64  # thread blocks of a tile, at most, where rows are normed by them
 
 
 @dataclass(frozen=True)
@@ -35,102 +36,123 @@ class Shape:
     tokens: int
     warps: int
     steps: int  # of a stage
-    group: int
+    ahead: int
     stages: int
     copies: int  # of the residual book
     shared: int
+    inside: bool  # x is packed by the kernel itself
 
     @property
     def registers(self) -> int:
-        """At most so many a thread at launch: 64 of 128 threads of vptq_pack.cu are left."""
-        return (65536 - 8192) // (32 * (self.warps + 4)) // 8 * 8
+        """At most so many a thread at launch: where there is a vptq_pack.cu, 64 of its 128 threads are left."""
+        return (65536 - (0 if self.inside else 8192)) // (32 * (self.warps + 4)) // 8 * 8
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"TOKENS": self.tokens, "WARPS": self.warps, "STAGE_STEPS": self.steps, "AHEAD": self.ahead, "STAGES": self.stages,
+                "COPIES": self.copies, "REGISTERS": self.registers, "INSIDE": int(self.inside)}
 
 
 @functools.cache
-def shape_for(main: int, residual: int, span: int, tokens: int, warps: int, limit: int) -> Shape | None:
-    """For index bits, and steps of a span; None where two stages do not fit into `limit` bytes."""
-    steps, group = SHAPES[tokens]
+def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int, inside: bool) -> Shape | None:
+    """For index bits; None where two stages do not fit into `limit` bytes."""
+    steps, _, _ = SHAPES[tokens]
     for copies in (8, 4, 2):
-        fixed = 16 * ((1 << main) + (copies << residual if residual else 0)) + warps * 2 * span * 128
-        stage = 64 * tokens * steps
+        fixed = 16 * ((1 << main) + (copies << residual if residual else 0))
+        stage = 64 * tokens * steps + (4 * tokens * steps if inside else 0)
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, group, stages, copies, fixed + stages * (stage + 16) + 16)
+            return Shape(tokens, warps, steps, AHEAD[warps], stages, copies, fixed + stages * (stage + 16) + 16, inside)
     return None
 
 
 @functools.cache
-def cut(tiles: tuple[int, ...], units: int, count: int) -> tuple[tuple[int, ...], int, bool]:
-    """Thread blocks of each part, the most units of one, and whether it has shares of two tiles. Every tile has as many blocks,
-    where that leaves no one much more to do."""
+def cut(tiles: tuple[int, ...], units: int, count: int, spanning: float) -> tuple[tuple[int, ...], float]:
+    """Thread blocks of each part, and the most units of one; shares of two tiles cost `spanning` more. So either every tile has
+    as many blocks, or the line of all units is cut evenly."""
     each, spread = min(count // sum(tiles), units), share_out(tuple(units * n for n in tiles), count)
-    most = max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
-    if each and -(-units // each) <= 1.1 * most:
-        return tuple(each * n for n in tiles), -(-units // each), False
-    return spread, most, True
+    most = spanning + max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
+    if each and -(-units // each) <= most:
+        return tuple(each * n for n in tiles), -(-units // each)
+    return spread, most
 
 
-def cut_for(parts: Parts, warps: int, count: int) -> tuple[tuple[int, ...], int, bool]:
-    layout = parts[0]
-    units = layout.chunks * CHUNK // max(CHUNK, layout.form.window) + (layout.dense_steps > 0)  # of a tile
-    return cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count)
+def cut_for(parts: Parts, tokens: int, warps: int, count: int) -> tuple[tuple[int, ...], float]:
+    """Thread blocks of each part, and the lookups of 32 items of the busiest."""
+    layout, (_, eight, spanning) = parts[0], SHAPES[tokens]
+    span = max(CHUNK, layout.form.window)
+    units, lookups = layout.chunks * CHUNK // span + (layout.dense_steps > 0), 2 * warps * span  # of a tile; of a unit
+    ctas, most = cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count, spanning / lookups)
+    return ctas, most * lookups * (eight if warps == 8 else 1)
 
 
 def warps_for(parts: Parts, tokens: int, count: int) -> int:
-    """With which the busiest thread block has least to do."""
-
-    def lookups(warps: int) -> float:
-        _, most, spanning = cut_for(parts, warps, count)
-        return most * warps * 2 * max(CHUNK, parts[0].form.window) * (EIGHT if warps == 8 else 1) + SPANNING * spanning
-
-    return 8 if tokens > 64 else min(WARPS, key=lookups)  # sums of so many rows leave no registers for more
+    """With which the busiest thread block is done first."""
+    most = 12 if tokens <= 64 else 8  # sums of more rows leave no registers for more
+    return min((warps for warps in AHEAD if warps <= most), key=lambda warps: cut_for(parts, tokens, warps, count)[1])
 
 
-def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
+def can_pack(parts: Parts) -> bool:
+    """Whether the kernel packs x itself: columns in their own order, sixteen at a time."""
+    return all(part.source is None and part.in_features % 16 == 0 and part.dense is None for part in parts)
+
+
+def most_sharers(parts: Parts, tokens: int, warps: int, count: int) -> int:
+    """Thread blocks that have a part of one tile."""
+    ctas, _ = cut_for(parts, tokens, warps, count)
+    return max(-(-n // -(-part.row_blocks // (2 * warps))) + 1 for part, n in zip(parts, ctas, strict=True))
+
+
+def choose(parts: Parts, rows: int, device: torch.device, gated: bool = False) -> Shape | None:
     """The smallest shape that takes so many rows, up to MOST, at once."""
     layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
-    warps = warps_for(parts, tokens, processors(device.index or 0))
-    return shape_for(layout.form.main, layout.form.residual, max(CHUNK, layout.form.window), tokens, warps, limit)
-
-
-def counters(device: torch.device) -> Tensor:
-    """[warps, parts, tiles], for one weight: who shares a tile depends on its size, and counters go on from launch to launch."""
-    return torch.zeros(len(WARPS), MOST_PARTS, TILES, dtype=torch.int32, device=device)
+    count = processors(device.index or 0)
+    warps = warps_for(parts, tokens, count)
+    few = tokens <= (MOST_GATED if gated else MOST_PACKED) and most_sharers(parts, tokens, warps, count) <= SHARERS
+    inside = few and can_pack(parts)
+    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit, inside)
 
 
 def takes(parts: Parts, rows: int, device: torch.device) -> bool:
     layout = parts[0]
     if layout.sliced or layout.length != 8 or gpu.capability(device)[0] != 9:
         return False
-    shape = choose(parts, rows, device)
-    return shape is not None and max(part.row_blocks for part in parts) <= 2 * shape.warps * TILES
+    return choose(parts, rows, device) is not None
 
 
-def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool = True) -> None:
+def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = True) -> None:
     """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
     layout, rows, device = parts[0], x.shape[0], x.device
-    shape = choose(parts, rows, device)
+    shape = choose(parts, rows, device, ends.gated)
     assert shape is not None
-    stored, count = layout.affine.numel(), processors(device.index or 0)
-    common = {"FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps}
+    count = processors(device.index or 0)
+    unpacked = (x, None, 0, 0)
+    packed, sums, part_bytes, slices = unpacked if shape.inside else pack(parts, x, ends, shape, count=count, pdl=pdl)
+    ctas, _ = cut_for(parts, shape.tokens, shape.warps, count)
+    inside = ends.defines if shape.inside else {"NORM": 0, "GATED": 0}
+    kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | inside | {
+        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
+    letters = SHARERS if shape.inside and ends.norm is not None else 0
+    partials = mail(count * 2 * shape.tokens * (shape.warps * 16 + letters), device)
+    args = (*part_arguments(parts, ctas), packed, sums, ends.norm, ends.bias, ends.residual, out, partials, float(ends.epsilon),
+            rows, layout.in_features, out.shape[1], layout.chunks, layout.dense_steps, part_bytes, slices)
+    kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+
+
+def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool) -> tuple[Tensor, Tensor, int, int]:
+    """x in the order of the products, what biases add, the bytes of a part, and how many add up to what biases add."""
+    layout, rows, device = parts[0], x.shape[0], x.device
+    stored = layout.affine.numel()
     part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
     packed = buffer("vptq packed", len(parts) * part_bytes, device)
     slices = max(1, min(-(-stored // (256 * PACK_WARPS)), PACKERS * count // rows))
     sums = buffer("vptq sums", 4 * len(parts) * rows * slices, device)
-    pack = jit.load("vptq_pack.cu", defines=common | ends.defines | {
-        "WARPS": PACK_WARPS, "PARTS": len(parts), "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
+    kernel = jit.load("vptq_pack.cu", defines=ends.defines | {
+        "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "WARPS": PACK_WARPS, "PARTS": len(parts),
+        "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
     columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
     given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed, sums, float(ends.epsilon), rows,
              layout.in_features, stored, shape.tokens // 8, slices)
-    pack.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
-    ctas, _, _ = cut_for(parts, shape.warps, count)
-    kernel = jit.load("vptq_rows.cu", defines=common | layout.form.defines() | {
-        "PIECES": 1, "COPIES": shape.copies, "WARPS": shape.warps, "TOKENS": shape.tokens, "STAGES": shape.stages,
-        "GROUP": shape.group, "REGISTERS": shape.registers, "DENSE": int(layout.dense_steps > 0),
-    }).kernel("vptq_rows")
-    partials = buffer("vptq partials", count * 2 * shape.tokens * shape.warps * 64, device)
-    met = arrived[WARPS.index(shape.warps)]
-    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, met, rows, out.shape[1],
-            layout.chunks, layout.dense_steps, part_bytes, slices)
-    kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+    kernel.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
+    return packed, sums, part_bytes, slices

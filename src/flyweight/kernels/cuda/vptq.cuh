@@ -61,7 +61,7 @@ DEVICE int gathered_column(u32 v, int step, int lane) {
 DEVICE int address_lane(int l) { return (l >> 4 & 1) << 3 | (l >> 3 & 1) << 4 | (l >> 2 & 1) | (l & 3) << 1; }  // its inverse
 
 // A span: the fewest steps that are whole chunks and whole windows. `unfold` puts the items of one row block in their own order:
-// that of column p of lane column_lane(l) to to[32 p + l]. `turn` is 0, or 16 for who wants other banks.
+// that of column p of lane column_lane(l) to to[32 p + l]; `sort`: to v[p] of lane l.
 constexpr int SPAN = WINDOW > CHUNK ? WINDOW : CHUNK;
 typedef u32 Words[SPAN / CHUNK][WORDS];
 DEVICE void load_span(Words& words, const char* from, int lane) {
@@ -75,7 +75,7 @@ DEVICE u32 places_of(const u32 (&v)[CHUNK], int lane) {
   for (int s = 0; s < CHUNK; s++) places |= position(v[s]) << 4 * s;
   return __shfl_sync(~0u, places, column_lane(lane));
 }
-DEVICE void unfold(u32* to, const Words& words, int turn, int lane) {
+DEVICE void unfold(u32* to, const Words& words, int lane) {
 #pragma unroll
   for (int c = 0; c < SPAN / CHUNK; c++) {
     u32 v[CHUNK];
@@ -83,8 +83,35 @@ DEVICE void unfold(u32* to, const Words& words, int turn, int lane) {
     const u32 places = places_of(v, lane);
 #pragma unroll
     for (int s = 0; s < CHUNK; s++)
-      to[(((c * CHUNK + s) & ~(int)(WINDOW - 1)) + (places >> 4 * s & 15)) * 32 + (lane ^ turn)] = v[s];
+      to[(((c * CHUNK + s) & ~(int)(WINDOW - 1)) + (places >> 4 * s & 15)) * 32 + lane] = v[s];
   }
+}
+
+// Bits above the fields are the key: the smaller of two comes first (a bitonic network, all of it in registers).
+DEVICE void sort(u32 (&v)[SPAN], const Words& words, int lane) {
+#pragma unroll
+  for (int c = 0; c < SPAN / CHUNK; c++) {
+    u32 here[CHUNK];
+    all_items(here, words[c]);
+    const u32 places = POS_BITS ? places_of(here, lane) : 0;
+#pragma unroll
+    for (int s = 0; s < CHUNK; s++) {
+      const u32 window = (u32)((c * CHUNK + s) & ~(int)(WINDOW - 1)) << 28;
+      v[c * CHUNK + s] = POS_BITS ? here[s] & 0x0fffffff | places << (28 - 4 * s) & 0xf0000000 | window : here[s];
+    }
+  }
+  if constexpr (POS_BITS > 0)
+#pragma unroll
+    for (int size = 2; size <= SPAN; size *= 2)
+#pragma unroll
+      for (int apart = size / 2; apart > 0; apart /= 2)
+#pragma unroll
+        for (int i = 0; i < SPAN; i++)
+          if (!(i & apart)) {
+            const u32 one = v[i], two = v[i + apart];
+            const bool rising = !(i & size);
+            v[i] = (one < two) == rising ? one : two, v[i + apart] = (one < two) == rising ? two : one;
+          }
 }
 
 // Up to three weights that share one x (q, k and v; gate and up) are one launch: each has some of its CTAs, and its outputs follow

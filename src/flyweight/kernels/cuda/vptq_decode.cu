@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_decode(
   u16* const rows = weight + (size_t)part.first * stored;
 #pragma unroll 1
   for (int unit = begin + warp; unit < end; unit += WARPS) {
-    unfold(items, words, 0, lane);
+    unfold(items, words, lane);
     __syncwarp();
     if (unit + WARPS < end) load_span(words, part.stream + (size_t)(unit + WARPS) * (SPAN / CHUNK) * CHUNK_BYTES, lane);
     const int row = unit / spans * 8 + g, column = unit % spans * SPAN * 32 + 8 * t;
