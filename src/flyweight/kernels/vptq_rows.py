@@ -25,7 +25,7 @@ AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → 
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
 SHAPES = {16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
-MOST_PACKED, MOST_GATED = 16, 0  # rows that the kernel packs itself; with silu, which every tile's thread blocks repeat
+MOST_PACKED, MOST_GATED = 0, 0  # rows that the kernel packs itself; with silu, which every tile's thread blocks repeat
 SHARERS = 64  # thread blocks of a tile, at most, where rows are normed by them
 
 
