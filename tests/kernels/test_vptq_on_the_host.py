@@ -88,10 +88,8 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
 
 
 @pytest.mark.parametrize("rows", [5, 20, 40])
-@pytest.mark.parametrize("inside", [True, False], ids=["packed by the kernel", "packed before"])
 @pytest.mark.parametrize("shapes", [[(72, 1024)], [(1400, 272), (24, 272), (40, 272)]], ids=["shared tiles", "whole tiles"])
-def test_rows_are_normed_whoever_packs_them(monkeypatch, shapes, inside, rows):
-    monkeypatch.setattr(vptq_rows, "MOST_PACKED", 64 if inside else 0)
+def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
     tensors, weight = make(*shapes, **BOOKS)
     width = weight.out_features
     x, norm = torch.randn(rows, shapes[0][1]).bfloat16(), (1 + 0.1 * torch.randn(shapes[0][1])).bfloat16()
@@ -102,10 +100,8 @@ def test_rows_are_normed_whoever_packs_them(monkeypatch, shapes, inside, rows):
         assert error(weight.fused(x, torch.full_like(residual, float("nan")), norm=norm, residual=residual), want) < 1e-2
 
 
-@pytest.mark.parametrize(("rows", "products", "inside"), [
-    (1, True, False), (5, False, False), (5, True, True), (40, True, False), (40, True, True)])
-def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products, inside):
-    monkeypatch.setattr(vptq_rows, "MOST_GATED", 64 if inside else 0)
+@pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False), (40, True)])
+def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products):
     if not products:  # as on a GPU before Hopper
         monkeypatch.setattr(vptq_rows, "takes", lambda *_: False)
     tensors, weight = make((64, 512), **BOOKS)
