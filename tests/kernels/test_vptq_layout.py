@@ -202,9 +202,8 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
 COMMON = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, PIECES=1, COPIES=8, FP16=0, RESIDENT=1)
 
 
-def rows_shape(tokens, *, inside):
-    shape = vptq_rows.shape_for(13, 8, tokens, 8 if tokens > 64 else 12, 232448, inside)
-    return shape.defines | dict(DENSE=0, NORM=int(inside), GATED=0)
+def rows_shape(tokens, warps):
+    return vptq_rows.shape_for(13, 8, tokens, warps, 232448).defines | dict(DENSE=0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -214,8 +213,7 @@ def rows_shape(tokens, *, inside):
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=1)),
     ("vptq_decode.cu", dict(WARPS=16)),
     ("vptq_pack.cu", dict(WARPS=4, NORM=1, GATED=0, STAGE_STEPS=4, PARTS=3, BOOK_BYTES=131072)),
-    ("vptq_rows.cu", rows_shape(64, inside=False) | dict(DENSE=1)), ("vptq_rows.cu", rows_shape(128, inside=False)),
-    ("vptq_rows.cu", rows_shape(64, inside=True)),
+    ("vptq_rows.cu", rows_shape(64, 12) | dict(DENSE=1)), ("vptq_rows.cu", rows_shape(128, 8)),
     ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])
 def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
@@ -223,11 +221,11 @@ def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     assert jit.compile_cubin(file, COMMON | defines, arch)
 
 
-@pytest.mark.parametrize(("tokens", "inside"), [(16, True), (32, True), (64, True), (64, False), (128, False)])
-def test_products_are_in_flight_while_the_next_weights_are_looked_up(tokens, inside):
+@pytest.mark.parametrize(("tokens", "warps"), [(16, 12), (32, 12), (64, 12), (16, 8), (32, 8), (64, 8), (128, 8)])
+def test_products_are_in_flight_while_the_next_weights_are_looked_up(tokens, warps):
     """Where the compiler cannot tell that nobody touches their registers, it does one after the other, and says so."""
     core = pytest.importorskip("cuda.core")
-    defines = [(name, str(value)) for name, value in (COMMON | rows_shape(tokens, inside=inside)).items()]
+    defines = [(name, str(value)) for name, value in (COMMON | rows_shape(tokens, warps)).items()]
     options = core.ProgramOptions(std="c++17", arch="sm_90a", define_macro=defines)
     log = io.StringIO()
     core.Program(jit._source("vptq_rows.cu"), code_type="c++", options=options).compile("cubin", logs=log)

@@ -88,11 +88,8 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
 
 
 @pytest.mark.parametrize("rows", [5, 20, 40])
-@pytest.mark.parametrize("inside", [True, False], ids=["packed by the kernel", "packed before"])
 @pytest.mark.parametrize("shapes", [[(72, 1024)], [(1400, 272), (24, 272), (40, 272)]], ids=["shared tiles", "whole tiles"])
-def test_rows_are_normed_whoever_packs_them(monkeypatch, shapes, inside, rows):
-    if not inside:
-        monkeypatch.setattr(vptq_rows, "can_pack", lambda parts: False)
+def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
     tensors, weight = make(*shapes, **BOOKS)
     width = weight.out_features
     x, norm = torch.randn(rows, shapes[0][1]).bfloat16(), (1 + 0.1 * torch.randn(shapes[0][1])).bfloat16()
@@ -119,3 +116,10 @@ def test_what_is_not_alike_is_not_joined():
     assert make((64, 512), (64, 256), **BOOKS)[1] is None
     assert vptq.join([vptq.prepare(VectorQuant.random((16, 512), length=24, main=16), dtype=torch.bfloat16)]) is None
     assert vptq_rows.takes(make((64, 512))[1].parts, 2, torch.device("cpu"))
+
+
+def test_tiles_are_cut_by_what_a_second_one_costs():
+    assert vptq_rows.cut((48,), 16, 132, 4) == ((96,), 8)  # two for each tile, though 132 would have 6 units each
+    assert vptq_rows.cut((48,), 16, 132, 1) == ((132,), 7)
+    assert vptq_rows.cut((22,), 48, 132, 4) == ((132,), 8)
+    assert vptq_rows.cut((200,), 16, 132, 4) == ((132,), 29)  # fewer thread blocks than tiles

@@ -25,8 +25,6 @@ AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → 
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
 SHAPES = {16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
-MOST_PACKED, MOST_GATED = 0, 0  # rows that the kernel packs itself; with silu, which every tile's thread blocks repeat
-SHARERS = 64  # thread blocks of a tile, at most, where rows are normed by them
 
 
 @dataclass(frozen=True)
@@ -40,29 +38,28 @@ class Shape:
     stages: int
     copies: int  # of the residual book
     shared: int
-    inside: bool  # x is packed by the kernel itself
 
     @property
     def registers(self) -> int:
-        """At most so many a thread at launch: where there is a vptq_pack.cu, 64 of its 128 threads are left."""
-        return (65536 - (0 if self.inside else 8192)) // (32 * (self.warps + 4)) // 8 * 8
+        """At most so many a thread at launch: 64 of 128 threads of vptq_pack.cu are left."""
+        return (65536 - 8192) // (32 * (self.warps + 4)) // 8 * 8
 
     @property
     def defines(self) -> dict[str, int]:
         return {"TOKENS": self.tokens, "WARPS": self.warps, "STAGE_STEPS": self.steps, "AHEAD": self.ahead, "STAGES": self.stages,
-                "COPIES": self.copies, "REGISTERS": self.registers, "INSIDE": int(self.inside)}
+                "COPIES": self.copies, "REGISTERS": self.registers}
 
 
 @functools.cache
-def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int, inside: bool) -> Shape | None:
+def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int) -> Shape | None:
     """For index bits; None where two stages do not fit into `limit` bytes."""
     steps, _, _ = SHAPES[tokens]
     for copies in (8, 4, 2):
         fixed = 16 * ((1 << main) + (copies << residual if residual else 0))
-        stage = 64 * tokens * steps + (4 * tokens * steps if inside else 0)
+        stage = 64 * tokens * steps
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, AHEAD[warps], stages, copies, fixed + stages * (stage + 16) + 16, inside)
+            return Shape(tokens, warps, steps, AHEAD[warps], stages, copies, fixed + stages * (stage + 16) + 16)
     return None
 
 
@@ -92,26 +89,12 @@ def warps_for(parts: Parts, tokens: int, count: int) -> int:
     return min((warps for warps in AHEAD if warps <= most), key=lambda warps: cut_for(parts, tokens, warps, count)[1])
 
 
-def can_pack(parts: Parts) -> bool:
-    """Whether the kernel packs x itself: columns in their own order, sixteen at a time."""
-    return all(part.source is None and part.in_features % 16 == 0 and part.dense is None for part in parts)
-
-
-def most_sharers(parts: Parts, tokens: int, warps: int, count: int) -> int:
-    """Thread blocks that have a part of one tile."""
-    ctas, _ = cut_for(parts, tokens, warps, count)
-    return max(-(-n // -(-part.row_blocks // (2 * warps))) + 1 for part, n in zip(parts, ctas, strict=True))
-
-
-def choose(parts: Parts, rows: int, device: torch.device, gated: bool = False) -> Shape | None:
+def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
     """The smallest shape that takes so many rows, up to MOST, at once."""
     layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
-    count = processors(device.index or 0)
-    warps = warps_for(parts, tokens, count)
-    few = tokens <= (MOST_GATED if gated else MOST_PACKED) and most_sharers(parts, tokens, warps, count) <= SHARERS
-    inside = few and can_pack(parts)
-    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit, inside)
+    warps = warps_for(parts, tokens, processors(device.index or 0))
+    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit)
 
 
 def takes(parts: Parts, rows: int, device: torch.device) -> bool:
@@ -124,19 +107,16 @@ def takes(parts: Parts, rows: int, device: torch.device) -> bool:
 def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = True) -> None:
     """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
     layout, rows, device = parts[0], x.shape[0], x.device
-    shape = choose(parts, rows, device, ends.gated)
+    shape = choose(parts, rows, device)
     assert shape is not None
     count = processors(device.index or 0)
-    unpacked = (x, None, 0, 0)
-    packed, sums, part_bytes, slices = unpacked if shape.inside else pack(parts, x, ends, shape, count=count, pdl=pdl)
+    packed, sums, part_bytes, slices = pack(parts, x, ends, shape, count=count, pdl=pdl)
     ctas, _ = cut_for(parts, shape.tokens, shape.warps, count)
-    inside = ends.defines if shape.inside else {"NORM": 0, "GATED": 0}
-    kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | inside | {
+    kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | {
         "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
-    letters = SHARERS if shape.inside and ends.norm is not None else 0
-    partials = mail(count * 2 * shape.tokens * (shape.warps * 16 + letters), device)
-    args = (*part_arguments(parts, ctas), packed, sums, ends.norm, ends.bias, ends.residual, out, partials, float(ends.epsilon),
-            rows, layout.in_features, out.shape[1], layout.chunks, layout.dense_steps, part_bytes, slices)
+    partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
+    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
+            layout.chunks, layout.dense_steps, part_bytes, slices)
     kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
 
 

@@ -1,7 +1,7 @@
 // y[r, n] = sum_k x[r, k] · W[n, k] for 2 to TOKENS rows, with W as in vptq_decode.cu, never written out.
 //
 // A warpgroup multiplies 64 outputs (8 row blocks, two a warp) by all rows at once: W is the left operand, from registers, x the
-// right one, with the columns' scales in it. Lookups are those of vptq.cu, but here all row blocks share one x, so the columns come in
+// right one, packed by vptq_pack.cu with the columns' scales in it. Lookups are those of vptq.cu, but here all row blocks share one x, so the columns come in
 // their own order: a lane sorts the items of a span by their positions. A step, 32 columns, of two row blocks is two products:
 //
 //      A [16 × 16]   rows 0-7: row block 0     rows 8-15: row block 1     columns: half a step (vptq.cuh)
@@ -17,15 +17,13 @@
 // A tile that several CTAs have a part of: each leaves its sums in memory, words that are their own flags (common.cuh), and adds up
 // and ends its share of them, in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
-// x comes packed by vptq_pack.cu, by bulk copies, or (INSIDE) a warpgroup packs it here: vptq_inputs.cuh.
-//
 // Limit: shared memory. 32 items, half of a step of two row blocks, take 10.4 cycles (random entries), 4 for residuals, TOKENS / 16
 // for x, TOKENS / 4 / WARPS for x to come.
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
-// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up), REGISTERS (of
-// a thread at launch), DENSE (there are outliers), INSIDE (x is packed here), NORM, GATED
+// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
+// REGISTERS (of a thread at launch), DENSE (there are outliers)
 #include "vptq_tables.cuh"
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
@@ -35,11 +33,8 @@ constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
 constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
 constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
 constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
-constexpr int MOST_SHARERS = 64;                 // of a tile whose rows are normed here
-constexpr int GIVEN_REGISTERS = INSIDE ? 128 : 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
+constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
 static_assert(PIECES == 1 && STAGE_STEPS > 1 && SPAN % STAGE_STEPS == 0 && AHEAD <= 2, "vectors of 8, whole stages");
-
-#include "vptq_inputs.cuh"
 
 struct Line {  // of the units of a part, cut over its CTAs
   u32 per_tile, total, ctas;
@@ -48,12 +43,12 @@ struct Line {  // of the units of a part, cut over its CTAs
 };
 struct Results {
   const u16 *bias, *rest;
-  const float* per_row;  // [TOKENS]: what the columns' biases add; INSIDE, where these are in the sums already: the norm's factors
+  const float* biases;  // [TOKENS]: what the columns' biases add
   u16* y;
   int rows, width, first, outputs;
   DEVICE float whole(float sum, int output, int row) const {  // `rest` aside
     const float here = bias && output < outputs ? to_float(bias[first + output]) : 0.f;
-    return (INSIDE ? NORM ? sum * per_row[row] : sum : sum + per_row[row]) + here;
+    return sum + biases[row] + here;
   }
   DEVICE bool in_halves() const { return (width | first | outputs) % 2; }
   DEVICE size_t place(int output, int row) const { return (size_t)row * width + first + output; }
@@ -89,20 +84,14 @@ struct Results {
   }
 };
 
-// Behind the sums: squares of this thread's row, from a CTA's share of a tile (`sender`) to the one that ends share `reader`.
-DEVICE float* letters(uint4* mail, int sender, int reader) {
-  return (float*)(mail + (size_t)gridDim.x * 2 * COLUMNS * THREADS) + (sender * MOST_SHARERS + reader) * TOKENS + threadIdx.x;
-}
-
 extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
-    PART(0), PART(1), PART(2), const u8* x, const float* sums, const u16* norm, const u16* bias, const u16* rest, u16* y,
-    uint4* mail, float epsilon, int rows, int in_features, int width, int chunks, int dense_steps, int part_bytes, int slices) {
+    PART(0), PART(1), PART(2), const u8* x, const float* sums, const u16* bias, const u16* rest, u16* y, uint4* mail,
+    int rows, int width, int chunks, int dense_steps, int part_bytes, int slices) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   u8* const ring = raw + BOOK_BYTES + RES_BYTES;
-  float* const row_sums = (float*)(ring + STAGES * X_STAGE);  // INSIDE
-  u64* const full = (u64*)(row_sums + INSIDE * STAGES * ROW_SUMS), *const empty = full + STAGES, *const barrier = empty + STAGES;
-  __shared__ float per_row[TOKENS];
+  u64* const full = (u64*)(ring + STAGES * X_STAGE), *const empty = full + STAGES, *const barrier = empty + STAGES;
+  __shared__ float biases[TOKENS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   const int blocks = (part.outputs + 7) / 8, spans = chunks * CHUNK / SPAN;
@@ -111,7 +100,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   const int begin = line.begin(part.cta), end = line.begin(part.cta + 1);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(&full[i], INSIDE ? 4 : 1);
+      barrier_init(&full[i], 1);
       barrier_init(&empty[i], WARPS);
     }
     fence_barriers();
@@ -144,28 +133,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   wait_for_inputs();
   const auto stages_of = [&](int unit) { return DENSE && unit % per_tile == spans ? (dense_steps + STAGE_STEPS - 1) / STAGE_STEPS : SPAN_STAGES; };
   if (warp >= WARPS) {
-    if constexpr (GIVEN_REGISTERS < REGISTERS) give_registers<GIVEN_REGISTERS>();
-#if INSIDE
-    Packer packer((const u16*)x, norm, part.affine, rows, in_features, warp - WARPS, lane);
-    int n = 0;
-    for (int unit = begin; unit < end; unit++)
-#pragma unroll 1
-      for (int i = 0; i < SPAN_STAGES; i++, n++) {
-        const int slot = n % STAGES;
-        packer.make(ring + slot * X_STAGE, unit % per_tile * SPAN_STAGES + i, [&] {
-          if (n >= STAGES) barrier_wait(&empty[slot], (n / STAGES + 1) & 1);
-        });
-        if (i == SPAN_STAGES - 1 && (unit + 1 == end || (unit + 1) % per_tile == 0)) packer.end_tile(row_sums + slot * ROW_SUMS);
-        fence_for_products();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&full[slot]);
-      }
-#else
+    give_registers<GIVEN_REGISTERS>();
     if (warp > WARPS) {
       for (int row = threadIdx.x - THREADS - 32; row < TOKENS; row += ADDERS) {
         float sum = 0;
         for (int i = 0; i < slices && row < rows; i++) sum += __ldcg(sums + ((size_t)part.index * rows + row) * slices + i);
-        per_row[row] = sum;
+        biases[row] = sum;
       }
       named_arrive(2, THREADS + ADDERS);
     } else if (lane == 0) {
@@ -179,14 +152,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
           bulk_copy(ring + slot * X_STAGE, own_x + (size_t)stage * X_STAGE, X_STAGE, &full[slot]);
         }
     }
-#endif
     return;
   }
-  if constexpr (TAKEN_REGISTERS > REGISTERS) take_registers<TAKEN_REGISTERS>();
+  take_registers<TAKEN_REGISTERS>();
   book_ready(barrier);
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
-  const Results results = {bias, rest, per_row, y, rows, width, part.first, part.outputs};
+  const Results results = {bias, rest, biases, y, rows, width, part.first, part.outputs};
   int slot = 0, left = 0;
   u32 parity = 0;
   u32 v[2][SPAN];                 // items of both row blocks, in their order
@@ -274,24 +246,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     }
 #endif
     keep_behind(acc);
-    const bool whole = line.owner(tile * per_tile) == line.owner((tile + 1) * per_tile - 1);
-    float squares = 0;  // of this thread's row
-#if INSIDE
-    const float* const sums_here = row_sums + before * ROW_SUMS;
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; i++) acc[i] += sum_of_lines(sums_here, i / 4 * 8 + lane % 4 * 2 + i % 2);
-    if (NORM && threadIdx.x < TOKENS) squares = sum_of_lines(sums_here + LINES * TOKENS, threadIdx.x);
-    if (NORM && whole) {
-      named_barrier(1, THREADS);  // nobody reads the factors of the tile before
-      if (threadIdx.x < TOKENS) per_row[threadIdx.x] = rsqrtf(squares / in_features + epsilon);
-      named_barrier(1, THREADS);
-    }
-    __syncwarp();
-#else
     if (tile == begin / per_tile) named_barrier(2, THREADS + ADDERS);  // biases are there
-#endif
     if (lane == 0) barrier_arrive(&empty[before]);
-    if (whole) {
+    if (line.owner(tile * per_tile) == line.owner((tile + 1) * per_tile - 1)) {
       uint2 rest_of[COLUMNS];
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) rest_of[j] = results.before(tile, j, threadIdx.x);
@@ -304,10 +261,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     uint4* const to = mail + (size_t)(blockIdx.x * 2 + which) * COLUMNS * THREADS + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) store_relaxed(to + j * THREADS, *(const uint4*)&acc[4 * j]);
-    if (INSIDE && NORM && threadIdx.x < TOKENS) {  // to each CTA that ends a share of the tile
-      const int from = line.owner(tile * per_tile), to = line.owner((tile + 1) * per_tile - 1);
-      for (int i = 0; i <= to - from; i++) store_relaxed(letters(mail, blockIdx.x * 2 + which, i), squares);
-    }
     left |= 1 << which;
   }
 
@@ -318,23 +271,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     const int at0 = all / 32 * share / sharers * 32 + threadIdx.x, at1 = all / 32 * (share + 1) / sharers * 32;
     // Sums of the others lie where this tile is the first of a CTA's; only the first CTA can have begun before.
     uint4* const others = mail + (size_t)(blockIdx.x - part.cta + from) * 2 * all, *const firsts = others + (line.begin(from) < tile * per_tile ? all : 0);
-    if (INSIDE && NORM) {
-      named_barrier(1, THREADS);
-      if (threadIdx.x < TOKENS) {
-        const int first = (blockIdx.x - part.cta + from) * 2;
-        float squares = 0;
-        for (int i = 0; i < sharers; i++) {
-          float* const letter = letters(mail, i ? first + 2 * i : first + (line.begin(from) < tile * per_tile), share);
-          u32 word[1];
-          do load_relaxed(letter, word);
-          while (missing<false>(word));
-          store_relaxed(letter, __uint_as_float(~0u));
-          squares += __uint_as_float(word[0]);
-        }
-        per_row[threadIdx.x] = rsqrtf(squares / in_features + epsilon);
-      }
-      named_barrier(1, THREADS);
-    }
     for (int at = at0; at < at1; at += THREADS) {
       const uint2 rest_of = results.before(tile, at / THREADS, at % THREADS);  // comes while we wait
       const auto place = [&](int i) { return (i ? others + (size_t)i * 2 * all : firsts) + at; };
