@@ -144,7 +144,7 @@ def test_one_to_eight_sequences_of_ragged_lengths(kind, dtype):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kind", ["int4:128", "int8:128"])
 def test_eight_sequences_whose_inputs_stay_in_registers(kind, dtype):
-    layer = Layer(kind, SHAPE, rows=8, context=700, dtype=dtype, hidden=1152)
+    layer = Layer(kind, SHAPE, rows=8, context=700, dtype=dtype, hidden=2688)
     assert linear_plan(layer.weight, SHAPE, 8, DEVICE).in_registers
     for lengths in ([1, 2, 15, 16, 17, 63, 64, 65], [600, 0, 1, 300, 64, 0, 129, 650]):
         layer.check(lengths)
