@@ -7,9 +7,10 @@
 //      tile t      | block 0 | block 1 | … |        a stage = STAGE_BLOCKS blocks of one tile, one bulk copy
 //                    warp 0    warp 1              the warps take a stage's units in turn
 //
-// A producer warp streams stages through a ring in shared memory. It fills the ring BEFORE it waits for the kernel
-// before this one: memory is never idle between two dependent kernels. The ring is sized so that two kernels fit on
-// an SM at once. Warps keep their partial sums of many tiles in shared memory and meet once in SLOTS tiles.
+// A producer warp streams stages through a ring in shared memory. It fills the ring, but for HELD stages, BEFORE it waits
+// for the kernel before this one, of some formats when that one has asked for its last weights (await_turn): memory is hardly
+// idle between two dependent kernels. The ring is sized so that two kernels fit on an SM at once. Warps keep their partial
+// sums of many tiles in shared memory and meet once in SLOTS tiles.
 // Limit: bytes of weights / bandwidth.
 //
 // What happens between x and the first multiplication delays the whole chain, so little does: integer weights are
