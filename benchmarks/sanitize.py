@@ -51,6 +51,17 @@ def linear(kind: str, rows: int, *, gated: bool = True) -> float:
     return error(module.fused(x.cuda(), norm=norm.cuda(), residual=residual.cuda()), want + residual.double())
 
 
+def in_registers() -> float:
+    """Eight rows that stay in registers, which no linear by itself asks for."""
+    import torch
+
+    from flyweight.kernels import gemv
+    from flyweight.tensors import IntGroup
+
+    tensor, x = IntGroup.random((384, 1152), group_size=128), torch.randn(8, 1152).bfloat16()
+    return error(gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda(), alone=True), tensor.matmul_reference(x))
+
+
 def layer_of_experts(tokens: int) -> float:
     """One expert, chosen by everyone: then the layer is that expert."""
     import torch
@@ -143,6 +154,7 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "gemv-plain": (lambda: linear("plain", 1, gated=False), "gemv", 0.02),
     "gemv-sparse": (lambda: linear("sparse-w8a8", 1), "gemv", 0.05),
     "gemv-fp8": (lambda: linear("fp8", 4), "gemv", 0.06),
+    "gemv-registers": (in_registers, "gemv", 0.02),
     "gemm": (lambda: linear("w8a8", 20, gated=False), "gemm|pack", 0.05),
     "gemm-many": (lambda: linear("int4", 300), "gemm|pack", 0.03),
     "gemm-sparse": (lambda: linear("sparse-int4", 70), "gemm|pack", 0.03),

@@ -24,6 +24,16 @@ def test_rows_1_to_8_on_ragged_shapes(kind, dtype):
             assert relative_error(prepared(x, out), tensor.matmul_reference(x)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", ["int4:128", "int8:128"])
+def test_eight_rows_that_stay_in_registers(kind, dtype):
+    for seed, shape in enumerate([(1000, 1600), (6144, 4096)]):
+        tensor, x = make(kind, shape, seed, dtype), torch.randn(8, shape[1], device="cuda").to(dtype)
+        out = torch.full((8, shape[0]), float("nan"), device="cuda", dtype=dtype)
+        gemv.prepare(tensor, dtype=dtype)(x, out, alone=True)
+        assert relative_error(out, tensor.matmul_reference(x)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [
     *((kind, torch.bfloat16) for kind in FUSED_KINDS), *((kind, torch.float16) for kind in ("plain", "w8a8", "int4:128"))])
 def test_norm_bias_residual_and_silu_are_fused(kind, dtype):
