@@ -34,7 +34,6 @@ class Shape:
     tokens: int
     warps: int
     steps: int  # of a stage
-    ahead: int
     stages: int
     copies: int  # of the residual book
     shared: int
@@ -46,8 +45,8 @@ class Shape:
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"TOKENS": self.tokens, "WARPS": self.warps, "STAGE_STEPS": self.steps, "AHEAD": self.ahead, "STAGES": self.stages,
-                "COPIES": self.copies, "REGISTERS": self.registers}
+        return {"TOKENS": self.tokens, "WARPS": self.warps, "STAGE_STEPS": self.steps, "AHEAD": AHEAD[self.warps],
+                "STAGES": self.stages, "COPIES": self.copies, "REGISTERS": self.registers}
 
 
 @functools.cache
@@ -59,7 +58,7 @@ def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int) -> 
         stage = 64 * tokens * steps
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, AHEAD[warps], stages, copies, fixed + stages * (stage + 16) + 16)
+            return Shape(tokens, warps, steps, stages, copies, fixed + stages * (stage + 16) + 16)
     return None
 
 

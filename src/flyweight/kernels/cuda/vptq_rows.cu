@@ -1,8 +1,9 @@
-// y[r, n] = sum_k x[r, k] · W[n, k] for 2 to TOKENS rows, with W as in vptq_decode.cu, never written out.
+// y[r, n] = sum_k x[r, k] · W[n, k] for up to TOKENS rows, with W as in vptq_decode.cu, never written out.
 //
 // A warpgroup multiplies 64 outputs (8 row blocks, two a warp) by all rows at once: W is the left operand, from registers, x the
-// right one, packed by vptq_pack.cu with the columns' scales in it. Lookups are those of vptq.cu, but here all row blocks share one x, so the columns come in
-// their own order: a lane sorts the items of a span by their positions. A step, 32 columns, of two row blocks is two products:
+// right one, packed by vptq_pack.cu with the columns' scales in it. Lookups are those of vptq.cu, but here all row blocks share one
+// x, so the columns come in their own order: a lane sorts the items of a span by their positions. A step, 32 columns, of two row
+// blocks is two products:
 //
 //      A [16 × 16]   rows 0-7: row block 0     rows 8-15: row block 1     columns: half a step (vptq.cuh)
 //
