@@ -28,10 +28,10 @@ from typing import Any
 import peers
 import table
 
-# The open questions first, slow ones before quick ones; what is not named here follows as it comes.
-FIRST = ("int4-best", "autoround-int4-asym", "int4-best-symmetric", "autoround-int4", "vptq-3bit", "w8a8-smooth", "rtn-int4",
-         "gptq-int3", "w8a8-smooth-gptq", "gptq-int4-imatrix", "gptq-int3-imatrix", "rtn-int4-mse", "awq-int3", "vptq-2bit",
-         "vptq-4bit")
+# Slow ones first, so that no worker is left with one at the end; what is not named here is quick and follows as it comes.
+FIRST = ("int4-best", "int4-best-symmetric", "autoround-int4-asym", "autoround-int4", "vptq-3bit", "vptq-4bit", "vptq-2bit",
+         "w8a16-sparse-awq", "w8a8-sparse-smooth-gptq", "w4a16-sparse-gptq", "awq-int3", "awq-int4", "w8a16-smooth-awq",
+         "w8a16-awq", "w8a8-smooth-gptq", "w8a8-smooth")
 QUANT = Path(__file__).parents[2] / "src" / "flyweight" / "quant"
 
 
@@ -242,17 +242,19 @@ def peer_versions() -> dict[str, str]:
 
 
 def make_jobs(schemes: list[str], tools: list[str], seeds: list[int], recipes: list[str]) -> list[Job]:
-    """Seed by seed, so that a run that is cut short has every scheme once; within a seed as FIRST says."""
+    """The first seed before the others, so that a run that is cut short has every scheme once; else as FIRST says."""
     from flyweight.quant import recipe
 
     named = recipe.named()
     wanted = list(named) if schemes == ["all"] else schemes
     jobs = [Job("original", "fp32", 0)]
     place = {scheme: i for i, scheme in enumerate(FIRST)}
-    for seed in seeds:
-        ours = [Job("flyweight", s, seed) for s in [*wanted, *recipes] if s in named or s in recipes or s.startswith("vptq:")]
-        theirs = [Job(tool, s, seed) for tool in tools for s in peers.SCHEMES[tool] if schemes == ["all"] or s in wanted]
-        needed = [job for job in [*theirs, *ours] if seed == seeds[0] or calibrated(job)]
+    for part in (seeds[:1], seeds[1:]):
+        ours = [Job("flyweight", scheme, seed) for seed in part for scheme in [*wanted, *recipes]
+                if scheme in named or scheme in recipes or scheme.startswith("vptq:")]
+        theirs = [Job(tool, scheme, seed) for seed in part for tool in tools for scheme in peers.SCHEMES[tool]
+                  if schemes == ["all"] or scheme in wanted]
+        needed = [job for job in [*theirs, *ours] if job.seed == seeds[0] or calibrated(job)]
         jobs += sorted(needed, key=lambda job: place.get(job.scheme, len(place)))
     return jobs
 
