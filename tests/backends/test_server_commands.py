@@ -19,8 +19,10 @@ def test_vllm_is_started_with_the_arguments_of_the_benchmark(tmp_path):
     text = " ".join(command)
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path)]
     for part in ("--tensor-parallel-size 4", "--quantization awq_marlin", "--gpu-memory-utilization 0.85", "--port 99",
-                 "--no-enable-prefix-caching", "--max-model-len 1024", "--max-num-seqs 8"):
+                 "--no-enable-prefix-caching", "--max-model-len 1024", "--max-num-seqs 8", "--max-num-batched-tokens 8192"):
         assert part in text
+    many = vllm.arguments(options, Limits(64, 1024, None))
+    assert many["max_num_batched_tokens"] == 16640, "more than all that can be asked makes it read beyond its tables"
     assert "prefix" not in " ".join(vllm.serve_command(str(tmp_path), options)), "who serves users keeps the cache"
 
 

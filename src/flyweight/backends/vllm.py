@@ -66,9 +66,11 @@ def model_folder(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def arguments(options: EngineOptions, limits: Limits) -> dict[str, Any]:
+    """A pass is no larger than all that can be asked at once: vLLM tries its largest one at the start, and beyond that reads
+    positions that do not exist."""
     given = dict(dtype=options.dtype, quantization=options.quantization)
     return dict(max_model_len=limits.context, max_num_seqs=limits.batch, tensor_parallel_size=options.tensor_parallel,
-                enable_prefix_caching=False, max_num_batched_tokens=max(16640, limits.batch),
+                enable_prefix_caching=False, max_num_batched_tokens=min(16640, limits.batch * limits.context),
                 **{name: value for name, value in given.items() if value is not None}) | options.extra
 
 
