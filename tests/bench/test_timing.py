@@ -12,6 +12,7 @@ from flyweight.bench.timing import (
     seed_from,
     summarize,
     turns,
+    unsteady,
     warm_up,
 )
 
@@ -78,3 +79,17 @@ def test_outliers_are_flagged_by_the_stated_rule():
     assert outliers([1.0, 1.01, 0.99, 1.0, 2.0]) == [False, False, False, False, True]
     assert outliers([1.0, 1.0, 1.0, 1.01]) == [False] * 4, "one per cent is nothing, however steady the others are"
     assert outliers([1.0, 9.0]) == [False, False]
+
+
+def test_a_run_whose_steps_change_is_flagged():
+    def run(gaps):
+        times = [1.0]
+        for gap in gaps:
+            times.append(times[-1] + gap)
+        return Answer(0.0, tuple((time, 1) for time in times))
+
+    steady, taken_away = [0.028] * 40 + [0.9], [0.028] * 20 + [0.059] * 20
+    assert unsteady(Run(0.0, 9.0, (run(steady),))) == [], "one late step is no rule"
+    assert unsteady(Run(0.0, 9.0, (run(taken_away),))) == ["not steady: its steps took 28 to 59 ms (p10 to p90)"]
+    assert unsteady(Run(0.0, 9.0, (run(taken_away[:5]),))) == [], "too few to tell"
+    assert unsteady(Run(0.0, 9.0, (run(taken_away), run(steady)))) == [], "prompts of others lie between"

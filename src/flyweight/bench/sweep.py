@@ -16,7 +16,7 @@ from flyweight.backends.base import Limits
 from flyweight.bench.cases import Case, Listen, attempt
 from flyweight.bench.check import SelfCheck
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
-from flyweight.bench.timing import STABLE, Run, batch_figures, outliers, random_prompts, seed_from, turns, warm_up
+from flyweight.bench.timing import STABLE, Run, batch_figures, outliers, random_prompts, seed_from, turns, unsteady, warm_up
 from flyweight.bench.workloads import SPEED_OUTPUT, Workload
 from flyweight.errors import ResultError
 
@@ -144,9 +144,10 @@ class Sweep:
         run = case.backend.generate(self.prompts(case, workload, repeat), workload.output)
         if wrong := [answer.tokens for answer in run.answers if answer.tokens != workload.output]:
             raise ResultError(f"{wrong[0]} tokens came instead of {workload.output}; is end of text ignored?")
+        alone = [] if self.plan.together or self.plan.table.each_cell else [ALONE]
         return self.row(case, workload, repeat=repeat, label=f"{case.facts.scheme}_{workload.name or 'run'}_run{repeat}",
                         **self.figures(case, workload, run), outlier=False, **case.backend.memory(), **case.checked,
-                        seed=self.plan.seed, flags=flags + ([] if self.plan.together or self.plan.table.each_cell else [ALONE]))
+                        seed=self.plan.seed, flags=[*flags, *alone, *unsteady(run)])
 
     def figures(self, case: Case, workload: Workload, run: Run) -> Row:
         found = batch_figures(run, input=workload.input, output=workload.output)

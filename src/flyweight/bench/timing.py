@@ -15,6 +15,8 @@
    tables of three runs show mean ± deviation and say so.
 7. An outlier is a sample further from the median than 3.5 scaled median absolute deviations and by more than 2 % of it.
    It is flagged and shown, never dropped.
+8. A sequence alone has steady token times on a steady machine. Where the slow tenth of its steps takes half as long again as
+   the fast tenth, the row is flagged: such a run tells as much of its neighbours as of the engine.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any, TypeVar
 STABLE, LONG = 0.05, 5.0  # two warm-up runs that agree within this are warm; so is one of so many seconds
 SPREAD_FROM = 10  # samples, for p10 and p90
 OUTLIER_DEVIATIONS, OUTLIER_SHARE = 3.5, 0.02
+STEADY = 1.5  # p90 ÷ p10 of a run's steps
 RESAMPLES = 1000
 LOWEST_ID = 10  # the first ids of many vocabularies are special
 
@@ -169,6 +172,15 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def unsteady(run: Run) -> list[str]:
+    """Rule 8, as a flag."""
+    gaps = run.answers[0].gaps if len(run.answers) == 1 else []
+    if len(gaps) < SPREAD_FROM:
+        return []
+    fast, slow = (1e3 * percentile(gaps, percent) for percent in (10, 90))
+    return [f"not steady: its steps took {fast:.3g} to {slow:.3g} ms (p10 to p90)"] if slow > STEADY * fast else []
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
