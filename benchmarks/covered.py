@@ -82,7 +82,7 @@ EXPECTED = (
     Piece("real-model", "logits of 11 formats", 11, "quality", {"check": "logits"}),
     Piece("real-model", "12 ways of serving", 12, "quality", {"check": "served"}),
     Piece("real-model", "a storm of 1,000 requests", 1, "quality", {"check": "storm"}),
-    Piece("vllm_agreement.py", "six folders through vLLM", 6, "quality", {"check": "vllm"}),
+    Piece("vllm_agreement.py", "six folders through vLLM", 6, "quality", {"tool": "vllm"}),
     Piece("serve_load.py", "256 clients for two minutes", 1, "serve", {"concurrency": 256}),
 )
 
