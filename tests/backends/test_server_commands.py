@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flyweight.backends import servers, sglang, vllm
 from flyweight.backends.base import EngineOptions, Limits
@@ -24,6 +25,15 @@ def test_vllm_is_started_with_the_arguments_of_the_benchmark(tmp_path):
     many = vllm.arguments(options, Limits(64, 1024, None))
     assert many["max_num_batched_tokens"] == 16640, "more than all that can be asked makes it read beyond its tables"
     assert "prefix" not in " ".join(vllm.serve_command(str(tmp_path), options)), "who serves users keeps the cache"
+
+
+def test_codes_of_dummy_weights_become_random_and_nothing_else_changes():
+    model = torch.nn.Module()
+    for name, dtype in (("qweight", torch.int32), ("weight", torch.int8), ("scales", torch.float16), ("g_idx", torch.int32)):
+        model.register_parameter(name, torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype).t(), requires_grad=False))
+    vllm.make_codes_random(model)
+    assert len(model.qweight.unique()) > 4000 and model.qweight.min() < -(2**30) and model.qweight.max() > 2**30
+    assert len(model.weight.unique()) > 200 and not model.scales.any() and not model.g_idx.any()
 
 
 def test_sglang_is_started_on_the_same_folder(tmp_path):

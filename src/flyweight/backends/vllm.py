@@ -1,7 +1,8 @@
 """vLLM: in process (its `LLM`, stepped here so that every token has a time) or as its own server.
 
-A preset becomes a folder with nothing but a config.json, which vLLM fills with its dummy loader. Its integer tensors stay
-as they were allocated, and `gptq` finds no quantized tensors and runs unquantized: that scheme is not offered.
+A preset becomes a folder with nothing but a config.json, which vLLM fills with its dummy loader. That leaves integer tensors as
+they were allocated, mostly zeros, on which matrix units draw less power and so run faster at a GPU's power limit: in process
+their codes are made random afterwards. `gptq` finds no quantized tensors and runs unquantized: that scheme is not offered.
 """
 
 from __future__ import annotations
@@ -74,6 +75,18 @@ def arguments(options: EngineOptions, limits: Limits) -> dict[str, Any]:
                 **{name: value for name, value in given.items() if value is not None}) | options.extra
 
 
+CODES = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight")  # names of tensors that hold integers
+
+
+def make_codes_random(model: Any) -> None:
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in CODES and not parameter.is_floating_point():
+            limits = torch.iinfo(parameter.dtype)
+            parameter.data.random_(limits.min, limits.max)
+
+
 class Vllm:
     name: str = "vllm"
     sized: ClassVar[bool] = False
@@ -95,6 +108,8 @@ class Vllm:
 
         folder, more = model_folder(self.model)
         self.inner = vllm.LLM(model=folder, disable_log_stats=True, **more, **arguments(self.options, limits))
+        if more and self.options.tensor_parallel == 1:  # else the weights are in other processes
+            self.inner.apply_model(make_codes_random)
         self.kv_dtype = str(self.inner.llm_engine.model_config.dtype).removeprefix("torch.")
         self.tokens = 0
 
