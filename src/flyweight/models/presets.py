@@ -65,10 +65,11 @@ PRESETS: dict[str, dict[str, Any]] = {
                          vocab_size=49152, tie_word_embeddings=True, **_sizes(576, 1536, 30, 9, 3)),
 }
 # For trying a command out: of no model, as small as every scheme allows.
-PRESETS["tiny"] = PRESETS["qwen3-0.6b"] | _sizes(256, 512, 2, 4, 2, head_dim=64, vocab_size=16384)
+_tiny = dict(vocab_size=16384, bos_token_id=0, eos_token_id=1)
+PRESETS["tiny"] = PRESETS["qwen3-0.6b"] | _sizes(256, 512, 2, 4, 2, head_dim=64, **_tiny)
 PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | _sizes(
-    256, 512, 2, 4, 2, vocab_size=16384, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256,
-    shared_expert_intermediate_size=512)
+    256, 512, 2, 4, 2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, shared_expert_intermediate_size=512,
+    **_tiny)
 FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Make = Callable[..., QuantTensor]  # (shape, seed, device, dtype=…)
 
