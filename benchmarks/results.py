@@ -83,6 +83,8 @@ BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
 def fill(path: Path, results: Results) -> None:
     """Put the tables where the document marks their places."""
     def made(match: re.Match[str]) -> str:
+        if match["name"] not in BLOCKS:  # quality/table.py's
+            return match[0]
         text = terminal(BLOCKS[match["name"]](results) or [Paragraph("Not measured yet.")]).strip()
         return f"<!-- rows: {match['name']} -->\n{text}\n<!-- end -->"
 

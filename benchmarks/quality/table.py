@@ -1,7 +1,8 @@
 """The comparison: mean over seeds, and paired differences with their standard errors.
 
     python benchmarks/quality/run.py --out rows.jsonl --table       prints it
-    python benchmarks/quality/table.py                              puts it into docs/quantize.md, from the committed rows
+    python benchmarks/quality/table.py                              puts it into docs/quantize.md and its best lines into
+                                                                    README.md, from the committed rows
 
 A difference d[seed, window] of mean losses has two sources of noise, the text and the calibration draw:
 error² = var(mean over seeds by window) / windows + var(mean over windows by seed) / seeds. "Better" and "worse" mean by
@@ -20,7 +21,7 @@ from typing import Any
 import peers
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- rows: quality -->", "<!-- end -->"
+BEST = {"w8a8-smooth-gptq": "8 bits, activations too", "int4-best": "4 bits", "vptq-3bit": "3 bits", "vptq-2bit": "2 bits"}
 Results = dict[tuple[str, str], list[dict[str, Any]]]
 
 
@@ -90,6 +91,22 @@ def rival_lines(results: Results) -> list[str]:
     return lines
 
 
+def best_lines(results: Results) -> list[str]:
+    """Ours for each number of bits, and the best that it is held against of the packages."""
+    def told(tool: str, scheme: str) -> str:
+        rows = results[tool, scheme]
+        return (f"{tool} {scheme}".removeprefix("flyweight ")
+                + f": {100 * math.expm1(mean(rows, 'log_ratio')):+.1f} % ({rows[0]['bits_per_weight']:.2f} bits)")
+
+    lines = ["| | ours | the best of llm-compressor and auto-round |", "|---|---|---|"]
+    for scheme, what in BEST.items():
+        others = [key for key in peers.RIVALS.get(scheme, []) if key in results and key[0] != "flyweight"]
+        if ("flyweight", scheme) in results:
+            rival = told(*min(others, key=lambda key: mean(results[key], "perplexity"))) if others else "–"
+            lines.append(f"| {what} | {told('flyweight', scheme)} | {rival} |")
+    return lines
+
+
 def unfinished(rows: list[dict[str, Any]]) -> list[str]:
     """Jobs whose last attempt failed, with the reason."""
     last = {row["job"]: row for row in rows if row["bench"] == "quality"}
@@ -110,16 +127,21 @@ def show(path: Path) -> None:
     print(document(path))
 
 
-def fill(target: Path, path: Path) -> None:
-    """The tables between the marks in `target`, and in one sentence what they were made on."""
+def made_on(path: Path) -> str:
     machines = {row["id"]: row for row in read(path) if row["bench"] == "environment"}
     used = [machines[row["environment"]] for row in read(path) if row["bench"] == "quality" and row["environment"] in machines]
-    told = sorted({f"{one['device']}, commit {one['commit']}" for one in used})
-    text = target.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN, 1)
-    body = f"Measured on {'; '.join(told)}.\n\n{document(path)}" if used else "Not measured yet."
-    target.write_text(f"{before}{BEGIN}\n{body}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    told = {f"{one['device']}, commit {one['commit']}" for one in used}
+    return f"Measured on {'; '.join(sorted(told))}."
+
+
+def fill(target: Path, name: str, text: str) -> None:
+    """Put the text between the marks of that name."""
+    before, rest = target.read_text(encoding="utf-8").split(f"<!-- rows: {name} -->", 1)
+    after = rest.split("<!-- end -->", 1)[1]
+    target.write_text(f"{before}<!-- rows: {name} -->\n{text}\n<!-- end -->{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    fill(ROOT / "docs" / "quantize.md", ROOT / "benchmarks" / "h200" / "quality.jsonl")
+    rows = ROOT / "benchmarks" / "h200" / "quality.jsonl"
+    fill(ROOT / "docs" / "quantize.md", "quality", f"{made_on(rows)}\n\n{document(rows)}")
+    fill(ROOT / "README.md", "best", "\n".join(best_lines(collect(rows))))

@@ -122,16 +122,33 @@ def test_the_document_shows_what_lost_and_what_did_not_finish(tmp_path):
             quality("flyweight", "int4-best", [], status="failed", reason="stopped: out of time"),
             quality("flyweight", "fp8", [], status="failed", reason="once"), quality("flyweight", "fp8", [2.0, 3.0, 2.5, 3.5])]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    page = tmp_path / "page.md"
-    page.write_text(f"by hand\n{table.BEGIN}\nold\n{table.END}\nby hand too\n")
-    table.fill(page, tmp_path / "rows.jsonl")
-    text = page.read_text()
-    assert text.startswith("by hand\n") and text.endswith("by hand too\n") and "old" not in text
-    assert "a GPU, commit abc" in text and "| rtn-int4 | llm-compressor rtn-int4 | **worse +" in text
+    assert table.made_on(tmp_path / "rows.jsonl") == "Measured on a GPU, commit abc."
+    text = table.document(tmp_path / "rows.jsonl")
+    assert "| rtn-int4 | llm-compressor rtn-int4 | **worse +" in text
     assert "| gptq-int4 | llm-compressor gptq-int4 | not measured |" in text
     assert "- flyweight/int4-best/0: stopped: out of time" in text and "once" not in text
-    table.fill(page, tmp_path / "rows.jsonl")
-    assert page.read_text() == text
+
+
+def test_only_what_stands_between_the_marks_is_replaced(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("by hand\n<!-- rows: a -->\nold\n<!-- end -->\n<!-- rows: b -->\nkept\n<!-- end -->\nby hand too\n")
+    for _ in range(2):
+        table.fill(page, "a", "new")
+        assert page.read_text() == ("by hand\n<!-- rows: a -->\nnew\n<!-- end -->\n"
+                                    "<!-- rows: b -->\nkept\n<!-- end -->\nby hand too\n")
+
+
+def test_the_best_lines_name_the_strongest_rival(tmp_path):
+    def made(tool, scheme, perplexity, ratio):
+        return dict(bench="quality", status="ok", tool=tool, scheme=scheme, seed=0, perplexity=perplexity, log_ratio=ratio,
+                    bits_per_weight=4.3125)
+
+    rows = [made("flyweight", "int4-best", 32.0, 0.03), made("auto-round", "autoround-int4", 33.5, 0.08),
+            made("auto-round", "autoround-int4-asym", 33.0, 0.06), made("flyweight", "vptq-2bit", 54.0, 0.55)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert table.best_lines(table.collect(tmp_path / "rows.jsonl"))[2:] == [
+        "| 4 bits | int4-best: +3.0 % (4.31 bits) | auto-round autoround-int4-asym: +6.2 % (4.31 bits) |",
+        "| 2 bits | vptq-2bit: +73.3 % (4.31 bits) | – |"]
 
 
 def test_vllm_agrees_where_only_near_ties_fall_the_other_way():
