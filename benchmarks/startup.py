@@ -4,15 +4,18 @@
 
 The folder is written once if it is not there. The first start is not counted: it fills the file cache and compiles. Each
 row is one later start, from the launch of the interpreter to holding the first token of a prompt of 128; `import_s`,
-`load_s` and `first_s` are its parts.
+`load_s` and `first_s` are its parts, and `kernels_s` what it took of them to get its `kernels` from the cache. `compile_s` is
+`flyweight compile` of the model with an empty cache: dry run and compiler, on all cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from flyweight.bench.timing import clock, random_prompts
@@ -24,13 +27,23 @@ def worker(folder: str) -> None:
     """Prints the seconds of its parts as soon as it has the token."""
     begin = clock()
     from flyweight import LLM, SamplingParams
+    from flyweight.kernels import jit
 
-    imported = clock()
+    imported, load, kernels = clock(), jit._load, []
+
+    def timed(*wanted: object) -> object:
+        asked = clock()
+        module = load(*wanted)
+        kernels.append(clock() - asked)
+        return module
+
+    jit._load = timed
     llm = LLM(folder)
     loaded = clock()
     (prompt,) = random_prompts(1, INPUT, vocabulary=llm.config.vocab_size, seed=0)
     llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     print(json.dumps({"import_s": imported - begin, "load_s": loaded - imported, "first_s": clock() - loaded,
+                      "kernels": load.cache_info().currsize, "kernels_s": sum(kernels),
                       "kv_dtype": str(llm.dtype).removeprefix("torch."), "memory": str(llm.memory())}), flush=True)
 
 
@@ -44,6 +57,14 @@ def start(folder: Path) -> dict:
     if process.wait() or not line:
         sys.exit("the worker failed")
     return {"latency_s": seconds, "ttft_ms_last": 1e3 * seconds, **json.loads(line)}
+
+
+def compile_cold(model: str) -> float:
+    """Seconds until an empty cache holds all kernels of the model."""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run([sys.executable, "-m", "flyweight", "compile", model, "--json"], check=True, text=True,
+                              stdout=subprocess.PIPE, env=os.environ | {"FLYWEIGHT_CACHE": cache})
+    return float(json.loads(done.stdout)["seconds"])
 
 
 def main() -> None:
@@ -70,12 +91,14 @@ def main() -> None:
     torch.cuda.empty_cache()
     file = ResultFile(options.out)
     file.append([environment])
+    compile_s = compile_cold(options.model) if device == "cuda" else None
     cold = start(options.folder)
     for repeat in range(1, options.repeats + 1):
         fields = facts | {"backend": "native", "workload": "startup", "batch": 1, "input": INPUT, "output": 1, "repeat": repeat,
-                          "file_format": options.format, "first_start_s": cold["latency_s"]} | start(options.folder)
+                          "file_format": options.format, "first_start_s": cold["latency_s"], "compile_s": compile_s}
+        fields |= start(options.folder)
         file.append([make_row("latency", environment["id"], **rounded(fields))])
-        print({name: fields[name] for name in ("latency_s", "import_s", "load_s", "first_s", "first_start_s")}, flush=True)
+        print({name: value for name, value in fields.items() if name.endswith("_s")}, flush=True)
 
 
 if __name__ == "__main__":
