@@ -24,7 +24,7 @@ from flyweight.bench import replay
 from flyweight.bench.peers import PEERS, Peer
 from flyweight.bench.replay import Work
 from flyweight.bench.rows import Row
-from flyweight.bench.timing import percentile, summarize
+from flyweight.bench.timing import clock, percentile, summarize
 from flyweight.checkpoint.formats.fused import take_rows
 from flyweight.errors import FlyweightError
 from flyweight.gpu import Gpu
@@ -33,6 +33,7 @@ from flyweight.kernels.dry_run import DEVICE, dry_run
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 SLICE = 4096  # outputs multiplied in float64 at a time
+CALLS = 50  # for the host's time of one
 Run = Callable[[Tensor], Tensor]
 
 
@@ -119,7 +120,8 @@ def measure_case(case: Case, *, device: torch.device, peers: Sequence[str], samp
     moved = x.nbytes + case.rows * case.out_features * case.dtype.itemsize
     for one in candidates:
         if one.name not in refused:
-            yield facts | {"kernel": one.name, "why": one.why, "status": "ok", "relative_error": errors[one.name]} | figures(
+            yield facts | {"kernel": one.name, "why": one.why, "status": "ok", "relative_error": errors[one.name],
+                           "host_us": host_us(one.run, x)} | figures(
                 times[one.name], hot=times[f"{one.name}, hot"], torch_times=times["torch"], nbytes=one.nbytes + moved,
                 bandwidth=bandwidth)
     for name, reason in refused.items():
@@ -187,6 +189,20 @@ def works_of(one: Candidate, x: Tensor, device: torch.device) -> dict[str, Work]
     """Over copies larger than the cache, and over one weight."""
     copies = [one.run, *(one.again() for _ in range(replay.copies_for(one.nbytes, device) - 1))]
     return {one.name: Work(lambda i: copies[i](x), len(copies)), f"{one.name}, hot": Work(lambda _: one.run(x))}
+
+
+def host_us(run: Run, x: Tensor) -> float | None:
+    """What a call outside a graph costs the host: few enough of them that none waits for the device."""
+    if not x.is_cuda:
+        return None
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(CALLS):
+        begin = clock()
+        run(x)
+        times.append(1e6 * (clock() - begin))
+    torch.cuda.synchronize()
+    return percentile(times, 50)
 
 
 def torch_work(case: Case, device: torch.device) -> Work:

@@ -32,6 +32,7 @@ KERNEL = {
         Column("speed-up over torch (×)", "speedup", ".2f", optional=True), Column("GB/s", "gb_s", ".0f", optional=True),
         Column("of bandwidth", "share_of_bandwidth", ".0%", optional=True),
         Column("relative error", "relative_error", ".1e", optional=True),
+        Column("host, outside a graph (µs)", "host_us", ".1f", optional=True),
     ),
 }
 LATENCY = {
