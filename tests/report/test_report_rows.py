@@ -87,6 +87,17 @@ def test_repeats_are_averaged_and_checkpoints_stay_apart(write):
     assert "m bf16 is here with 2 checkpoints (aa, bb); their rows stay apart" in text
 
 
+def test_checkpoints_that_are_named_by_tool_and_seed_are_not_called_confusing(write):
+    def made(run_id, checkpoint, tool, seed):
+        return quality(run_id, "gptq-int4", checkpoint, 9.0, tool=tool, seed=seed, job=f"{tool}/{seed}", weights="trained")
+
+    rows = [made("a", "aa", "flyweight", 0), made("b", "bb", "flyweight", 1), made("c", "cc", "other", 0)]
+    text = markdown(build(View(read([write(*rows)]))))
+    assert "stay apart" not in text and "m [aa]" not in text and "| Seed" in text
+    text = markdown(build(View(read([write(*rows, made("d", "dd", "other", 0))]))))
+    assert "m gptq-int4 is here with 2 checkpoints (cc, dd)" in text
+
+
 def test_speedup_is_over_the_baseline_of_the_same_backend(write):
     rows = [latency("a"), latency("b", scheme="awq-int4", checkpoint="bb", decode_tok_s=500.0),
             latency("c", scheme="awq-int4", checkpoint="bb", backend="vllm", decode_tok_s=100.0)]

@@ -121,7 +121,7 @@ PROFILE = {
 }
 QUALITY = (
     Column("Model", "label_model"), Column("Scheme", "scheme"), Column("Checkpoint", "checkpoint"),
-    Column("Tool", "tool", optional=True),
+    Column("Tool", "tool", optional=True), Column("Seed", "seed", optional=True),
     Column("Size (GB)", "size_gb", ".3f", optional=True), Column("Bits per weight", "bits_per_weight", ".2f", optional=True),
     Column("Perplexity", "perplexity", ".3f", optional=True), Column("standard error", "perplexity_error", ".3f", optional=True),
     Column("of the original", "perplexity_original", ".3f", optional=True), Column("KL", "kl", ".4f", optional=True),

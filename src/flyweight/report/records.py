@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyweight.report.layouts import BASELINES
-from flyweight.report.rows import NUMBERS, PERCENTILES, Group, number
+from flyweight.report.rows import NUMBERS, PERCENTILES, Group, name_of, number
 
 Record = dict[str, Any]
 COUNTS = {"rows", "batch", "input", "output", "in_features", "out_features", "main_centroids", "residual_centroids", "gpus",
@@ -31,9 +31,9 @@ def tell_apart(records: Sequence[Record], name: str) -> None:
     """Where one name stands for several checkpoints, the name gets the beginning of the checkpoint's hash."""
     seen: dict[tuple[Any, ...], set[Any]] = {}
     for record in records:
-        seen.setdefault((record.get("model"), record.get("scheme")), set()).add(record.get("checkpoint"))
+        seen.setdefault(name_of(record), set()).add(record.get("checkpoint"))
     for record in records:
-        if len(seen[record.get("model"), record.get("scheme")]) > 1:
+        if len(seen[name_of(record)]) > 1:
             record[name] = f"{record[name]} [{str(record.get('checkpoint'))[:14]}]"
 
 

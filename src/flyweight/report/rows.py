@@ -158,14 +158,20 @@ def join(parts: Iterable[Results]) -> Results:
     return Results(tuple(rows.values()), environments, notes=tuple(dict.fromkeys([*notes, *apart(rows.values())])))
 
 
+def name_of(row: Row) -> tuple[Any, ...]:
+    """What a checkpoint goes by: model and scheme, and who made it of which draw, where that is told."""
+    maker = (row.get("tool"), row.get("seed")) if row.get("job") else ()
+    return (row.get("model"), row.get("scheme"), *maker, *((row.get("backend"),) if row.get("weights") == "random" else ()))
+
+
 def apart(rows: Iterable[Row]) -> list[str]:
-    """A line for each model and scheme that is there with several checkpoints: their rows stay apart."""
-    found: dict[tuple[str, str], set[str]] = {}
+    """A line for each name that is there with several checkpoints: their rows stay apart."""
+    found: dict[tuple[Any, ...], set[str]] = {}
     for row in rows:
         if row.get("checkpoint"):
-            found.setdefault((str(row.get("model")), str(row.get("scheme"))), set()).add(str(row["checkpoint"]))
-    return [f"{model} {scheme} is here with {len(names)} checkpoints ({', '.join(sorted(names))}); their rows stay apart"
-            for (model, scheme), names in found.items() if len(names) > 1]
+            found.setdefault(name_of(row), set()).add(str(row["checkpoint"]))
+    return [f"{name[0]} {name[1]} is here with {len(hashes)} checkpoints ({', '.join(sorted(hashes))}); their rows stay apart"
+            for name, hashes in found.items() if len(hashes) > 1]
 
 
 def read_jsonl(path: Path) -> Results:
