@@ -8,6 +8,9 @@ before them). Each row has, as medians of `repeats` after the warm-up: `step_ms`
 prompt beside answers: the step itself), `host_ms` of launching, `device_ms` between events before and after the launches. A
 pass is host-bound where the two are alike. `token_gap` is the largest difference of logprobs of the five likeliest first
 tokens to those of the captured passes; where one is not among their eight likeliest, to the last of these.
+
+`--zeros` measures once more with the linears' weights set to zero: at its power limit a GPU multiplies zeros faster than random
+numbers, and engines whose dummy weights are integers that nobody filled are measured on zeros.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 import torch
 
 from flyweight import LLM, SamplingParams
+from flyweight.bench.kernels import tensors_of
 from flyweight.bench.rows import environment_row, make_row, rounded
 from flyweight.bench.timing import clock, random_prompts
 from flyweight.engine.request import Request
@@ -101,7 +105,14 @@ def token_gap(one: list[Request], other: list[Request]) -> float:
     return max(abs(value - there.get(token, min(there.values()))) for here, there in tops for token, value in [*here.items()][:5])
 
 
-def measure_model(name: str, cases: list[str], repeats: int):
+def set_to_zero(llm: LLM) -> None:
+    for block in llm.decoder.blocks:
+        for tensor in tensors_of([block.qkv, block.o, block.gate_up, block.down], depth=8):
+            if tensor.is_cuda and tensor.nbytes >= 1 << 16:  # what is smaller is a counter or a norm's weight
+                tensor.zero_()
+
+
+def measure_model(name: str, cases: list[str], repeats: int, *, zeros: bool):
     llm = LLM(name, max_model_len=17 * 1024, max_num_seqs=80, blocks=4500, prefix_cache=False)
     llm.engine.overlap = False
     watch, graphs, answers = Stopwatch(llm.engine), llm.engine.runner.passes, {}
@@ -115,6 +126,10 @@ def measure_model(name: str, cases: list[str], repeats: int):
         for way, passes in (("one by one", None), ("captured", graphs)):
             llm.engine.runner.passes = passes
             yield dict(model=name, case=case, passes=way, token_gap=gap, **measure(llm, watch, case, repeats))
+    if zeros:
+        set_to_zero(llm)
+        for case in cases:
+            yield dict(model=name, case=case, passes="captured, weights of zeros", **measure(llm, watch, case, repeats))
     yield dict(model=name, case="passes held", passes="captured", held=len(graphs.held),
                captured=sum(one.graph is not None for one in graphs.held.values()))
 
@@ -125,12 +140,13 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=[f"preset:qwen3-8b:{scheme}" for scheme in ("w8a8", "bf16", "int4")])
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--zeros", action="store_true")
     options = parser.parse_args()
     environment = environment_row("cuda", measure_bandwidth=False)
     with options.out.open("a") as file:
         file.write(json.dumps(environment) + "\n")
         for name in options.model:
-            for fields in measure_model(name, options.cases, options.repeats):
+            for fields in measure_model(name, options.cases, options.repeats, zeros=options.zeros):
                 file.write(json.dumps(make_row("prefill", environment["id"], **rounded(fields))) + "\n")
                 file.flush()
                 print({key: round(value, 2) if isinstance(value, float) else value for key, value in fields.items()}, flush=True)
