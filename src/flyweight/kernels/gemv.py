@@ -37,6 +37,8 @@ SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights
 # The driver sets an SM up for two CTAs of the kernel that comes first: below 97 KB for 196 KB of shared memory in all, where few
 # pairs of kernels fit, instead of 228. It stays so while anything runs there.
 SHARED_LEAST = 98 * 1024
+STAGE_BYTES = 16384  # about so many in a stage, or, of some formats with one row, FINER where that fills the ring by a tenth more
+FINER, FINER_BYTES = ("int8",), 11264
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 SHARED_MORE = 116 * 1024  # two never fit on an SM
 ROWS = (1, 2, 4, 8)
@@ -158,6 +160,10 @@ class Plan:
     warps: int
     in_registers: bool = False  # x, or in shared memory
 
+    @property
+    def ring_blocks(self) -> int:
+        return self.stages * self.stage_blocks
+
 
 def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int, int, int]:
     """(blocks that inputs are cut at, of the longest slice, of the shortest): the sizes of gemv.cuh."""
@@ -170,7 +176,7 @@ def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int,
 
 @functools.cache
 def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: int, limit: int,
-         stage_bytes: int = 16384, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None,
+         stage_bytes: int = STAGE_BYTES, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None,
          in_registers: bool = False) -> Plan | None:
     """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides; `fewest` stages."""
     block_bytes, grouped = BLOCK_BYTES[kind], kind in GROUPED
@@ -221,7 +227,9 @@ def fitting_plan(kind: str, columns: int, group: int, rows: int, *, alone: bool 
     several = [dict(fewest=3), dict(fewest=3, stage_bytes=8192), dict(fewest=3, stage_bytes=8192, slots=1)] if rows > 1 else []
     for choice in [*several, {}]:
         if found := plan(kind, columns, group, rows, limit=SHARED_LIMIT, **options | choice):
-            return found
+            finer = dict(stage_bytes=FINER_BYTES) if rows == 1 and kind in FINER else {}
+            other = plan(kind, columns, group, rows, limit=SHARED_LIMIT, **options | choice | finer)
+            return other if other and other.ring_blocks > 1.1 * found.ring_blocks else found
     return plan(kind, columns, group, rows, limit=SHARED_ALONE, **options)
 
 
