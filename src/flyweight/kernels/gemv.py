@@ -42,6 +42,8 @@ FINER, FINER_BYTES = ("int8",), 11264
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 SHARED_MORE = 116 * 1024  # two never fit on an SM
 ROWS = (1, 2, 4, 8)
+# One row whose tiles leave a rest for less than a third of the SMs is cut evenly, in the middle of tiles: so few do not keep memory busy.
+EVEN = 1 / 3
 
 
 def format_of(tensor: QuantTensor, dtype: torch.dtype) -> str | None:
@@ -288,13 +290,15 @@ class Gemv:
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
         grid = processors(x.device.index or 0)  # one on every SM, so that all offer the same room
-        chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid), alone=alone)
+        tiles = math.ceil(self.out_features / 16)
+        even = rows == 1 and tiles > grid and 0 < tiles % grid < EVEN * grid
+        chosen = self.plan(rows, tiles=math.ceil(tiles / grid), alone=alone, **({"more": 128} if even else {}))
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
-        defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue)
+        defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue) | ({"EVEN": 1} if even else {})
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon),
-                turns(self.kind, x.device))
+                turns(self.kind, x.device), letters(x.device) if even else None)
         kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
 
@@ -322,6 +326,12 @@ def turns(kind: str, device: torch.device) -> Tensor | None:
 def _turns(device: torch.device) -> Tensor:
     """Two numbers for each SM, never freed or moved: captured graphs hold their address."""
     return torch.zeros(2 * MOST_PROCESSORS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def letters(device: torch.device) -> Tensor:
+    """Where CTAs leave the sums of a tile to the next one: empty (all ones) before each launch and after it; never freed or moved."""
+    return torch.full((16 * MOST_PROCESSORS,), -1, dtype=torch.int32, device=device)
 
 
 @functools.cache
