@@ -5,8 +5,8 @@
 //      CTAs:     |  0             |  1             |  2         each begins with what it has of its last tile, and leaves
 //                                                               the sums in the mail of the CTA that ends this tile
 //
-// There they have long been when that CTA is done, so nobody waits; its producer warp takes them out, once it has asked for its last
-// weights. A CTA has a tile or more, so no tile has more than two.
+// There they have long been when that CTA is done, so nobody waits; its producer warp takes them out, once it has asked for the last
+// of its weights. A CTA has a tile or more, so no tile has more than two.
 //
 // defines: those of gemv.cuh, SHARED_BYTES
 #include "gemv.cuh"
