@@ -34,15 +34,15 @@ IN_TURN = ("int4",)  # formats whose linears fill their rings one after the othe
 # Stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile; 2 of others.
 HELD = {"int4": 3}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
-# Two CTAs of so much need 228 KB of shared memory, which an SM is then set up for. With less, 196 KB do, and the next linear, which
-# may want 112, finds no room beside this one for as long as anything runs there.
+# Two CTAs of so much need 228 KB of shared memory, which an SM is then set up for. With less, 196 KB do, and the next linear,
+# which may want 112, finds no room beside this one for as long as anything runs there.
 SHARED_LEAST = 98 * 1024
 STAGE_BYTES = 16384  # about so many in a stage, or, of some formats with one row, FINER where that fills the ring by a tenth more
 FINER, FINER_BYTES = ("int8",), 11264
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 SHARED_MORE = 116 * 1024  # two never fit on an SM
 ROWS = (1, 2, 4, 8)
-# One row whose tiles leave a rest for less than a third of the SMs is cut evenly, inside of tiles: so few do not keep memory busy.
+# One row whose tiles leave a rest for less than a third of the SMs is cut evenly, within tiles: so few do not keep memory busy.
 EVEN = 1 / 3
 
 
