@@ -45,10 +45,12 @@ constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of 
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 
 struct __align__(16) Shared {
-  u16 query[8][QUERY_ROW];                 // zeros from G on
+  union {
+    u16 query[G][QUERY_ROW];
+    float share[G][MOST_RUNS];             // of every run, in the merge
+  };
   u16 key[HEAD_DIM], value[HEAD_DIM];      // the newest token
   float partial[WARPS][G][STATE];
-  float share[G][MOST_RUNS];               // of every run, in the merge
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
@@ -217,7 +219,6 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int j = 0; j < 2; j++) weight[j][i] = QK_NORM ? to_float((j ? key_norm : query_norm)[lane + 32 * i]) : 1.f;
   const size_t slot = (((size_t)table[newest / PAGE] * PAGE + newest % PAGE) * KV_HEADS + head) * HEAD_DIM;
-  for (int i = threadIdx.x; i < (8 - G) * QUERY_ROW; i += THREADS) sh.query[G][i] = 0;
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -265,7 +266,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     float score[2][4] = {};  // two chains of additions; token g + 8 · (j / 2), head 2t + j % 2
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const uint4 q = *(const uint4*)(sh.query[g] + i * 32 + t * 8), low = k4[0][i], high = k4[1][i];
+      const uint4 q = g < G ? *(const uint4*)(sh.query[g] + i * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+      const uint4 low = k4[0][i], high = k4[1][i];
       mma16<FP16>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
       mma16<FP16>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
     }
