@@ -295,6 +295,13 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def lone_ctas(weight: Gemv, rows: int, device: torch.device) -> int | None:
+    """Of the product with so many rows, where each has an SM."""
+    count = processors(device.index or 0)
+    shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, padded_rows(rows), count)
+    return shape.grid(count) if shape and rows <= 64 and not shape.beside else None
+
+
 def packed_input(weight: Gemv, rows: int, device: torch.device, *, residual: bool, **choices: int) -> Packed:
     """Where the kernel before writes x for `multiply`, which has to be called with the same residual and choices."""
     call = _call(weight, rows, device, norm=False, residual=residual, choices=choices)
