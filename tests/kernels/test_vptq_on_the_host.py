@@ -100,12 +100,12 @@ def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
         assert error(weight.fused(x, torch.full_like(residual, float("nan")), norm=norm, residual=residual), want) < 1e-2
 
 
-@pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False), (40, True)])
-def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products):
+@pytest.mark.parametrize(("rows", "products", "inputs"), [(1, True, 512), (5, True, 2304), (5, False, 512), (40, True, 2304)])
+def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products, inputs):
     if not products:  # as on a GPU before Hopper
         monkeypatch.setattr(vptq_rows, "takes", lambda *_: False)
-    tensors, weight = make((64, 512), **BOOKS)
-    gate, up = torch.randn(2, rows, 512).bfloat16()
+    tensors, weight = make((64, inputs), **BOOKS)
+    gate, up = torch.randn(2, rows, inputs).bfloat16()
     x, residual = torch.cat([gate, up], -1), torch.randn(rows, 64).bfloat16()
     gated = torch.nn.functional.silu(gate.double()) * up.double()
     want = gated @ tensors[0].dequantize(torch.float64).T + residual.double()

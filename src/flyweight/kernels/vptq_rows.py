@@ -18,8 +18,8 @@ from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
 PACK_WARPS = 4
-PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
-BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
+PACKERS = 2  # thread blocks of vptq_pack.cu that fit beside one of vptq_rows.cu: more would keep its successor off their SM
+BESIDE = 512 + 1152 * PACKERS  # bytes left for them, and for the kernel's own variables
 AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → steps whose lookups are under way
 # Rows of a launch → steps of 32 columns in a stage of x; how long a lookup of 8 warps takes where that of 12 takes 1; lookups of
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
@@ -40,8 +40,8 @@ class Shape:
 
     @property
     def registers(self) -> int:
-        """At most so many a thread at launch: 64 of 128 threads of vptq_pack.cu are left."""
-        return (65536 - 8192) // (32 * (self.warps + 4)) // 8 * 8
+        """At most so many a thread at launch: 64 of each thread of vptq_pack.cu are left."""
+        return (65536 - PACKERS * 64 * 32 * PACK_WARPS) // (32 * (self.warps + 4)) // 8 * 8
 
     @property
     def defines(self) -> dict[str, int]:
@@ -125,7 +125,8 @@ def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: 
     stored = layout.affine.numel()
     part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
     packed = buffer("vptq packed", len(parts) * part_bytes, device)
-    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), PACKERS * count // rows))
+    turns = -(-stored // (256 * PACK_WARPS * max(1, PACKERS * count // rows)))  # of a thread that packs
+    slices = -(-stored // (256 * PACK_WARPS * turns))
     sums = buffer("vptq sums", 4 * len(parts) * rows * slices, device)
     kernel = jit.load("vptq_pack.cu", defines=ends.defines | {
         "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "WARPS": PACK_WARPS, "PARTS": len(parts),
