@@ -32,7 +32,8 @@ constexpr int SPAN_STAGES = SPAN / STAGE_STEPS;
 constexpr int X_STAGE = TOKENS * 64 * STAGE_STEPS;
 constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
 constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
-constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
+constexpr int TOGETHER = TOKENS > 16 ? 2 : 1;    // sums of a thread that are added up at once,
+constexpr int LOADED = 12 / TOGETHER;            // and of how many CTAs: most have no more
 constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
 constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
 static_assert(PIECES == 1 && STAGE_STEPS > 1 && SPAN % STAGE_STEPS == 0 && AHEAD <= 2, "vectors of 8, whole stages");
@@ -272,32 +273,42 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     const int at0 = all / 32 * share / sharers * 32 + threadIdx.x, at1 = all / 32 * (share + 1) / sharers * 32;
     // Sums of the others lie where this tile is the first of a CTA's; only the first CTA can have begun before.
     uint4* const others = mail + (size_t)(blockIdx.x - part.cta + from) * 2 * all, *const firsts = others + (line.begin(from) < tile * per_tile ? all : 0);
-    for (int at = at0; at < at1; at += THREADS) {
-      const uint2 rest_of = results.before(tile, at / THREADS, at % THREADS);  // comes while we wait
-      const auto place = [&](int i) { return (i ? others + (size_t)i * 2 * all : firsts) + at; };
-      float sum[4] = {};
+    for (int at = at0; at < at1; at += TOGETHER * THREADS) {
+      const int there = at + THREADS < at1 ? TOGETHER : 1;
+      uint2 rest_of[TOGETHER];  // comes while we wait
+      float sum[TOGETHER][4] = {};
+#pragma unroll
+      for (int k = 0; k < TOGETHER; k++)
+        if (k < there) rest_of[k] = results.before(tile, at / THREADS + k, at % THREADS);
       for (int done = 0; done < sharers; done += LOADED) {
-        u32 words[LOADED][4];
+        u32 words[TOGETHER * LOADED][4];
+        const auto some = [&](int i) { return i / LOADED < there && done + i % LOADED < sharers; };
+        const auto place = [&](int i) {
+          const int of = done + i % LOADED;
+          return (of ? others + (size_t)of * 2 * all : firsts) + at + i / LOADED * THREADS;
+        };
         bool all_here;
         do {
           all_here = true;
 #pragma unroll
-          for (int i = 0; i < LOADED; i++)
-            if (done + i < sharers) load_relaxed(place(done + i), words[i]);
+          for (int i = 0; i < TOGETHER * LOADED; i++)
+            if (some(i)) load_relaxed(place(i), words[i]);
 #pragma unroll
-          for (int i = 0; i < LOADED; i++)
-            if (done + i < sharers) all_here &= !missing<false>(words[i]);
+          for (int i = 0; i < TOGETHER * LOADED; i++)
+            if (some(i)) all_here &= !missing<false>(words[i]);
         } while (!all_here);
 #pragma unroll
-        for (int i = 0; i < LOADED; i++)
-          if (done + i < sharers) {
-            store_relaxed(place(done + i), make_uint4(~0u, ~0u, ~0u, ~0u));
+        for (int i = 0; i < TOGETHER * LOADED; i++)
+          if (some(i)) {
+            store_relaxed(place(i), make_uint4(~0u, ~0u, ~0u, ~0u));
 #pragma unroll
-            for (int j = 0; j < 4; j++) sum[j] += __uint_as_float(words[i][j]);
+            for (int j = 0; j < 4; j++) sum[i / LOADED][j] += __uint_as_float(words[i][j]);
           }
       }
       __syncwarp();
-      results.write(sum, rest_of, tile, at / THREADS, at % THREADS);
+#pragma unroll
+      for (int k = 0; k < TOGETHER; k++)
+        if (k < there) results.write(sum[k], rest_of[k], tile, at / THREADS + k, at % THREADS);
     }
   }
 #endif
