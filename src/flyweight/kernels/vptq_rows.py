@@ -40,8 +40,8 @@ class Shape:
 
     @property
     def registers(self) -> int:
-        """At most so many a thread at launch: 64 of each thread of vptq_pack.cu are left."""
-        return (65536 - PACKERS * 64 * 32 * PACK_WARPS) // (32 * (self.warps + 4)) // 8 * 8
+        """At most so many a thread at launch: 48 of each thread of vptq_pack.cu are left."""
+        return (65536 - PACKERS * 48 * 32 * PACK_WARPS) // (32 * (self.warps + 4)) // 8 * 8
 
     @property
     def defines(self) -> dict[str, int]:

@@ -48,7 +48,7 @@ struct Piece {  // of one part: scales and biases of its columns
 };
 #define PACK(i) const u16 *source##i, const uint4 *pairs##i, const u8 *book##i
 
-extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
+extern "C" __global__ void __launch_bounds__(THREADS, 40 / WARPS) vptq_pack(
     PACK(0), PACK(1), PACK(2), const u16* x, const u16* norm, uint4* packed, float* sums, float epsilon, int rows, int in_features,
     int stored, int groups, int slices) {
   __shared__ float of_warps[PARTS + 1][WARPS];
