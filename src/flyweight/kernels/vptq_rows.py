@@ -25,6 +25,7 @@ AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → 
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
 SHAPES = {8: (8, 1.1, 500), 16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
+SWAPS = True  # row blocks exchange items that would clash
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = Tr
     packed, sums, part_bytes, slices = pack(parts, x, ends, shape, count=count, pdl=pdl)
     work, _ = cut_for(parts, shape.tokens, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | {
-        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
+        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0),
+        "SWAPS": int(SWAPS)}).kernel("vptq_rows")
     partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
     args = (*part_arguments(parts, work.ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
             layout.chunks, layout.dense_steps, part_bytes, slices, work.apart)

@@ -9,6 +9,11 @@
 //
 // `load_matrices` brings a step of one row block as four registers, quarters of the step: the products take two of each row block.
 //
+// Eight lanes look up at once, items of a quarter, and take as long as the bank that most of them want: 2.6 cycles with random entries.
+// Which of the two row blocks an item is of does not matter there, so two lanes (2 t and 2 t + 1, whose items come back to lanes t)
+// may exchange theirs with those of the other row block. Where that makes for fewer clashes it is done, and undone in the registers
+// (SWAPS; vptq_layout.swaps_of): 2.2 cycles.
+//
 //      lookups     |  step 1         |  step 2         |  step 3         | …
 //      products    |  step 0         |  step 1         |  step 2         | …      items of the next unit are put in order meanwhile
 //
@@ -21,13 +26,13 @@
 // A tile that several CTAs have a part of: each leaves its sums in memory, words that are their own flags (common.cuh), and adds up
 // and ends its share of them, in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
-// Limit: shared memory. 32 items, half of a step of two row blocks, take 10.4 cycles (random entries), 4 for residuals, TOKENS / 16
-// for x, TOKENS / 4 / WARPS for x to come.
+// Limit: shared memory. 32 items, half of a step of two row blocks, take 8.9 cycles (random entries; 10.4 without SWAPS), 4 for
+// residuals, TOKENS / 16 for x, TOKENS / 4 / WARPS for x to come.
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
 // defines: those of vptq_tables.cuh (PIECES 1), TOKENS (8 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
-// REGISTERS (of a thread at launch), DENSE (there are outliers)
+// REGISTERS (of a thread at launch), DENSE (there are outliers), SWAPS
 #include "vptq_tables.cuh"
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
@@ -57,6 +62,7 @@ DEVICE void split_off(Part& part, int apart, int chunks, int dense_steps) {
   }
   part.cta -= part.ctas, part.ctas = apart;
   part.stream += (size_t)whole * chunks * CHUNK_BYTES, part.dense += (size_t)whole * dense_steps * 32;
+  part.swaps += (size_t)whole / 2 * chunks * 4;
   part.first += 8 * whole, part.outputs -= 8 * whole;
 }
 struct Results {
@@ -133,7 +139,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   }
   Words words[2];
   const char* from[2];  // where the next words of this warp's row blocks are
+  u32 turned[SPAN / CHUNK], turned_back[SPAN / CHUNK];  // four bits a step: of the item looked up here, and of those that come here
+  const u32* turns = nullptr;
   const auto fetch = [&] {
+#pragma unroll
+    for (int c = 0; SWAPS && c < SPAN / CHUNK; c++) {
+      turned[c] = stream_load1(turns + lane % 8 / 2) >> lane / 8, turned_back[c] = stream_load1(turns + lane % 4);
+      turns += 4;
+    }
 #pragma unroll
     for (int b = 0; b < 2; b++) {
       load_span(words[b], from[b], lane);
@@ -145,6 +158,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
 #pragma unroll
     for (int b = 0; b < 2; b++)
       from[b] = part.stream + ((size_t)min(unit / per_tile * TILE + 2 * warp + b, blocks - 1) * chunks + span * (SPAN / CHUNK)) * CHUNK_BYTES;
+    turns = part.swaps + ((size_t)min(unit / per_tile * WARPS + warp, (blocks - 1) / 2) * chunks + span * (SPAN / CHUNK)) * 4;
     if (span < spans) fetch();
   };
   if (warp < WARPS) go_to(begin);
@@ -217,6 +231,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     const auto order = [&] {
       sort(v[0], words[0], lane);
       sort(v[1], words[1], lane);
+#pragma unroll
+      for (int step = 0; SWAPS && step < SPAN; step++) swap_if(turned[step / CHUNK], 1u << step % CHUNK * 4, v[0][step], v[1][step]);
     };
     const auto next_stage = [&] {
       before = slot;
@@ -237,12 +253,21 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     }
 #pragma unroll 1
     for (; unit < last; unit++) {
+      u32 back[SPAN / CHUNK];  // of this unit
+#pragma unroll
+      for (int c = 0; c < SPAN / CHUNK; c++) back[c] = SWAPS ? turned_back[c] : 0;
 #pragma unroll
       for (int q = 0; q < SPAN; q++) {
         if (q % STAGE_STEPS == 0) barrier_wait(&full[slot], parity);
         wgmma_wait<1>();  // step q - 2 is done: its registers are free, and with the stage's second step the stage before
         if (q % STAGE_STEPS == 1 && before >= 0 && lane == 0) barrier_arrive(&empty[before]);
-        put(q % 2, weights(0, q), weights(1, q));
+        uint4 one = weights(0, q), two = weights(1, q);
+        if (SWAPS) {
+          const u32 bits = back[q / CHUNK], first = 1u << q % CHUNK * 4;
+          swap_if(bits, first, one.x, two.x), swap_if(bits, 2 * first, one.y, two.y);
+          swap_if(bits, 4 * first, one.z, two.z), swap_if(bits, 8 * first, one.w, two.w);
+        }
+        put(q % 2, one, two);
         look_up((q + AHEAD) % SPAN);  // behind the last unit nobody's
         multiply(q % 2, q % STAGE_STEPS);
         if (q % STAGE_STEPS == STAGE_STEPS - 1) next_stage();
