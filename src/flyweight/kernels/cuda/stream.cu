@@ -1,0 +1,283 @@
+// y[r, n] = sum_k x[r, k] · W[n, k] for 5 to 32 rows of int4 and int8, x as it lies in memory: no kernel before, nothing converted.
+//
+// Work split: a CTA (or a cluster of two, a half of the inputs each) has up to ROUND tiles of 16 outputs, all at once, and goes along
+// the inputs in steps of 128. Two such kernels fit on an SM, so the weights of one arrive while the one before it ends, as in gemv.cuh.
+//
+//      ring of weights:   step 0 | step 1 | step 2 | …        ROUND tiles × 2 blocks and their records: by one loader warp
+//      warp (i, k):       tiles PER_WARP · i … of steps k, k + K_WARPS, …; the warps of one k fetch x of these themselves,
+//                         AHEAD steps at a time, into buffers of their own
+//
+// A lane of the matrix units wants eight neighbours of a row of x for every 32 inputs: 16 bytes, which lie side by side in a quarter of
+// a buffer. Codes become 16-bit floats less the zero point, exact integers; scales meet the sums of a step (or weights: SCALED). Sums of the warps, and of
+// the two CTAs of a cluster, are added in a fixed order, through the ring's place and each other's shared memory.
+// Limit: bytes of weights and of x through L2, or taking codes apart (docs/kernels.md has the arithmetic).
+//
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, ROWS, ROUND, PER_WARP, K_WARPS, AHEAD, CLUSTER, STAGES, HELD,
+// SHARED_BYTES
+#include "common.cuh"
+#include "linear.cuh"
+#include "wgmma.cuh"
+#include "output.cuh"
+#include "turns.cuh"
+
+constexpr int BLOCKS = (KDIM + 63) / 64, STEPS = (BLOCKS + 1) / 2, TILES = (NDIM + 15) / 16, GROUPS = (KDIM + GROUP - 1) / GROUP;
+constexpr int COLUMNS = ROWS / 8, TILE_WARPS = (ROUND + PER_WARP - 1) / PER_WARP, K_THREADS = TILE_WARPS * 32;
+constexpr int WARPS = TILE_WARPS * K_WARPS, THREADS = WARPS * 32;
+constexpr int RECORDS_AT = ROUND * 2 * BLOCK_BYTES, STAGE_BYTES = RECORDS_AT + ROUND * 64;
+constexpr int X_QUARTER = ROWS * 64 + 64;  // of a step's inputs; neighbours lie in different banks
+constexpr int OWNED = (ROUND + CLUSTER - 1) / CLUSTER;  // tiles that a CTA ends
+constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300;   // 1024 and 128: a code set into their mantissa is added to them
+constexpr bool SCALED = COLUMNS > 2;  // weights are, and rounded once, where there are no registers for sums of a step
+static_assert((FORMAT == INT4 || FORMAT == INT8) && !SPARSE, "dense integer weights");
+static_assert(GROUP % 128 == 0 || GROUP >= KDIM, "a step has one scale");
+static_assert(ROUND <= 32 && K_WARPS <= 14 && CLUSTER <= 2, "a lane for each tile, a barrier for the warps of one k");
+
+struct __align__(128) Shared {
+  union __align__(128) {
+    u8 ring[STAGES][STAGE_BYTES];
+    float partial[K_WARPS][ROUND][ROWS][20];  // 16 outputs; padded: tokens lie in different banks
+  };
+  u8 x[K_WARPS][AHEAD][4 * X_QUARTER];
+  float4 exchange[CLUSTER > 1 ? OWNED : 1][CLUSTER > 1 ? ROWS : 1][4];  // the other CTA's sums of our tiles
+  u64 full[STAGES], empty[STAGES], exchanged;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
+
+// The part of the work that is this CTA's.
+struct Part {
+  int rank, first_tile, count, first_step, steps;
+};
+DEVICE Part part_of(int cta, int ctas) {
+  const int groups = ctas / CLUSTER, group = cta / CLUSTER, rank = cta % CLUSTER;
+  const int tile = group * TILES / groups, step = rank * STEPS / CLUSTER;
+  return {rank, tile, (group + 1) * TILES / groups - tile, step, (rank + 1) * STEPS / CLUSTER - step};
+}
+
+// The loader warp: a lane starts a tile's copy, and fetches pieces of records. The last HELD stages come when x does.
+DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
+  if (a.turns) await_turn(a.turns + 2 * processor(), lane);
+  int slot = 0;
+  u32 parity = 1;
+#pragma unroll 1
+  for (int i = 0; i < part.steps; i++) {
+    if (i == STAGES - HELD) wait_for_inputs();
+    if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
+    const int step = part.first_step + i, group = step * 128 / GROUP;
+    const u32 bytes = (BLOCKS % 2 && step == STEPS - 1 ? 1 : 2) * BLOCK_BYTES;
+    u8* stage = sh.ring[slot];
+    copy_begin(&sh.full[slot], part.count * bytes, lane);
+    if (lane < part.count)
+      copy_own(stage + lane * 2 * BLOCK_BYTES, a.weights + ((size_t)(part.first_tile + lane) * BLOCKS + step * 2) * BLOCK_BYTES, bytes,
+               &sh.full[slot]);
+#pragma unroll
+    for (int piece = lane; piece < ROUND * 4; piece += 32)
+      if (piece < part.count * 4)
+        copy_piece(stage + RECORDS_AT + piece * 16, a.records + ((size_t)(part.first_tile + piece / 4) * GROUPS + group) * 16 + piece % 4 * 4);
+    copy_arrive(&sh.full[slot]);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+  if (a.turns && lane == 0) count_up(a.turns + 2 * processor() + 1);
+  wait_for_inputs();
+}
+
+// x of a step, by the warps of one k. What does not exist of its rows stays undefined, in columns of its own.
+DEVICE bool inputs_exist(int step, int eight) { return KDIM % 128 == 0 || step * 16 + eight < KDIM / 8; }
+DEVICE void fetch_inputs(u8* to, const u16* x, int step, int rows, int thread) {
+#pragma unroll
+  for (int piece = thread; piece < ROWS * 16; piece += K_THREADS) {
+    const int row = piece / 16, eight = piece % 16;
+    if (row < rows && inputs_exist(step, eight))
+      copy_piece(to + eight / 4 * X_QUARTER + row * 64 + eight % 4 * 16, x + (size_t)row * KDIM + step * 128 + eight * 8);
+  }
+}
+
+// Two codes, each in the low bits of a half → code − zero, an exact integer; SCALED: times the scale.
+struct Scale {
+  u32 offset, scale;
+  float exact;
+};
+DEVICE Scale read_scale(u32 record) {
+  const u32 zero = record >> 16;
+  const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
+  const u32 offset = FORMAT == INT8 && !FP16 ? pack2(128.f - zero, 128.f - zero) : __byte_perm(record, 0, 0x3232) | POWER | 0x80008000;
+  return {offset, SCALED ? pack2(scale, scale) : 0, scale};
+}
+DEVICE u32 weights_of(u32 codes, Scale s) {
+  u32 w = and_or(codes, FORMAT == INT4 ? 0x000f000f : FP16 ? 0x00ff00ff : 0x007f007f, POWER);
+  // of 8 bits: the lower seven are 128 more than they should be, and 256 less 128 where bit 7 is set comes off, so code − 128
+  if (FORMAT == INT8 && !FP16) w = add2(w, and_xor(codes, 0x00800080, 0xc380c380));
+  w = add2(w, s.offset);
+  return SCALED ? mul2(w, s.scale) : w;
+}
+// A block of 64 inputs of a tile; x: of its halves.
+DEVICE void multiply_block(float (&acc)[COLUMNS][4], const u8* block, const Scale (&scale)[2], const uint4 (&x)[2][COLUMNS], int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int half = i % 2, step = i / 2;
+    const uint4 q = ((const uint4*)block)[lane + (FORMAT == INT8 ? 32 * half : 0)];
+    u32 a[4];  // outputs g, g + 8 of inputs 0 and 1 of four, then of 2 and 3
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const u32 codes = __byte_perm(j % 2 ? step ? q.w : q.y : step ? q.z : q.x, 0, j / 2 ? 0x4342 : 0x4140);
+      a[j] = weights_of(FORMAT == INT4 ? codes >> 4 * half : codes, scale[j % 2]);
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+      mma16<FP16>(acc[n], a[0], a[1], a[2], a[3], step ? x[half][n].z : x[half][n].x, step ? x[half][n].w : x[half][n].y);
+  }
+}
+// A step of this warp's tiles, whether or not all exist; xs: this lane's place in the first quarter of x.
+DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], const u8* weights, const u32* records, const u8* xs, int step, int lane) {
+  float sums[PER_WARP][COLUMNS][4] = {};
+  auto& acc = SCALED ? total : sums;
+#pragma unroll(COLUMNS > 1 ? 1 : 2)
+  for (int block = 0; block < 2; block++) {
+    uint4 x[2][COLUMNS];
+#pragma unroll
+    for (int i = 0; i < 2 * COLUMNS; i++) {
+      const int quarter = 2 * block + i / COLUMNS, n = i % COLUMNS;
+      x[i / COLUMNS][n] = *(const uint4*)(xs + quarter * X_QUARTER + n * 512);
+      if (!inputs_exist(step, quarter * 4 + lane % 4)) x[i / COLUMNS][n] = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int m = 0; m < PER_WARP; m++) {
+      const Scale scale[2] = {read_scale(records[m * 16]), read_scale(records[m * 16 + 8])};
+      multiply_block(acc[m], weights + (2 * m + block) * BLOCK_BYTES, scale, x, lane);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < (SCALED ? 0 : PER_WARP * 2); i++) {
+    const float scale = read_scale(records[i / 2 * 16 + i % 2 * 8]).exact;
+#pragma unroll
+    for (int j = 0; j < COLUMNS * 2; j++) total[i / 2][j / 2][i % 2 * 2 + j % 2] += scale * sums[i / 2][j / 2][i % 2 * 2 + j % 2];
+  }
+}
+
+// All steps of warp (i, k).
+DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Part& part, const u16* x, int rows, int mine, int k,
+                     int thread, int lane) {
+  auto meet = [&] {
+    if (TILE_WARPS == 1) __syncwarp();
+    else named_barrier(2 + k, K_THREADS);
+  };
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    if (k + i * K_WARPS < part.steps) fetch_inputs(sh.x[k][i], x, part.first_step + k + i * K_WARPS, rows, thread);
+    copy_group();
+  }
+  int slot = k % STAGES, buffer = 0;
+  u32 parity = k / STAGES % 2;
+#pragma unroll 1
+  for (int i = k; i < part.steps; i += K_WARPS) {
+    const int step = part.first_step + i;
+    copy_wait<AHEAD - 1>();
+    meet();
+    barrier_wait(&sh.full[slot], parity);
+    const u8* stage = sh.ring[slot];
+    multiply_step(total, stage + mine * 2 * BLOCK_BYTES, (const u32*)(stage + RECORDS_AT) + mine * 16 + lane / 4,
+                  sh.x[k][buffer] + lane * 16, step, lane);
+    meet();
+    if (lane == 0) barrier_arrive(&sh.empty[slot]);
+    if (i + AHEAD * K_WARPS < part.steps) fetch_inputs(sh.x[k][buffer], x, step + AHEAD * K_WARPS, rows, thread);
+    copy_group();
+    if (++buffer == AHEAD) buffer = 0;
+    for (slot += K_WARPS; slot >= STAGES; slot -= STAGES) parity ^= 1;
+  }
+}
+
+// Four neighbouring outputs of a tile and token, of all warps.
+DEVICE float4 add_warps(const Shared& sh, int tile, int token, int four) {
+  float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int k = 0; k < K_WARPS; k++) {
+    const float4 v = *(const float4*)&sh.partial[k][tile][token][four * 4];
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  return sum;
+}
+// The warps' sums, to the ring's place: nobody uses it any more.
+DEVICE void leave_sums(Shared& sh, const float (&total)[PER_WARP][COLUMNS][4], int mine, int tiles, int k, int lane) {
+  named_barrier(1, THREADS);
+#pragma unroll
+  for (int m = 0; m < PER_WARP; m++) {
+    if (m >= tiles) break;
+#pragma unroll
+    for (int i = 0; i < COLUMNS * 4; i++)
+      sh.partial[k][mine + m][i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i % 4 / 2 * 8] = total[m][i / 4][i % 4];
+  }
+  named_barrier(1, THREADS);
+}
+DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows) {
+  const int mine = part.rank * OWNED;
+#if CLUSTER > 1
+  const int others = (1 - part.rank) * OWNED;
+  cluster_wait();  // the other CTA is there
+  for (int i = threadIdx.x; i < min(OWNED, part.count - others) * ROWS * 4; i += THREADS) {
+    const float4 sum = add_warps(sh, others + i / 4 / ROWS, i / 4 % ROWS, i % 4);
+    send_in_cluster(&sh.exchange[i / 4 / ROWS][i / 4 % ROWS][i % 4], &sh.exchanged, 1 - part.rank, *(const uint4*)&sum);
+  }
+  barrier_wait(&sh.exchanged, 0);
+#endif
+  for (int i = threadIdx.x; i < min(OWNED, part.count - mine) * ROWS * (OUTPUTS / 4); i += THREADS) {
+    const int four = i % (OUTPUTS / 4), token = i / (OUTPUTS / 4) % ROWS, tile = i / (OUTPUTS / 4) / ROWS;
+    if (token >= rows) continue;
+    float sums[2][4];
+#pragma unroll
+    for (int half = 0; half < PARTS; half++) {
+      *(float4*)sums[half] = add_warps(sh, mine + tile, token, four + 2 * half);
+#pragma unroll
+      for (int j = 0; j < (CLUSTER > 1 ? 4 : 0); j++) sums[half][j] += ((const float*)&sh.exchange[tile][token][four + 2 * half])[j];
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      Output o = {};
+      o.row = four * 4 + j, o.token = token;
+      const int n = (part.first_tile + mine + tile) * OUTPUTS + o.row;
+      if (n >= WIDTH) break;
+      o.index = token * WIDTH + n;
+      fetch_ends(o, a, place_of(part.first_tile + mine + tile));
+      float v[2] = {sums[0][j], sums[PARTS - 1][j]};
+      write_output(o, v, a.y);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+stream(const u8* weights, const u32* records, const u16* X, const u16* bias, const u16* residual, u16* Y, int rows, u32* turns) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) u8 raw[];
+  Shared& sh = *(Shared*)raw;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Part part = part_of(blockIdx.x, gridDim.x);
+  if (part.count == 0) return stay();
+  const Linear a = {weights, records, nullptr, X, nullptr, bias, residual, Y, 0.f, turns};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(&sh.full[i], COPY_ARRIVALS + 32);  // records: an arrival of each lane
+      barrier_init(&sh.empty[i], TILE_WARPS);
+    }
+    barrier_init(&sh.exchanged, COPY_ARRIVALS);
+    fence_barriers();
+    if (CLUSTER > 1) copy_begin(&sh.exchanged, max(0, min(OWNED, part.count - part.rank * OWNED)) * ROWS * 64, 0);
+  }
+  __syncthreads();
+  launch_dependents();
+#if CLUSTER > 1
+  cluster_arrive();
+#endif
+  if (warp == WARPS) {
+    load_weights(sh, a, part, lane);
+#if CLUSTER > 1
+    __syncwarp();
+    cluster_wait();
+#endif
+    return;
+  }
+  wait_for_inputs();
+  const int mine = warp % TILE_WARPS * PER_WARP, k = warp / TILE_WARPS;
+  float total[PER_WARP][COLUMNS][4] = {};
+  multiply(sh, total, part, X, rows, mine, k, warp % TILE_WARPS * 32 + lane, lane);
+  leave_sums(sh, total, mine, part.count - mine, k, lane);
+  end_tiles(sh, a, part, rows);
+#endif
+}

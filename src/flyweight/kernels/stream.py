@@ -1,0 +1,100 @@
+"""A linear of 5 to 32 rows with x as it lies in memory: host side of cuda/stream.cu, and how it is cut.
+
+One launch, two of which fit on an SM: weights arrive while the kernel before ends. `choose` takes a cluster of two, each with half of
+the inputs, where x would otherwise be a large part of what an SM fetches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight.kernels import jit
+from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_LIMIT, Gemv, format_defines, processors, turns
+
+KINDS = ("int4", "int8")
+# For so many rows: warps that multiply, most tiles of each, steps that warps take at once, and of each of these buffers for x. Two
+# kernels have the registers of an SM.
+SHAPES = {8: (12, 3, 6, 3), 16: (9, 3, 4, 3), 32: (12, 1, 3, 2)}
+FEWEST_STAGES = 4
+HELD = 0.4  # of the ring, fetched when the inputs are there: see gemv.HELD
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a linear is cut."""
+
+    rows: int  # that the kernel is compiled for
+    cluster: int
+    tiles: int
+    together: int  # of one warp
+    step_warps: int  # steps at work at once
+    ahead: int
+    stages: int
+    shared: int
+
+    @property
+    def warps(self) -> int:
+        return math.ceil(self.tiles / self.together) * self.step_warps
+
+
+@functools.cache
+def choose(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int,
+           cluster: int | None = None) -> Choice | None:
+    """None where tiles are too many for one round, or groups too small."""
+    if kind not in KINDS or not 1 < rows <= max(SHAPES) or (group % 128 and group < columns):
+        return None
+    padded = next(size for size in SHAPES if size >= rows)
+    warps, most_tiles, most_steps, ahead = SHAPES[padded]
+    if cluster is None:
+        both = [choose(kind, outputs, columns, group, rows, processors, count) for count in (1, 2)]
+        fetched = 2 * padded * columns, math.ceil(outputs / 16) / processors * columns / 64 * BLOCK_BYTES[kind]
+        return both[1] if both[1] and (2 * fetched[0] > fetched[1] or both[0] is None) else both[0]
+    tiles, steps = math.ceil(math.ceil(outputs / 16) / (processors // cluster)), math.ceil(columns / 128)
+    longest = math.ceil(steps / cluster)
+    cuts = [(math.ceil(tiles / count), count) for count in range(1, most_tiles + 1) if math.ceil(tiles / count) <= warps]
+    if not cuts or steps < cluster:
+        return None
+    tile_warps, together = max(cuts, key=lambda cut: (cut[0] * min(warps // cut[0], most_steps), cut[1]))  # most warps at work
+    together, step_warps = math.ceil(tiles / tile_warps), min(warps // tile_warps, most_steps, longest)
+    x = step_warps * ahead * 4 * (padded + 1) * 64
+    exchange = math.ceil(tiles / cluster) * padded * 64 * (cluster - 1)
+    stage = tiles * (2 * BLOCK_BYTES[kind] + 64)
+    stages = min(longest, (SHARED_LIMIT - x - exchange - 512) // (stage + 16))
+    ring = max(stages * stage, step_warps * tiles * padded * 80)  # or the warps' sums
+    shared = ring + x + exchange + 16 * stages + 512
+    if stages < min(FEWEST_STAGES, longest) or shared > SHARED_LIMIT:
+        return None
+    return Choice(padded, cluster, tiles, together, step_warps, ahead, stages, max(shared, SHARED_LIMIT))
+
+
+@functools.cache
+def kernel(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, chosen: Choice, *, epilogue: str,
+           bias: bool) -> jit.Kernel:
+    return jit.load("stream.cu", defines={
+        **format_defines(kind), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs, "GROUP": group,
+        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "ROWS": chosen.rows, "ROUND": chosen.tiles, "PER_WARP": chosen.together,
+        "K_WARPS": chosen.step_warps, "AHEAD": chosen.ahead, "CLUSTER": chosen.cluster, "STAGES": chosen.stages,
+        "HELD": int(HELD * chosen.stages), "SHARED_BYTES": chosen.shared}).kernel("stream")
+
+
+def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None, pdl: bool = True,
+             cluster: int | None = None) -> Tensor:
+    """x [rows, in], up to 32 rows → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
+    rows, grid = x.shape[0], processors(x.device.index or 0)
+    shape = (weight.kind, weight.out_features, weight.in_features, weight.group)
+    chosen = choose(*shape, rows, grid, cluster)
+    if chosen is None:
+        raise ValueError(f"{rows} rows of {weight.in_features} inputs do not go through stream.cu as {weight.kind}")
+    if out is None:
+        out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
+    run = kernel(*shape, weight.dtype == torch.float16, weight.scale_fp16, chosen, bias=weight.bias is not None,
+                 epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
+    run.launch(grid // chosen.cluster * chosen.cluster, 32 * (chosen.warps + 1),
+               (weight.weights, weight.records, x, weight.bias, residual, out, rows, turns(weight.kind, x.device)),
+               shared=chosen.shared, pdl=pdl, cluster=chosen.cluster)
+    return out

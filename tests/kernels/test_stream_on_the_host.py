@@ -1,0 +1,52 @@
+"""5 to 32 rows through stream.cu as it stands, compiled for and run on the CPU."""
+
+import host_cuda
+import pytest
+import torch
+from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fixtures)
+
+from flyweight.kernels import gemv, stream
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
+
+
+def poisoned(rows, outputs):
+    return torch.full((rows, outputs), float("nan")).bfloat16()
+
+
+# Inputs that end inside a block and inside a step, tiles that do not divide among CTAs, warps and clusters, rows that fill a kernel
+# and that do not, more steps than stages and fewer than warps, groups of several steps, codes of 8 bits.
+CASES = [("int4:128", 8, (136, 640), 1), ("int4:128", 7, (152, 1600), 2), ("int4:128", 16, (1304, 1352), 1), ("int4:128", 9, (40, 2880), 2),
+         ("int4:128", 32, (136, 1160), 1), ("int4:128", 20, (200, 896), 2), ("int4:256", 8, (24, 1536), 2),
+         ("int4:128:symmetric", 16, (264, 6400), 2), ("int8:128", 8, (136, 1352), 2), ("int8:128", 32, (72, 640), 1)]
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape", "cluster"), CASES)
+def test_rows_are_multiplied_as_they_lie_in_memory(kind, rows, shape, cluster):
+    tensor = make(kind, shape, 1)
+    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
+    first = stream.multiply(weight, x, poisoned(rows, shape[0]), cluster=cluster)
+    assert error(first, tensor.matmul_reference(x)) < (1e-2 if rows > 16 else 4e-3)
+    assert torch.equal(first, stream.multiply(weight, x, poisoned(rows, shape[0]), cluster=cluster)), "the same bits every time"
+
+
+@pytest.mark.parametrize(("dtype", "rows", "cluster"), [(torch.bfloat16, 8, 2), (torch.float16, 16, 1), (torch.float16, 32, 2)])
+def test_bias_residual_and_silu_are_fused(dtype, rows, cluster):
+    tensor, bias = make("int4:128", (96, 896), 1), torch.randn(96).to(dtype)
+    x, residual = torch.randn(rows, 896).to(dtype), torch.randn(rows, 96).to(dtype)
+    want = tensor.matmul_reference(x) + bias.double()
+    weight = gemv.prepare(tensor, dtype=dtype, bias=bias)
+    got = stream.multiply(weight, x, poisoned(rows, 96).to(dtype), residual=residual, cluster=cluster)
+    assert error(got, want + residual.double()) < 1e-2
+    gate, up = want.chunk(2, -1)
+    gated = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
+    assert error(stream.multiply(gated, x, poisoned(rows, 48).to(dtype), cluster=cluster), torch.nn.functional.silu(gate) * up) < 2e-2
+
+
+def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():
+    for outputs, columns in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)):
+        for rows in (8, 16, 32):
+            chosen = stream.choose("int4", outputs, columns, 128, rows, 132)
+            assert chosen is not None and chosen.shared <= gemv.SHARED_LIMIT and chosen.stages >= 6
+            assert chosen.cluster == (1 if outputs == 24576 else 2)
+    assert stream.choose("int4", 4096, 4096, 64, 8, 132) is None and stream.choose("int4", 65536, 4096, 128, 8, 132) is None
