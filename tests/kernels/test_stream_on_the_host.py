@@ -14,6 +14,11 @@ def poisoned(rows, outputs):
     return torch.full((rows, outputs), float("nan")).bfloat16()
 
 
+def multiply(weight, x, out, cluster, **options):
+    chosen = stream.choose(weight.kind, weight.out_features, weight.in_features, weight.group, len(x), host_cuda.PROCESSORS, cluster)
+    return stream.multiply(weight, x, out, chosen=chosen, **options)
+
+
 # Inputs that end inside a block and inside a step, tiles that do not divide among CTAs, warps and clusters, rows that fill a kernel
 # and that do not, more steps than stages and fewer than warps, groups of several steps, codes of 8 bits.
 CASES = [("int4:128", 8, (136, 640), 1), ("int4:128", 7, (152, 1600), 2), ("int4:128", 16, (1304, 1352), 1), ("int4:128", 9, (40, 2880), 2),
@@ -25,9 +30,9 @@ CASES = [("int4:128", 8, (136, 640), 1), ("int4:128", 7, (152, 1600), 2), ("int4
 def test_rows_are_multiplied_as_they_lie_in_memory(kind, rows, shape, cluster):
     tensor = make(kind, shape, 1)
     weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
-    first = stream.multiply(weight, x, poisoned(rows, shape[0]), cluster=cluster)
+    first = multiply(weight, x, poisoned(rows, shape[0]), cluster)
     assert error(first, tensor.matmul_reference(x)) < (1e-2 if rows > 16 else 4e-3)
-    assert torch.equal(first, stream.multiply(weight, x, poisoned(rows, shape[0]), cluster=cluster)), "the same bits every time"
+    assert torch.equal(first, multiply(weight, x, poisoned(rows, shape[0]), cluster)), "the same bits every time"
 
 
 @pytest.mark.parametrize(("dtype", "rows", "cluster"), [(torch.bfloat16, 8, 2), (torch.float16, 16, 1), (torch.float16, 32, 2)])
@@ -36,11 +41,11 @@ def test_bias_residual_and_silu_are_fused(dtype, rows, cluster):
     x, residual = torch.randn(rows, 896).to(dtype), torch.randn(rows, 96).to(dtype)
     want = tensor.matmul_reference(x) + bias.double()
     weight = gemv.prepare(tensor, dtype=dtype, bias=bias)
-    got = stream.multiply(weight, x, poisoned(rows, 96).to(dtype), residual=residual, cluster=cluster)
+    got = multiply(weight, x, poisoned(rows, 96).to(dtype), cluster, residual=residual)
     assert error(got, want + residual.double()) < 1e-2
     gate, up = want.chunk(2, -1)
     gated = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
-    assert error(stream.multiply(gated, x, poisoned(rows, 48).to(dtype), cluster=cluster), torch.nn.functional.silu(gate) * up) < 2e-2
+    assert error(multiply(gated, x, poisoned(rows, 48).to(dtype), cluster), torch.nn.functional.silu(gate) * up) < 2e-2
 
 
 def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():

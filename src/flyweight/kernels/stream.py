@@ -35,6 +35,7 @@ class Choice:
     step_warps: int  # steps at work at once
     ahead: int
     stages: int
+    held: int  # of them
     shared: int
 
     @property
@@ -69,7 +70,7 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
     shared = ring + x + exchange + 16 * stages + 512
     if stages < min(FEWEST_STAGES, longest) or shared > SHARED_LIMIT:
         return None
-    return Choice(padded, cluster, tiles, together, step_warps, ahead, stages, max(shared, SHARED_LIMIT))
+    return Choice(padded, cluster, tiles, together, step_warps, ahead, stages, int(HELD * stages), SHARED_LIMIT)
 
 
 @functools.cache
@@ -79,15 +80,15 @@ def kernel(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_
         **format_defines(kind), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs, "GROUP": group,
         "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "ROWS": chosen.rows, "ROUND": chosen.tiles, "PER_WARP": chosen.together,
         "K_WARPS": chosen.step_warps, "AHEAD": chosen.ahead, "CLUSTER": chosen.cluster, "STAGES": chosen.stages,
-        "HELD": int(HELD * chosen.stages), "SHARED_BYTES": chosen.shared}).kernel("stream")
+        "HELD": chosen.held, "SHARED_BYTES": chosen.shared}).kernel("stream")
 
 
 def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None, pdl: bool = True,
-             cluster: int | None = None) -> Tensor:
+             chosen: Choice | None = None) -> Tensor:
     """x [rows, in], up to 32 rows → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
     rows, grid = x.shape[0], processors(x.device.index or 0)
     shape = (weight.kind, weight.out_features, weight.in_features, weight.group)
-    chosen = choose(*shape, rows, grid, cluster)
+    chosen = chosen or choose(*shape, rows, grid)
     if chosen is None:
         raise ValueError(f"{rows} rows of {weight.in_features} inputs do not go through stream.cu as {weight.kind}")
     if out is None:
