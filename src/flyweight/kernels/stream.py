@@ -17,9 +17,9 @@ from flyweight.kernels import jit
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_LIMIT, Gemv, format_defines, processors, turns
 
 KINDS = ("int4", "int8")
-# For so many rows: warps that multiply, most tiles of each, steps that warps take at once, and of each of these buffers for x. Two
-# kernels have the registers of an SM.
-SHAPES = {8: (12, 3, 6, 3), 16: (9, 3, 4, 3), 32: (12, 1, 3, 2)}
+# For so many rows: warps that multiply, most tiles of each, most steps that they take at once. Two kernels have the registers of an SM.
+SHAPES = {8: (12, 3, 6), 16: (9, 3, 4), 32: (12, 1, 3)}
+X_ROOM, MOST_AHEAD = 53 * 1024, 4  # of shared memory for x; steps of x for each of those at once
 FEWEST_STAGES = 4
 HELD = 0.4  # of the ring, fetched when the inputs are there: see gemv.HELD
 
@@ -50,7 +50,7 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
     if kind not in KINDS or not 1 < rows <= max(SHAPES) or (group % 128 and group < columns):
         return None
     padded = next(size for size in SHAPES if size >= rows)
-    warps, most_tiles, most_steps, ahead = SHAPES[padded]
+    warps, most_tiles, most_steps = SHAPES[padded]
     if cluster is None:
         both = [choose(kind, outputs, columns, group, rows, processors, count) for count in (1, 2)]
         fetched = 2 * padded * columns, math.ceil(outputs / 16) / processors * columns / 64 * BLOCK_BYTES[kind]
@@ -62,12 +62,13 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
         return None
     tile_warps, together = max(cuts, key=lambda cut: (cut[0] * min(warps // cut[0], most_steps), cut[1]))  # most warps at work
     together, step_warps = math.ceil(tiles / tile_warps), min(warps // tile_warps, most_steps, longest)
-    x = step_warps * ahead * 4 * (padded + 1) * 64
+    x = step_warps * 4 * (padded + 1) * 64
+    ahead = min(MOST_AHEAD, X_ROOM // x, math.ceil(longest / step_warps))
     exchange = math.ceil(tiles / cluster) * padded * 64 * (cluster - 1)
     stage = tiles * (2 * BLOCK_BYTES[kind] + 64)
-    stages = min(longest, (SHARED_LIMIT - x - exchange - 512) // (stage + 16))
+    stages = min(longest, (SHARED_LIMIT - x * ahead - exchange - 512) // (stage + 16))
     ring = max(stages * stage, step_warps * tiles * padded * 80)  # or the warps' sums
-    shared = ring + x + exchange + 16 * stages + 512
+    shared = ring + x * ahead + exchange + 16 * stages + 512
     if stages < min(FEWEST_STAGES, longest) or shared > SHARED_LIMIT:
         return None
     return Choice(padded, cluster, tiles, together, step_warps, ahead, stages, int(HELD * stages), SHARED_LIMIT)

@@ -5,7 +5,7 @@
 //
 //      ring of weights:   step 0 | step 1 | step 2 | …        ROUND tiles × 2 blocks and their records: by one loader warp
 //      warp (i, k):       tiles PER_WARP · i … of steps k, k + K_WARPS, …; the warps of one k fetch x of these themselves,
-//                         AHEAD steps at a time, into buffers of their own
+//                         AHEAD of them at a time, into buffers of their own
 //
 // A lane of the matrix units wants eight neighbours of a row of x for every 32 inputs: 16 bytes, which lie side by side in a quarter of
 // a buffer. Codes become 16-bit floats less the zero point, exact integers; scales meet the sums of a step (or weights: SCALED). Sums of the warps, and of
@@ -156,10 +156,6 @@ DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], const u8* weight
 // All steps of warp (i, k).
 DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Part& part, const u16* x, int rows, int mine, int k,
                      int thread, int lane) {
-  auto meet = [&] {
-    if (TILE_WARPS == 1) __syncwarp();
-    else named_barrier(2 + k, K_THREADS);
-  };
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
     if (k + i * K_WARPS < part.steps) fetch_inputs(sh.x[k][i], x, part.first_step + k + i * K_WARPS, rows, thread);
@@ -169,17 +165,19 @@ DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Par
   u32 parity = k / STAGES % 2;
 #pragma unroll 1
   for (int i = k; i < part.steps; i += K_WARPS) {
-    const int step = part.first_step + i;
+    const int step = part.first_step + i, later = i + (AHEAD - 1) * K_WARPS;
     copy_wait<AHEAD - 1>();
-    meet();
+    if (TILE_WARPS == 1) __syncwarp();
+    else named_barrier(2 + k, K_THREADS);  // all have x of this step, and are done with the one before: its buffer is free
+    if (i > k && later < part.steps)
+      fetch_inputs(sh.x[k][buffer ? buffer - 1 : AHEAD - 1], x, part.first_step + later, rows, thread);
+    copy_group();
     barrier_wait(&sh.full[slot], parity);
     const u8* stage = sh.ring[slot];
     multiply_step(total, stage + mine * 2 * BLOCK_BYTES, (const u32*)(stage + RECORDS_AT) + mine * 16 + lane / 4,
                   sh.x[k][buffer] + lane * 16, step, lane);
-    meet();
+    __syncwarp();
     if (lane == 0) barrier_arrive(&sh.empty[slot]);
-    if (i + AHEAD * K_WARPS < part.steps) fetch_inputs(sh.x[k][buffer], x, step + AHEAD * K_WARPS, rows, thread);
-    copy_group();
     if (++buffer == AHEAD) buffer = 0;
     for (slot += K_WARPS; slot >= STAGES; slot -= STAGES) parity ^= 1;
   }
