@@ -56,7 +56,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "sparse-int8": (SPARSE, SOME, CLUSTERS, MANY),
     "sparse-w8a8": (SPARSE, Way(3, "batch", ONCE), Way(9, "gemm", CLUSTERS.why, small=True), MANY),
 }
-# Rows without a norm that stream.cu takes where it can, for a trial: (5, 32) turns it on.
+# Rows that stream.cu takes where it can, for a trial: (5, 32) turns it on.
 STREAMED = (0, 0)
 # Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own, where not all: x is quantized in
 # every CTA.

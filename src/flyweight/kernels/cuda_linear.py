@@ -58,7 +58,9 @@ class CudaLinear:
         """The kernel of choices.py for so many rows, or the next one that takes them."""
         weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
-        if choices.STREAMED[0] <= rows <= choices.STREAMED[1] and not normed and gpu.capability(device)[0] == 9 and stream.choose(*cut):
+        least, most = choices.STREAMED
+        large = normed and weight.dtype == torch.float16  # x times the norm's weights may be too large for 16 bits
+        if least <= rows <= most and not large and gpu.capability(device)[0] == 9 and stream.choose(*cut):
             return "stream"
         for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features)]:
             if kernel == "gemv":
@@ -91,7 +93,7 @@ class CudaLinear:
         if way == "gemv":
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
         if way == "stream":
-            return stream.multiply(self.weight, x, out, residual=residual)
+            return stream.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         if way in ("split", "batch"):
             multiply = gemv_split.multiply if way == "split" else batch.multiply
             return multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)

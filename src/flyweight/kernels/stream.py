@@ -1,7 +1,7 @@
 """A linear of 5 to 32 rows with x as it lies in memory: host side of cuda/stream.cu, and how it is cut.
 
-One launch, two of which fit on an SM: weights arrive while the kernel before ends. `choose` takes a cluster of two, each with half of
-the inputs, where x would otherwise be a large part of what an SM fetches.
+One launch, two of which fit on an SM: weights arrive while the kernel before ends. `choose` takes a cluster of two, each with
+half of the inputs, where x would otherwise be a large part of what an SM fetches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from flyweight.kernels import jit
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_LIMIT, Gemv, format_defines, processors, turns
 
 KINDS = ("int4", "int8")
-# For so many rows: warps that multiply, most tiles of each, most steps that they take at once. Two kernels have the registers of an SM.
+# For so many rows: warps that multiply, most tiles of each, most steps that they take at once. Two kernels have the registers of
+# an SM.
 SHAPES = {8: (12, 3, 6), 16: (9, 3, 4), 32: (12, 1, 3)}
 X_ROOM, MOST_AHEAD = 53 * 1024, 4  # of shared memory for x; steps of x for each of those at once
 FEWEST_STAGES = 4
@@ -60,11 +61,11 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
     cuts = [(math.ceil(tiles / count), count) for count in range(1, most_tiles + 1) if math.ceil(tiles / count) <= warps]
     if not cuts or steps < cluster:
         return None
-    tile_warps, together = max(cuts, key=lambda cut: (cut[0] * min(warps // cut[0], most_steps), cut[1]))  # most warps at work
+    tile_warps, _ = max(cuts, key=lambda cut: (cut[0] * min(warps // cut[0], most_steps), cut[1]))  # the most warps at work
     together, step_warps = math.ceil(tiles / tile_warps), min(warps // tile_warps, most_steps, longest)
-    x = step_warps * 4 * (padded + 1) * 64
+    x, squares = step_warps * 4 * (padded + 1) * 64, (warps + 2) * padded * 4
     ahead = min(MOST_AHEAD, X_ROOM // x, math.ceil(longest / step_warps))
-    exchange = math.ceil(tiles / cluster) * padded * 64 * (cluster - 1)
+    exchange = math.ceil(tiles / cluster) * padded * 64 * (cluster - 1) + squares
     stage = tiles * (2 * BLOCK_BYTES[kind] + 64)
     stages = min(longest, (SHARED_LIMIT - x * ahead - exchange - 512) // (stage + 16))
     ring = max(stages * stage, step_warps * tiles * padded * 80)  # or the warps' sums
@@ -75,17 +76,18 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
 
 
 @functools.cache
-def kernel(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, chosen: Choice, *, epilogue: str,
-           bias: bool) -> jit.Kernel:
+def kernel(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, chosen: Choice, *, norm: bool,
+           epilogue: str, bias: bool) -> jit.Kernel:
     return jit.load("stream.cu", defines={
-        **format_defines(kind), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs, "GROUP": group,
-        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "ROWS": chosen.rows, "ROUND": chosen.tiles, "PER_WARP": chosen.together,
-        "K_WARPS": chosen.step_warps, "AHEAD": chosen.ahead, "CLUSTER": chosen.cluster, "STAGES": chosen.stages,
-        "HELD": chosen.held, "SHARED_BYTES": chosen.shared}).kernel("stream")
+        **format_defines(kind), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs,
+        "GROUP": group, "NORM": int(norm), "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "ROWS": chosen.rows,
+        "ROUND": chosen.tiles, "PER_WARP": chosen.together, "K_WARPS": chosen.step_warps,
+        "AHEAD": chosen.ahead, "CLUSTER": chosen.cluster, "STAGES": chosen.stages, "HELD": chosen.held,
+        "SHARED_BYTES": chosen.shared}).kernel("stream")
 
 
-def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None, pdl: bool = True,
-             chosen: Choice | None = None) -> Tensor:
+def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
+             residual: Tensor | None = None, pdl: bool = True, chosen: Choice | None = None) -> Tensor:
     """x [rows, in], up to 32 rows → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
     rows, grid = x.shape[0], processors(x.device.index or 0)
     shape = (weight.kind, weight.out_features, weight.in_features, weight.group)
@@ -94,9 +96,13 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Te
         raise ValueError(f"{rows} rows of {weight.in_features} inputs do not go through stream.cu as {weight.kind}")
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=weight.dtype, device=x.device)
-    run = kernel(*shape, weight.dtype == torch.float16, weight.scale_fp16, chosen, bias=weight.bias is not None,
-                 epilogue="silu" if weight.interleaved else "store" if residual is None else "residual")
+    epilogue = "silu" if weight.interleaved else "store" if residual is None else "residual"
+    run = kernel(*shape, weight.dtype == torch.float16, weight.scale_fp16, chosen, norm=norm is not None, epilogue=epilogue,
+                 bias=weight.bias is not None)
+    # o and down may follow kernels that leave no room beside them: two of one launch must not gather on an SM that is free early
+    shared = chosen.shared + (2048 if residual is not None else 0)
     run.launch(grid // chosen.cluster * chosen.cluster, 32 * (chosen.warps + 1),
-               (weight.weights, weight.records, x, weight.bias, residual, out, rows, turns(weight.kind, x.device)),
-               shared=chosen.shared, pdl=pdl, cluster=chosen.cluster)
+               (weight.weights, weight.records, x, norm, weight.bias, residual, out, float(epsilon), rows,
+                turns(weight.kind, x.device)),
+               shared=shared, pdl=pdl, cluster=chosen.cluster)
     return out

@@ -8,11 +8,13 @@
 //                         AHEAD of them at a time, into buffers of their own
 //
 // A lane of the matrix units wants eight neighbours of a row of x for every 32 inputs: 16 bytes, which lie side by side in a quarter of
-// a buffer. Codes become 16-bit floats less the zero point, exact integers; scales meet the sums of a step (or weights: SCALED). Sums of the warps, and of
-// the two CTAs of a cluster, are added in a fixed order, through the ring's place and each other's shared memory.
+// a buffer. Codes become 16-bit floats less the zero point, exact integers; scales meet the sums of a step (or weights: SCALED). Sums
+// of the warps, and of the two CTAs of a cluster, are added in a fixed order, through the ring's place and each other's shared memory.
+// NORM: its weights come as one row more of x and are multiplied in (rounded to 16 bits); the matrix units add up the squares of x, whose
+// factor meets the sums at the end.
 // Limit: bytes of weights and of x through L2, or taking codes apart (docs/kernels.md has the arithmetic).
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, ROWS, ROUND, PER_WARP, K_WARPS, AHEAD, CLUSTER, STAGES, HELD,
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, NORM, EPILOGUE, BIAS, ROWS, ROUND, PER_WARP, K_WARPS, AHEAD, CLUSTER, STAGES, HELD,
 // SHARED_BYTES
 #include "common.cuh"
 #include "linear.cuh"
@@ -24,10 +26,11 @@ constexpr int BLOCKS = (KDIM + 63) / 64, STEPS = (BLOCKS + 1) / 2, TILES = (NDIM
 constexpr int COLUMNS = ROWS / 8, TILE_WARPS = (ROUND + PER_WARP - 1) / PER_WARP, K_THREADS = TILE_WARPS * 32;
 constexpr int WARPS = TILE_WARPS * K_WARPS, THREADS = WARPS * 32;
 constexpr int RECORDS_AT = ROUND * 2 * BLOCK_BYTES, STAGE_BYTES = RECORDS_AT + ROUND * 64;
-constexpr int X_QUARTER = ROWS * 64 + 64;  // of a step's inputs; neighbours lie in different banks
+constexpr int X_QUARTER = (ROWS + 1) * 64;  // of a step's inputs: all rows, the norm's weights; neighbours lie in different banks
 constexpr int OWNED = (ROUND + CLUSTER - 1) / CLUSTER;  // tiles that a CTA ends
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300;   // 1024 and 128: a code set into their mantissa is added to them
 constexpr bool SCALED = COLUMNS > 2;  // weights are, and rounded once, where there are no registers for sums of a step
+static_assert(!(NORM && FP16), "x times the norm's weights may be too large for 16 bits");
 static_assert((FORMAT == INT4 || FORMAT == INT8) && !SPARSE, "dense integer weights");
 static_assert(GROUP % 128 == 0 || GROUP >= KDIM, "a step has one scale");
 static_assert(ROUND <= 32 && K_WARPS <= 14 && CLUSTER <= 2, "a lane for each tile, a barrier for the warps of one k");
@@ -39,6 +42,7 @@ struct __align__(128) Shared {
   };
   u8 x[K_WARPS][AHEAD][4 * X_QUARTER];
   float4 exchange[CLUSTER > 1 ? OWNED : 1][CLUSTER > 1 ? ROWS : 1][4];  // the other CTA's sums of our tiles
+  float squares[WARPS][ROWS], all_squares[2][ROWS];                     // all_squares: of this CTA, of the other
   u64 full[STAGES], empty[STAGES], exchanged;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
@@ -72,7 +76,8 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
 #pragma unroll
     for (int piece = lane; piece < ROUND * 4; piece += 32)
       if (piece < part.count * 4)
-        copy_piece(stage + RECORDS_AT + piece * 16, a.records + ((size_t)(part.first_tile + piece / 4) * GROUPS + group) * 16 + piece % 4 * 4);
+        copy_piece(stage + RECORDS_AT + piece * 16,
+                   a.records + ((size_t)(part.first_tile + piece / 4) * GROUPS + group) * 16 + piece % 4 * 4);
     copy_arrive(&sh.full[slot]);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
@@ -82,12 +87,13 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
 
 // x of a step, by the warps of one k. What does not exist of its rows stays undefined, in columns of its own.
 DEVICE bool inputs_exist(int step, int eight) { return KDIM % 128 == 0 || step * 16 + eight < KDIM / 8; }
-DEVICE void fetch_inputs(u8* to, const u16* x, int step, int rows, int thread) {
+DEVICE void fetch_inputs(u8* to, const Linear& a, int step, int rows, int thread) {
 #pragma unroll
-  for (int piece = thread; piece < ROWS * 16; piece += K_THREADS) {
+  for (int piece = thread; piece < (ROWS + NORM) * 16; piece += K_THREADS) {
     const int row = piece / 16, eight = piece % 16;
-    if (row < rows && inputs_exist(step, eight))
-      copy_piece(to + eight / 4 * X_QUARTER + row * 64 + eight % 4 * 16, x + (size_t)row * KDIM + step * 128 + eight * 8);
+    const u16* from = row < ROWS ? a.x + (size_t)row * KDIM : a.norm;
+    if ((row < rows || row == ROWS) && inputs_exist(step, eight))
+      copy_piece(to + eight / 4 * X_QUARTER + row * 64 + eight % 4 * 16, from + step * 128 + eight * 8);
   }
 }
 
@@ -126,8 +132,30 @@ DEVICE void multiply_block(float (&acc)[COLUMNS][4], const u8* block, const Scal
       mma16<FP16>(acc[n], a[0], a[1], a[2], a[3], step ? x[half][n].z : x[half][n].x, step ? x[half][n].w : x[half][n].y);
   }
 }
+// x of a block times the norm's weights; the warps of a step share its squares out among them.
+DEVICE void weigh_inputs(uint4 (&x)[2][COLUMNS], float (&squares)[COLUMNS], const u8* norm, int step, int block,
+                         int tile_warp, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int quarter = 2 * block + half;
+    uint4 w = *(const uint4*)(norm + quarter * X_QUARTER);
+    if (!inputs_exist(step, quarter * 4 + lane % 4)) w = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      uint4& v = x[half][n];
+      if (quarter % TILE_WARPS == tile_warp) {
+        float products[4] = {};  // of rows g with rows 2 t and 2 t + 1
+        mma16<FP16>(products, v.x, 0, v.y, 0, v.x, v.y);
+        mma16<FP16>(products, v.z, 0, v.w, 0, v.z, v.w);
+        squares[n] += lane / 4 % 2 ? products[1] : products[0];
+      }
+      v = make_uint4(mul2(v.x, w.x), mul2(v.y, w.y), mul2(v.z, w.z), mul2(v.w, w.w));
+    }
+  }
+}
 // A step of this warp's tiles, whether or not all exist; xs: this lane's place in the first quarter of x.
-DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], const u8* weights, const u32* records, const u8* xs, int step, int lane) {
+DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], float (&squares)[COLUMNS], const u8* weights, const u32* records,
+                          const u8* xs, int step, int tile_warp, int lane) {
   float sums[PER_WARP][COLUMNS][4] = {};
   auto& acc = SCALED ? total : sums;
 #pragma unroll(COLUMNS > 1 ? 1 : 2)
@@ -139,6 +167,7 @@ DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], const u8* weight
       x[i / COLUMNS][n] = *(const uint4*)(xs + quarter * X_QUARTER + n * 512);
       if (!inputs_exist(step, quarter * 4 + lane % 4)) x[i / COLUMNS][n] = make_uint4(0, 0, 0, 0);
     }
+    if (NORM) weigh_inputs(x, squares, xs + ROWS * 64 - lane / 4 * 64, step, block, tile_warp, lane);
 #pragma unroll
     for (int m = 0; m < PER_WARP; m++) {
       const Scale scale[2] = {read_scale(records[m * 16]), read_scale(records[m * 16 + 8])};
@@ -154,11 +183,13 @@ DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], const u8* weight
 }
 
 // All steps of warp (i, k).
-DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Part& part, const u16* x, int rows, int mine, int k,
-                     int thread, int lane) {
+DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Part& part, const Linear& a, int rows, int tile_warp, int k,
+                     int lane) {
+  const int mine = tile_warp * PER_WARP, thread = tile_warp * 32 + lane;
+  float squares[COLUMNS] = {};
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
-    if (k + i * K_WARPS < part.steps) fetch_inputs(sh.x[k][i], x, part.first_step + k + i * K_WARPS, rows, thread);
+    if (k + i * K_WARPS < part.steps) fetch_inputs(sh.x[k][i], a, part.first_step + k + i * K_WARPS, rows, thread);
     copy_group();
   }
   int slot = k % STAGES, buffer = 0;
@@ -170,17 +201,20 @@ DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Par
     if (TILE_WARPS == 1) __syncwarp();
     else named_barrier(2 + k, K_THREADS);  // all have x of this step, and are done with the one before: its buffer is free
     if (i > k && later < part.steps)
-      fetch_inputs(sh.x[k][buffer ? buffer - 1 : AHEAD - 1], x, part.first_step + later, rows, thread);
+      fetch_inputs(sh.x[k][buffer ? buffer - 1 : AHEAD - 1], a, part.first_step + later, rows, thread);
     copy_group();
     barrier_wait(&sh.full[slot], parity);
     const u8* stage = sh.ring[slot];
-    multiply_step(total, stage + mine * 2 * BLOCK_BYTES, (const u32*)(stage + RECORDS_AT) + mine * 16 + lane / 4,
-                  sh.x[k][buffer] + lane * 16, step, lane);
+    multiply_step(total, squares, stage + mine * 2 * BLOCK_BYTES, (const u32*)(stage + RECORDS_AT) + mine * 16 + lane / 4,
+                  sh.x[k][buffer] + lane * 16, step, tile_warp, lane);
     __syncwarp();
     if (lane == 0) barrier_arrive(&sh.empty[slot]);
     if (++buffer == AHEAD) buffer = 0;
     for (slot += K_WARPS; slot >= STAGES; slot -= STAGES) parity ^= 1;
   }
+#pragma unroll
+  for (int n = 0; n < (NORM ? COLUMNS : 0); n++)
+    if (lane % 4 == lane / 8) sh.squares[k * TILE_WARPS + tile_warp][8 * n + lane / 4] = squares[n];
 }
 
 // Four neighbouring outputs of a tile and token, of all warps.
@@ -196,6 +230,12 @@ DEVICE float4 add_warps(const Shared& sh, int tile, int token, int four) {
 // The warps' sums, to the ring's place: nobody uses it any more.
 DEVICE void leave_sums(Shared& sh, const float (&total)[PER_WARP][COLUMNS][4], int mine, int tiles, int k, int lane) {
   named_barrier(1, THREADS);
+  if (NORM && threadIdx.x < ROWS) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) sum += sh.squares[i][threadIdx.x];
+    sh.all_squares[0][threadIdx.x] = sum;
+  }
 #pragma unroll
   for (int m = 0; m < PER_WARP; m++) {
     if (m >= tiles) break;
@@ -210,6 +250,8 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows) {
 #if CLUSTER > 1
   const int others = (1 - part.rank) * OWNED;
   cluster_wait();  // the other CTA is there
+  if (NORM && threadIdx.x < ROWS / 4)
+    send_in_cluster(&sh.all_squares[1][threadIdx.x * 4], &sh.exchanged, 1 - part.rank, *(const uint4*)&sh.all_squares[0][threadIdx.x * 4]);
   for (int i = threadIdx.x; i < min(OWNED, part.count - others) * ROWS * 4; i += THREADS) {
     const float4 sum = add_warps(sh, others + i / 4 / ROWS, i / 4 % ROWS, i % 4);
     send_in_cluster(&sh.exchange[i / 4 / ROWS][i / 4 % ROWS][i % 4], &sh.exchanged, 1 - part.rank, *(const uint4*)&sum);
@@ -219,6 +261,8 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows) {
   for (int i = threadIdx.x; i < min(OWNED, part.count - mine) * ROWS * (OUTPUTS / 4); i += THREADS) {
     const int four = i % (OUTPUTS / 4), token = i / (OUTPUTS / 4) % ROWS, tile = i / (OUTPUTS / 4) / ROWS;
     if (token >= rows) continue;
+    const float squares = sh.all_squares[0][token] + (CLUSTER > 1 ? sh.all_squares[1][token] : 0.f);
+    const float factor = NORM ? rsqrtf(squares / KDIM + a.epsilon) : 1.f;
     float sums[2][4];
 #pragma unroll
     for (int half = 0; half < PARTS; half++) {
@@ -234,21 +278,22 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows) {
       if (n >= WIDTH) break;
       o.index = token * WIDTH + n;
       fetch_ends(o, a, place_of(part.first_tile + mine + tile));
-      float v[2] = {sums[0][j], sums[PARTS - 1][j]};
+      float v[2] = {sums[0][j] * factor, sums[PARTS - 1][j] * factor};
       write_output(o, v, a.y);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
-stream(const u8* weights, const u32* records, const u16* X, const u16* bias, const u16* residual, u16* Y, int rows, u32* turns) {
+stream(const u8* weights, const u32* records, const u16* X, const u16* norm, const u16* bias, const u16* residual, u16* Y, float epsilon,
+       int rows, u32* turns) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Part part = part_of(blockIdx.x, gridDim.x);
   if (part.count == 0) return stay();
-  const Linear a = {weights, records, nullptr, X, nullptr, bias, residual, Y, 0.f, turns};
+  const Linear a = {weights, records, nullptr, X, norm, bias, residual, Y, epsilon, turns};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS + 32);  // records: an arrival of each lane
@@ -256,7 +301,7 @@ stream(const u8* weights, const u32* records, const u16* X, const u16* bias, con
     }
     barrier_init(&sh.exchanged, COPY_ARRIVALS);
     fence_barriers();
-    if (CLUSTER > 1) copy_begin(&sh.exchanged, max(0, min(OWNED, part.count - part.rank * OWNED)) * ROWS * 64, 0);
+    if (CLUSTER > 1) copy_begin(&sh.exchanged, max(0, min(OWNED, part.count - part.rank * OWNED)) * ROWS * 64 + NORM * ROWS * 4, 0);
   }
   __syncthreads();
   launch_dependents();
@@ -272,9 +317,9 @@ stream(const u8* weights, const u32* records, const u16* X, const u16* bias, con
     return;
   }
   wait_for_inputs();
-  const int mine = warp % TILE_WARPS * PER_WARP, k = warp / TILE_WARPS;
+  const int tile_warp = warp % TILE_WARPS, mine = tile_warp * PER_WARP, k = warp / TILE_WARPS;
   float total[PER_WARP][COLUMNS][4] = {};
-  multiply(sh, total, part, X, rows, mine, k, warp % TILE_WARPS * 32 + lane, lane);
+  multiply(sh, total, part, a, rows, tile_warp, k, lane);
   leave_sums(sh, total, mine, part.count - mine, k, lane);
   end_tiles(sh, a, part, rows);
 #endif
