@@ -21,7 +21,7 @@ def multiply(weight, x, out, cluster, **options):
 
 
 # Inputs that end inside a block and inside a step, tiles that do not divide among CTAs, warps and clusters, rows that fill a
-# kernel and that do not, more steps than stages and fewer than warps, groups of several steps, codes of 8 bits.
+# kernel and that do not, more steps than slots and fewer than warps, groups of several steps, codes of 8 bits.
 CASES = [("int4:128", 8, (136, 640), 1), ("int4:128", 7, (152, 1600), 2), ("int4:128", 16, (1304, 1352), 1),
          ("int4:128", 9, (40, 2880), 2), ("int4:128", 32, (136, 1160), 1), ("int4:128", 20, (200, 896), 2),
          ("int4:256", 8, (24, 1536), 2), ("int4:128:symmetric", 16, (264, 6400), 2), ("int8:128", 8, (136, 1352), 2),
@@ -64,6 +64,6 @@ def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():
     for outputs, columns in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)):
         for rows in (8, 16, 32):
             chosen = stream.choose("int4", outputs, columns, 128, rows, 132)
-            assert chosen is not None and chosen.shared <= gemv.SHARED_LIMIT and chosen.stages >= 6
+            assert chosen is not None and chosen.shared <= gemv.SHARED_LIMIT and chosen.slots >= 12
             assert chosen.cluster == (1 if outputs == 24576 else 2)
-    assert stream.choose("int4", 4096, 4096, 64, 8, 132) is None and stream.choose("int4", 65536, 4096, 128, 8, 132) is None
+    assert stream.choose("int4", 4096, 4096, 64, 8, 132) is None and stream.choose("int4", 151936, 4096, 128, 8, 132) is None

@@ -17,11 +17,10 @@ from flyweight.kernels import jit
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_LIMIT, Gemv, format_defines, processors, turns
 
 KINDS = ("int4", "int8")
-# For so many rows: warps that multiply, most tiles of each, most steps that they take at once. Two kernels have the registers of
-# an SM.
-SHAPES = {8: (12, 3, 6), 16: (9, 3, 4), 32: (12, 1, 3)}
-X_ROOM, MOST_AHEAD = 53 * 1024, 4  # of shared memory for x; steps of x for each of those at once
-FEWEST_STAGES = 4
+# For so many rows: warps that multiply, most tiles of each. Two kernels, with their LOADERS, have the registers of an SM.
+SHAPES, LOADERS = {8: (12, 3), 16: (8, 3), 32: (12, 1)}, 2
+SPAN = 4  # steps of a tile that are fetched at once
+X_ROOM, MOST_AHEAD = 53 * 1024, 4  # of shared memory for x; steps of x for each of those that warps take at once
 HELD = 0.4  # of the ring, fetched when the inputs are there: see gemv.HELD
 
 
@@ -35,7 +34,7 @@ class Choice:
     together: int  # of one warp
     step_warps: int  # steps at work at once
     ahead: int
-    stages: int
+    slots: int
     held: int  # of them
     shared: int
 
@@ -51,28 +50,29 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
     if kind not in KINDS or not 1 < rows <= max(SHAPES) or (group % 128 and group < columns):
         return None
     padded = next(size for size in SHAPES if size >= rows)
-    warps, most_tiles, most_steps = SHAPES[padded]
+    warps, most_tiles = SHAPES[padded]
     if cluster is None:
         both = [choose(kind, outputs, columns, group, rows, processors, count) for count in (1, 2)]
         fetched = 2 * padded * columns, math.ceil(outputs / 16) / processors * columns / 64 * BLOCK_BYTES[kind]
         return both[1] if both[1] and (2 * fetched[0] > fetched[1] or both[0] is None) else both[0]
     tiles, steps = math.ceil(math.ceil(outputs / 16) / (processors // cluster)), math.ceil(columns / 128)
     longest = math.ceil(steps / cluster)
-    cuts = [(math.ceil(tiles / count), count) for count in range(1, most_tiles + 1) if math.ceil(tiles / count) <= warps]
+    x = 4 * (padded + 1) * 64  # of a step
+    cuts = [(math.ceil(tiles / together) * step_warps, together, step_warps) for together in range(1, most_tiles + 1)
+            for step_warps in (4, 2, 1) if step_warps <= longest and 2 * step_warps * x <= X_ROOM]
+    cuts = [cut for cut in cuts if cut[0] <= warps]
     if not cuts or steps < cluster:
         return None
-    tile_warps, _ = max(cuts, key=lambda cut: (cut[0] * min(warps // cut[0], most_steps), cut[1]))  # the most warps at work
-    together, step_warps = math.ceil(tiles / tile_warps), min(warps // tile_warps, most_steps, longest)
-    x, squares = step_warps * 4 * (padded + 1) * 64, (warps + 2) * padded * 4
-    ahead = min(MOST_AHEAD, X_ROOM // x, math.ceil(longest / step_warps))
-    exchange = math.ceil(tiles / cluster) * padded * 64 * (cluster - 1) + squares
-    stage = tiles * (2 * BLOCK_BYTES[kind] + 64)
-    stages = min(longest, (SHARED_LIMIT - x * ahead - exchange - 512) // (stage + 16))
-    ring = max(stages * stage, step_warps * tiles * padded * 80)  # or the warps' sums
-    shared = ring + x * ahead + exchange + 16 * stages + 512
-    if stages < min(FEWEST_STAGES, longest) or shared > SHARED_LIMIT:
+    _, together, step_warps = max(cuts)  # the most warps at work
+    together = math.ceil(tiles / math.ceil(tiles / together))
+    ahead = max(2, min(MOST_AHEAD, X_ROOM // (x * step_warps), math.ceil(longest / step_warps)))
+    others = x * step_warps * ahead + math.ceil(tiles / cluster) * padded * 64 * (cluster - 1) + (warps + 2) * padded * 4 + 512
+    slot, wanted = SPAN * (2 * BLOCK_BYTES[kind] + 64), tiles * math.ceil(longest / SPAN)
+    slots = min(wanted, (SHARED_LIMIT - others) // (slot + 16))
+    sums = step_warps * tiles * padded * 80  # of the warps, in the ring's place
+    if slots < min(wanted, max(LOADERS, together) + LOADERS) or sums + others + 16 * slots > SHARED_LIMIT:
         return None
-    return Choice(padded, cluster, tiles, together, step_warps, ahead, stages, int(HELD * stages), SHARED_LIMIT)
+    return Choice(padded, cluster, tiles, together, step_warps, ahead, slots, int(HELD * slots), SHARED_LIMIT)
 
 
 @functools.cache
@@ -81,8 +81,8 @@ def kernel(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_
     return jit.load("stream.cu", defines={
         **format_defines(kind), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs,
         "GROUP": group, "NORM": int(norm), "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "ROWS": chosen.rows,
-        "ROUND": chosen.tiles, "PER_WARP": chosen.together, "K_WARPS": chosen.step_warps,
-        "AHEAD": chosen.ahead, "CLUSTER": chosen.cluster, "STAGES": chosen.stages, "HELD": chosen.held,
+        "ROUND": chosen.tiles, "PER_WARP": chosen.together, "K_WARPS": chosen.step_warps, "SPAN": SPAN,
+        "AHEAD": chosen.ahead, "CLUSTER": chosen.cluster, "SLOTS": chosen.slots, "HELD": chosen.held,
         "SHARED_BYTES": chosen.shared}).kernel("stream")
 
 
@@ -101,7 +101,7 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
                  bias=weight.bias is not None)
     # o and down may follow kernels that leave no room beside them: two of one launch must not gather on an SM that is free early
     shared = chosen.shared + (2048 if residual is not None else 0)
-    run.launch(grid // chosen.cluster * chosen.cluster, 32 * (chosen.warps + 1),
+    run.launch(grid // chosen.cluster * chosen.cluster, 32 * (chosen.warps + LOADERS),
                (weight.weights, weight.records, x, norm, weight.bias, residual, out, float(epsilon), rows,
                 turns(weight.kind, x.device)),
                shared=shared, pdl=pdl, cluster=chosen.cluster)

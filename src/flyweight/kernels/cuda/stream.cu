@@ -3,10 +3,11 @@
 // Work split: a CTA (or a cluster of two, a half of the inputs each) has up to ROUND tiles of 16 outputs, all at once, and goes along
 // the inputs in steps of 128. Two such kernels fit on an SM, so the weights of one arrive while the one before it ends, as in gemv.cuh.
 //
-//      ring of weights:   step 0 | step 1 | step 2 | …        ROUND tiles × 2 blocks and their records: by one loader warp
+//      ring of weights:   a slot is SPAN steps of one tile and their records, two copies; tile after tile, then the next SPAN steps
 //      warp (i, k):       tiles PER_WARP · i … of steps k, k + K_WARPS, …; the warps of one k fetch x of these themselves,
 //                         AHEAD of them at a time, into buffers of their own
 //
+// Copies are that long because starting one takes a warp as long as a kilobyte takes memory.
 // A lane of the matrix units wants eight neighbours of a row of x for every 32 inputs: 16 bytes, which lie side by side in a quarter of
 // a buffer. Codes become 16-bit floats less the zero point, exact integers; scales meet the sums of a step (or weights: SCALED). Sums
 // of the warps, and of the two CTAs of a cluster, are added in a fixed order, through the ring's place and each other's shared memory.
@@ -14,7 +15,7 @@
 // factor meets the sums at the end.
 // Limit: bytes of weights and of x through L2, or taking codes apart (docs/kernels.md has the arithmetic).
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, NORM, EPILOGUE, BIAS, ROWS, ROUND, PER_WARP, K_WARPS, AHEAD, CLUSTER, STAGES, HELD,
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, GROUP, NORM, EPILOGUE, BIAS, ROWS, ROUND, PER_WARP, K_WARPS, SPAN, AHEAD, CLUSTER, SLOTS, HELD,
 // SHARED_BYTES
 #include "common.cuh"
 #include "linear.cuh"
@@ -25,7 +26,7 @@
 constexpr int BLOCKS = (KDIM + 63) / 64, STEPS = (BLOCKS + 1) / 2, TILES = (NDIM + 15) / 16, GROUPS = (KDIM + GROUP - 1) / GROUP;
 constexpr int COLUMNS = ROWS / 8, TILE_WARPS = (ROUND + PER_WARP - 1) / PER_WARP, K_THREADS = TILE_WARPS * 32;
 constexpr int WARPS = TILE_WARPS * K_WARPS, THREADS = WARPS * 32;
-constexpr int RECORDS_AT = ROUND * 2 * BLOCK_BYTES, STAGE_BYTES = RECORDS_AT + ROUND * 64;
+constexpr int LOADERS = 2, STEP_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = SPAN * STEP_BYTES, SLOT_BYTES = RECORDS_AT + SPAN * 64;
 constexpr int X_QUARTER = (ROWS + 1) * 64;  // of a step's inputs: all rows, the norm's weights; neighbours lie in different banks
 constexpr int OWNED = (ROUND + CLUSTER - 1) / CLUSTER;  // tiles that a CTA ends
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300;   // 1024 and 128: a code set into their mantissa is added to them
@@ -33,17 +34,18 @@ constexpr bool SCALED = COLUMNS > 2;  // weights are, and rounded once, where th
 static_assert(!(NORM && FP16), "x times the norm's weights may be too large for 16 bits");
 static_assert((FORMAT == INT4 || FORMAT == INT8) && !SPARSE, "dense integer weights");
 static_assert(GROUP % 128 == 0 || GROUP >= KDIM, "a step has one scale");
-static_assert(ROUND <= 32 && K_WARPS <= 14 && CLUSTER <= 2, "a lane for each tile, a barrier for the warps of one k");
+static_assert(AHEAD > 1, "x of a step comes while the one before is multiplied");
+static_assert(SPAN % K_WARPS == 0 && K_WARPS <= 12 && CLUSTER <= 2, "a k has as much of every slot; its warps have a barrier");
 
 struct __align__(128) Shared {
   union __align__(128) {
-    u8 ring[STAGES][STAGE_BYTES];
+    u8 ring[SLOTS][SLOT_BYTES];
     float partial[K_WARPS][ROUND][ROWS][20];  // 16 outputs; padded: tokens lie in different banks
   };
   u8 x[K_WARPS][AHEAD][4 * X_QUARTER];
   float4 exchange[CLUSTER > 1 ? OWNED : 1][CLUSTER > 1 ? ROWS : 1][4];  // the other CTA's sums of our tiles
   float squares[WARPS][ROWS], all_squares[2][ROWS];                     // all_squares: of this CTA, of the other
-  u64 full[STAGES], empty[STAGES], exchanged;
+  u64 full[SLOTS], empty[SLOTS], exchanged;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
@@ -57,31 +59,29 @@ DEVICE Part part_of(int cta, int ctas) {
   return {rank, tile, (group + 1) * TILES / groups - tile, step, (rank + 1) * STEPS / CLUSTER - step};
 }
 
-// The loader warp: a lane starts a tile's copy, and fetches pieces of records. The last HELD stages come when x does.
-DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
-  if (a.turns) await_turn(a.turns + 2 * processor(), lane);
-  int slot = 0;
+// A loader warp: every LOADERS-th slot. The last HELD slots of the first filling come when x does.
+DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int loader, int lane) {
+  if (a.turns) {
+    if (loader == 0) await_turn(a.turns + 2 * processor(), lane);
+    named_barrier(2 + K_WARPS, LOADERS * 32);
+  }
+  int slot = loader, tile = loader, step = part.first_step;
   u32 parity = 1;
 #pragma unroll 1
-  for (int i = 0; i < part.steps; i++) {
-    if (i == STAGES - HELD) wait_for_inputs();
-    if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const int step = part.first_step + i, group = step * 128 / GROUP;
-    const u32 bytes = (BLOCKS % 2 && step == STEPS - 1 ? 1 : 2) * BLOCK_BYTES;
-    u8* stage = sh.ring[slot];
-    copy_begin(&sh.full[slot], part.count * bytes, lane);
-    if (lane < part.count)
-      copy_own(stage + lane * 2 * BLOCK_BYTES, a.weights + ((size_t)(part.first_tile + lane) * BLOCKS + step * 2) * BLOCK_BYTES, bytes,
-               &sh.full[slot]);
-#pragma unroll
-    for (int piece = lane; piece < ROUND * 4; piece += 32)
-      if (piece < part.count * 4)
-        copy_piece(stage + RECORDS_AT + piece * 16,
-                   a.records + ((size_t)(part.first_tile + piece / 4) * GROUPS + group) * 16 + piece % 4 * 4);
-    copy_arrive(&sh.full[slot]);
-    if (++slot == STAGES) slot = 0, parity ^= 1;
+  for (int i = loader; i < part.count * ((part.steps + SPAN - 1) / SPAN); i += LOADERS) {
+    if (i >= SLOTS - HELD && i < SLOTS - HELD + LOADERS) wait_for_inputs();
+    for (; tile >= part.count; tile -= part.count) step += SPAN;
+    if (i >= SLOTS) barrier_wait(&sh.empty[slot], parity);
+    const int last = min(step + SPAN, part.first_step + part.steps), group = step * 128 / GROUP, next = (last * 128 - 1) / GROUP + 1;
+    const u32 bytes = (min(2 * last, BLOCKS) - 2 * step) * BLOCK_BYTES, record_bytes = (min(next, GROUPS) - group) * 64;
+    copy_begin(&sh.full[slot], bytes + record_bytes, lane);
+    copy_bytes(sh.ring[slot], a.weights + ((size_t)(part.first_tile + tile) * BLOCKS + step * 2) * BLOCK_BYTES, bytes, &sh.full[slot], lane);
+    copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + ((size_t)(part.first_tile + tile) * GROUPS + group) * 16, record_bytes,
+               &sh.full[slot], lane);
+    tile += LOADERS;
+    if ((slot += LOADERS) >= SLOTS) slot -= SLOTS, parity ^= 1;
   }
-  if (a.turns && lane == 0) count_up(a.turns + 2 * processor() + 1);
+  if (a.turns && loader == 0 && lane == 0) count_up(a.turns + 2 * processor() + 1);
   wait_for_inputs();
 }
 
@@ -154,8 +154,8 @@ DEVICE void weigh_inputs(uint4 (&x)[2][COLUMNS], float (&squares)[COLUMNS], cons
   }
 }
 // A step of this warp's tiles, whether or not all exist; xs: this lane's place in the first quarter of x.
-DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], float (&squares)[COLUMNS], const u8* weights, const u32* records,
-                          const u8* xs, int step, int tile_warp, int lane) {
+DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], float (&squares)[COLUMNS], const u8* (&weights)[PER_WARP],
+                          const u32* (&records)[PER_WARP], const u8* xs, int step, int tile_warp, int lane) {
   float sums[PER_WARP][COLUMNS][4] = {};
   auto& acc = SCALED ? total : sums;
 #pragma unroll(COLUMNS > 1 ? 1 : 2)
@@ -170,13 +170,13 @@ DEVICE void multiply_step(float (&total)[PER_WARP][COLUMNS][4], float (&squares)
     if (NORM) weigh_inputs(x, squares, xs + ROWS * 64 - lane / 4 * 64, step, block, tile_warp, lane);
 #pragma unroll
     for (int m = 0; m < PER_WARP; m++) {
-      const Scale scale[2] = {read_scale(records[m * 16]), read_scale(records[m * 16 + 8])};
-      multiply_block(acc[m], weights + (2 * m + block) * BLOCK_BYTES, scale, x, lane);
+      const Scale scale[2] = {read_scale(records[m][0]), read_scale(records[m][8])};
+      multiply_block(acc[m], weights[m] + block * BLOCK_BYTES, scale, x, lane);
     }
   }
 #pragma unroll
   for (int i = 0; i < (SCALED ? 0 : PER_WARP * 2); i++) {
-    const float scale = read_scale(records[i / 2 * 16 + i % 2 * 8]).exact;
+    const float scale = read_scale(records[i / 2][i % 2 * 8]).exact;
 #pragma unroll
     for (int j = 0; j < COLUMNS * 2; j++) total[i / 2][j / 2][i % 2 * 2 + j % 2] += scale * sums[i / 2][j / 2][i % 2 * 2 + j % 2];
   }
@@ -192,8 +192,8 @@ DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Par
     if (k + i * K_WARPS < part.steps) fetch_inputs(sh.x[k][i], a, part.first_step + k + i * K_WARPS, rows, thread);
     copy_group();
   }
-  int slot = k % STAGES, buffer = 0;
-  u32 parity = k / STAGES % 2;
+  const int tiles = part.count - mine;
+  int buffer = 0;
 #pragma unroll 1
   for (int i = k; i < part.steps; i += K_WARPS) {
     const int step = part.first_step + i, later = i + (AHEAD - 1) * K_WARPS;
@@ -203,14 +203,26 @@ DEVICE void multiply(Shared& sh, float (&total)[PER_WARP][COLUMNS][4], const Par
     if (i > k && later < part.steps)
       fetch_inputs(sh.x[k][buffer ? buffer - 1 : AHEAD - 1], a, part.first_step + later, rows, thread);
     copy_group();
-    barrier_wait(&sh.full[slot], parity);
-    const u8* stage = sh.ring[slot];
-    multiply_step(total, squares, stage + mine * 2 * BLOCK_BYTES, (const u32*)(stage + RECORDS_AT) + mine * 16 + lane / 4,
-                  sh.x[k][buffer] + lane * 16, step, tile_warp, lane);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.empty[slot]);
+    if (NORM || tiles > 0) {
+      const int first = i / SPAN * part.count + mine, group = step * 128 / GROUP - (step - i % SPAN) * 128 / GROUP;
+      const u8* weights[PER_WARP];
+      const u32* records[PER_WARP];
+      int slots[PER_WARP];
+#pragma unroll
+      for (int m = 0; m < PER_WARP; m++) {
+        const int place = first + max(0, min(m, tiles - 1));
+        slots[m] = place % SLOTS;
+        if (m < tiles) barrier_wait(&sh.full[slots[m]], place / SLOTS % 2);
+        weights[m] = sh.ring[slots[m]] + i % SPAN * STEP_BYTES;
+        records[m] = (const u32*)(sh.ring[slots[m]] + RECORDS_AT) + group * 16 + lane / 4;
+      }
+      multiply_step(total, squares, weights, records, sh.x[k][buffer] + lane * 16, step, tile_warp, lane);
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < PER_WARP; m++)
+        if (lane == 0 && m < tiles && i % SPAN >= SPAN - K_WARPS) barrier_arrive(&sh.empty[slots[m]]);
+    }
     if (++buffer == AHEAD) buffer = 0;
-    for (slot += K_WARPS; slot >= STAGES; slot -= STAGES) parity ^= 1;
   }
 #pragma unroll
   for (int n = 0; n < (NORM ? COLUMNS : 0); n++)
@@ -284,7 +296,7 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+extern "C" __global__ void __launch_bounds__(THREADS + LOADERS * 32, 2)
 stream(const u8* weights, const u32* records, const u16* X, const u16* norm, const u16* bias, const u16* residual, u16* Y, float epsilon,
        int rows, u32* turns) {
 #if __CUDA_ARCH__ >= 900
@@ -295,9 +307,9 @@ stream(const u8* weights, const u32* records, const u16* X, const u16* norm, con
   if (part.count == 0) return stay();
   const Linear a = {weights, records, nullptr, X, norm, bias, residual, Y, epsilon, turns};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(&sh.full[i], COPY_ARRIVALS + 32);  // records: an arrival of each lane
-      barrier_init(&sh.empty[i], TILE_WARPS);
+    for (int i = 0; i < SLOTS; i++) {
+      barrier_init(&sh.full[i], COPY_ARRIVALS);
+      barrier_init(&sh.empty[i], K_WARPS);
     }
     barrier_init(&sh.exchanged, COPY_ARRIVALS);
     fence_barriers();
@@ -308,8 +320,8 @@ stream(const u8* weights, const u32* records, const u16* X, const u16* norm, con
 #if CLUSTER > 1
   cluster_arrive();
 #endif
-  if (warp == WARPS) {
-    load_weights(sh, a, part, lane);
+  if (warp >= WARPS) {
+    load_weights(sh, a, part, warp - WARPS, lane);
 #if CLUSTER > 1
     __syncwarp();
     cluster_wait();
