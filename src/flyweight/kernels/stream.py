@@ -19,7 +19,7 @@ from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_LIMIT, Gemv, f
 KINDS = ("int4", "int8")
 # For so many rows: warps that multiply, most tiles of each. Two kernels, with their LOADERS, have the registers of an SM.
 SHAPES, LOADERS = {8: (12, 3), 16: (8, 3), 32: (12, 1)}, 2
-SPAN = 4  # steps of a tile that are fetched at once
+SPANS = 8, 4  # steps of a tile that are fetched at once: the more, the less a loader has to do
 X_ROOM, MOST_AHEAD = 53 * 1024, 4  # of shared memory for x; steps of x for each of those that warps take at once
 HELD = 0.4  # of the ring, fetched when the inputs are there: see gemv.HELD
 
@@ -34,6 +34,7 @@ class Choice:
     together: int  # of one warp
     step_warps: int  # steps at work at once
     ahead: int
+    span: int
     slots: int
     held: int  # of them
     shared: int
@@ -67,12 +68,15 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
     together = math.ceil(tiles / math.ceil(tiles / together))
     ahead = max(2, min(MOST_AHEAD, X_ROOM // (x * step_warps), math.ceil(longest / step_warps)))
     others = x * step_warps * ahead + math.ceil(tiles / cluster) * padded * 64 * (cluster - 1) + (warps + 2) * padded * 4 + 512
-    slot, wanted = SPAN * (2 * BLOCK_BYTES[kind] + 64), tiles * math.ceil(longest / SPAN)
-    slots = min(wanted, (SHARED_LIMIT - others) // (slot + 16))
     sums = step_warps * tiles * padded * 80  # of the warps, in the ring's place
-    if slots < min(wanted, max(LOADERS, together) + LOADERS) or sums + others + 16 * slots > SHARED_LIMIT:
-        return None
-    return Choice(padded, cluster, tiles, together, step_warps, ahead, slots, int(HELD * slots), SHARED_LIMIT)
+    for span in SPANS:
+        wanted = tiles * math.ceil(longest / span)
+        slots = min(wanted, (SHARED_LIMIT - others) // (span * (2 * BLOCK_BYTES[kind] + 64) + 16))
+        # warps with one x wait for each other in the middle of a slot: all tiles are there at once, and more on their way
+        least = 2 * tiles if span > SPANS[-1] else tiles + LOADERS
+        if slots >= min(wanted, least) and sums + others + 16 * slots <= SHARED_LIMIT:
+            return Choice(padded, cluster, tiles, together, step_warps, ahead, span, slots, int(HELD * slots), SHARED_LIMIT)
+    return None
 
 
 @functools.cache
@@ -81,7 +85,7 @@ def kernel(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_
     return jit.load("stream.cu", defines={
         **format_defines(kind), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs,
         "GROUP": group, "NORM": int(norm), "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "ROWS": chosen.rows,
-        "ROUND": chosen.tiles, "PER_WARP": chosen.together, "K_WARPS": chosen.step_warps, "SPAN": SPAN,
+        "ROUND": chosen.tiles, "PER_WARP": chosen.together, "K_WARPS": chosen.step_warps, "SPAN": chosen.span,
         "AHEAD": chosen.ahead, "CLUSTER": chosen.cluster, "SLOTS": chosen.slots, "HELD": chosen.held,
         "SHARED_BYTES": chosen.shared}).kernel("stream")
 

@@ -27,6 +27,7 @@ constexpr int BLOCKS = (KDIM + 63) / 64, STEPS = (BLOCKS + 1) / 2, TILES = (NDIM
 constexpr int COLUMNS = ROWS / 8, TILE_WARPS = (ROUND + PER_WARP - 1) / PER_WARP, K_THREADS = TILE_WARPS * 32;
 constexpr int WARPS = TILE_WARPS * K_WARPS, THREADS = WARPS * 32;
 constexpr int LOADERS = 2, STEP_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = SPAN * STEP_BYTES, SLOT_BYTES = RECORDS_AT + SPAN * 64;
+constexpr bool EVEN = BLOCKS % 2 == 0 && STEPS % (SPAN * CLUSTER) == 0 && GROUP == 128;  // all slots are full
 constexpr int X_QUARTER = (ROWS + 1) * 64;  // of a step's inputs: all rows, the norm's weights; neighbours lie in different banks
 constexpr int OWNED = (ROUND + CLUSTER - 1) / CLUSTER;  // tiles that a CTA ends
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300;   // 1024 and 128: a code set into their mantissa is added to them
@@ -72,8 +73,9 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int load
     if (i >= SLOTS - HELD && i < SLOTS - HELD + LOADERS) wait_for_inputs();
     for (; tile >= part.count; tile -= part.count) step += SPAN;
     if (i >= SLOTS) barrier_wait(&sh.empty[slot], parity);
-    const int last = min(step + SPAN, part.first_step + part.steps), group = step * 128 / GROUP, next = (last * 128 - 1) / GROUP + 1;
-    const u32 bytes = (min(2 * last, BLOCKS) - 2 * step) * BLOCK_BYTES, record_bytes = (min(next, GROUPS) - group) * 64;
+    const int last = min(step + SPAN, part.first_step + part.steps), group = step * 128 / GROUP;
+    const u32 bytes = EVEN ? RECORDS_AT : (min(2 * last, BLOCKS) - 2 * step) * BLOCK_BYTES;
+    const u32 record_bytes = EVEN ? SPAN * 64 : (min((last * 128 - 1) / GROUP + 1, GROUPS) - group) * 64;
     copy_begin(&sh.full[slot], bytes + record_bytes, lane);
     copy_bytes(sh.ring[slot], a.weights + ((size_t)(part.first_tile + tile) * BLOCKS + step * 2) * BLOCK_BYTES, bytes, &sh.full[slot], lane);
     copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + ((size_t)(part.first_tile + tile) * GROUPS + group) * 16, record_bytes,
