@@ -270,11 +270,19 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows) {
     const float4 sum = add_warps(sh, others + i / 4 / ROWS, i / 4 % ROWS, i % 4);
     send_in_cluster(&sh.exchange[i / 4 / ROWS][i / 4 % ROWS][i % 4], &sh.exchanged, 1 - part.rank, *(const uint4*)&sum);
   }
-  barrier_wait(&sh.exchanged, 0);
 #endif
   for (int i = threadIdx.x; i < min(OWNED, part.count - mine) * ROWS * (OUTPUTS / 4); i += THREADS) {
     const int four = i % (OUTPUTS / 4), token = i / (OUTPUTS / 4) % ROWS, tile = i / (OUTPUTS / 4) / ROWS;
     if (token >= rows) continue;
+    Output o[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int n = (part.first_tile + mine + tile) * OUTPUTS + four * 4 + j;
+      o[j] = {};
+      o[j].row = four * 4 + j, o[j].token = token, o[j].index = token * WIDTH + n, o[j].mine = n < WIDTH;
+      if (o[j].mine) fetch_ends(o[j], a, place_of(part.first_tile + mine + tile));
+    }
+    if (CLUSTER > 1) barrier_wait(&sh.exchanged, 0);
     const float squares = sh.all_squares[0][token] + (CLUSTER > 1 ? sh.all_squares[1][token] : 0.f);
     const float factor = NORM ? rsqrtf(squares / KDIM + a.epsilon) : 1.f;
     float sums[2][4];
@@ -286,16 +294,11 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows) {
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      Output o = {};
-      o.row = four * 4 + j, o.token = token;
-      const int n = (part.first_tile + mine + tile) * OUTPUTS + o.row;
-      if (n >= WIDTH) break;
-      o.index = token * WIDTH + n;
-      fetch_ends(o, a, place_of(part.first_tile + mine + tile));
       float v[2] = {sums[0][j] * factor, sums[PARTS - 1][j] * factor};
-      write_output(o, v, a.y);
+      if (o[j].mine) write_output(o[j], v, a.y);
     }
   }
+  if (CLUSTER > 1) barrier_wait(&sh.exchanged, 0);  // nobody leaves before what is sent to this CTA has come
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + LOADERS * 32, 2)
