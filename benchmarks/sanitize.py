@@ -62,6 +62,17 @@ def in_registers() -> float:
     return error(gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda(), alone=True), tensor.matmul_reference(x))
 
 
+def cut_evenly() -> float:
+    """One row whose tiles leave a rest for few SMs: CTAs hand each other sums."""
+    import torch
+
+    from flyweight.kernels import gemv
+    from flyweight.tensors import IntGroup
+
+    tensor, x = IntGroup.random((16 * (gemv.processors(0) + 3), 2304), group_size=128, bits=8), torch.randn(1, 2304).bfloat16()
+    return error(gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda()), tensor.matmul_reference(x))
+
+
 def layer_of_experts(tokens: int) -> float:
     """One expert, chosen by everyone: then the layer is that expert."""
     import torch
@@ -155,6 +166,7 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "gemv-sparse": (lambda: linear("sparse-w8a8", 1), "gemv", 0.05),
     "gemv-fp8": (lambda: linear("fp8", 4), "gemv", 0.06),
     "gemv-registers": (in_registers, "gemv", 0.02),
+    "gemv-even": (cut_evenly, "gemv", 0.02),
     "gemm": (lambda: linear("w8a8", 20, gated=False), "gemm|pack", 0.05),
     "gemm-many": (lambda: linear("int4", 300), "gemm|pack", 0.03),
     "gemm-sparse": (lambda: linear("sparse-int4", 70), "gemm|pack", 0.03),

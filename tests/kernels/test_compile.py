@@ -23,6 +23,7 @@ CASES = [
     ("gemv.cu", GEMV | dict(FORMAT=1, FP16=1, SCALE_FP16=1, ROWS=8, EPILOGUE=2, BIAS=1, SLOTS=2)),
     ("gemv.cu", GEMV | dict(FORMAT=2, KDIM=576, NDIM=1000, GROUP=32, EPILOGUE=1, STAGE_BLOCKS=9)),
     *(("gemv.cu", GEMV | dict(FORMAT=4, WARPS=8, STATIC=static)) for static in (0, 1)),
+    *(("gemv.cu", GEMV | dict(FORMAT=kind, EVEN=1, EPILOGUE=kind % 3)) for kind in range(5)),
     *(("gemv.cu", GEMV | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),
     ("gemv.cu", GEMV | dict(FORMAT=2, SPARSE=1, GROUP=32, ROWS=8, SLOTS=2)),
     ("gemv.cu", GEMV | dict(FORMAT=1, SPARSE=1, SYMMETRIC=1, ROWS=8, SLOTS=2)),

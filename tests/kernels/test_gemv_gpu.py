@@ -24,6 +24,20 @@ def test_rows_1_to_8_on_ragged_shapes(kind, dtype):
             assert relative_error(prepared(x, out), tensor.matmul_reference(x)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_tiles_that_leave_a_rest_for_few_processors_are_cut_evenly(kind, monkeypatch):
+    grid = gemv.processors(0)
+    tensor = make(kind, (16 * (2 * grid + grid // 5), 4736), 1)
+    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(1, 4736, device="cuda").bfloat16()
+    outs = [torch.full((1, tensor.matrix_shape[0]), float("nan"), device="cuda").bfloat16() for _ in range(8)]
+    for out in outs:  # each begins while the one before it ends
+        weight(x, out)
+    assert relative_error(outs[0], tensor.matmul_reference(x)) < TOLERANCE[torch.bfloat16]
+    assert all(torch.equal(out, outs[0]) for out in outs) and (gemv.letters(x.device) == -1).all()
+    monkeypatch.setattr(gemv, "EVEN", 0)
+    assert torch.equal(weight(x), outs[0]) or kind != "w8a8"
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kind", ["int4:128", "int8:128"])
 def test_eight_rows_that_stay_in_registers(kind, dtype):

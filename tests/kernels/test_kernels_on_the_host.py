@@ -72,6 +72,32 @@ def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monke
     assert torch.equal(weight(x), want)
 
 
+# Six and eleven tiles for five CTAs: cut in the middle of tiles, at ragged ends and whole groups; W8A8 to the same bits as uncut.
+@pytest.mark.parametrize(("kind", "shape"), [
+    ("int8:128", (96, 2560)), ("int8:64", (168, 2368)), ("int4:128", (96, 4480)), ("w8a8", (168, 2368)), ("plain", (96, 1160)),
+    ("sparse-int8:128:symmetric", (96, 4480)), ("fp8", (96, 2368))])
+def test_tiles_that_leave_a_rest_for_few_processors_are_cut_evenly(kind, shape, monkeypatch):
+    tensor, x, residual = make(kind, shape, 1), torch.randn(1, shape[1]).bfloat16(), torch.randn(1, shape[0]).bfloat16()
+    weight, names = gemv.prepare(tensor, dtype=torch.bfloat16), []
+    load = gemv.jit.load
+    monkeypatch.setattr(gemv.jit, "load", lambda file, defines: names.append(defines.get("EVEN")) or load(file, defines=defines))
+    for _ in range(2):  # the second finds the mail empty
+        even = weight(x, torch.full((1, shape[0]), float("nan")).bfloat16(), residual=residual)
+        assert error(even, tensor.matmul_reference(x) + residual.double()) < 5e-3
+    assert (gemv.letters(x.device) == -1).all() and names == [1, 1]
+    monkeypatch.setattr(gemv, "EVEN", 0)
+    whole = weight(x, residual=residual)
+    assert torch.equal(even, whole) if kind == "w8a8" else error(even, whole.double()) < 5e-3
+
+
+def test_norm_bias_and_silu_of_a_gated_weight_that_is_cut_evenly():
+    tensor, bias, norm = make("int8:128", (96, 2560), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(2560)).bfloat16()
+    x = torch.randn(1, 2560).bfloat16()
+    gate, up = (tensor.matmul_reference(norm_of(x, norm)) + bias.double()).chunk(2, -1)
+    got = gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)(x, norm=norm)
+    assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
+
+
 def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     tensor, bias, norm = make("fp8", (96, 192), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(192)).bfloat16()
     x = torch.randn(2, 192).bfloat16()

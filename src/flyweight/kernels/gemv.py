@@ -34,9 +34,16 @@ IN_TURN = ("int4",)  # formats whose linears fill their rings one after the othe
 # Stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile; 2 of others.
 HELD = {"int4": 3}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
+# Two CTAs of so much need 228 KB of shared memory, which an SM is then set up for. With less, 196 KB do, and the next linear,
+# which may want 112, finds no room beside this one for as long as anything runs there.
+SHARED_LEAST = 98 * 1024
+STAGE_BYTES = 16384  # about so many in a stage, or, of some formats with one row, FINER where that fills the ring by a tenth more
+FINER, FINER_BYTES = ("int8",), 11264
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 SHARED_MORE = 116 * 1024  # two never fit on an SM
 ROWS = (1, 2, 4, 8)
+# One row whose tiles leave a rest for less than a third of the SMs is cut evenly, within tiles: so few do not keep memory busy.
+EVEN = 1 / 3
 
 
 def format_of(tensor: QuantTensor, dtype: torch.dtype) -> str | None:
@@ -155,6 +162,10 @@ class Plan:
     warps: int
     in_registers: bool = False  # x, or in shared memory
 
+    @property
+    def ring_blocks(self) -> int:
+        return self.stages * self.stage_blocks
+
 
 def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int, int, int]:
     """(blocks that inputs are cut at, of the longest slice, of the shortest): the sizes of gemv.cuh."""
@@ -167,7 +178,7 @@ def slice_blocks(kind: str, columns: int, group: int, slices: int) -> tuple[int,
 
 @functools.cache
 def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: int, limit: int,
-         stage_bytes: int = 16384, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None,
+         stage_bytes: int = STAGE_BYTES, more: int = 0, slices: int = 1, fewest: int = 2, slots: int | None = None,
          in_registers: bool = False) -> Plan | None:
     """`tiles`: the most that one CTA gets; `more`: bytes of shared memory that the kernel needs besides; `fewest` stages."""
     block_bytes, grouped = BLOCK_BYTES[kind], kind in GROUPED
@@ -193,7 +204,8 @@ def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: i
         x_row, stats, partial = 0, rows * (warps + 1) * 8, max(partial, (total + 1) * 128)  # or the norm's weights
     fixed = rows * x_row + sums + partial + stats + 16 * 16 + 256 + more
     stages = min(16, (limit - fixed) // stage)
-    return Plan(stage_blocks, stages, slots, fixed + stages * stage, warps, in_registers) if stages >= fewest else None
+    shared = max(fixed + stages * stage, SHARED_LEAST)
+    return Plan(stage_blocks, stages, slots, shared, warps, in_registers) if stages >= fewest else None
 
 
 def register_plan(kind: str, columns: int, group: int, rows: int, **options: int) -> Plan | None:
@@ -217,7 +229,9 @@ def fitting_plan(kind: str, columns: int, group: int, rows: int, *, alone: bool 
     several = [dict(fewest=3), dict(fewest=3, stage_bytes=8192), dict(fewest=3, stage_bytes=8192, slots=1)] if rows > 1 else []
     for choice in [*several, {}]:
         if found := plan(kind, columns, group, rows, limit=SHARED_LIMIT, **options | choice):
-            return found
+            finer = dict(stage_bytes=FINER_BYTES) if rows == 1 and kind in FINER else {}
+            other = plan(kind, columns, group, rows, limit=SHARED_LIMIT, **options | choice | finer)
+            return other if other and other.ring_blocks > 1.1 * found.ring_blocks else found
     return plan(kind, columns, group, rows, limit=SHARED_ALONE, **options)
 
 
@@ -276,13 +290,15 @@ class Gemv:
         if out is None:
             out = torch.empty(rows, self.out_features // (2 if self.interleaved else 1), dtype=self.dtype, device=x.device)
         grid = processors(x.device.index or 0)  # one on every SM, so that all offer the same room
-        chosen = self.plan(rows, tiles=math.ceil(math.ceil(self.out_features / 16) / grid), alone=alone)
+        tiles = math.ceil(self.out_features / 16)
+        even = rows == 1 and tiles > grid and 0 < tiles % grid < EVEN * grid
+        chosen = self.plan(rows, tiles=math.ceil(tiles / grid), alone=alone, **({"more": 128} if even else {}))
         if chosen is None:
             raise ValueError(f"{rows} rows of {self.in_features} inputs do not fit into shared memory")
-        defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue)
+        defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue) | ({"EVEN": 1} if even else {})
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon),
-                turns(self.kind, x.device))
+                turns(self.kind, x.device), letters(x.device) if even else None)
         kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
 
@@ -310,6 +326,12 @@ def turns(kind: str, device: torch.device) -> Tensor | None:
 def _turns(device: torch.device) -> Tensor:
     """Two numbers for each SM, never freed or moved: captured graphs hold their address."""
     return torch.zeros(2 * MOST_PROCESSORS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def letters(device: torch.device) -> Tensor:
+    """Where CTAs leave sums to the next one: empty (all ones) before each launch and after it; never freed or moved."""
+    return torch.full((16 * MOST_PROCESSORS,), -1, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   };
   Linear a = {weights, records, channel_scale, X, norm, nullptr, nullptr, Y, epsilon};
   const Slice whole = slice_at(0);
-  if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);
+  if (warp == WARPS) return produce(sh, a, whole, whole_tiles(count), tile_at, [] {}, lane);
   Ring ring = {0, 0};
   Rounds<decltype(tile_at)> rounds = {a, tile_at, count};
   if (!PER_SLOT) {

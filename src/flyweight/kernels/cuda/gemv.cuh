@@ -27,7 +27,7 @@
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), EVEN (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -38,6 +38,9 @@
 #endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
+#endif
+#ifndef EVEN
+#define EVEN 0
 #endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
@@ -68,6 +71,12 @@ static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * C
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
               "a stage holds whole groups, or a group whole stages");
 
+#if FORMAT == W8A8
+typedef int accumulated;  // of a tile's outputs in a warp
+#else
+typedef float accumulated;
+#endif
+
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
 #if IN_REGISTERS
@@ -85,6 +94,10 @@ struct __align__(128) LinearShared {
   float2 row_most[ROWS];          // the norm's factor, maximum
 #endif
   u64 full[STAGES], empty[STAGES];
+#if EVEN
+  u64 mailed;          // the letters are here:
+  accumulated letters[16];  // what another CTA has of the first tile
+#endif
 };
 
 // Which blocks of a tile this CTA has.
@@ -139,17 +152,25 @@ DEVICE void await_turn(u32* turns, int lane) {
   __syncwarp();
 }
 
+// The stages first … last - 1 of all tiles in a line; the `given` last of them, the begin of a tile that another CTA ends, come first.
+struct Share {
+  int first, last, given;
+  DEVICE int at(int i) const { return i < given ? last - given + i : first + i - given; }
+};
+DEVICE Share whole_tiles(int count) { return {0, count * TILE_STAGES, 0}; }
+
 // The ring is filled before this kernel's inputs are there, but for its last HELD stages: those come while x is prepared, when there
 // would be nothing to fetch otherwise. `early` runs ahead of the wait.
 template <typename TileAt, typename Early>
-DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
-  const int stages = count * TILE_STAGES;
+DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, Share share, TileAt tile_at, Early early, int lane) {
+  const int stages = share.last - share.first;
   int slot = 0, parity = 1;
   if (a.turns) await_turn(a.turns + 2 * processor(), lane);
   for (int i = 0; i < stages; i++) {
     if (i == STAGES - HELD) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const Stage s = stage_at(a, slice, place_of(tile_at(i / TILE_STAGES)).weights, i % TILE_STAGES * STAGE_BLOCKS);
+    const int at = share.at(i);
+    const Stage s = stage_at(a, slice, place_of(tile_at(at / TILE_STAGES)).weights, at % TILE_STAGES * STAGE_BLOCKS);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
     copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
     if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
@@ -202,6 +223,9 @@ DEVICE void begin_linear(LinearShared& sh) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
     }
+#if EVEN
+    barrier_init(&sh.mailed, 1);
+#endif
     fence_barriers();
   }
   __syncthreads();
@@ -209,9 +233,11 @@ DEVICE void begin_linear(LinearShared& sh) {
 }
 
 // Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded; `rounds` ends them.
+// The first of them is there from stage `from` on, the last up to stage `to`.
 template <typename Rounds>
-DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane) {
-  const int g = lane / 4, t = lane % 4;
+DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane,
+                    int from = 0, int to = TILE_STAGES) {
+  const int g = lane / 4, t = lane % 4, first = done;
   rounds.begin(done);
   int slot = ring.slot, turn = warp;
   u32 parity = ring.parity;
@@ -219,7 +245,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
-    for (int stage = 0; stage < TILE_STAGES; stage++) {
+    for (int stage = tile == first ? from : 0; stage < (tile + 1 == count ? to : TILE_STAGES); stage++) {
       barrier_wait(&sh.full[slot], parity);
       multiply_stage(sh, slice, sh.ring[slot], inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
       if (!FULL && !IN_REGISTERS) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
@@ -264,7 +290,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   const Slice whole = slice_at(0);
   begin_linear(sh);
   if (warp == WARPS) {
-    produce(sh, a, whole, count, tile_at, early, lane);
+    produce(sh, a, whole, whole_tiles(count), tile_at, early, lane);
     return false;
   }
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);

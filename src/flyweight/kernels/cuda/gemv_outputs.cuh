@@ -1,18 +1,13 @@
 // What becomes of the sums of a round of SLOTS tiles, where a CTA has all inputs of its tiles; needs gemv.cuh's sizes.
 
 // The warps' sums of one output of a tile.
-DEVICE float add_warps(const LinearShared& sh, int slot, int row, int token) {
-  if constexpr (FORMAT == W8A8) {
-    int sum = 0;
+DEVICE void as_sum(float bits, float& sum) { sum = bits; }
+DEVICE void as_sum(float bits, int& sum) { sum = __float_as_int(bits); }
+DEVICE accumulated add_warps(const LinearShared& sh, int slot, int row, int token) {
+  accumulated sum = 0, one;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += __float_as_int(sh.partial[slot][w][row][token]);
-    return (float)sum;
-  } else {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += sh.partial[slot][w][row][token];
-    return sum;
-  }
+  for (int w = 0; w < WARPS; w++) as_sum(sh.partial[slot][w][row][token], one), sum += one;
+  return sum;
 }
 
 // A CTA that has all inputs of its tiles: every thread has at most one output of a round. What its end needs is read when the
@@ -21,7 +16,8 @@ template <typename TileAt> struct Rounds {
   const Linear& a;
   TileAt tile_at;
   int count;
-  Output o;
+  bool awaited = false;  // the sums of another CTA, for the first tile
+  Output o = {};
   DEVICE void begin(int first) {
     o = {};
     const int i = threadIdx.x;
@@ -32,14 +28,22 @@ template <typename TileAt> struct Rounds {
     o.mine = o.slot < min(count - first, SLOTS) && n < WIDTH;
     if (o.mine) fetch_ends(o, a, tile);
   }
-  DEVICE void end(const LinearShared& sh, int first, int last) {
+  DEVICE void end(LinearShared& sh, int first, int last) {
     static_assert(SLICES > 1 || SLOTS * OUTPUTS * ROWS <= THREADS, "one output a thread");
     if (!o.mine) return;
     const float factor = row_factor(sh, o.token, a.epsilon);
     float v[2];
 #pragma unroll
-    for (int half = 0; half < PARTS; half++)
-      v[half] = __fmul_rn(add_warps(sh, o.slot, o.row + 8 * half, o.token), QUANTIZED ? factor * o.scale[half] : factor);
+    for (int half = 0; half < PARTS; half++) {
+      accumulated sum = add_warps(sh, o.slot, o.row + 8 * half, o.token);
+#if EVEN
+      if (awaited && first + o.slot == 0) {
+        barrier_wait(&sh.mailed, 0);
+        sum += sh.letters[o.row + 8 * half];
+      }
+#endif
+      v[half] = __fmul_rn((float)sum, QUANTIZED ? factor * o.scale[half] : factor);
+    }
     write_output(o, v, a.y);
   }
 };

@@ -84,7 +84,7 @@ gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm,
   const Linear a = {weights, records, nullptr, X, norm, bias, residual, Y, epsilon, turns};
   const Slice slice = slice_at(blockIdx.x % SLICES);
   begin_linear(sh);
-  if (warp == WARPS) return produce(sh, a, slice, count, [=](int i) { return first + i; }, [] {}, lane);
+  if (warp == WARPS) return produce(sh, a, slice, whole_tiles(count), [=](int i) { return first + i; }, [] {}, lane);
   const Inputs inputs = load_rows(sh, a, slice, rows, warp, lane);
   Ring ring = {0, 0};
   float* sums = mail + gridDim.x * SLICES * ROWS;
