@@ -44,7 +44,7 @@ def reference(shape, qkv, norms, angles, keys, values, length):
     return torch.einsum("ht,thd->hd", weights, values), key, value
 
 
-def attend(shape, lengths, splits, dtype):
+def attend(shape, lengths, splits, dtype, qkv_ctas=None):
     """One launch over a cache whose unused tokens are not numbers; checks outputs, new tokens and all that must stay."""
     sequences, width = len(lengths), -(-CONTEXT // shape.page)
     tables = torch.randperm(sequences * width).view(sequences, width).int()
@@ -62,7 +62,7 @@ def attend(shape, lengths, splits, dtype):
     out = torch.full((sequences, shape.heads * shape.head_dim), float("nan")).to(dtype)
     decode_attention(qkv.flatten(1), out, cache, shape=shape, norms=norms, rope=rope_pairs(angles.cos(), angles.sin()),
                      lengths=torch.tensor(lengths, dtype=torch.int32), tables=tables, workspace=workspace, splits=splits,
-                     epsilon=EPSILON, scale=shape.head_dim**-0.5)
+                     epsilon=EPSILON, scale=shape.head_dim**-0.5, qkv_ctas=qkv_ctas)
     assert not workspace.tickets.any()
     for row, length in enumerate(lengths):
         if length == 0:
@@ -84,6 +84,11 @@ def attend(shape, lengths, splits, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sequences_of_ragged_lengths_cut_into_runs(dtype):
     attend(SHAPE, [1, 2, 0, 16, 17, 65, 300, 129], 3, dtype)
+
+
+def test_thread_blocks_that_begin_early():
+    attend(SHAPE, [1, 2, 0, 70, 130, 599, 300, 257], 1, torch.bfloat16, qkv_ctas=0)
+    attend(SHAPE, [599, 17, 300], 2, torch.bfloat16, qkv_ctas=0)
 
 
 def test_more_runs_than_a_warp_has_lanes(monkeypatch):

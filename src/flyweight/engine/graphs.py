@@ -154,9 +154,11 @@ class Step:
             qkv_attention(block.qkv.single.weight, self.hidden, self.attended, cache, norm=block.input_norm.weight,
                           mailbox=boxes[i], next_mailbox=boxes[(i + 1) % len(boxes)], **common)
             return self.attended
-        packed = self._packed(block.o)
+        packed, qkv = self._packed(block.o), block.qkv.single
+        ctas = qkv.lone_ctas(self.size, self.decoder.device) if isinstance(qkv, CudaLinear) else None
         self.project(block.qkv, self.hidden, self.qkv, norm=block.input_norm)
-        decode_attention(self.qkv, self.attended, cache, workspace=self.workspace, splits=self.splits, to=packed, **common)
+        decode_attention(self.qkv, self.attended, cache, workspace=self.workspace, splits=self.splits, to=packed, qkv_ctas=ctas,
+                         **common)
         return packed or self.attended
 
     def project(self, linear: Linear, x: Tensor | Packed, out: Tensor, *, norm: RMSNorm | None = None,

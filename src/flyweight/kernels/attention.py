@@ -74,11 +74,12 @@ def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
                      rope: Tensor, lengths: Tensor, tables: Tensor, workspace: Workspace, splits: int, epsilon: float,
-                     scale: float, to: Packed | None = None, pdl: bool = True) -> Tensor:
+                     scale: float, to: Packed | None = None, qkv_ctas: int | None = None, pdl: bool = True) -> Tensor:
     """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim]; writes the new K and V.
 
     lengths int32 [sequences] count the new token; tables int32 [sequences, pages]. A sequence of length 0 is padding.
-    `to`: results are the next linear's x, and written there instead of to `out`.
+    `to`: results are the next linear's x, and written there instead of to `out`. `qkv_ctas`: of the product that makes qkv, if
+    each has an SM: CTAs of this kernel find the other SMs idle.
     """
     sequences, count = qkv.shape[0], processors(qkv.device.index or 0)
     small = shape.group * shape.head_dim > 1024  # results of 8 warps would not fit into shared memory
@@ -88,10 +89,11 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
         "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
         "SHORTEST": SHORTEST, **(to.order.defines if to else {}),
     }
+    early = 0 if qkv_ctas is None else RESIDENT // warps * (count - qkv_ctas)
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
     query_norm, key_norm = norms or (None, None)
     target, groups = (to.data, to.groups) if to else (out, 0)
     args = (qkv, query_norm, key_norm, rope, lengths, tables, cache.keys, cache.values, target, workspace.scratch,
-            workspace.tickets, float(epsilon), float(scale), tables.shape[1], sequences, splits, groups)
+            workspace.tickets, float(epsilon), float(scale), tables.shape[1], sequences, splits, groups, early)
     kernel.launch(max(sequences * shape.kv_heads * splits, count), 32 * warps, args, pdl=pdl)
     return out

@@ -80,6 +80,10 @@ class CudaLinear:
             return None
         return gemm.packed_input(weight, rows, device, residual=True)
 
+    def lone_ctas(self, rows: int, device: torch.device) -> int | None:
+        """Of the product with so many rows, where each has an SM."""
+        return gemm.lone_ctas(self.weight, rows, device) if self.way(rows, device) == "gemm" else None
+
     def fused(self, x: Tensor | gemm.Packed, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
               residual: Tensor | None = None, to: gemm.Packed | None = None, way: str | None = None) -> Tensor:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after; see `packed_input` for `to`."""

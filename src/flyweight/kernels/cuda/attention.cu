@@ -18,7 +18,8 @@
 // The split that owns the newest token takes its key and value from shared memory, not from the cache it writes.
 // Limit: bytes of KV / bandwidth; latency for short contexts and few sequences. Lengths, tables, rope, norms and the first older
 // tokens of the cache are read before the wait: what wrote them ended before this step began (a step's only write is the
-// newest token, which nobody reads back), so the kernel just before this one cannot touch them.
+// newest token, which nobody reads back), so the kernel just before this one cannot touch them. The first `early` CTAs begin on
+// SMs that the qkv product leaves idle: memory has little to do then, so they bring what they will read to L2.
 //
 // PACKED: results are written in the order of the product that follows (packed.cuh): its SB, and its ORDER.
 //
@@ -41,14 +42,17 @@ constexpr int STATE = HEAD_DIM + 4;        // a partial result: accumulator, max
 constexpr int OUT_WORDS = G * HEAD_DIM / 4, MOST_TEAMS = THREADS / OUT_WORDS < WARPS ? THREADS / OUT_WORDS : WARPS;
 constexpr int TEAMS = MOST_TEAMS > 1 ? MOST_TEAMS : 1;  // of threads, which share out the runs that are merged
 constexpr int MOST_RUNS = 64;             // of a sequence that can be merged, as in attention.py
+constexpr int AHEAD = 256;                // tokens after those in registers that come to L2 before the wait
 constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of q, k and v to prepare
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 
 struct __align__(16) Shared {
-  u16 query[8][QUERY_ROW];                 // zeros from G on
+  union {
+    u16 query[G][QUERY_ROW];
+    float share[G][MOST_RUNS];             // of every run, in the merge
+  };
   u16 key[HEAD_DIM], value[HEAD_DIM];      // the newest token
   float partial[WARPS][G][STATE];
-  float share[G][MOST_RUNS];               // of every run, in the merge
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
@@ -149,12 +153,14 @@ DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane
 extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
           u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width,
-          int sequences, int splits, int groups) {
+          int sequences, int splits, int groups, int early) {
   __shared__ Shared sh;
   __shared__ bool last_one;
   const int split = blockIdx.x % splits, head = blockIdx.x / splits % KV_HEADS, sequence = blockIdx.x / splits / KV_HEADS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   launch_dependents();
+  if (threadIdx.x < 2 && (int)blockIdx.x < sequences)  // first pages of all, for CTAs that begin later too
+    prefetch_l2(tables + (size_t)blockIdx.x * table_width + min((int)threadIdx.x * 32, table_width - 1));
   const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
   const int span = WINDOW ? min(length, WINDOW) : length;
   const Run tokens = run_of(length, split, max(1, min(splits, span / SHORTEST)));
@@ -217,7 +223,11 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int j = 0; j < 2; j++) weight[j][i] = QK_NORM ? to_float((j ? key_norm : query_norm)[lane + 32 * i]) : 1.f;
   const size_t slot = (((size_t)table[newest / PAGE] * PAGE + newest % PAGE) * KV_HEADS + head) * HEAD_DIM;
-  for (int i = threadIdx.x; i < (8 - G) * QUERY_ROW; i += THREADS) sh.query[G][i] = 0;
+  if ((int)blockIdx.x < early && warp == 0) {  // eights of all heads lie together; every KV_HEADS-th is this CTA's
+    const int turn = lane * KV_HEADS + head, eight = (tokens.begin / 16 + WARPS) * 2 + turn / 2;
+    if (turn < AHEAD / 4 && eight * 8 < stop)
+      prefetch_l2<8 * STEP * 2>((turn % 2 ? values : keys) + ((size_t)table[eight * 8 / PAGE] * PAGE + eight * 8 % PAGE) * STEP);
+  }
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -265,7 +275,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     float score[2][4] = {};  // two chains of additions; token g + 8 · (j / 2), head 2t + j % 2
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const uint4 q = *(const uint4*)(sh.query[g] + i * 32 + t * 8), low = k4[0][i], high = k4[1][i];
+      const uint4 q = g < G ? *(const uint4*)(sh.query[g] + i * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+      const uint4 low = k4[0][i], high = k4[1][i];
       mma16<FP16>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
       mma16<FP16>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
     }

@@ -258,6 +258,11 @@ DEVICE void copy_arrive(u64* full) {  // an arrival of this thread, once all its
 DEVICE void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+template <int BYTES> DEVICE void prefetch_l2(const void* p) {  // whole 16 bytes
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(BYTES));
+#endif
+}
 
 // ---- words that CTAs of one grid hand to each other: no fence, no flag. A word that is not written yet holds all ones, a
 // NaN that no conversion and no arithmetic makes; whoever waits for it reads it until it is something else. ----
