@@ -62,6 +62,7 @@ DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE u32 __vmaxu2(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
 DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
+DEVICE void swap_if(u32 word, u32 bit, u32& one, u32& two) { if (word & bit) std::swap(one, two); }
 DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   const u64 all = (u64)b << 32 | a;
   u32 r = 0;

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from flyweight.kernels import jit, vptq, vptq_layout, vptq_rows
 from flyweight.kernels.vptq_layout import ItemFormat, lay_out
@@ -199,11 +200,28 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
         assert plan.phase >= 8 or plan.phase >= grown.chunks
 
 
+def test_row_blocks_exchange_items_that_would_clash():
+    torch.manual_seed(0)
+    main = torch.randint(0, 8192, (5, 16, 32))  # the last one has nobody to exchange with
+    words = vptq_layout.swaps_of(main)
+    assert words.shape == (3, 2, 4) and words.dtype == torch.int32
+
+    def clashes(words):
+        eights = pad(main, (0, 0, 0, 0, 0, 1)).view(3, 2, 2, 8, 4, 4, 2)  # pair, row block, chunk, step, eight, t, lane of two
+        steps, quarters = torch.meshgrid(torch.arange(8), torch.arange(4), indexing="ij")
+        turned = (words[:, :, None, None] >> (4 * steps + quarters)[..., None] & 1).bool()  # pair, chunk, step, eight, t
+        looked_up = torch.where(turned[:, None, ..., None], eights.flip(1), eights)
+        assert torch.equal(looked_up.sum(1), eights.sum(1))
+        return (looked_up.flatten(-2)[..., None] % 8 == torch.arange(8)).sum(-2).amax(-1)[:2].double().mean()
+
+    assert clashes(words) < 0.88 * clashes(torch.zeros_like(words))
+
+
 COMMON = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, PIECES=1, COPIES=8, FP16=0, RESIDENT=1)
 
 
 def rows_shape(tokens, warps):
-    return vptq_rows.shape_for(13, 8, tokens, warps, 232448).defines | dict(DENSE=0)
+    return vptq_rows.shape_for(13, 8, tokens, warps, 232448).defines | dict(DENSE=0, SWAPS=1)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -221,7 +239,8 @@ def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     assert jit.compile_cubin(file, COMMON | defines, arch)
 
 
-@pytest.mark.parametrize(("tokens", "warps"), [(16, 12), (32, 12), (64, 12), (16, 8), (32, 8), (64, 8), (128, 8)])
+@pytest.mark.parametrize(("tokens", "warps"), [
+    (8, 12), (16, 12), (32, 12), (64, 12), (8, 8), (16, 8), (32, 8), (64, 8), (128, 8)])
 def test_products_are_in_flight_while_the_next_weights_are_looked_up(tokens, warps):
     """Where the compiler cannot tell that nobody touches their registers, it does one after the other, and says so."""
     core = pytest.importorskip("cuda.core")

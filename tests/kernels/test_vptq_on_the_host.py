@@ -87,8 +87,9 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
     assert error(weight.fused(x, residual.clone(), norm=norm, residual=residual), want) < 1e-2
 
 
-@pytest.mark.parametrize("rows", [5, 20, 40])
-@pytest.mark.parametrize("shapes", [[(72, 1024)], [(1400, 272), (24, 272), (40, 272)]], ids=["shared tiles", "whole tiles"])
+@pytest.mark.parametrize("rows", [5, 12, 20, 40])
+@pytest.mark.parametrize("shapes", [[(72, 1088), (24, 1088)], [(1400, 272), (24, 272), (40, 272)]],
+                         ids=["shared tiles", "whole tiles"])
 def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
     tensors, weight = make(*shapes, **BOOKS)
     width = weight.out_features
@@ -100,12 +101,12 @@ def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
         assert error(weight.fused(x, torch.full_like(residual, float("nan")), norm=norm, residual=residual), want) < 1e-2
 
 
-@pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False), (40, True)])
-def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products):
+@pytest.mark.parametrize(("rows", "products", "inputs"), [(1, True, 512), (5, True, 2304), (5, False, 512), (40, True, 2304)])
+def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products, inputs):
     if not products:  # as on a GPU before Hopper
         monkeypatch.setattr(vptq_rows, "takes", lambda *_: False)
-    tensors, weight = make((64, 512), **BOOKS)
-    gate, up = torch.randn(2, rows, 512).bfloat16()
+    tensors, weight = make((64, inputs), **BOOKS)
+    gate, up = torch.randn(2, rows, inputs).bfloat16()
     x, residual = torch.cat([gate, up], -1), torch.randn(rows, 64).bfloat16()
     gated = torch.nn.functional.silu(gate.double()) * up.double()
     want = gated @ tensors[0].dequantize(torch.float64).T + residual.double()
@@ -119,7 +120,15 @@ def test_what_is_not_alike_is_not_joined():
 
 
 def test_tiles_are_cut_by_what_a_second_one_costs():
-    assert vptq_rows.cut((48,), 16, 132, 4) == ((96,), 8)  # two for each tile, though 132 would have 6 units each
-    assert vptq_rows.cut((48,), 16, 132, 1) == ((132,), 7)
-    assert vptq_rows.cut((22,), 48, 132, 4) == ((132,), 8)
-    assert vptq_rows.cut((200,), 16, 132, 4) == ((132,), 29)  # fewer thread blocks than tiles
+    Cut = vptq_rows.Cut
+    assert vptq_rows.cut((768,), 16, 16, 132, 4) == Cut((96,), 8)  # two for each tile, though 132 would have 6 units each
+    assert vptq_rows.cut((768,), 16, 16, 132, 1) == Cut((132,), 7)
+    assert vptq_rows.cut((528,), 24, 48, 132, 4) == Cut((132,), 8)
+    assert vptq_rows.cut((3200,), 16, 16, 132, 4) == Cut((132,), 29)  # fewer thread blocks than tiles
+
+
+def test_a_small_last_tile_has_at_least_half_of_a_whole_ones_thread_blocks():
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 132, 4) == vptq_rows.Cut((86, 22, 22), 4, 2)  # q, k and v of Qwen3-8B
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 140, 4) == vptq_rows.Cut((88, 24, 24), 4, 4)
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 128, 4).apart == 3  # too few for that: three for a whole tile
+    assert vptq_rows.cut((8,), 24, 16, 132, 4) == vptq_rows.Cut((16,), 1, 16)

@@ -76,10 +76,12 @@ class Layout:
     slices: int = 1
     ranges: int = 0
     width: int = 0  # columns of a range
+    swaps: Tensor | None = None  # staged: int32 [pairs of row blocks, chunks, 4], for vptq_rows.cu
 
     @property
     def nbytes(self) -> int:
-        parts = (self.stream, self.offsets, self.book, self.residual, self.dense, self.affine, self.pairs, self.source)
+        parts = (self.stream, self.offsets, self.book, self.residual, self.dense, self.affine, self.pairs, self.source,
+                 self.swaps)
         return sum(t.nbytes for t in parts if t is not None)
 
     @property
@@ -137,8 +139,26 @@ def by_steps(columns: Tensor) -> Tensor:
     return columns.unflatten(-1, (-1, 32, 2)).transpose(-1, -2).flatten(-3, -2)
 
 
-def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> Tensor:
-    """Indices [row blocks, columns] (residual above main, columns whole windows and chunks) → bytes as the kernel reads them."""
+def swaps_of(main: Tensor) -> Tensor:
+    """Entries [row blocks, steps, lanes] in the order of the columns → int32 [pairs of row blocks, chunks, 4].
+
+    Eight lanes look up at once. Two neighbours of them may exchange their items with the other row block's: of those exchanges
+    the one that lets fewest clash. Word t of a chunk is about lanes 2 t and 2 t + 1; of a step it has a bit for every eight.
+    """
+    banks = pad((main % BANKS).to(torch.uint8), (0, 0, 0, 0, 0, len(main) % 2)).view(-1, 2, main.shape[1], 4, 4, 2, 1)
+    counts = (banks == torch.arange(BANKS, device=main.device, dtype=torch.uint8)).sum(5, dtype=torch.uint8)  # […, t, bank]
+
+    def most(row: int, code: int) -> Tensor:  # items in one bank; lanes 6 and 7 stay
+        return torch.stack([counts[:, row ^ (code >> t & 1), :, :, t] for t in range(4)]).sum(0, dtype=torch.uint8).amax(-1)
+
+    best = torch.stack([most(0, code) + most(1, code) for code in range(8)]).argmin(0)  # [pair, step, eight]
+    bits = torch.stack([best >> t & 1 for t in range(4)], -1).view(len(best), -1, 4 * CHUNK, 4)
+    return signed((bits << torch.arange(4 * CHUNK, device=main.device)[:, None]).sum(2)).contiguous()
+
+
+def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> tuple[Tensor, Tensor]:
+    """Indices [row blocks, columns] (residual above main, columns whole windows and chunks) → bytes as the kernel reads them, and
+    what row blocks exchange."""
     blocks, window = joint.shape[0], form.window
     device = joint.device
     items = by_steps(joint.long())[..., torch.tensor(COLUMN_LANE, device=device)]
@@ -153,12 +173,13 @@ def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> Tensor:
         main, extra = main.gather(3, position), extra.gather(3, position)
         if doubled:
             main = torch.where(order > 127, rotated(main) | 1 << main_bits, main)
+    swaps = swaps_of(torch.empty_like(main).scatter_(3, position, main).transpose(2, 3).flatten(1, 2))
     # A lane's word holds the indices of the entry it fetches and the position of the x it supplies.
     position = position[:, :, torch.tensor(ADDRESS_LANE, device=device)]
     words = (main | extra << form.main | (position << (form.main + form.residual) if form.position else 0)).transpose(2, 3)
     lane_words = words.reshape(blocks, -1, CHUNK, 32).transpose(2, 3)  # [block, chunk, lane, step]
     octets = torch.stack([lane_words >> (8 * i) & 0xFF for i in range(form.item_bytes)], -1).to(torch.uint8).flatten(3)
-    return torch.cat([octets[..., :16].flatten(2), octets[..., 16:].flatten(2)], 2)
+    return torch.cat([octets[..., :16].flatten(2), octets[..., 16:].flatten(2)], 2), swaps
 
 
 def lists(joint: Tensor, part: Tensor, *, slices: int, ranges: int, width: int, form: ItemFormat) -> tuple[Tensor, Tensor]:
@@ -270,7 +291,7 @@ def lay_out(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool = False, f
         wide = tensor.outlier_codebook[tensor.outlier_indices.long()].permute(0, 2, 1).flatten(0, 1)[: tensor.out_features]
         dense = fragments(wide, length=tensor.length, dtype=dtype)
     sliced = tensor.codebook.shape[0] > 1 or tensor.index_bits[0] > SLICE_BITS + 1 - halves
-    step = max(1, batch // (tensor.in_features - tensor.outliers))
+    step = max(2, batch // (tensor.in_features - tensor.outliers) // 2 * 2)  # row blocks, in pairs
     if sliced:
         return _sliced(tensor, dense, dtype=dtype, step=step)
     return _staged(tensor, dense, dtype=dtype, step=step, doubled=doubled, form=form)
@@ -283,9 +304,11 @@ def _staged(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
     padding = -columns % (32 * max(CHUNK, form.window))
     blocks = tensor.indices.shape[1]
     items = torch.empty(blocks, (columns + padding) // 256, 256 * form.item_bytes, dtype=torch.uint8, device=tensor.device)
+    swaps = []
     for begin in range(0, blocks, step):
         joint = pad(joint_indices(tensor, begin, begin + step), (0, padding))
-        items[begin : begin + step] = stream(joint, form, main_bits=main_bits)
+        items[begin : begin + step], found = stream(joint, form, main_bits=main_bits)
+        swaps.append(found)
     book = planes(tensor.codebook, main_bits, dtype)
     if doubled:
         copy = torch.empty_like(book)
@@ -295,7 +318,7 @@ def _staged(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
     affine, source = stored_columns(tensor, pad(first, (0, padding), value=-1), dtype)
     residual = None if tensor.residual is None else planes(tensor.residual, residual_bits, dtype)
     return Layout(form, items, None, book, residual, dense, affine, paired(affine), source, tensor.out_features,
-                  tensor.in_features, tensor.length, dtype)
+                  tensor.in_features, tensor.length, dtype, swaps=torch.cat(swaps) if tensor.length == 8 else None)
 
 
 def _sliced(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, step: int) -> Layout:

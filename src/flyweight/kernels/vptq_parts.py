@@ -53,6 +53,6 @@ def part_arguments(parts: Parts, ctas: Sequence[int]) -> tuple[Any, ...]:
     """What PART of cuda/vptq.cuh stands for, three times."""
     args: list[Any] = []
     for part, count in zip(parts, ctas, strict=True):
-        args += [part.stream, part.book, part.residual, part.dense, part.affine, part.source,
+        args += [part.stream, part.book, part.residual, part.dense, part.affine, part.source, part.swaps,
                  part.out_features, count]
-    return *args, *([None] * 6 + [0, 0]) * (MOST - len(parts))
+    return *args, *([None] * 7 + [0, 0]) * (MOST - len(parts))

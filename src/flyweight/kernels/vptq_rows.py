@@ -18,13 +18,14 @@ from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
 PACK_WARPS = 4
-PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
-BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
+PACKERS = 2  # thread blocks of vptq_pack.cu that fit beside one of vptq_rows.cu: more would keep its successor off their SM
+BESIDE = 512 + 1152 * PACKERS  # bytes left for them, and for the kernel's own variables
 AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → steps whose lookups are under way
 # Rows of a launch → steps of 32 columns in a stage of x; how long a lookup of 8 warps takes where that of 12 takes 1; lookups of
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
-SHAPES = {16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
+SHAPES = {8: (8, 1.1, 500), 16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
+SWAPS = True  # row blocks exchange items that would clash
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Shape:
 
     @property
     def registers(self) -> int:
-        """At most so many a thread at launch: 64 of 128 threads of vptq_pack.cu are left."""
-        return (65536 - 8192) // (32 * (self.warps + 4)) // 8 * 8
+        """At most so many a thread at launch: 48 of each thread of vptq_pack.cu are left."""
+        return (65536 - PACKERS * 48 * 32 * PACK_WARPS) // (32 * (self.warps + 4)) // 8 * 8
 
     @property
     def defines(self) -> dict[str, int]:
@@ -62,24 +63,38 @@ def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int) -> 
     return None
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The work of a launch."""
+
+    ctas: tuple[int, ...]  # thread blocks of each part
+    most: float  # units of the busiest
+    apart: int = 0  # of them for a last tile that is small
+
+
 @functools.cache
-def cut(tiles: tuple[int, ...], units: int, count: int, spanning: float) -> tuple[tuple[int, ...], float]:
-    """Thread blocks of each part, and the most units of one; shares of two tiles cost `spanning` more. So either every tile has
-    as many blocks, or the line of all units is cut evenly."""
-    each, spread = min(count // sum(tiles), units), share_out(tuple(units * n for n in tiles), count)
-    most = spanning + max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
-    if each and -(-units // each) <= most:
-        return tuple(each * n for n in tiles), -(-units // each)
-    return spread, most
+def cut(blocks: tuple[int, ...], tile: int, units: int, count: int, spanning: float) -> Cut:
+    """For row blocks of parts; shares of two tiles cost `spanning` units. So either every tile has as many thread blocks, those
+    with few row blocks at least half as many, or the line of all units is cut evenly."""
+    tiles, small = [-(-n // tile) for n in blocks], [0 < n % tile <= tile // 3 for n in blocks]
+    spread = share_out(tuple(units * n for n in tiles), count)
+    found = [Cut(spread, spanning + max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True)))]
+    whole = sum(tiles) - sum(small)
+    for each in range(1, min(count // max(1, whole), units) + 1):
+        apart = min(each, (count - each * whole) // sum(small)) if any(small) else 0
+        if apart >= each / 2 or not any(small):
+            ctas = tuple(each * (n - last) + apart * last for n, last in zip(tiles, small, strict=True))
+            found.append(Cut(ctas, -(-units // each), apart))
+    return min(found, key=lambda one: one.most)
 
 
-def cut_for(parts: Parts, tokens: int, warps: int, count: int) -> tuple[tuple[int, ...], float]:
-    """Thread blocks of each part, and the lookups of 32 items of the busiest."""
+def cut_for(parts: Parts, tokens: int, warps: int, count: int) -> tuple[Cut, float]:
+    """And how many lookups of 32 items the busiest thread block has."""
     layout, (_, eight, spanning) = parts[0], SHAPES[tokens]
     span = max(CHUNK, layout.form.window)
     units, lookups = layout.chunks * CHUNK // span + (layout.dense_steps > 0), 2 * warps * span  # of a tile; of a unit
-    ctas, most = cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count, spanning / lookups)
-    return ctas, most * lookups * (eight if warps == 8 else 1)
+    found = cut(tuple(part.row_blocks for part in parts), 2 * warps, units, count, spanning / lookups)
+    return found, found.most * lookups * (eight if warps == 8 else 1)
 
 
 def warps_for(parts: Parts, tokens: int, count: int) -> int:
@@ -110,13 +125,14 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = Tr
     assert shape is not None
     count = processors(device.index or 0)
     packed, sums, part_bytes, slices = pack(parts, x, ends, shape, count=count, pdl=pdl)
-    ctas, _ = cut_for(parts, shape.tokens, shape.warps, count)
+    work, _ = cut_for(parts, shape.tokens, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | {
-        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
+        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0),
+        "SWAPS": int(SWAPS)}).kernel("vptq_rows")
     partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
-    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
-            layout.chunks, layout.dense_steps, part_bytes, slices)
-    kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+    args = (*part_arguments(parts, work.ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
+            layout.chunks, layout.dense_steps, part_bytes, slices, work.apart)
+    kernel.launch(sum(work.ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
 
 
 def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool) -> tuple[Tensor, Tensor, int, int]:
@@ -125,7 +141,8 @@ def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: 
     stored = layout.affine.numel()
     part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
     packed = buffer("vptq packed", len(parts) * part_bytes, device)
-    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), PACKERS * count // rows))
+    turns = -(-stored // (256 * PACK_WARPS * max(1, PACKERS * count // rows)))  # of a thread that packs
+    slices = -(-stored // (256 * PACK_WARPS * turns))
     sums = buffer("vptq sums", 4 * len(parts) * rows * slices, device)
     kernel = jit.load("vptq_pack.cu", defines=ends.defines | {
         "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "WARPS": PACK_WARPS, "PARTS": len(parts),

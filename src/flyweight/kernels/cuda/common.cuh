@@ -69,6 +69,11 @@ DEVICE u32 and_xor(u32 a, u32 b, u32 c) {
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
+// Exchanged where a bit of `word` is set: three instructions, of which the compiler would make five.
+DEVICE void swap_if(u32 word, u32 bit, u32& one, u32& two) {
+  asm("{ .reg .pred p;\n .reg .b32 set, kept;\n and.b32 set, %2, %3;\n setp.ne.b32 p, set, 0;\n mov.b32 kept, %0;\n"
+      "selp.b32 %0, %1, %0, p;\n selp.b32 %1, kept, %1, p; }" : "+r"(one), "+r"(two) : "r"(word), "r"(bit));
+}
 DEVICE float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

@@ -121,12 +121,13 @@ struct Part {
   const uint4 *residual, *dense;
   const u32* affine;   // [stored columns, whole eights]: scale in the low half, bias in the high half; zero for padding
   const u16* source;   // [stored columns]: the input a column belongs to, or null where they are the same
+  const u32* swaps;    // [pairs of row blocks][chunks][4]: which items they exchange (vptq_rows.cu)
   int outputs, ctas;
   int index, cta, first;  // which part, which of its CTAs, and its first output
 };
 #define PART(i) const char *stream##i, const char *book##i, const uint4 *residual##i, const uint4 *dense##i, const u32 *affine##i, \
-                const u16 *source##i, int outputs##i, int ctas##i
-#define GIVEN(i) Part{stream##i, book##i, residual##i, dense##i, affine##i, source##i, outputs##i, ctas##i, i, 0, 0}
+                const u16 *source##i, const u32 *swaps##i, int outputs##i, int ctas##i
+#define GIVEN(i) Part{stream##i, book##i, residual##i, dense##i, affine##i, source##i, swaps##i, outputs##i, ctas##i, i, 0, 0}
 DEVICE Part own_part(const Part& a, const Part& b, const Part& c) {
   Part p = a;
   int cta = blockIdx.x, first = 0;

@@ -7,8 +7,9 @@
 // sums: [part][row][slice].
 //
 // Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part. What depends on no other kernel (scales,
-// norm weights) is on its way before the wait, and the codebooks are asked for in L2. CTAs have so few threads and registers that they
-// fit beside one of vptq_rows.cu.
+// norm weights) is on its way before the wait, and the codebooks are asked for in L2. CTAs have so few threads and registers, and are
+// so few, that all fit beside those of the vptq_rows.cu before: CTAs that came when it ends would gather on the SMs that are free
+// first, and keep the next product and its codebook off them. So threads have several pieces where there are many rows.
 //
 // defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, BOOK_BYTES
 #include "common.cuh"
@@ -47,7 +48,7 @@ struct Piece {  // of one part: scales and biases of its columns
 };
 #define PACK(i) const u16 *source##i, const uint4 *pairs##i, const u8 *book##i
 
-extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
+extern "C" __global__ void __launch_bounds__(THREADS, 40 / WARPS) vptq_pack(
     PACK(0), PACK(1), PACK(2), const u16* x, const u16* norm, uint4* packed, float* sums, float epsilon, int rows, int in_features,
     int stored, int groups, int slices) {
   __shared__ float of_warps[PARTS + 1][WARPS];
@@ -69,6 +70,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
   for (int part = 0; part < PARTS; part++)
     for (int line = blockIdx.x * THREADS + threadIdx.x; line < BOOK_BYTES / 128; line += gridDim.x * THREADS)
       prefetch_l2(books[part] + line * 128);
+  const int stride = slices * THREADS;
+#pragma unroll
+  for (int part = 0; part < PARTS; part++)
+    for (int unit = first + stride; unit < units; unit += stride) prefetch_l2(pairs[part] + 2 * unit);
   wait_for_inputs();
   const u16* const from = x + (size_t)row * in_features * (1 + GATED);
   Columns own, up;
@@ -100,16 +105,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
     factor = rsqrtf(squares / in_features + epsilon);
   }
   float biases[PARTS] = {};
-  for (int unit = first; unit < units; unit += slices * THREADS) {
+  for (int unit = first; unit < units; unit += stride) {
     const int quarter = unit / 2 % 4, step = unit / 8 * 2 + unit % 2, piece = step % STAGE_STEPS * 4 + (quarter >> 1 | (quarter & 1) << 1);
     float value[8];
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
       if (part > 0 ? sources[part] != nullptr : unit != first) {
-        load(part, unit);
+        if (PARTS > 1) load(part, unit);
         if (NORM) weight = Columns(norm, sources[part], column_of(unit), in_features);
       }
-      if (unit != first) pieces[part].load(pairs[part], unit);
       if (part == 0 || sources[part])
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -118,6 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
           if (GATED) value[i] = silu(value[i]) * half(up);
           if (NORM) value[i] *= half(weight);
         }
+      const bool more = unit + stride < units;
+      if (PARTS == 1 && more) load(0, unit + stride);  // on its way while this one is packed
       const uint4 s = pieces[part].scales, b = pieces[part].biases;
       const u32 scale[4] = {s.x, s.y, s.z, s.w}, add[4] = {b.x, b.y, b.z, b.w};
       u32 words[4];
@@ -128,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
       }
       const size_t place = (((size_t)part * stages + step / STAGE_STEPS) * groups + row / 8) * 4 * STAGE_STEPS + piece;
       packed[place * 8 + row % 8] = make_uint4(words[0], words[1], words[2], words[3]);
+      if (more) pieces[part].load(pairs[part], unit + stride);
     }
   }
 #pragma unroll

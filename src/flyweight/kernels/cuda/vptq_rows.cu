@@ -9,22 +9,30 @@
 //
 // `load_matrices` brings a step of one row block as four registers, quarters of the step: the products take two of each row block.
 //
+// Eight lanes look up at once, items of a quarter, and take as long as the bank that most of them want: 2.6 cycles with random entries.
+// Which of the two row blocks an item is of does not matter there, so two lanes (2 t and 2 t + 1, whose items come back to lanes t)
+// may exchange theirs with those of the other row block. Where that makes for fewer clashes it is done, and undone in the registers
+// (SWAPS; vptq_layout.swaps_of): 2.2 cycles.
+//
 //      lookups     |  step 1         |  step 2         |  step 3         | …
 //      products    |  step 0         |  step 1         |  step 2         | …      items of the next unit are put in order meanwhile
 //
 //      line of units          |  tile 0: span 0, 1, 2 …, outliers  |  tile 1: …        a tile is two row blocks for each warp
 //      CTAs, contiguous runs  |  CTA 0      |  CTA 1      |  CTA 2      | …            best with none in two tiles
 //
+// A last tile with row blocks for a third of the warps at most may be a line of its own, with CTAs of its own (`apart`): warpgroups
+// that have none look nothing up, so it takes fewer CTAs than a whole one.
+//
 // A tile that several CTAs have a part of: each leaves its sums in memory, words that are their own flags (common.cuh), and adds up
 // and ends its share of them, in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
-// Limit: shared memory. 32 items, half of a step of two row blocks, take 10.4 cycles (random entries), 4 for residuals, TOKENS / 16
-// for x, TOKENS / 4 / WARPS for x to come.
+// Limit: shared memory. 32 items, half of a step of two row blocks, take 8.9 cycles (random entries; 10.4 without SWAPS), 4 for
+// residuals, TOKENS / 16 for x, TOKENS / 4 / WARPS for x to come.
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
-// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
-// REGISTERS (of a thread at launch), DENSE (there are outliers)
+// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (8 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
+// REGISTERS (of a thread at launch), DENSE (there are outliers), SWAPS
 #include "vptq_tables.cuh"
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
@@ -32,7 +40,8 @@ constexpr int SPAN_STAGES = SPAN / STAGE_STEPS;
 constexpr int X_STAGE = TOKENS * 64 * STAGE_STEPS;
 constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
 constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
-constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
+constexpr int TOGETHER = TOKENS > 16 ? 2 : 1;    // sums of a thread that are added up at once,
+constexpr int LOADED = 12 / TOGETHER;            // and of how many CTAs: most have no more
 constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
 constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
 static_assert(PIECES == 1 && STAGE_STEPS > 1 && SPAN % STAGE_STEPS == 0 && AHEAD <= 2, "vectors of 8, whole stages");
@@ -42,6 +51,20 @@ struct Line {  // of the units of a part, cut over its CTAs
   DEVICE int begin(int cta) const { return total * cta / ctas; }
   DEVICE int owner(int unit) const { return ((unit + 1) * ctas - 1) / total; }
 };
+// The last tile of a part, where it is as small as said above, and the others are parts by themselves.
+DEVICE void split_off(Part& part, int apart, int chunks, int dense_steps) {
+  const int blocks = (part.outputs + 7) / 8, whole = blocks / TILE * TILE;
+  if (!apart || blocks == whole || blocks - whole > TILE / 3) return;
+  part.ctas -= apart;
+  if (part.cta < part.ctas) {
+    part.outputs = 8 * whole;
+    return;
+  }
+  part.cta -= part.ctas, part.ctas = apart;
+  part.stream += (size_t)whole * chunks * CHUNK_BYTES, part.dense += (size_t)whole * dense_steps * 32;
+  part.swaps += (size_t)whole / 2 * chunks * 4;
+  part.first += 8 * whole, part.outputs -= 8 * whole;
+}
 struct Results {
   const u16 *bias, *rest;
   const float* biases;  // [TOKENS]: what the columns' biases add
@@ -87,14 +110,15 @@ struct Results {
 
 extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     PART(0), PART(1), PART(2), const u8* x, const float* sums, const u16* bias, const u16* rest, u16* y, uint4* mail,
-    int rows, int width, int chunks, int dense_steps, int part_bytes, int slices) {
+    int rows, int width, int chunks, int dense_steps, int part_bytes, int slices, int apart) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   u8* const ring = raw + BOOK_BYTES + RES_BYTES;
   u64* const full = (u64*)(ring + STAGES * X_STAGE), *const empty = full + STAGES, *const barrier = empty + STAGES;
   __shared__ float biases[TOKENS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
+  Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
+  split_off(part, apart, chunks, dense_steps);
   const int blocks = (part.outputs + 7) / 8, spans = chunks * CHUNK / SPAN;
   const int per_tile = spans + DENSE;
   const Line line = {(u32)per_tile, (u32)((blocks + TILE - 1) / TILE * per_tile), (u32)part.ctas};
@@ -115,7 +139,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   }
   Words words[2];
   const char* from[2];  // where the next words of this warp's row blocks are
+  u32 turned[SPAN / CHUNK], turned_back[SPAN / CHUNK];  // four bits a step: of the item looked up here, and of those that come here
+  const u32* turns = nullptr;
   const auto fetch = [&] {
+#pragma unroll
+    for (int c = 0; SWAPS && c < SPAN / CHUNK; c++) {
+      turned[c] = stream_load1(turns + lane % 8 / 2) >> lane / 8, turned_back[c] = stream_load1(turns + lane % 4);
+      turns += 4;
+    }
 #pragma unroll
     for (int b = 0; b < 2; b++) {
       load_span(words[b], from[b], lane);
@@ -127,6 +158,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
 #pragma unroll
     for (int b = 0; b < 2; b++)
       from[b] = part.stream + ((size_t)min(unit / per_tile * TILE + 2 * warp + b, blocks - 1) * chunks + span * (SPAN / CHUNK)) * CHUNK_BYTES;
+    turns = part.swaps + ((size_t)min(unit / per_tile * WARPS + warp, (blocks - 1) / 2) * chunks + span * (SPAN / CHUNK)) * 4;
     if (span < spans) fetch();
   };
   if (warp < WARPS) go_to(begin);
@@ -160,6 +192,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
   const Results results = {bias, rest, biases, y, rows, width, part.first, part.outputs};
+  const int first_block = __shfl_sync(~0u, 2 * (warp & ~3), 0);  // of the warpgroup; the compiler sees that a warp is of one mind
   int slot = 0, left = 0;
   u32 parity = 0;
   u32 v[2][SPAN];                 // items of both row blocks, in their order
@@ -198,11 +231,21 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     const auto order = [&] {
       sort(v[0], words[0], lane);
       sort(v[1], words[1], lane);
+#pragma unroll
+      for (int step = 0; SWAPS && step < SPAN; step++) swap_if(turned[step / CHUNK], 1u << step % CHUNK * 4, v[0][step], v[1][step]);
     };
     const auto next_stage = [&] {
       before = slot;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     };
+    if (tile * TILE + first_block >= blocks) {  // a warpgroup without row blocks: its sums stay zero
+      for (int i = (last - unit) * SPAN_STAGES; i > 0; i--) {
+        barrier_wait(&full[slot], parity);
+        if (before >= 0 && lane == 0) barrier_arrive(&empty[before]);
+        next_stage();
+      }
+      unit = max(unit, last);
+    }
     if (unit < last) {
       order();
 #pragma unroll
@@ -210,12 +253,21 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     }
 #pragma unroll 1
     for (; unit < last; unit++) {
+      u32 back[SPAN / CHUNK];  // of this unit
+#pragma unroll
+      for (int c = 0; c < SPAN / CHUNK; c++) back[c] = SWAPS ? turned_back[c] : 0;
 #pragma unroll
       for (int q = 0; q < SPAN; q++) {
         if (q % STAGE_STEPS == 0) barrier_wait(&full[slot], parity);
         wgmma_wait<1>();  // step q - 2 is done: its registers are free, and with the stage's second step the stage before
         if (q % STAGE_STEPS == 1 && before >= 0 && lane == 0) barrier_arrive(&empty[before]);
-        put(q % 2, weights(0, q), weights(1, q));
+        uint4 one = weights(0, q), two = weights(1, q);
+        if (SWAPS) {
+          const u32 bits = back[q / CHUNK], first = 1u << q % CHUNK * 4;
+          swap_if(bits, first, one.x, two.x), swap_if(bits, 2 * first, one.y, two.y);
+          swap_if(bits, 4 * first, one.z, two.z), swap_if(bits, 8 * first, one.w, two.w);
+        }
+        put(q % 2, one, two);
         look_up((q + AHEAD) % SPAN);  // behind the last unit nobody's
         multiply(q % 2, q % STAGE_STEPS);
         if (q % STAGE_STEPS == STAGE_STEPS - 1) next_stage();
@@ -272,32 +324,42 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     const int at0 = all / 32 * share / sharers * 32 + threadIdx.x, at1 = all / 32 * (share + 1) / sharers * 32;
     // Sums of the others lie where this tile is the first of a CTA's; only the first CTA can have begun before.
     uint4* const others = mail + (size_t)(blockIdx.x - part.cta + from) * 2 * all, *const firsts = others + (line.begin(from) < tile * per_tile ? all : 0);
-    for (int at = at0; at < at1; at += THREADS) {
-      const uint2 rest_of = results.before(tile, at / THREADS, at % THREADS);  // comes while we wait
-      const auto place = [&](int i) { return (i ? others + (size_t)i * 2 * all : firsts) + at; };
-      float sum[4] = {};
+    for (int at = at0; at < at1; at += TOGETHER * THREADS) {
+      const int there = at + THREADS < at1 ? TOGETHER : 1;
+      uint2 rest_of[TOGETHER];  // comes while we wait
+      float sum[TOGETHER][4] = {};
+#pragma unroll
+      for (int k = 0; k < TOGETHER; k++)
+        if (k < there) rest_of[k] = results.before(tile, at / THREADS + k, at % THREADS);
       for (int done = 0; done < sharers; done += LOADED) {
-        u32 words[LOADED][4];
+        u32 words[TOGETHER * LOADED][4];
+        const auto some = [&](int i) { return i / LOADED < there && done + i % LOADED < sharers; };
+        const auto place = [&](int i) {
+          const int of = done + i % LOADED;
+          return (of ? others + (size_t)of * 2 * all : firsts) + at + i / LOADED * THREADS;
+        };
         bool all_here;
         do {
           all_here = true;
 #pragma unroll
-          for (int i = 0; i < LOADED; i++)
-            if (done + i < sharers) load_relaxed(place(done + i), words[i]);
+          for (int i = 0; i < TOGETHER * LOADED; i++)
+            if (some(i)) load_relaxed(place(i), words[i]);
 #pragma unroll
-          for (int i = 0; i < LOADED; i++)
-            if (done + i < sharers) all_here &= !missing<false>(words[i]);
+          for (int i = 0; i < TOGETHER * LOADED; i++)
+            if (some(i)) all_here &= !missing<false>(words[i]);
         } while (!all_here);
 #pragma unroll
-        for (int i = 0; i < LOADED; i++)
-          if (done + i < sharers) {
-            store_relaxed(place(done + i), make_uint4(~0u, ~0u, ~0u, ~0u));
+        for (int i = 0; i < TOGETHER * LOADED; i++)
+          if (some(i)) {
+            store_relaxed(place(i), make_uint4(~0u, ~0u, ~0u, ~0u));
 #pragma unroll
-            for (int j = 0; j < 4; j++) sum[j] += __uint_as_float(words[i][j]);
+            for (int j = 0; j < 4; j++) sum[i / LOADED][j] += __uint_as_float(words[i][j]);
           }
       }
       __syncwarp();
-      results.write(sum, rest_of, tile, at / THREADS, at % THREADS);
+#pragma unroll
+      for (int k = 0; k < TOGETHER; k++)
+        if (k < there) results.write(sum[k], rest_of[k], tile, at / THREADS + k, at % THREADS);
     }
   }
 #endif
