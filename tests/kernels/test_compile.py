@@ -14,6 +14,7 @@ GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STA
 GEMM = LINEAR | dict(EPILOGUE=0, BIAS=0, TOKENS=64, WGS=2, SB=2, STAGES=2, SPLIT=1, LOADERS=4, CLUSTER=1, STAGED=64)
 BATCH = dict(ROWS=32, ROUND=8, PER_WARP=2, COLUMN_WARPS=2, SLICES=4, STAGES=3, LOADERS=4, EPILOGUE=0, BIAS=0,
              SHARED_BYTES=220_000)
+STREAM = dict(NORM=1, BIAS=0, ROUND=6, PER_WARP=2, K_WARPS=4, SPAN=4, AHEAD=2, SLOTS=8, HELD=1, SHARED_BYTES=220_000)
 HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
 PREFILL = dict(FP16=0, HEADS=32, KV_HEADS=8, KEYS=128, WGS=2, STAGES=2)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
@@ -38,6 +39,8 @@ CASES = [
     ("batch.cu", LINEAR | BATCH | dict(FORMAT=1, KDIM=7392, NDIM=1000, GROUP=32, ROWS=16, PER_WARP=1, COLUMN_WARPS=1, SLICES=1,
                                        EPILOGUE=1, BIAS=1)),
     *(("batch_pack.cu", dict(FORMAT=kind, FP16=0, KDIM=4096, GROUP=128, NORM=1, ROWS=32, PARTS=4, WARPS=8)) for kind in range(4)),
+    *(("stream.cu", LINEAR | STREAM | dict(FORMAT=1 + rows // 32, ROWS=rows, CLUSTER=cluster, EPILOGUE=rows // 16))
+      for rows, cluster in ((8, 1), (8, 2), (16, 2), (32, 1))),
     ("untile.cu", LINEAR | dict(FORMAT=4, INTERLEAVED=0)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, SPARSE=1, INTERLEAVED=kind % 2)) for kind in (1, 2, 3)),
     ("gemm.cu", GEMM | dict(FORMAT=4)),

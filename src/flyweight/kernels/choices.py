@@ -18,6 +18,7 @@ KERNELS = {
     "gemv": "gemv.cu or, inputs cut into slices, gemv_split.cu",
     "batch": "batch.cu",
     "gemm": "gemm.cu",
+    "stream": "stream.cu",
     "cublas": "cuBLAS, written out in 16 bits for each call",
 }
 
@@ -55,6 +56,8 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "sparse-int8": (SPARSE, SOME, CLUSTERS, MANY),
     "sparse-w8a8": (SPARSE, Way(3, "batch", ONCE), Way(9, "gemm", CLUSTERS.why, small=True), MANY),
 }
+# Rows that stream.cu takes where it can, for a trial: (5, 32) turns it on.
+STREAMED = (0, 0)
 # Most rows for which gemv's products as a part of qkv_attention.cu beat a kernel of their own, where not all: x is quantized in
 # every CTA.
 MOST_WITHIN = {"w8a8": 4, "fp8": 4, "sparse-w8a8": 4}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import batch, choices, gemm, gemv, gemv_split, jit
+from flyweight.kernels import batch, choices, gemm, gemv, gemv_split, jit, stream
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
 # What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
@@ -54,10 +54,14 @@ class CudaLinear:
         self.weight = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=gated)
         self.bias = bias
 
-    def way(self, rows: int, device: torch.device) -> str:
+    def way(self, rows: int, device: torch.device, *, normed: bool = False) -> str:
         """The kernel of choices.py for so many rows, or the next one that takes them."""
         weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
+        least, most = choices.STREAMED
+        large = normed and weight.dtype == torch.float16  # x times the norm's weights may be too large for 16 bits
+        if least <= rows <= most and not large and gpu.capability(device)[0] == 9 and stream.choose(*cut):
+            return "stream"
         for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features)]:
             if kernel == "gemv":
                 if found := few(*cut):
@@ -89,9 +93,11 @@ class CudaLinear:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after; see `packed_input` for `to`."""
         if to is not None or isinstance(x, gemm.Packed):
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual, to=to)
-        way = way or self.way(x.shape[0], x.device)
+        way = way or self.way(x.shape[0], x.device, normed=norm is not None)
         if way == "gemv":
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
+        if way == "stream":
+            return stream.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         if way in ("split", "batch"):
             multiply = gemv_split.multiply if way == "split" else batch.multiply
             return multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
