@@ -2,7 +2,8 @@
 
     python benchmarks/quality/run.py --out rows.jsonl --table       prints it
     python benchmarks/quality/table.py                              puts it into docs/quantize.md and its best lines into
-                                                                    README.md, from the committed rows
+                                                                    README.md, from the committed rows; and how long
+                                                                    quantizing takes (quantize_speed.py)
 
 A difference d[seed, window] of mean losses has two sources of noise, the text and the calibration draw:
 error² = var(mean over seeds by window) / windows + var(mean over windows by seed) / seeds. "Better" and "worse" mean by
@@ -107,6 +108,17 @@ def best_lines(results: Results) -> list[str]:
     return lines
 
 
+def time_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """What quantize_speed.py found, a line a run."""
+    lines = ["| scheme | seconds | how | GPU memory, GB | host memory, GB |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row["bench"] == "quantize" and row["status"] == "ok":
+            how = f"from {row['blocks']} blocks" if row["extrapolated"] else "whole, from disk to disk"
+            figures = f"{row['seconds']:.0f} | {how} | {row['peak_gpu_gb']:.1f} | {row['peak_host_gb']:.1f}"
+            lines.append(f"| {row['scheme']} | {figures} |")
+    return lines
+
+
 def unfinished(rows: list[dict[str, Any]]) -> list[str]:
     """Jobs whose last attempt failed, with the reason."""
     last = {row["job"]: row for row in rows if row["bench"] == "quality"}
@@ -142,6 +154,7 @@ def fill(target: Path, name: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    rows = ROOT / "benchmarks" / "h200" / "quality.jsonl"
+    rows, speed = (ROOT / "benchmarks" / "h200" / name for name in ("quality.jsonl", "quantize_speed.jsonl"))
     fill(ROOT / "docs" / "quantize.md", "quality", f"{made_on(rows)}\n\n{document(rows)}")
+    fill(ROOT / "docs" / "quantize.md", "time", "\n".join(time_lines(read(speed))))
     fill(ROOT / "README.md", "best", "\n".join(best_lines(collect(rows))))

@@ -151,6 +151,13 @@ def test_the_best_lines_name_the_strongest_rival(tmp_path):
         "| 2 bits | vptq-2bit: +73.3 % (4.31 bits) | – |"]
 
 
+def test_times_say_whether_they_are_of_a_whole_model():
+    row = dict(bench="quantize", status="ok", scheme="gptq-int4", seconds=57.5, peak_gpu_gb=7.31, peak_host_gb=2.53, blocks=4)
+    assert table.time_lines([row | {"extrapolated": True}, row | {"status": "failed"},
+                             row | {"extrapolated": False, "seconds": 63.9}])[2:] == [
+        "| gptq-int4 | 58 | from 4 blocks | 7.3 | 2.5 |", "| gptq-int4 | 64 | whole, from disk to disk | 7.3 | 2.5 |"]
+
+
 def test_vllm_agrees_where_only_near_ties_fall_the_other_way():
     expected = torch.log_softmax(torch.tensor([[2.0, 1.95, 0.0], [3.0, 0.0, 0.0]]), -1)
     ids = [0, 1, 0]
