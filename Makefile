@@ -53,7 +53,6 @@ lint: .venv/installed
 # Every table and picture of the rows in benchmarks/h200/.
 results: .venv/installed
 	$(BIN)/python benchmarks/results.py
-	$(BIN)/python benchmarks/quality/table.py
 
 clean:
 	rm -rf .venv .venv-interop build dist

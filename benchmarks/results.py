@@ -2,7 +2,7 @@
 
     docs/results/h200.md, .html      all rows
     docs/results/NNN.md, .rst        the rows of NNN-*.jsonl in the layout of the document of that number
-    README.md, docs/performance.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, for the NAMEs of BLOCKS
+    README.md, docs/performance.md, docs/quantize.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, by BLOCKS
     docs/results/decode-speed-at-batch-1.png   the picture of the README
 
 Works with whatever files there are, and says which rows are missing and which were measured by code that has changed since
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "quality"))
+import table
 from covered import latest, missing, provenance
 
 from flyweight.commands.report import write
@@ -74,8 +76,28 @@ def picture(results: Results) -> Figure:
     return Figure("bars", "Decode speed at batch 1", "Qwen3-8B, 256 tokens in, 512 out, one H200", "tok/s", tuple(series))
 
 
+def quality(results: Results) -> list[Block]:
+    path = ROWS / "quality.jsonl"
+    return [Paragraph(f"{table.made_on(path)}\n\n{table.document(path)}")] if path.exists() else []
+
+
+def best(results: Results) -> list[Block]:
+    path = ROWS / "quality.jsonl"
+    return [Paragraph("\n".join(table.best_lines(table.collect(path))))] if path.exists() else []
+
+
+def quantizing(results: Results) -> list[Block]:
+    """How long a model takes, and the memory, by quantize_speed.py: quality's jobs ran many at once."""
+    lines = [(row["scheme"], f"{row['seconds']:.0f}",
+              f"from {row['blocks']} blocks" if row["extrapolated"] else "whole, from disk to disk",
+              f"{row['peak_gpu_gb']:.1f}", f"{row['peak_host_gb']:.1f}")
+             for row in results.of("quantize") if "extrapolated" in row]
+    return [Table("", ("scheme", "seconds", "how", "GPU memory, GB", "host memory, GB"), tuple(lines))] if lines else []
+
+
 BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
-    "headline": headline, "limits": lambda results: performance.limits(results)[1:],
+    "headline": headline, "quality": quality, "best": best, "quantizing": quantizing,
+    "limits": lambda results: performance.limits(results)[1:],
     "steps": lambda results: performance.step_table(results)[1:],
 }
 
@@ -83,8 +105,6 @@ BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
 def fill(path: Path, results: Results) -> None:
     """Put the tables where the document marks their places."""
     def made(match: re.Match[str]) -> str:
-        if match["name"] not in BLOCKS:  # quality/table.py's
-            return match[0]
         text = terminal(BLOCKS[match["name"]](results) or [Paragraph("Not measured yet.")]).strip()
         return f"<!-- rows: {match['name']} -->\n{text}\n<!-- end -->"
 
@@ -115,7 +135,7 @@ def main() -> None:
             write(DOCS / f"{number}{ending}", document, title="", draw=False, pictures="png")
     if (figure := picture(results)).series[0].points:
         draw(figure, DOCS)
-    for path in (Path("README.md"), Path("docs/performance.md")):
+    for path in (Path("README.md"), Path("docs/performance.md"), Path("docs/quantize.md")):
         fill(path, results)
     print(terminal(gaps) if gaps else "no rows are missing")
 

@@ -1,9 +1,6 @@
 """The comparison: mean over seeds, and paired differences with their standard errors.
 
-    python benchmarks/quality/run.py --out rows.jsonl --table       prints it
-    python benchmarks/quality/table.py                              puts it into docs/quantize.md and its best lines into
-                                                                    README.md, from the committed rows; and how long
-                                                                    quantizing takes (quantize_speed.py)
+    python benchmarks/quality/run.py --out rows.jsonl --table       prints it; `make results` puts it into the documents
 
 A difference d[seed, window] of mean losses has two sources of noise, the text and the calibration draw:
 error² = var(mean over seeds by window) / windows + var(mean over windows by seed) / seeds. "Better" and "worse" mean by
@@ -21,7 +18,6 @@ from typing import Any
 
 import peers
 
-ROOT = Path(__file__).parents[2]
 BEST = {"w8a8-smooth-gptq": "8 bits, activations too", "int4-best": "4 bits", "vptq-3bit": "3 bits", "vptq-2bit": "2 bits"}
 Results = dict[tuple[str, str], list[dict[str, Any]]]
 
@@ -64,9 +60,9 @@ def mean(rows: list[dict[str, Any]], key: str) -> float:
     return statistics.fmean(row[key] for row in rows)
 
 
-def quality_lines(results: Results, seconds: dict[str, float]) -> list[str]:
+def quality_lines(results: Results) -> list[str]:
     """Markdown: one line per tool and scheme, the best first."""
-    columns = ("tool", "scheme", "bits", "perplexity", "change", "KL", "top-1", "seeds", "seconds")
+    columns = ("tool", "scheme", "bits", "perplexity", "change", "KL", "top-1", "seeds")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for (tool, scheme), rows in sorted(results.items(), key=lambda item: mean(item[1], "perplexity")):
         compared = ["", "", ""]
@@ -75,9 +71,8 @@ def quality_lines(results: Results, seconds: dict[str, float]) -> list[str]:
             error = math.hypot(mean(rows, "log_ratio_error"), error_of([row["log_ratio"] for row in rows]))
             compared = [f"{100 * math.expm1(ratio):+.2f} ± {100 * error:.2f} %", f"{mean(rows, 'kl'):.5f}",
                         f"{100 * mean(rows, 'top1_agreement'):.2f} %"]
-        took = [seconds[row["job"]] for row in rows if row["job"] in seconds]
         lines.append(f"| {tool} | {scheme} | {rows[0]['bits_per_weight']:.3f} | {mean(rows, 'perplexity'):.4f} "
-                     f"| {' | '.join(compared)} | {len(rows)} | {f'{statistics.fmean(took):.1f}' if took else ''} |")
+                     f"| {' | '.join(compared)} | {len(rows)} |")
     return lines
 
 
@@ -108,17 +103,6 @@ def best_lines(results: Results) -> list[str]:
     return lines
 
 
-def time_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """What quantize_speed.py found, a line a run."""
-    lines = ["| scheme | seconds | how | GPU memory, GB | host memory, GB |", "|---|---|---|---|---|"]
-    for row in rows:
-        if row["bench"] == "quantize" and row["status"] == "ok":
-            how = f"from {row['blocks']} blocks" if row["extrapolated"] else "whole, from disk to disk"
-            figures = f"{row['seconds']:.0f} | {how} | {row['peak_gpu_gb']:.1f} | {row['peak_host_gb']:.1f}"
-            lines.append(f"| {row['scheme']} | {figures} |")
-    return lines
-
-
 def unfinished(rows: list[dict[str, Any]]) -> list[str]:
     """Jobs whose last attempt failed, with the reason."""
     last = {row["job"]: row for row in rows if row["bench"] == "quality"}
@@ -128,8 +112,7 @@ def unfinished(rows: list[dict[str, Any]]) -> list[str]:
 def document(path: Path) -> str:
     """Everything there is to say of the rows, in markdown."""
     rows, results = read(path), collect(path)
-    seconds = {row["job"]: row["seconds"] for row in rows if row["bench"] == "quantize" and row["status"] == "ok"}
-    parts = ["\n".join(quality_lines(results, seconds)), "\n".join(rival_lines(results))]
+    parts = ["\n".join(quality_lines(results)), "\n".join(rival_lines(results))]
     if missing := unfinished(rows):
         parts.append("Did not finish:\n\n" + "\n".join(f"- {line}" for line in missing))
     return "\n\n".join(parts)
@@ -144,17 +127,3 @@ def made_on(path: Path) -> str:
     used = [machines[row["environment"]] for row in read(path) if row["bench"] == "quality" and row["environment"] in machines]
     told = {f"{one['device']}, commit {one['commit']}" for one in used}
     return f"Measured on {'; '.join(sorted(told))}."
-
-
-def fill(target: Path, name: str, text: str) -> None:
-    """Put the text between the marks of that name."""
-    before, rest = target.read_text(encoding="utf-8").split(f"<!-- rows: {name} -->", 1)
-    after = rest.split("<!-- end -->", 1)[1]
-    target.write_text(f"{before}<!-- rows: {name} -->\n{text}\n<!-- end -->{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    rows, speed = (ROOT / "benchmarks" / "h200" / name for name in ("quality.jsonl", "quantize_speed.jsonl"))
-    fill(ROOT / "docs" / "quantize.md", "quality", f"{made_on(rows)}\n\n{document(rows)}")
-    fill(ROOT / "docs" / "quantize.md", "time", "\n".join(time_lines(read(speed))))
-    fill(ROOT / "README.md", "best", "\n".join(best_lines(collect(rows))))

@@ -129,15 +129,6 @@ def test_the_document_shows_what_lost_and_what_did_not_finish(tmp_path):
     assert "- flyweight/int4-best/0: stopped: out of time" in text and "once" not in text
 
 
-def test_only_what_stands_between_the_marks_is_replaced(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("by hand\n<!-- rows: a -->\nold\n<!-- end -->\n<!-- rows: b -->\nkept\n<!-- end -->\nby hand too\n")
-    for _ in range(2):
-        table.fill(page, "a", "new")
-        assert page.read_text() == ("by hand\n<!-- rows: a -->\nnew\n<!-- end -->\n"
-                                    "<!-- rows: b -->\nkept\n<!-- end -->\nby hand too\n")
-
-
 def test_the_best_lines_name_the_strongest_rival(tmp_path):
     def made(tool, scheme, perplexity, ratio):
         return dict(bench="quality", status="ok", tool=tool, scheme=scheme, seed=0, perplexity=perplexity, log_ratio=ratio,
@@ -149,13 +140,6 @@ def test_the_best_lines_name_the_strongest_rival(tmp_path):
     assert table.best_lines(table.collect(tmp_path / "rows.jsonl"))[2:] == [
         "| 4 bits | int4-best: +3.0 % (4.31 bits) | auto-round autoround-int4-asym: +6.2 % (4.31 bits) |",
         "| 2 bits | vptq-2bit: +73.3 % (4.31 bits) | – |"]
-
-
-def test_times_say_whether_they_are_of_a_whole_model():
-    row = dict(bench="quantize", status="ok", scheme="gptq-int4", seconds=57.5, peak_gpu_gb=7.31, peak_host_gb=2.53, blocks=4)
-    assert table.time_lines([row | {"extrapolated": True}, row | {"status": "failed"},
-                             row | {"extrapolated": False, "seconds": 63.9}])[2:] == [
-        "| gptq-int4 | 58 | from 4 blocks | 7.3 | 2.5 |", "| gptq-int4 | 64 | whole, from disk to disk | 7.3 | 2.5 |"]
 
 
 def test_vllm_agrees_where_only_near_ties_fall_the_other_way():

@@ -25,6 +25,7 @@ def results(tmp_path, monkeypatch):
     Path("benchmarks/h200/latency.jsonl").write_text("".join(lines))
     Path("docs").mkdir()
     Path("README.md").write_text("# By hand\n\n<!-- rows: headline -->\nold\n<!-- end -->\n\nby hand\n")
+    Path("docs/quantize.md").write_text("<!-- rows: quantizing -->\n<!-- end -->\n<!-- rows: quality -->\n<!-- end -->\n")
     Path("docs/performance.md").write_text("<!-- rows: limits -->\n<!-- end -->\n\n<!-- rows: steps -->\n<!-- end -->\n")
     specification = importlib.util.spec_from_file_location("results_script", SCRIPT)
     module = importlib.util.module_from_spec(specification)
@@ -51,3 +52,18 @@ def test_a_file_that_was_cut_off_before_its_first_row_is_passed_over(results):
     Path("benchmarks/h200/001-vptq.jsonl").write_text("")
     results.main()
     assert not Path("docs/results/002.md").exists()
+
+
+def test_times_of_quantizing_say_whether_they_are_of_a_whole_model(results):
+    row = {"schema": 1, "bench": "quantize", "time": None, "environment": "e", "status": "ok", "scheme": "gptq-int4",
+           "model": "qwen3-8b", "peak_gpu_gb": 7.31, "peak_host_gb": 2.53, "blocks": 4}
+    rows = [row | {"run_id": "a", "seconds": 57.5, "extrapolated": True},
+            row | {"run_id": "b", "seconds": 63.9, "extrapolated": False},
+            row | {"run_id": "c", "seconds": 900.0}]  # of the quality benchmark
+    lines = [Path("benchmarks/h200/latency.jsonl").read_text().splitlines()[0], *map(json.dumps, rows)]
+    Path("benchmarks/h200/quantize_speed.jsonl").write_text("\n".join(lines) + "\n")
+    results.main()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in Path("docs/quantize.md").read_text().splitlines()
+             if line.startswith("| gptq-int4")]
+    assert cells == [["gptq-int4", "58", "from 4 blocks", "7.3", "2.5"],
+                     ["gptq-int4", "64", "whole, from disk to disk", "7.3", "2.5"]]
