@@ -34,6 +34,9 @@ IN_TURN = ("int4",)  # formats whose linears fill their rings one after the othe
 # Stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile; 2 of others.
 HELD = {"int4": 3}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
+# The driver sets an SM up for two CTAs of the kernel that comes first: below 97 KB for 196 KB of shared memory in all, where few
+# pairs of kernels fit, instead of 228. It stays so while anything runs there.
+SHARED_LEAST = 98 * 1024
 SHARED_ALONE = 220 * 1024  # what a kernel takes when it does not fit beside another
 SHARED_MORE = 116 * 1024  # two never fit on an SM
 ROWS = (1, 2, 4, 8)
@@ -193,7 +196,8 @@ def plan(kind: str, columns: int, group: int, rows: int, *, tiles: int, warps: i
         x_row, stats, partial = 0, rows * (warps + 1) * 8, max(partial, (total + 1) * 128)  # or the norm's weights
     fixed = rows * x_row + sums + partial + stats + 16 * 16 + 256 + more
     stages = min(16, (limit - fixed) // stage)
-    return Plan(stage_blocks, stages, slots, fixed + stages * stage, warps, in_registers) if stages >= fewest else None
+    shared = max(fixed + stages * stage, SHARED_LEAST)
+    return Plan(stage_blocks, stages, slots, shared, warps, in_registers) if stages >= fewest else None
 
 
 def register_plan(kind: str, columns: int, group: int, rows: int, **options: int) -> Plan | None:
