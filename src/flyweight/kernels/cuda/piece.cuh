@@ -76,7 +76,8 @@ template <int LARGER> DEVICE Piece convert(const float (&v)[8], float most, floa
       }
 #pragma unroll
       for (int o = SHARERS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-      p.group = {sum * LARGER, 1.f / (factor * LARGER)};  // what the zero point takes out is as large as the sums
+      // What the zero point takes out is as large as the sums. No division: its branch would keep pieces from overlapping
+      p.group = {sum * LARGER, peak * (1.f / 32512 / LARGER)};
     }
     p.words = make_uint4(high[0], high[1], low[0], low[1]);
   }
