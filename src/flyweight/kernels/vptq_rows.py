@@ -23,7 +23,7 @@ BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, a
 AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → steps whose lookups are under way
 # Rows of a launch → steps of 32 columns in a stage of x; how long a lookup of 8 warps takes where that of 12 takes 1; lookups of
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
-SHAPES = {16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
+SHAPES = {8: (8, 1.1, 500), 16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
 
 

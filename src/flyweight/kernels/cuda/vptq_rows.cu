@@ -23,7 +23,7 @@
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
-// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (16 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
+// defines: those of vptq_tables.cuh (PIECES 1), TOKENS (8 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
 // REGISTERS (of a thread at launch), DENSE (there are outliers)
 #include "vptq_tables.cuh"
 

@@ -32,6 +32,7 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define N13 "%104,%105,%106,%107,%108,%109,%110,%111"
 #define N14 "%112,%113,%114,%115,%116,%117,%118,%119"
 #define N15 "%120,%121,%122,%123,%124,%125,%126,%127"
+#define NAMES_4 "%0,%1,%2,%3"
 #define NAMES_8 N0
 #define NAMES_16 N0 "," N1
 #define NAMES_32 NAMES_16 "," N2 "," N3
@@ -41,6 +42,7 @@ template <int LEFT> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define NAMES_96 NAMES_80 "," N10 "," N11
 #define NAMES_112 NAMES_96 "," N12 "," N13
 #define NAMES_128 NAMES_64 "," N8 "," N9 "," N10 "," N11 "," N12 "," N13 "," N14 "," N15
+#define BIND_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define BIND_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define BIND_16(c, i) BIND_8(c, i), BIND_8(c, i + 8)
 #define BIND_32(c, i) BIND_16(c, i), BIND_16(c, i + 16)
@@ -107,6 +109,7 @@ WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 64, 65, 
   WGMMA(wgmma, N, COUNT, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 0", A0, A1, A2, A3, B) \
   WGMMA(wgmma, N, COUNT, int, INTEGERS, "k32", ".s32.s8.s8", ", 1", "", A0, A1, A2, A3, B)
 #endif
+ALL(8, 4, 4, 5, 6, 7, 8, 9)
 ALL(16, 8, 8, 9, 10, 11, 12, 13)
 ALL(32, 16, 16, 17, 18, 19, 20, 21)
 ALL(64, 32, 32, 33, 34, 35, 36, 37)
