@@ -119,7 +119,15 @@ def test_what_is_not_alike_is_not_joined():
 
 
 def test_tiles_are_cut_by_what_a_second_one_costs():
-    assert vptq_rows.cut((48,), 16, 132, 4) == ((96,), 8)  # two for each tile, though 132 would have 6 units each
-    assert vptq_rows.cut((48,), 16, 132, 1) == ((132,), 7)
-    assert vptq_rows.cut((22,), 48, 132, 4) == ((132,), 8)
-    assert vptq_rows.cut((200,), 16, 132, 4) == ((132,), 29)  # fewer thread blocks than tiles
+    Cut = vptq_rows.Cut
+    assert vptq_rows.cut((768,), 16, 16, 132, 4) == Cut((96,), 8)  # two for each tile, though 132 would have 6 units each
+    assert vptq_rows.cut((768,), 16, 16, 132, 1) == Cut((132,), 7)
+    assert vptq_rows.cut((528,), 24, 48, 132, 4) == Cut((132,), 8)
+    assert vptq_rows.cut((3200,), 16, 16, 132, 4) == Cut((132,), 29)  # fewer thread blocks than tiles
+
+
+def test_a_small_last_tile_has_at_least_half_of_a_whole_ones_thread_blocks():
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 132, 4) == vptq_rows.Cut((86, 22, 22), 4, 2)  # q, k and v of Qwen3-8B
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 140, 4) == vptq_rows.Cut((88, 24, 24), 4, 4)
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 128, 4).apart == 3  # too few for that: three for a whole tile
+    assert vptq_rows.cut((8,), 24, 16, 132, 4) == vptq_rows.Cut((16,), 1, 16)

@@ -62,24 +62,38 @@ def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int) -> 
     return None
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The work of a launch."""
+
+    ctas: tuple[int, ...]  # thread blocks of each part
+    most: float  # units of the busiest
+    apart: int = 0  # of them for a last tile that is small
+
+
 @functools.cache
-def cut(tiles: tuple[int, ...], units: int, count: int, spanning: float) -> tuple[tuple[int, ...], float]:
-    """Thread blocks of each part, and the most units of one; shares of two tiles cost `spanning` more. So either every tile has
-    as many blocks, or the line of all units is cut evenly."""
-    each, spread = min(count // sum(tiles), units), share_out(tuple(units * n for n in tiles), count)
-    most = spanning + max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True))
-    if each and -(-units // each) <= most:
-        return tuple(each * n for n in tiles), -(-units // each)
-    return spread, most
+def cut(blocks: tuple[int, ...], tile: int, units: int, count: int, spanning: float) -> Cut:
+    """For row blocks of parts; shares of two tiles cost `spanning` units. So either every tile has as many thread blocks, those
+    with few row blocks at least half as many, or the line of all units is cut evenly."""
+    tiles, small = [-(-n // tile) for n in blocks], [0 < n % tile <= tile // 3 for n in blocks]
+    spread = share_out(tuple(units * n for n in tiles), count)
+    found = [Cut(spread, spanning + max(-(-units * n // ctas) for n, ctas in zip(tiles, spread, strict=True)))]
+    whole = sum(tiles) - sum(small)
+    for each in range(1, min(count // max(1, whole), units) + 1):
+        apart = min(each, (count - each * whole) // sum(small)) if any(small) else 0
+        if apart >= each / 2 or not any(small):
+            ctas = tuple(each * (n - last) + apart * last for n, last in zip(tiles, small, strict=True))
+            found.append(Cut(ctas, -(-units // each), apart))
+    return min(found, key=lambda one: one.most)
 
 
-def cut_for(parts: Parts, tokens: int, warps: int, count: int) -> tuple[tuple[int, ...], float]:
-    """Thread blocks of each part, and the lookups of 32 items of the busiest."""
+def cut_for(parts: Parts, tokens: int, warps: int, count: int) -> tuple[Cut, float]:
+    """And how many lookups of 32 items the busiest thread block has."""
     layout, (_, eight, spanning) = parts[0], SHAPES[tokens]
     span = max(CHUNK, layout.form.window)
     units, lookups = layout.chunks * CHUNK // span + (layout.dense_steps > 0), 2 * warps * span  # of a tile; of a unit
-    ctas, most = cut(tuple(-(-part.row_blocks // (2 * warps)) for part in parts), units, count, spanning / lookups)
-    return ctas, most * lookups * (eight if warps == 8 else 1)
+    found = cut(tuple(part.row_blocks for part in parts), 2 * warps, units, count, spanning / lookups)
+    return found, found.most * lookups * (eight if warps == 8 else 1)
 
 
 def warps_for(parts: Parts, tokens: int, count: int) -> int:
@@ -110,13 +124,13 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = Tr
     assert shape is not None
     count = processors(device.index or 0)
     packed, sums, part_bytes, slices = pack(parts, x, ends, shape, count=count, pdl=pdl)
-    ctas, _ = cut_for(parts, shape.tokens, shape.warps, count)
+    work, _ = cut_for(parts, shape.tokens, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | {
         "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
     partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
-    args = (*part_arguments(parts, ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
-            layout.chunks, layout.dense_steps, part_bytes, slices)
-    kernel.launch(sum(ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+    args = (*part_arguments(parts, work.ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
+            layout.chunks, layout.dense_steps, part_bytes, slices, work.apart)
+    kernel.launch(sum(work.ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
 
 
 def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool) -> tuple[Tensor, Tensor, int, int]:

@@ -15,6 +15,9 @@
 //      line of units          |  tile 0: span 0, 1, 2 …, outliers  |  tile 1: …        a tile is two row blocks for each warp
 //      CTAs, contiguous runs  |  CTA 0      |  CTA 1      |  CTA 2      | …            best with none in two tiles
 //
+// A last tile with row blocks for a third of the warps at most may be a line of its own, with CTAs of its own (`apart`): warpgroups
+// that have none look nothing up, so it takes fewer CTAs than a whole one.
+//
 // A tile that several CTAs have a part of: each leaves its sums in memory, words that are their own flags (common.cuh), and adds up
 // and ends its share of them, in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
@@ -42,6 +45,19 @@ struct Line {  // of the units of a part, cut over its CTAs
   DEVICE int begin(int cta) const { return total * cta / ctas; }
   DEVICE int owner(int unit) const { return ((unit + 1) * ctas - 1) / total; }
 };
+// The last tile of a part, where it is as small as said above, and the others are parts by themselves.
+DEVICE void split_off(Part& part, int apart, int chunks, int dense_steps) {
+  const int blocks = (part.outputs + 7) / 8, whole = blocks / TILE * TILE;
+  if (!apart || blocks == whole || blocks - whole > TILE / 3) return;
+  part.ctas -= apart;
+  if (part.cta < part.ctas) {
+    part.outputs = 8 * whole;
+    return;
+  }
+  part.cta -= part.ctas, part.ctas = apart;
+  part.stream += (size_t)whole * chunks * CHUNK_BYTES, part.dense += (size_t)whole * dense_steps * 32;
+  part.first += 8 * whole, part.outputs -= 8 * whole;
+}
 struct Results {
   const u16 *bias, *rest;
   const float* biases;  // [TOKENS]: what the columns' biases add
@@ -87,14 +103,15 @@ struct Results {
 
 extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     PART(0), PART(1), PART(2), const u8* x, const float* sums, const u16* bias, const u16* rest, u16* y, uint4* mail,
-    int rows, int width, int chunks, int dense_steps, int part_bytes, int slices) {
+    int rows, int width, int chunks, int dense_steps, int part_bytes, int slices, int apart) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   u8* const ring = raw + BOOK_BYTES + RES_BYTES;
   u64* const full = (u64*)(ring + STAGES * X_STAGE), *const empty = full + STAGES, *const barrier = empty + STAGES;
   __shared__ float biases[TOKENS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
+  Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
+  split_off(part, apart, chunks, dense_steps);
   const int blocks = (part.outputs + 7) / 8, spans = chunks * CHUNK / SPAN;
   const int per_tile = spans + DENSE;
   const Line line = {(u32)per_tile, (u32)((blocks + TILE - 1) / TILE * per_tile), (u32)part.ctas};
@@ -160,6 +177,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
   const Results results = {bias, rest, biases, y, rows, width, part.first, part.outputs};
+  const int first_block = __shfl_sync(~0u, 2 * (warp & ~3), 0);  // of the warpgroup; the compiler sees that a warp is of one mind
   int slot = 0, left = 0;
   u32 parity = 0;
   u32 v[2][SPAN];                 // items of both row blocks, in their order
@@ -203,6 +221,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
       before = slot;
       if (++slot == STAGES) slot = 0, parity ^= 1;
     };
+    if (tile * TILE + first_block >= blocks) {  // a warpgroup without row blocks: its sums stay zero
+      for (int i = (last - unit) * SPAN_STAGES; i > 0; i--) {
+        barrier_wait(&full[slot], parity);
+        if (before >= 0 && lane == 0) barrier_arrive(&empty[before]);
+        next_stage();
+      }
+      unit = max(unit, last);
+    }
     if (unit < last) {
       order();
 #pragma unroll
