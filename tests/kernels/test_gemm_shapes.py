@@ -44,6 +44,13 @@ def test_tiles_of_17_to_64_rows_have_an_sm_each_and_slices_of_the_inputs_take_th
         assert shape.split != gemm.MAIL or shape.grid(132) <= 132, "CTAs wait for each other: all have to be resident"
 
 
+@pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8"])
+@pytest.mark.parametrize("rows, attention", [(32, 22017), (64, 13569)])
+def test_a_thread_block_of_decode_attention_has_room_beside_a_tile_of_qkv(kind, rows, attention):
+    shape = gemm.shape_for(kind, 6144, 4096, 128, rows, 132)
+    assert shape.shared + attention + 2 * 1024 <= 228 * 1024, "1 KB of each is the system's"
+
+
 @pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 320), (321, 384), (385, 512), (600, 640),
                                          (2048, 2048), (2049, 2304)])
 def test_calls_of_similar_numbers_of_rows_share_one_kernel(rows, alike):

@@ -22,7 +22,7 @@ from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, G
 from flyweight.kernels.gemv_split import mail
 
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
-SHARED_CLUSTERS = 210 * 1024  # alone, with room for a CTA of decode attention, which fetches its first tokens early
+SHARED_CLUSTERS = 210 * 1024  # clusters, lone tiles: a CTA of decode attention fits beside, and fetches its first tokens early
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
 # How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups): those of all formats, and those between
 # them, which pad 320 rows less or leave fewer SMs idle in the last round. Codes are converted once for each tile: CONVERTED more
@@ -128,7 +128,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     grouped = kind in GROUPED
     beside = split == CLUSTERS and warpgroups <= 2 if beside is None else beside
     staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
-    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small else SHARED) - staging
+    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small or (lone and warpgroups == 1) else SHARED) - staging
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
