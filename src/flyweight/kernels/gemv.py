@@ -30,7 +30,7 @@ SIGNED = ("int8", "sparse-int4", "sparse-int8")  # formats whose codes without z
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
 IN_REGISTERS = ("int4", "int8")  # formats of which 8 rows can stay in registers (cuda/gemv_registers.cuh)
 MOST_PROCESSORS = 1024
-IN_TURN = ("int4",)  # formats whose linears fill their rings one after the other; W8A8 gains nothing by it, 16 bits lose
+IN_TURN = ("int4", "int8", "w8a8")  # formats whose linears fill their rings one after the other; 16 bits lose by it
 # Stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile; 2 of others.
 HELD = {"int4": 3}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
