@@ -99,7 +99,7 @@ piece() {
     rows) flyweight rows 200 $kernels bench kernel --format w4a16,w8a16,w8a8,fp8 --symmetric --shapes $shapes --rows $rows ;;
     vptq-large) flyweight vptq-large 90 $kernels bench kernel --format vptq --codebooks 65536+256 --shapes "$grid" ;;
     startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
-    prefill) script prefill 120 prefill.jsonl prefill_passes.py ;;
+    prefill) script prefill 120 prefill.jsonl prefill_passes.py --zeros ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
     warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement
