@@ -97,17 +97,18 @@ def quantizing(results: Results) -> list[Block]:
 
 def zeros(results: Results) -> list[Block]:
     """Prompts through random weights and through zeros, which the same kernels multiply faster at the GPU's power limit."""
-    found = {(row["model"].split(":")[-1], row["case"], row["passes"]): row["step_ms"] for row in results.of("prefill")
-             if row["model"].split(":")[1:2] == [MODEL] and "step_ms" in row}
-    peers, lines = cells_of(results), []
-    for scheme, case, passes in found:
+    found = {(*row["model"].split(":")[1:], row["case"], row["passes"]): row["step_ms"] for row in results.of("prefill")
+             if "step_ms" in row}
+    peers = {(one["model"], performance.KINDS.get(one["scheme"], one["scheme"]), one["input"]): one["ttft_ms_last"] for one in results.of("latency")
+             if one["backend"].startswith("vllm") and one["batch"] == 1 and one.get("ttft_ms_last")}
+    lines = []
+    for (model, scheme, case, passes), time in found.items():
         if passes.endswith("of zeros"):
-            work = {"2048": "prefill_bound", "16384": "long_context"}.get(case, "")
-            peer = peers.get((work, scheme), {}).get("peer_ttft_ms_last")
-            random = found.get((scheme, case, passes.partition(",")[0]))
-            lines.append((scheme, f"{int(case):,}", f"{random:.1f}" if random else "–", f"{found[scheme, case, passes]:.1f}",
-                          f"{peer:.1f}" if peer else "–"))
-    return [Table("", (MODEL, "tokens", "random weights, ms", "zeros, ms", "vLLM 0.24.0, ms"), tuple(lines))] if lines else []
+            random = found.get((model, scheme, case, passes.partition(",")[0]))
+            peer = peers.get((model, scheme, int(case)))
+            lines.append((model, scheme, f"{int(case):,}", *(f"{ms:.1f}" if ms else "–" for ms in (random, time, peer))))
+    columns = ("model", "scheme", "tokens", "random weights, ms", "zeros, ms", "vLLM 0.24.0, ms")
+    return [Table("", columns, tuple(lines))] if lines else []
 
 
 BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {

@@ -76,4 +76,4 @@ def test_prompts_through_zeros_stand_beside_random_weights_and_the_peer(results)
         with Path("benchmarks/h200/latency.jsonl").open("a") as file:
             file.write(json.dumps(first | {"run_id": f"p{i}", "passes": passes, "step_ms": time}) + "\n")
     (table,) = results.zeros(results.latest(results.read(results.files("*.jsonl"))))
-    assert table.rows == (("int4", "16,384", "484.2", "404.7", "–"),)
+    assert table.rows == (("qwen3-8b", "int4", "16,384", "484.2", "404.7", "–"),)
