@@ -99,8 +99,8 @@ def zeros(results: Results) -> list[Block]:
     """Prompts through random weights and through zeros, which the same kernels multiply faster at the GPU's power limit."""
     found = {(*row["model"].split(":")[1:], row["case"], row["passes"]): row["step_ms"] for row in results.of("prefill")
              if "step_ms" in row}
-    peers = {(one["model"], performance.KINDS.get(one["scheme"], one["scheme"]), one["input"]): one["ttft_ms_last"]
-             for one in results.of("latency") if one["backend"].startswith("vllm") and one["batch"] == 1 and one.get("ttft_ms_last")}
+    peers = {(one["model"], performance.KINDS.get(one["scheme"], one["scheme"]), one["input"]): one.get("ttft_ms_last")
+             for one in results.of("latency") if one["backend"] == performance.PEER and one["batch"] == 1}
     lines = []
     for (model, scheme, case, passes), time in found.items():
         if passes.endswith("of zeros"):

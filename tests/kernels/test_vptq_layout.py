@@ -1,8 +1,8 @@
 """The VPTQ layout without a GPU: a slow copy of the kernels' indexing must give the reference product."""
 
-import itertools
 import dataclasses
 import io
+import itertools
 
 import pytest
 import torch
