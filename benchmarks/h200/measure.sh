@@ -79,6 +79,9 @@ piece() {
         --backend transformers "${serve[@]}" "${few[@]}" ;;
     003-vllm) for name in awq awq_marlin; do flyweight 003-vllm-$name 200 $serving bench serve "${awq[@]}" --backend vllm \
       --quantization $name "${serve[@]}" "${few[@]}" --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
+    vllm-prefill) for scheme in int4 w8a8 bf16; do flyweight vllm-prefill-$scheme 100 vllm-prefill.jsonl bench latency $q8:$scheme \
+      --backend vllm --no-check --workload prefill_bound --workload long_context --option gpu_memory_utilization=0.6 \
+      --option "$graphs"; done ;;
     cross-check) script cross-check 200 cross-check-vllm.jsonl cross_check.py --option gpu_memory_utilization=0.6 "$graphs" ;;
     profile) add profile 60 flyweight profile $q8:int4 "${profile[@]}" -o "$traces" ;;
     004) for size in "${sizes[@]}"; do speed 004-$size 200 $q2${size:+-}$size "${lengths[@]}"; done ;;
