@@ -43,6 +43,16 @@ def wanted_and_asked(model):
     return found, set(jit.wanted)
 
 
+def columns_in_order(model):
+    """Whether VPTQ's layouts take the columns of x as they are, by a dry run and by values."""
+    from flyweight.kernels.vptq_layout import lay_out
+
+    found = [lay_out(ahead.open_weights(model).linear("model.layers.0.mlp.down_proj"), dtype=torch.bfloat16).source is None]
+    with dry_run(TARGET.gpu):
+        decoder = Decoder.load(ahead.open_weights(model), device=DEVICE, dtype=torch.bfloat16, layers=[0])
+        return [*found, decoder.blocks[0].down.single.layout.source is None]
+
+
 def forget():
     """What was asked for once is asked for again."""
     from flyweight.kernels import batch, gemm, prefill_attention, rope, vptq_decode

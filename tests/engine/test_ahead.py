@@ -33,6 +33,10 @@ def test_nothing_that_a_model_asks_for_is_missing(model, files):
     assert files <= {one.file for one in asked}
 
 
+def test_a_dry_run_knows_that_columns_are_in_order():
+    assert in_a_process(dry_runs.columns_in_order, "preset:tiny:vptq") == [True, True], "other kernels than those compiled ahead"
+
+
 def test_a_folder_needs_what_its_preset_does(tmp_path):
     folder = write_preset("preset:tiny:sparse-w8a8", tmp_path / "model")  # that it is 2:4 only its values tell
     found = in_a_process(dry_runs.wanted_by, str(folder))

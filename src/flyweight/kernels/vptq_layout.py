@@ -212,8 +212,9 @@ def fragments(wide: Tensor, *, length: int, dtype: torch.dtype) -> Tensor:
     return tiles.permute(0, 3, 1, 2, 5, 4, 6).reshape(tiles.shape[0], tiles.shape[3], halves, 32, 8).contiguous()
 
 
-def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """affine and source of the stored columns `main` (−1: padding), followed by the outlier columns in whole lines."""
+def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype, *, in_order: bool) -> tuple[Tensor, Tensor | None]:
+    """affine and source of the stored columns `main` (−1: padding; `in_order`: else 0, 1, 2 …, but for outliers), followed by the
+    outlier columns in whole lines."""
     device = tensor.device
     outliers = torch.arange(tensor.outliers, device=device)
     order = torch.cat([main, pad(outliers, (0, -tensor.outliers % 64), value=-1)])
@@ -226,7 +227,7 @@ def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype) -> tup
 
     affine = signed(torch.where(order >= 0, bits(tensor.scale, 1.0) | bits(tensor.bias, 0.0) << 16, 0))
     place = torch.arange(order.numel(), device=device)
-    same = gpu.known(((inputs == place) | (order < 0)).all(), otherwise=False)
+    same = gpu.known(((inputs == place) | (order < 0)).all(), otherwise=in_order and tensor.perm is None and not tensor.outliers)
     return affine, None if same else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(torch.int16)
 
 
@@ -292,7 +293,7 @@ def _staged(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
         copy[:, :, rotated(torch.arange(1 << main_bits, device=book.device))] = book
         book = torch.cat([book, copy], 2)
     first = torch.arange(tensor.outliers, tensor.in_features, device=tensor.device)
-    affine, source = stored_columns(tensor, pad(first, (0, padding), value=-1), dtype)
+    affine, source = stored_columns(tensor, pad(first, (0, padding), value=-1), dtype, in_order=True)
     residual = None if tensor.residual is None else planes(tensor.residual, residual_bits, dtype)
     return Layout(form, items, None, book, residual, dense, affine, paired(affine), source, tensor.out_features,
                   tensor.in_features, tensor.length, dtype)
@@ -326,6 +327,6 @@ def _sliced(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
     stored = torch.full((ranges, width + 2), -1, dtype=torch.long, device=book.device)
     first = torch.arange(tensor.outliers, tensor.in_features, device=book.device)
     stored[:, :width] = pad(first, (0, ranges * width - columns), value=-1).view(ranges, width)
-    affine, source = stored_columns(tensor, stored.flatten(), dtype)
+    affine, source = stored_columns(tensor, stored.flatten(), dtype, in_order=False)
     return Layout(form, torch.cat(words), torch.cat(offsets), book, residual, dense, affine, None, source, tensor.out_features,
                   tensor.in_features, tensor.length, dtype, slices=slices, ranges=ranges, width=width)
