@@ -16,6 +16,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -173,6 +174,17 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
 }
 
 
+def run_all(command: list[str], **options) -> int | None:
+    """The exit code, or None after LIMIT_S: then the processes that it started end, too, or a kernel that hangs would keep the
+    GPU busy for good, and whatever is measured after it would take twice as long."""
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            return process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None
+
+
 def run(name: str, check: str | None, tool: str, logs: Path) -> dict:
     """A case under the tool (None: without it)."""
     command = [sys.executable, __file__, "--worker", name]
@@ -182,10 +194,7 @@ def run(name: str, check: str | None, tool: str, logs: Path) -> dict:
     log = logs / f"{check or 'alone'}-{name}.txt"
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
-        try:
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=LIMIT_S).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+        code = run_all(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     text = log.read_text(errors="replace")
     summary, result = SUMMARY.search(text), re.search(r"^relative error (\S+)", text, re.MULTILINE)
     found = int(summary[1] or summary[2]) if summary else None
