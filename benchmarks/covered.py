@@ -24,7 +24,7 @@ PACKAGES = {  # bench → the code that its figures are of
 }
 CELL = ("bench", "model", "scheme", "backend", "tool", "workload", "batch", "input", "output", "prompts", "seed", "check",
         "setting", "format", "kernel", "rows", "in_features", "out_features", "chain", "context", "main_centroids",
-        "residual_centroids")
+        "residual_centroids", "case", "passes")
 MORE = ("check", "setting", "level", "batch", "input", "seed", "tool", "arrivals", "shape")  # that tell measurements apart
 
 

@@ -95,8 +95,24 @@ def quantizing(results: Results) -> list[Block]:
     return [Table("", ("scheme", "seconds", "how", "GPU memory, GB", "host memory, GB"), tuple(lines))] if lines else []
 
 
+def zeros(results: Results) -> list[Block]:
+    """Prompts through random weights and through zeros, which the same kernels multiply faster at the GPU's power limit."""
+    found = {(*row["model"].split(":")[1:], row["case"], row["passes"]): row["step_ms"] for row in results.of("prefill")
+             if "step_ms" in row}
+    peers = {(one["model"], performance.KINDS.get(one["scheme"], one["scheme"]), one["input"]): one.get("ttft_ms_last")
+             for one in results.of("latency") if one["backend"] == performance.PEER and one["batch"] == 1}
+    lines = []
+    for (model, scheme, case, passes), time in found.items():
+        if passes.endswith("of zeros"):
+            random = found.get((model, scheme, case, passes.partition(",")[0]))
+            peer = peers.get((model, scheme, int(case)))
+            lines.append((model, scheme, f"{int(case):,}", *(f"{ms:.1f}" if ms else "–" for ms in (random, time, peer))))
+    columns = ("model", "scheme", "tokens", "random weights, ms", "zeros, ms", "vLLM 0.24.0, ms")
+    return [Table("", columns, tuple(lines))] if lines else []
+
+
 BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
-    "headline": headline, "quality": quality, "best": best, "quantizing": quantizing,
+    "headline": headline, "quality": quality, "best": best, "quantizing": quantizing, "zeros": zeros,
     "limits": lambda results: performance.limits(results)[1:],
     "steps": lambda results: performance.step_table(results)[1:],
 }

@@ -79,6 +79,9 @@ piece() {
         --backend transformers "${serve[@]}" "${few[@]}" ;;
     003-vllm) for name in awq awq_marlin; do flyweight 003-vllm-$name 200 $serving bench serve "${awq[@]}" --backend vllm \
       --quantization $name "${serve[@]}" "${few[@]}" --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
+    vllm-prefill) for scheme in int4 w8a8 bf16; do flyweight vllm-prefill-$scheme 100 vllm-prefill.jsonl bench latency $q8:$scheme \
+      --backend vllm --no-check --workload prefill_bound --workload long_context --option gpu_memory_utilization=0.6 \
+      --option "$graphs"; done ;;
     cross-check) script cross-check 200 cross-check-vllm.jsonl cross_check.py --option gpu_memory_utilization=0.6 "$graphs" ;;
     profile) add profile 60 flyweight profile $q8:int4 "${profile[@]}" -o "$traces" ;;
     004) for size in "${sizes[@]}"; do speed 004-$size 200 $q2${size:+-}$size "${lengths[@]}"; done ;;
@@ -99,7 +102,7 @@ piece() {
     rows) flyweight rows 200 $kernels bench kernel --format w4a16,w8a16,w8a8,fp8 --symmetric --shapes $shapes --rows $rows ;;
     vptq-large) flyweight vptq-large 90 $kernels bench kernel --format vptq --codebooks 65536+256 --shapes "$grid" ;;
     startup) script startup 120 latency-qwen3-8b.jsonl startup.py --folder "${SHM:-/dev/shm}/qwen3-8b-awq" "${startup[@]}" ;;
-    prefill) script prefill 120 prefill.jsonl prefill_passes.py ;;
+    prefill) script prefill 120 prefill.jsonl prefill_passes.py --zeros ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
     warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement

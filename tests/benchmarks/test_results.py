@@ -67,3 +67,13 @@ def test_times_of_quantizing_say_whether_they_are_of_a_whole_model(results):
              if line.startswith("| gptq-int4")]
     assert cells == [["gptq-int4", "58", "from 4 blocks", "7.3", "2.5"],
                      ["gptq-int4", "64", "whole, from disk to disk", "7.3", "2.5"]]
+
+
+def test_prompts_through_zeros_stand_beside_random_weights_and_the_peer(results):
+    first = {"schema": 1, "bench": "prefill", "time": None, "environment": "e", "status": "ok", "model": "preset:qwen3-8b:int4",
+             "case": "16384"}
+    for i, (passes, time) in enumerate((("captured", 484.2), ("captured, weights of zeros", 404.7), ("one by one", 500.0))):
+        with Path("benchmarks/h200/latency.jsonl").open("a") as file:
+            file.write(json.dumps(first | {"run_id": f"p{i}", "passes": passes, "step_ms": time}) + "\n")
+    (table,) = results.zeros(results.latest(results.read(results.files("*.jsonl"))))
+    assert table.rows == (("qwen3-8b", "int4", "16,384", "484.2", "404.7", "–"),)

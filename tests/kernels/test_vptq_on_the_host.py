@@ -88,7 +88,8 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
 
 
 @pytest.mark.parametrize("rows", [5, 12, 20, 40])
-@pytest.mark.parametrize("shapes", [[(72, 1088), (24, 1088)], [(1400, 272), (24, 272), (40, 272)]], ids=["shared tiles", "whole tiles"])
+@pytest.mark.parametrize("shapes", [[(72, 1088), (24, 1088)], [(1400, 272), (24, 272), (40, 272)]],
+                         ids=["shared tiles", "whole tiles"])
 def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
     tensors, weight = make(*shapes, **BOOKS)
     width = weight.out_features

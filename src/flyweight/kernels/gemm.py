@@ -110,6 +110,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
     lone = lone_tiles(outputs, processors) if kind in LONE and 16 < rows <= 64 else None
+    if kind == "w8a8" and rows > 32 and lone == (1, 1):
+        lone = None  # qkv: smaller CTAs are as fast, and leave room beside for more of decode attention
     if lone and (warpgroups, split, cluster) == (None, None, None):
         warpgroups, cluster = lone
         split, beside = {1: WHOLE, 2: CLUSTERS}.get(cluster, MAIL), False

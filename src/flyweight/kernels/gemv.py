@@ -30,7 +30,8 @@ SIGNED = ("int8", "sparse-int4", "sparse-int8")  # formats whose codes without z
 QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or float8 (2) codes
 IN_REGISTERS = ("int4", "int8")  # formats of which 8 rows can stay in registers (cuda/gemv_registers.cuh)
 MOST_PROCESSORS = 1024
-IN_TURN = ("int4",)  # formats whose linears fill their rings one after the other; W8A8 gains nothing by it, 16 bits lose
+# Format → most rows whose linears fill their rings one after the other. 16 bits lose by it, W8A8 where batch.cu has some of them.
+IN_TURN = {"int4": 16, "int8": 2, "w8a8": 2, "sparse-int8": 1, "sparse-w8a8": 1}
 # Stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile; 2 of others.
 HELD = {"int4": 3}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends
@@ -286,7 +287,7 @@ class Gemv:
         defines = self.defines(rows, chosen, norm=norm is not None, epilogue=epilogue)
         kernel = jit.load("gemv.cu", defines=defines).kernel("gemv")
         args = (self.weights, self.records, self.channel_scale, x, norm, self.bias, residual, out, float(epsilon),
-                turns(self.kind, x.device))
+                turns(self.kind, rows, x.device))
         kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
         return out
 
@@ -305,9 +306,9 @@ def deinterleave(rows: Tensor, interleaved: bool) -> Tensor:
     return rows.view(-1, 2, 8).transpose(0, 1).reshape(-1) if interleaved else rows
 
 
-def turns(kind: str, device: torch.device) -> Tensor | None:
+def turns(kind: str, rows: int, device: torch.device) -> Tensor | None:
     """Where linears of a format find out whose turn it is."""
-    return _turns(device) if kind in IN_TURN else None
+    return _turns(device) if rows <= IN_TURN.get(kind, 0) else None
 
 
 @functools.cache

@@ -104,6 +104,6 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, norm: Tensor
     kernel = jit.load("gemv_split.cu", defines=defines | {"SLICES": chosen.slices}).kernel("gemv_split")
     box = mail(chosen.mail_words(math.ceil(weight.out_features / 16), grid), x.device)
     args = (weight.weights, weight.records, x, norm, weight.bias, residual, out, box, float(epsilon), rows,
-            turns(weight.kind, x.device))
+            turns(weight.kind, rows, x.device))
     kernel.launch(grid, 32 * (chosen.plan.warps + 1), args, shared=chosen.plan.shared, pdl=pdl)
     return out

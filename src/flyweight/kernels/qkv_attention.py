@@ -100,7 +100,7 @@ def qkv_attention(weight: Gemv, x: Tensor, out: Tensor, cache: KVStorage, *, sha
     query_norm, key_norm = norms or (None, None)
     args = (weight.weights, weight.records, weight.channel_scale, x, norm, weight.bias, query_norm, key_norm, rope, lengths,
             tables, cache.keys, cache.values, out, mailbox.qkv, mailbox.states, next_mailbox.qkv, next_mailbox.states,
-            float(epsilon), float(scale), tables.shape[1], turns(weight.kind, x.device))
+            float(epsilon), float(scale), tables.shape[1], turns(weight.kind, rows, x.device))
     grid = max(shape.kv_heads * ctas, processors(x.device.index or 0))  # one on every SM, so that all offer the same room
     kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
     return out
