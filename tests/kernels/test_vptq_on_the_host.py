@@ -88,8 +88,8 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
 
 
 @pytest.mark.parametrize("rows", [5, 12, 20, 40])
-@pytest.mark.parametrize("shapes", [[(72, 1088), (24, 1088)], [(1400, 272), (24, 272), (40, 272)]],
-                         ids=["shared tiles", "whole tiles"])
+@pytest.mark.parametrize("shapes", [[(72, 1088), (24, 1088)], [(1400, 272), (24, 272), (40, 272)], [(72, 1280), (24, 1280)]],
+                         ids=["shared tiles", "whole tiles", "whole columns"])
 def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
     tensors, weight = make(*shapes, **BOOKS)
     width = weight.out_features
@@ -102,11 +102,12 @@ def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
 
 
 @pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False), (40, True)])
-def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, rows, products):
+@pytest.mark.parametrize("columns", [512, 4608])
+def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, columns, rows, products):
     if not products:  # as on a GPU before Hopper
         monkeypatch.setattr(vptq_rows, "takes", lambda *_: False)
-    tensors, weight = make((64, 512), **BOOKS)
-    gate, up = torch.randn(2, rows, 512).bfloat16()
+    tensors, weight = make((64, columns), **BOOKS)
+    gate, up = torch.randn(2, rows, columns).bfloat16()
     x, residual = torch.cat([gate, up], -1), torch.randn(rows, 64).bfloat16()
     gated = torch.nn.functional.silu(gate.double()) * up.double()
     want = gated @ tensors[0].dequantize(torch.float64).T + residual.double()

@@ -19,7 +19,7 @@ from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 
 PACK_WARPS = 4
 PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
-BESIDE = 1664  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
+BESIDE = 2176  # bytes left for a thread block of vptq_pack.cu on the same SM, and for the kernel's own variables
 AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → steps whose lookups are under way
 # Rows of a launch → steps of 32 columns in a stage of x; how long a lookup of 8 warps takes where that of 12 takes 1; lookups of
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
@@ -123,29 +123,37 @@ def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = Tr
     shape = choose(parts, rows, device)
     assert shape is not None
     count = processors(device.index or 0)
-    packed, sums, part_bytes, slices = pack(parts, x, ends, shape, count=count, pdl=pdl)
+    packed, sums, squares, part_bytes, slices = pack(parts, x, ends, shape, count=count, pdl=pdl)
     work, _ = cut_for(parts, shape.tokens, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | {
         "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
     partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
-    args = (*part_arguments(parts, work.ctas), packed, sums, ends.bias, ends.residual, out, partials, rows, out.shape[1],
-            layout.chunks, layout.dense_steps, part_bytes, slices, work.apart)
-    kernel.launch(sum(work.ctas), 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+    args = (*part_arguments(parts, work.ctas), packed, sums, squares, ends.bias, ends.residual, out, partials,
+            float(ends.epsilon), rows, out.shape[1], layout.in_features, layout.chunks, layout.dense_steps, part_bytes, slices,
+            work.apart)
+    kernel.launch(count, 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
 
 
-def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool) -> tuple[Tensor, Tensor, int, int]:
-    """x in the order of the products, what biases add, the bytes of a part, and how many add up to what biases add."""
+def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool
+         ) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
+    """x in the order of the products, what biases add, squares where the norm is left to the products, the bytes of a part, and
+    how many add up to what biases add, or to a row's squares."""
     layout, rows, device = parts[0], x.shape[0], x.device
     stored = layout.affine.numel()
     part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
     packed = buffer("vptq packed", len(parts) * part_bytes, device)
-    slices = max(1, min(-(-stored // (256 * PACK_WARPS)), PACKERS * count // rows))
-    sums = buffer("vptq sums", 4 * len(parts) * rows * slices, device)
+    slices = -(-stored // (256 * PACK_WARPS))
+    if len(parts) == 1:
+        slices = max(1, min(slices, PACKERS * count // rows))
+    whole = stored == layout.in_features and stored % 256 == 0 and all(part.source is None for part in parts)
+    added = 4 * len(parts) * rows * slices
+    sums = buffer("vptq sums", 2 * added, device)
     kernel = jit.load("vptq_pack.cu", defines=ends.defines | {
         "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "WARPS": PACK_WARPS, "PARTS": len(parts),
-        "BOOK_BYTES": 16 << layout.form.main}).kernel("vptq_pack")
+        "BOOK_BYTES": 16 << layout.form.main, "WHOLE": int(whole)}).kernel("vptq_pack")
     columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
     given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed, sums, float(ends.epsilon), rows,
              layout.in_features, stored, shape.tokens // 8, slices)
     kernel.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
-    return packed, sums, part_bytes, slices
+    late = whole and ends.norm is not None and layout.dtype != torch.float16
+    return packed, sums, sums[added:] if late else None, part_bytes, slices

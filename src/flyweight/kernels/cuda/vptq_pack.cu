@@ -4,41 +4,48 @@
 // packed: [part][stage][8 rows][4 · STAGE_STEPS pieces of 8 columns][row][16 bytes]. Pieces 4 p … 4 p + 3 are step p: of 64 columns
 // the even (p even) or odd ones. Piece q of them has those of 16 neighbours from column 0, 32, 16, 48 on, 2 j and 2 j + 8 side by
 // side, for j = 0 … 3: how a step of vptq.cu numbers its lanes. Rows that do not exist may hold anything.
-// sums: [part][row][slice].
+// sums: [part][row][slice], then those of the squares, for the norm.
 //
-// Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part. What depends on no other kernel (scales,
-// norm weights) is on its way before the wait, and the codebooks are asked for in L2. CTAs have so few threads and registers that they
-// fit beside one of vptq_rows.cu.
+// Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part. What depends on no other kernel
+// (scales, norm weights) is on its way before the wait, and the codebooks are asked for in L2. CTAs have so few threads and registers
+// that they fit beside one of vptq_rows.cu.
+// Limit: latency, and instructions where CTAs share an SM.
 //
-// defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, BOOK_BYTES
+// defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, BOOK_BYTES, WHOLE (columns are whole 256, in their own order)
 #include "common.cuh"
 
 constexpr int THREADS = 32 * WARPS;
+constexpr int LATE = NORM && WHOLE && !FP16;  // the norm's factor is left to the products; half precision has no range for that
 
-struct Columns {  // of a piece, in a row: two a word, 8 apart
+// Eight neighbouring columns of a row (WHOLE), or those of a piece: two a word, 8 apart.
+DEVICE uint4 load_columns(const u16* row, const u16* source, int unit, int in_features) {
+  if (WHOLE) return ((const uint4*)row)[unit];
   u32 pair[4];
-  DEVICE Columns() {}
-  DEVICE Columns(const u16* row, const u16* source, int begin, int in_features) {
-    const int first = begin / 16 * 16, odd = begin & 1;
-    if (!source && in_features % 8 == 0 && first + 16 <= in_features) {
-      const uint4 low = *(const uint4*)(row + first), high = *(const uint4*)(row + first + 8);
-      const u32 order = odd ? 0x7632 : 0x5410;
-      pair[0] = __byte_perm(low.x, high.x, order), pair[1] = __byte_perm(low.y, high.y, order);
-      pair[2] = __byte_perm(low.z, high.z, order), pair[3] = __byte_perm(low.w, high.w, order);
-      return;
-    }
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 two[2];
+  for (int j = 0; j < 4; j++) {
+    u32 two[2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int column = first + odd + 2 * j + 8 * i;
-        two[i] = source ? row[source[column]] : column < in_features ? row[column] : 0;
-      }
-      pair[j] = two[0] | two[1] << 16;
+    for (int i = 0; i < 2; i++) {
+      const int column = unit / 2 * 16 + unit % 2 + 2 * j + 8 * i;
+      two[i] = source ? row[source[column]] : column < in_features ? row[column] : 0;
     }
+    pair[j] = two[0] | two[1] << 16;
   }
-};
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+// Those of the piece: the neighbouring thread has the other eight of 16 columns, of which one makes the even piece, one the odd.
+DEVICE uint4 piece_of(uint4 q) {
+  if (!WHOLE) return q;
+  const bool odd = threadIdx.x % 2;
+  const u32 keep = odd ? 0x7632 : 0x5410, give = odd ? 0x5410 : 0x7632, low = odd ? 0x1054 : 0x5410, high = odd ? 0x3276 : 0x7632;
+  const u32 one = __byte_perm(q.x, q.y, keep), two = __byte_perm(q.z, q.w, keep);
+  const u32 three = __shfl_xor_sync(~0u, __byte_perm(q.x, q.y, give), 1), four = __shfl_xor_sync(~0u, __byte_perm(q.z, q.w, give), 1);
+  return make_uint4(__byte_perm(one, three, low), __byte_perm(one, three, high), __byte_perm(two, four, low), __byte_perm(two, four, high));
+}
+DEVICE float half_of(const uint4& q, int i) {  // i is a constant once unrolled
+  const u32 pair = i < 2 ? q.x : i < 4 ? q.y : i < 6 ? q.z : q.w;
+  return i % 2 ? high_float(pair) : low_float(pair);
+}
 DEVICE float silu(float gate) { return __fdividef(gate, 1.f + __expf(-gate)); }
 
 struct Piece {  // of one part: scales and biases of its columns
@@ -50,47 +57,37 @@ struct Piece {  // of one part: scales and biases of its columns
 extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
     PACK(0), PACK(1), PACK(2), const u16* x, const u16* norm, uint4* packed, float* sums, float epsilon, int rows, int in_features,
     int stored, int groups, int slices) {
-  __shared__ float of_warps[PARTS + 1][WARPS];
+  __shared__ float of_warps[PARTS + NORM][WARPS];
   const u16* const sources[3] = {source0, source1, source2};
   const uint4* const pairs[3] = {pairs0, pairs1, pairs2};
   const u8* const books[3] = {book0, book1, book2};
   const int row = blockIdx.x / slices, slice = blockIdx.x % slices, stages = (stored / 32 + STAGE_STEPS - 1) / STAGE_STEPS;
-  const int first = slice * THREADS + threadIdx.x, units = stored / 8;
-  const auto column_of = [](int unit) { return unit / 2 * 16 + unit % 2; };  // the first of a piece: even ones of 16, then odd ones
+  const int first = slice * THREADS + threadIdx.x, units = stored / 8, step = slices * THREADS;
   launch_dependents();
   Piece pieces[PARTS];
-  Columns weight;
+  uint4 weight;
   if (first < units) {
 #pragma unroll
     for (int part = 0; part < PARTS; part++) pieces[part].load(pairs[part], first);
-    if (NORM) weight = Columns(norm, sources[0], column_of(first), in_features);
+    if (NORM) weight = piece_of(load_columns(norm, sources[0], first, in_features));
   }
 #pragma unroll
   for (int part = 0; part < PARTS; part++)
+#pragma unroll 1
     for (int line = blockIdx.x * THREADS + threadIdx.x; line < BOOK_BYTES / 128; line += gridDim.x * THREADS)
       prefetch_l2(books[part] + line * 128);
   wait_for_inputs();
   const u16* const from = x + (size_t)row * in_features * (1 + GATED);
-  Columns own, up;
+  uint4 own, up;
   const auto load = [&](int part, int unit) {
-    own = Columns(from, sources[part], column_of(unit), in_features);
-    if (GATED) up = Columns(from + in_features, sources[part], column_of(unit), in_features);
+    own = load_columns(from, sources[part], unit, in_features);
+    if (GATED) up = load_columns(from + in_features, sources[part], unit, in_features);
   };
   if (first < units) load(0, first);
   float factor = 1;
-  if (NORM) {
+  if (NORM && !LATE) {
     float squares = 0;
-    if (in_features % 8 == 0) {
-#pragma unroll 4
-      for (int i = threadIdx.x; i < in_features / 8; i += THREADS) {
-        const uint4 q = ((const uint4*)from)[i];
-        const u32 pair[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) squares += low_float(pair[j]) * low_float(pair[j]) + high_float(pair[j]) * high_float(pair[j]);
-      }
-    } else {
-      for (int i = threadIdx.x; i < in_features; i += THREADS) squares += to_float(from[i]) * to_float(from[i]);
-    }
+    for (int i = threadIdx.x; i < in_features; i += THREADS) squares += to_float(from[i]) * to_float(from[i]);
     squares = warp_sum(squares);
     if (threadIdx.x % 32 == 0) of_warps[PARTS][threadIdx.x / 32] = squares;
     __syncthreads();
@@ -99,44 +96,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
     for (int w = 0; w < WARPS; w++) squares += of_warps[PARTS][w];
     factor = rsqrtf(squares / in_features + epsilon);
   }
-  float biases[PARTS] = {};
-  for (int unit = first; unit < units; unit += slices * THREADS) {
-    const int quarter = unit / 2 % 4, step = unit / 8 * 2 + unit % 2, piece = step % STAGE_STEPS * 4 + (quarter >> 1 | (quarter & 1) << 1);
+  float biases[PARTS + LATE] = {};  // and squares
+#pragma unroll 1
+  for (int unit = first; unit < units; unit += step) {
+    const int quarter = unit / 2 % 4, at = unit / 8 * 2 + unit % 2, piece = at % STAGE_STEPS * 4 + (quarter >> 1 | (quarter & 1) << 1);
     float value[8];
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      if (part > 0 ? sources[part] != nullptr : unit != first) {
-        load(part, unit);
-        if (NORM) weight = Columns(norm, sources[part], column_of(unit), in_features);
-      }
       if (unit != first) pieces[part].load(pairs[part], unit);
-      if (part == 0 || sources[part])
+      if (part == 0 ? unit != first : !WHOLE && sources[part]) {
+        load(part, unit);
+        if (NORM) weight = piece_of(load_columns(norm, sources[part], unit, in_features));
+      }
+      if (part == 0 || (!WHOLE && sources[part])) {
+        own = piece_of(own);
+        if (GATED) up = piece_of(up);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const auto half = [&](const Columns& c) { return i % 2 ? high_float(c.pair[i / 2]) : low_float(c.pair[i / 2]); };
-          value[i] = half(own) * factor;
-          if (GATED) value[i] = silu(value[i]) * half(up);
-          if (NORM) value[i] *= half(weight);
+          float& v = value[i];
+          v = half_of(own, i);
+          if (LATE) biases[PARTS] += v * v;
+          else v *= factor;
+          if (GATED) v = silu(v) * half_of(up, i);
+          if (NORM) v *= half_of(weight, i);
         }
-      const uint4 s = pieces[part].scales, b = pieces[part].biases;
-      const u32 scale[4] = {s.x, s.y, s.z, s.w}, add[4] = {b.x, b.y, b.z, b.w};
+      }
+      const size_t place = (((size_t)part * stages + at / STAGE_STEPS) * groups + row / 8) * 4 * STAGE_STEPS + piece;
+      const Piece& now = pieces[part];
       u32 words[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        biases[part] += value[2 * j] * low_float(add[j]) + value[2 * j + 1] * high_float(add[j]);
-        words[j] = pack2(value[2 * j] * low_float(scale[j]), value[2 * j + 1] * high_float(scale[j]));
+        const float one = value[2 * j], two = value[2 * j + 1];
+        biases[part] += one * half_of(now.biases, 2 * j) + two * half_of(now.biases, 2 * j + 1);
+        words[j] = pack2(one * half_of(now.scales, 2 * j), two * half_of(now.scales, 2 * j + 1));
       }
-      const size_t place = (((size_t)part * stages + step / STAGE_STEPS) * groups + row / 8) * 4 * STAGE_STEPS + piece;
       packed[place * 8 + row % 8] = make_uint4(words[0], words[1], words[2], words[3]);
     }
+    if (PARTS > 1) break;  // slices are so many that a thread has one piece: more would cost registers
   }
 #pragma unroll
-  for (int part = 0; part < PARTS; part++) {
+  for (int part = 0; part < PARTS + LATE; part++) {
     const float sum = warp_sum(biases[part]);
     if (threadIdx.x % 32 == 0) of_warps[part][threadIdx.x / 32] = sum;
   }
   __syncthreads();
-  if (threadIdx.x < PARTS) {
+  if (threadIdx.x < PARTS + LATE) {
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += of_warps[threadIdx.x][w];

@@ -18,6 +18,8 @@
 // A last tile with row blocks for a third of the warps at most may be a line of its own, with CTAs of its own (`apart`): warpgroups
 // that have none look nothing up, so it takes fewer CTAs than a whole one.
 //
+// There is a CTA on every SM, if need be without work: on an SM without one thread blocks of the next vptq_pack.cu would gather.
+//
 // A tile that several CTAs have a part of: each leaves its sums in memory, words that are their own flags (common.cuh), and adds up
 // and ends its share of them, in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
@@ -60,12 +62,12 @@ DEVICE void split_off(Part& part, int apart, int chunks, int dense_steps) {
 }
 struct Results {
   const u16 *bias, *rest;
-  const float* biases;  // [TOKENS]: what the columns' biases add
+  const float *biases, *factors;  // [TOKENS]: what the columns' biases add; the norm's
   u16* y;
   int rows, width, first, outputs;
   DEVICE float whole(float sum, int output, int row) const {  // `rest` aside
     const float here = bias && output < outputs ? to_float(bias[first + output]) : 0.f;
-    return sum + biases[row] + here;
+    return (sum + biases[row]) * factors[row] + here;
   }
   DEVICE bool in_halves() const { return (width | first | outputs) % 2; }
   DEVICE size_t place(int output, int row) const { return (size_t)row * width + first + output; }
@@ -102,13 +104,14 @@ struct Results {
 };
 
 extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
-    PART(0), PART(1), PART(2), const u8* x, const float* sums, const u16* bias, const u16* rest, u16* y, uint4* mail,
-    int rows, int width, int chunks, int dense_steps, int part_bytes, int slices, int apart) {
+    PART(0), PART(1), PART(2), const u8* x, const float* sums, const float* squares, const u16* bias, const u16* rest, u16* y,
+    uint4* mail, float epsilon, int rows, int width, int in_features, int chunks, int dense_steps, int part_bytes, int slices, int apart) {
 #if __CUDA_ARCH__ >= 900
+  if ((int)blockIdx.x >= ctas0 + ctas1 + ctas2) return stay();
   extern __shared__ __align__(128) u8 raw[];
   u8* const ring = raw + BOOK_BYTES + RES_BYTES;
   u64* const full = (u64*)(ring + STAGES * X_STAGE), *const empty = full + STAGES, *const barrier = empty + STAGES;
-  __shared__ float biases[TOKENS];
+  __shared__ float biases[TOKENS], factors[TOKENS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   split_off(part, apart, chunks, dense_steps);
@@ -154,9 +157,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     give_registers<GIVEN_REGISTERS>();
     if (warp > WARPS) {
       for (int row = threadIdx.x - THREADS - 32; row < TOKENS; row += ADDERS) {
-        float sum = 0;
-        for (int i = 0; i < slices && row < rows; i++) sum += __ldcg(sums + ((size_t)part.index * rows + row) * slices + i);
-        biases[row] = sum;
+        float sum = 0, square = 0;
+        for (int i = 0; i < slices && row < rows; i++) {
+          sum += __ldcg(sums + ((size_t)part.index * rows + row) * slices + i);
+          if (squares) square += __ldcg(squares + row * slices + i);
+        }
+        biases[row] = sum, factors[row] = squares ? rsqrtf(square / in_features + epsilon) : 1.f;
       }
       named_arrive(2, THREADS + ADDERS);
     } else if (lane == 0) {
@@ -176,7 +182,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   book_ready(barrier);
 
   const u32 book = shared_address(raw), residual = book + BOOK_BYTES + 16 * (lane % COPIES);
-  const Results results = {bias, rest, biases, y, rows, width, part.first, part.outputs};
+  const Results results = {bias, rest, biases, factors, y, rows, width, part.first, part.outputs};
   const int first_block = __shfl_sync(~0u, 2 * (warp & ~3), 0);  // of the warpgroup; the compiler sees that a warp is of one mind
   int slot = 0, left = 0;
   u32 parity = 0;
