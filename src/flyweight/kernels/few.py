@@ -73,6 +73,6 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Te
     run = kernel(*shape, weight.dtype == torch.float16, weight.scale_fp16, chosen, bias=weight.bias is not None,
                  epilogue="store" if residual is None else "residual")
     run.launch(grid // CLUSTER * CLUSTER, 32 * (chosen.warps + 2),
-               (weight.weights, weight.records, x, weight.bias, residual, out, rows, turns("int4", rows, x.device)),
+               (weight.weights, weight.records, x, weight.bias, residual, out, rows, turns("few.cu", rows, x.device)),
                shared=SHARED_LIMIT + (LONELY if residual is not None else 0), pdl=pdl, cluster=CLUSTER)
     return out
