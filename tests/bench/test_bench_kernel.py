@@ -177,3 +177,17 @@ def test_int8_rows_are_quantized_inside_the_peer():
     tensor = Int8Channel.random((48, 64), dtype=torch.float32)
     x = torch.randn(2, 64)
     assert kernels.relative_error(peers.torch_int8(tensor, rows=2, dtype=torch.float32)(x), tensor.matmul_reference(x)) < 1e-5
+
+
+@pytest.mark.parametrize("seconds, launches", [(1e-4, 6), (0.005, 4), (0.5, 2)])
+def test_a_sample_of_long_launches_is_a_few_of_them(seconds, launches, monkeypatch):
+    now, copies = [0.0], []
+    monkeypatch.setattr(replay, "clock", lambda: now[0])
+
+    def launch(copy):
+        copies.append(copy)
+        now[0] += seconds
+
+    sample = replay.sampler(replay.Work(launch, 6), torch.device("cpu"))
+    copies.clear()
+    assert sample() == pytest.approx(1e6 * seconds) and copies == list(range(launches))

@@ -2,8 +2,8 @@
 
 A sample is the mean of one pass over many launches. On a GPU that pass is one CUDA graph between two events, so that no
 launch waits for Python; on a CPU it is a loop. Cold: the launches walk over copies of the weight that together are larger
-than the last cache, so that each is read from memory. Hot: one weight again and again. All works of one comparison take
-turns, sample by sample.
+than the last cache, so that each is read from memory. Hot: one weight again and again. Where a launch takes so long that this
+makes no difference (LONG), a sample is a few launches. All works of one comparison take turns, sample by sample.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from flyweight.bench.timing import clock, turns, warm_up
 FEWEST_LAUNCHES = {"cuda": 24, "cpu": 3}
 MOST_COPIES = {"cuda": 400, "cpu": 16}
 CPU_CACHE = 64 << 20
+LONG, ENOUGH = 1e3, 20e3  # microseconds of a launch that takes as long with its weight in a cache; of a sample of such launches
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,17 @@ def copies_for(nbytes: int, device: torch.device) -> int:
 
 def sampler(work: Work, device: torch.device) -> Callable[[], float]:
     """A function that takes one sample: microseconds of one launch."""
-    launches = work.copies * math.ceil(FEWEST_LAUNCHES[device.type] / work.copies)
+    def make(launches: int) -> Callable[[], float]:
+        def run() -> None:
+            for i in range(launches):
+                work.launch(i % work.copies)
 
-    def run() -> None:
-        for i in range(launches):
-            work.launch(i % work.copies)
+        return graph_sampler(run, launches) if device.type == "cuda" else loop_sampler(run, launches)
 
     work.launch(0)  # compiles and tunes outside of any capture
-    return graph_sampler(run, launches) if device.type == "cuda" else loop_sampler(run, launches)
+    launches = work.copies * math.ceil(FEWEST_LAUNCHES[device.type] / work.copies)
+    sample = make(launches)
+    return make(max(2, min(launches, math.ceil(ENOUGH / once)))) if (once := sample()) > LONG else sample
 
 
 def loop_sampler(run: Callable[[], None], launches: int) -> Callable[[], float]:
