@@ -30,7 +30,7 @@ MORE = ("check", "setting", "level", "batch", "input", "seed", "tool", "arrivals
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that one piece of measure.sh makes: `where` is field → the values it may have."""
+    """Rows that one piece of measure.sh makes: `where` is field → the values it may have; "vllm (*" are all that begin so."""
 
     name: str
     what: str
@@ -40,8 +40,14 @@ class Piece:
 
     def found(self, rows: Iterable[Row]) -> int:
         return sum(row["bench"] == self.bench and row["status"] in ("ok", "skipped") and all(
-            row.get(name) in (value if isinstance(value, tuple) else (value,)) for name, value in self.where.items())
-            for row in rows)
+            any(alike(row.get(name), one) for one in (value if isinstance(value, tuple) else (value,)))
+            for name, value in self.where.items()) for row in rows)
+
+
+def alike(value: Any, wanted: Any) -> bool:
+    if isinstance(value, str) and isinstance(wanted, str) and wanted.endswith("*"):
+        return value.startswith(wanted[:-1])
+    return value == wanted
 
 
 def sweep(name: str, what: str, count: int, bench: str, model: Any, backend: str = "native", **where: Any) -> Piece:
@@ -60,6 +66,9 @@ EXPECTED = (
     sweep("startup", "Qwen3-8B int4 from a folder to its first token", 2, "latency", "qwen3-8b", workload="startup"),
     sweep("003", "Qwen3-8B-AWQ on the native engine", 1, "serve", "Qwen3-8B-AWQ"),
     sweep("003-transformers", "the same on transformers, and in bf16", 2, "serve", ("Qwen3-8B-AWQ", "Qwen3-8B"), "transformers"),
+    sweep("003-vllm", "the same on vLLM, awq and awq_marlin", 2, "serve", "Qwen3-8B-AWQ", "vllm (*"),
+    sweep("vllm-prefill", "vLLM's first tokens with random codes: 3 variants × 2 workloads × 3 runs", 18, "latency", "qwen3-8b",
+          "vllm (*", workload=("prefill_bound", "long_context")),
     *(sweep(f"004 ({model})", "4 schemes × 4 input lengths", 16, "speed", model, output=2048)
       for model in ("qwen2-0.5b", "qwen2-1.5b", "qwen2-7b")),
     *(sweep(f"004-transformers ({model})", "4 schemes × 4 input lengths", 16, "speed", model, "transformers")
