@@ -103,7 +103,7 @@ def zeros(results: Results) -> list[Block]:
              for one in results.of("latency") if one["backend"] == performance.PEER and one["batch"] == 1}
     lines = []
     for (model, scheme, case, passes), time in found.items():
-        if passes.endswith("of zeros"):
+        if passes.endswith("of zeros") and case.isdigit():  # one prompt
             random = found.get((model, scheme, case, passes.partition(",")[0]))
             peer = peers.get((model, scheme, int(case)))
             lines.append((model, scheme, f"{int(case):,}", *(f"{ms:.1f}" if ms else "–" for ms in (random, time, peer))))

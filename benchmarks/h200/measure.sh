@@ -120,11 +120,11 @@ piece() {
   esac
 }
 
+at_once=1
+for name in "$@"; do piece "$name"; done
 busy=$(nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits 2>/dev/null | sort -n | tail -1 || true)
-if [[ ${busy:-0} =~ ^[0-9]+$ && ${busy:-0} -gt 5 && -z "${BUSY:-}" ]]; then
+if [[ $at_once = 1 && ${busy:-0} =~ ^[0-9]+$ && ${busy:-0} -gt 5 && -z "${BUSY:-}" ]]; then
   echo "other processes keep the GPU $busy % busy (nvidia-smi names them): end them, or set BUSY=1 if times do not matter" >&2
   exit 1
 fi
-at_once=1
-for name in "$@"; do piece "$name"; done
 python3 "$root/benchmarks/commands.py" --at-once $at_once "$plan"

@@ -214,7 +214,7 @@ def rows_shape(tokens, warps):
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=1)),
     ("vptq_decode.cu", dict(WARPS=16)),
     *(("vptq_pack.cu", dict(WARPS=4, NORM=1, GATED=0, STAGE_STEPS=4, PARTS=3, BOOK_BYTES=131072, WHOLE=whole))
-      for whole in (0, 4096)),
+      for whole in (0, 1)),
     ("vptq_pack.cu", dict(WARPS=4, NORM=0, GATED=1, STAGE_STEPS=4, PARTS=1, BOOK_BYTES=131072, WHOLE=1)),
     ("vptq_rows.cu", rows_shape(64, 12) | dict(DENSE=1)), ("vptq_rows.cu", rows_shape(128, 8)),
     ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])
