@@ -32,6 +32,7 @@
 #include "linear.cuh"
 #include "piece.cuh"
 #include "output.cuh"
+#include "turns.cuh"
 
 #ifndef SLICES
 #define SLICES 1
@@ -123,20 +124,6 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
     s.record_bytes = min(STAGE_GROUPS, last - group) * 64;
   }
   return s;
-}
-
-// Where linears take turns, none fills its ring before the one in front of it on this SM has asked for the last of its weights: so
-// these come sooner, and memory has work while one kernel ends and the next begins.
-DEVICE void await_turn(u32* turns, int lane) {
-  constexpr u32 most = 100000;  // cycles, should a kernel have ended without a word
-  const u32 begin = cycles();
-  if (lane == 0) {
-    const u32 before = count_up(turns);
-    u32 done[1];
-    do load_relaxed(turns + 1, done);
-    while ((int)(done[0] - before) < 0 && cycles() - begin < most);
-  }
-  __syncwarp();
 }
 
 // The ring is filled before this kernel's inputs are there, but for its last HELD stages: those come while x is prepared, when there

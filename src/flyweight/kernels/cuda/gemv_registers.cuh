@@ -8,8 +8,9 @@
 // an instruction and most of a shift; P, zero point and scale meet sums, not weights. The matrix units add up x (times ones) and
 // its squares (times itself) too. Columns of B are the rows of x. One such kernel fits on an SM.
 // Limit: latency; with 8 warps the steps from a stage to its sums hide each other in part only (docs/kernels.md).
+#include "codes.cuh"
+
 constexpr int STAGE_TURNS = (STAGE_UNITS + WARPS - 1) / WARPS, TURNS = TILE_STAGES * STAGE_TURNS;  // units of a warp: in a stage, in all
-constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300, ONES = FP16 ? 0x3c003c00 : 0x3f803f80;
 constexpr bool SHRUNK = FP16 && NORM;  // x times the norm's weights may be too large for 16 bits
 static_assert(GROUPED && !SPARSE && UNIT_BLOCKS == 2 && ROWS == 8, "what this is for");
 typedef float accumulator;
@@ -95,18 +96,6 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
   if (NORM && threadIdx.x < ROWS)  // seen by all after their next meeting
     sh.row_most[threadIdx.x] = make_float2(inverse_norm(sh, threadIdx.x, a.epsilon), 0.f);
   return in;
-}
-
-// Two codes → P + code; of 8 bits, for which bf16 has no such P, code − 128: the lower seven are 128 more than they should be, and 256
-// less 128 where bit 7 is set comes off.
-DEVICE u32 weights_of(u32 codes) {
-  if (FORMAT == INT4) return and_or(codes, 0x000f000f, POWER);
-  if (FP16) return and_or(codes, 0x00ff00ff, POWER);
-  return add2(and_or(codes, 0x007f007f, POWER), and_xor(codes, 0x00800080, 0xc380c380));
-}
-DEVICE float offset_of(u32 record) {  // −(P + zero)
-  if (FORMAT == INT4 && !FP16) return __uint_as_float(and_or(record, 0x007f0000, 0xc3000000));
-  return 8388608.f - (FP16 ? 1024.f : -128.f) - __uint_as_float(record >> 16 | 0x4b000000);
 }
 
 // This warp's units of the stage that begins with block `start` of the slice.
