@@ -55,9 +55,9 @@ def columns_in_order(model):
 
 def forget():
     """What was asked for once is asked for again."""
-    from flyweight.kernels import batch, gemm, prefill_attention, rope, vptq_decode
+    from flyweight.kernels import batch, few, gemm, prefill_attention, rope, vptq_decode
 
-    for kept in (batch.kernels, gemm.kernels, prefill_attention._kernel, rope._kernel, vptq_decode._kernel):
+    for kept in (batch.kernels, few.kernel, gemm.kernels, prefill_attention._kernel, rope._kernel, vptq_decode._kernel):
         kept.cache_clear()
 
 

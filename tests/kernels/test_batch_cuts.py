@@ -45,7 +45,7 @@ def test_no_kernel_for_few_rows_takes_an_sm_for_itself(kind):
     """Wherever x as a whole leaves no room for the next kernel, it is cut."""
     for outputs, columns in SHAPES:
         for rows in gemv.ROWS:
-            if cuda_linear.few(kind, outputs, columns, 128, rows, 132) == "gemv":
+            if cuda_linear.whole_or_split(kind, outputs, columns, 128, rows, 132) == "gemv":
                 assert gemv.fitting_plan(kind, columns, 128, rows, tiles=16 // rows).shared <= gemv.SHARED_LIMIT
 
 

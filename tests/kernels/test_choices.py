@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flyweight.kernels import choices, dispatch, gemv
+from flyweight.kernels import choices, dispatch, few, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
-from flyweight.tensors import Int8Channel, Sparse24
+from flyweight.tensors import Int8Channel, IntGroup, Sparse24
 
 
 @pytest.mark.parametrize("kind", gemv.FORMATS)
@@ -19,7 +19,7 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
     ("w8a8", 4, "batch", "batch"), ("w8a8", 64, "gemm", "gemm"),
-    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "batch", "batch"), ("int4", 32, "gemm", "gemm"),
+    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "few", "few"), ("int4", 9, "batch", "batch"), ("int4", 32, "gemm", "gemm"),
     ("int4", 64, "gemm", "gemm"), ("int8", 17, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
     ("plain", 64, "gemm", "gemm"), ("sparse-int8", 4, "gemv", "gemv"), ("sparse-int8", 8, "batch", "batch"),
     ("sparse-int4", 32, "gemm", "batch"), ("sparse-w8a8", 8, "batch", "batch"), ("sparse-w8a8", 16, "gemm", "batch")])
@@ -37,6 +37,23 @@ def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr(gemv, "processors", lambda index: 132)
     assert [linear.way(rows, device) for rows in (1, 4, 8, 64)] == ["gemv", "gemv", "gemv", "cublas"]
+
+
+def test_rows_that_few_does_not_take_go_through_batch(monkeypatch):
+    device = torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (gemv, few):
+        monkeypatch.setattr(module, "processors", lambda index: 8)
+
+    def ways(shape, rows=8, group=128, gated=False, **options):
+        tensor = IntGroup.random(shape, group_size=group, bits=4)
+        return CudaLinear(tensor, dtype=torch.bfloat16, gated=gated).way(rows, device, **options)
+
+    assert [ways((128, 4096), rows) for rows in (5, 8, 9)] == ["few", "few", "batch"]
+    assert ways((128, 4096), norm=True) == ways((128, 4096), group=64) == ways((128, 4096), gated=True) == "batch"
+    assert ways((128, 11008)) == ways((136, 4096)) == ways((48, 4096)) == "batch"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert ways((128, 4096)) == "split"
 
 
 def test_borders_and_reasons_are_told():

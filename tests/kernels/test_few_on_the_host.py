@@ -6,6 +6,7 @@ import torch
 from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fixtures)
 
 from flyweight.kernels import few, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
 
@@ -35,7 +36,10 @@ def test_bias_and_residual_are_fused(dtype):
     tensor, bias = make("int4:128", (96, 4096), 1), torch.randn(96).to(dtype)
     x, residual = torch.randn(6, 4096).to(dtype), torch.randn(6, 96).to(dtype)
     want = tensor.matmul_reference(x) + bias.double() + residual.double()
-    assert error(multiply(gemv.prepare(tensor, dtype=dtype, bias=bias), x, residual=residual), want) < 4e-3
+    linear = CudaLinear(tensor, dtype=dtype, bias=bias)
+    assert linear.way(6, x.device) == "few"
+    assert error(multiply(linear.weight, x, residual=residual), want) < 4e-3
+    assert error(linear.fused(x, residual=residual), want) < 4e-3
 
 
 def test_the_residual_may_be_what_is_written():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
 
 FIRST = "embed"  # the kernel that begins a step
-LINEARS = ("gemv", "gemm", "batch", "vptq", "nvjet", "cutlass", "cublas", "untile", "scaled_mm", "sparse", "experts")
+LINEARS = ("gemv", "gemm", "batch", "few", "vptq", "nvjet", "cutlass", "cublas", "untile", "scaled_mm", "sparse", "experts")
 PACKS = ("pack", "batch_pack")  # of x for gemm.cu and batch.cu: a linear's, too
 PARTS = ("linears", "qkv with attention", "attention", "lm_head", "other kernels", "gaps")
 

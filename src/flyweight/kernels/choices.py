@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 KERNELS = {
     "gemv": "gemv.cu or, inputs cut into slices, gemv_split.cu",
+    "few": "few.cu, where no norm comes before, else batch.cu",
     "batch": "batch.cu",
     "gemm": "gemm.cu",
     "cublas": "cuBLAS, written out in 16 bits for each call",
@@ -39,6 +40,7 @@ class Way:
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
+EIGHT = Way(5, "few", "x stays in registers, as it is, half of its inputs in each of two CTAs")
 MANY = Way(33, "gemm", "warpgroup products do more at once")
 ALONE = Way(17, "gemm", "a tile to an SM, whose weights are taken apart once for all rows")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
@@ -47,7 +49,7 @@ SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE),
-    "int4": (FEW, SOME, ALONE, Way(4096, "cublas", "bf16 products without codes to convert")),
+    "int4": (FEW, EIGHT, Way(9, "batch", SOME.why), ALONE, Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, ALONE, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
     "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, DEEP, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),

@@ -1,9 +1,9 @@
 """A weight on a CUDA device: one copy, in the tiles that the small-batch kernels read.
 
-Few rows go through gemv.cu or gemv_split.cu, some through batch.cu, many through gemm.cu, which all read the same tiles;
-choices.py has the borders. Where none fits, and for so many rows that cuBLAS is worth it, the weight is written out in 16 bits
-into a scratch that all layers share, so loading never holds two copies of a model. W8A8 computes the same function every
-way: whole numbers are exact in 16-bit floats, and their products are summed in float32.
+Few rows go through gemv.cu or gemv_split.cu, some through few.cu or batch.cu, many through gemm.cu, which all read the same
+tiles; choices.py has the borders. Where none fits, and for so many rows that cuBLAS is worth it, the weight is written out
+in 16 bits into a scratch that all layers share, so loading never holds two copies of a model. W8A8 computes the same
+function every way: whole numbers are exact in 16-bit floats, and their products are summed in float32.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import batch, choices, gemm, gemv, gemv_split, jit
+from flyweight.kernels import batch, choices, few, gemm, gemv, gemv_split, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
 # What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
-NEXT = {"gemv": ("gemv", "batch", "gemm"), "batch": ("batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "cublas": ()}
+NEXT = {"gemv": ("gemv", "batch", "gemm"), "few": ("few", "batch", "gemm", "gemv"), "batch": ("batch", "gemm", "gemv"),
+        "gemm": ("gemm", "gemv"), "cublas": ()}
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -36,7 +37,7 @@ def scratch(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def few(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int) -> str | None:
+def whole_or_split(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int) -> str | None:
     """Of "gemv" and "split" the faster by estimate. A kernel that leaves no room for the next one is the last choice."""
     whole = rows in gemv.ROWS and gemv.fitting_plan(kind, columns, group, rows, tiles=16 // rows)
     split = gemv_split.choose(kind, outputs, columns, group, rows, processors)
@@ -54,14 +55,17 @@ class CudaLinear:
         self.weight = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=gated)
         self.bias = bias
 
-    def way(self, rows: int, device: torch.device) -> str:
-        """The kernel of choices.py for so many rows, or the next one that takes them."""
+    def way(self, rows: int, device: torch.device, *, norm: bool = False) -> str:
+        """The kernel of choices.py for so many rows (`norm`: with one before), or the next one that takes them."""
         weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
         for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features)]:
             if kernel == "gemv":
-                if found := few(*cut):
+                if found := whole_or_split(*cut):
                     return found
+            elif kernel == "few":
+                if few.why_not(weight, rows, device, norm=norm) is None:
+                    return kernel
             elif kernel == "batch":
                 if batch.choose(*cut) is not None and gpu.capability(device)[0] == 9:
                     return kernel
@@ -85,9 +89,12 @@ class CudaLinear:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after; see `packed_input` for `to`."""
         if to is not None or isinstance(x, gemm.Packed):
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual, to=to)
-        way = way or self.way(x.shape[0], x.device)
+        way = way or self.way(x.shape[0], x.device, norm=norm is not None)
         if way == "gemv":
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
+        if way == "few":
+            assert norm is None, "few.cu has none"
+            return few.multiply(self.weight, x, out, residual=residual)
         if way in ("split", "batch"):
             multiply = gemv_split.multiply if way == "split" else batch.multiply
             return multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)

@@ -54,7 +54,7 @@ def linear_plan(weight: Gemv, shape: HeadShape, rows: int, device: torch.device)
     tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
     own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is free early would get both
-    alone = choices.wanted(weight.kind, rows, weight.out_features, weight.in_features) == "batch"
+    alone = choices.wanted(weight.kind, rows, weight.out_features, weight.in_features) in ("few", "batch")
     return weight.plan(rows, tiles=tiles, more=own, alone=alone)
 
 

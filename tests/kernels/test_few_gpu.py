@@ -1,0 +1,76 @@
+"""Linears of 5 to 8 rows through few.cu against `matmul_reference` in float64; outputs are poisoned before each launch."""
+
+from functools import partial
+
+import pytest
+import torch
+from gpu_linears import TOLERANCE, make, relative_error, replayed
+
+from flyweight import gpu
+from flyweight.kernels import batch, few, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
+
+pytestmark = pytest.mark.gpu
+# o and down of an 8-billion model; tiles that do not divide among clusters; 8, 10 and 12 warps, the last of them in two turns
+SHAPES = [(4096, 4096), (4096, 12288), (2128, 2048), (4880, 2560), (2560, 6144)]
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if gpu.capability(torch.device("cuda", 0))[0] != 9:
+        pytest.skip("few.cu needs Hopper's clusters")
+
+
+def run(multiply, x, outputs, **options):
+    """multiply(x, out, …) into poisoned rows."""
+    out = torch.full((len(x) + 1, outputs), float("nan"), device="cuda", dtype=x.dtype)
+    multiply(x, out[:-1], **options)
+    assert out[-1].isnan().all(), "nothing is written beyond the rows"
+    return out[:-1]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("seed", [0, 1], ids=["zero points", "symmetric"])
+def test_5_to_8_rows_with_bias_and_residual(seed, dtype):
+    for outputs, columns in SHAPES:
+        tensor, bias = make("int4:128", (outputs, columns), seed, dtype), torch.randn(outputs, device="cuda").to(dtype)
+        plain, biased = (gemv.prepare(tensor, dtype=dtype, bias=given) for given in (None, bias))
+        x, residual = (torch.randn(8, width, device="cuda").to(dtype) for width in (columns, outputs))
+        want = tensor.matmul_reference(x)
+        for rows in range(5, 9):
+            got = run(partial(few.multiply, plain), x[:rows], outputs)
+            assert relative_error(got, want[:rows]) < TOLERANCE[dtype], (outputs, columns, rows)
+        for rows in (5, 8):
+            got = run(partial(few.multiply, biased), x[:rows], outputs, residual=residual[:rows])
+            ended = want[:rows] + bias.double() + residual[:rows].double()
+            assert relative_error(got, ended) < TOLERANCE[dtype], (outputs, columns, rows)
+
+
+@pytest.mark.parametrize(("kind", "shape", "way"), [
+    ("int4:128", (4096, 4096), "few"), ("int4:128", (2560, 9728), "batch"), ("int4:128", (1000, 4096), "batch"),
+    ("int4:64", (4096, 4096), "batch"), ("int8:128", (4096, 4096), "batch"), ("int4:128", (4096, 1536), "gemv")])
+def test_linears_that_few_does_not_take_go_another_way(kind, shape, way):
+    tensor = make(kind, shape, 1)
+    linear, x = CudaLinear(tensor, dtype=torch.bfloat16), torch.randn(8, shape[1], device="cuda").bfloat16()
+    residual = torch.randn(8, shape[0], device="cuda").bfloat16()
+    assert linear.way(8, x.device).replace("split", "gemv") == way and linear.way(8, x.device, norm=True) != "few"
+    want = tensor.matmul_reference(x) + residual.double()
+    assert relative_error(run(linear.fused, x, shape[0], residual=residual), want) < 1e-2
+
+
+@pytest.mark.parametrize("columns", [4096, 6144])
+@pytest.mark.parametrize("others", [None, "batch", "gemv"])
+def test_a_thousand_dependent_replays_agree_bit_for_bit(columns, others):
+    """Behind itself, or by turns with kernels that have an SM each or leave room."""
+    weights = [gemv.prepare(make("int4:128", (columns, columns), i), dtype=torch.bfloat16) for i in range(6)]
+    norm, start = torch.ones(columns, device="cuda").bfloat16(), torch.randn(8, columns, device="cuda").bfloat16()
+    between = {"batch": batch.multiply, "gemv": gemv.Gemv.__call__}
+
+    def product(step, x, out, pdl):
+        i, weight = step
+        if others and i % 2:
+            return between[others](weight, x, out, norm=norm, pdl=pdl)
+        return few.multiply(weight, x, out, residual=start if i % 3 else None, pdl=pdl)
+
+    results = replayed(product, list(enumerate(weights)), start, replays=1000)
+    assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
