@@ -63,6 +63,19 @@ def in_registers() -> float:
     return error(gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda(), alone=True), tensor.matmul_reference(x))
 
 
+def eight_rows() -> float:
+    """More tiles than a ring has stages; a residual."""
+    import torch
+
+    from flyweight.kernels.cuda_linear import CudaLinear
+    from flyweight.tensors import IntGroup
+
+    tensor = IntGroup.random((6144, 4096), group_size=128)
+    x, residual = torch.randn(7, 4096).bfloat16(), torch.randn(7, 6144).bfloat16()
+    got = CudaLinear(tensor.to("cuda"), dtype=torch.bfloat16).fused(x.cuda(), residual=residual.cuda(), way="few")
+    return error(got, tensor.matmul_reference(x) + residual.double())
+
+
 def layer_of_experts(tokens: int) -> float:
     """One expert, chosen by everyone: then the layer is that expert."""
     import torch
@@ -161,6 +174,7 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "gemm-sparse": (lambda: linear("sparse-int4", 70), "gemm|pack", 0.03),
     "gemm-fp8": (lambda: linear("fp8", 300), "gemm|pack", 0.06),
     "batch-sparse": (lambda: linear("sparse-int4", 12), "batch|batch_pack", 0.03),
+    "few": (eight_rows, "few", 0.02),
     "experts-few": (lambda: layer_of_experts(2), "route|experts|combine", 0.03),
     "experts-many": (lambda: layer_of_experts(40), "route|pack|gemm|combine", 0.03),
     "vptq": (lambda: vector_quantized(2), "vptq", 0.02),
