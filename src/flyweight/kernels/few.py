@@ -72,7 +72,8 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Te
     out = torch.empty(rows, shape[0], dtype=weight.dtype, device=x.device) if out is None else out
     run = kernel(*shape, weight.dtype == torch.float16, weight.scale_fp16, chosen, bias=weight.bias is not None,
                  epilogue="store" if residual is None else "residual")
+    tickets = turns("few.cu", rows, x.device) if residual is None else None  # o and down have kernels around that take no turns
     run.launch(grid // CLUSTER * CLUSTER, 32 * (chosen.warps + 2),
-               (weight.weights, weight.records, x, weight.bias, residual, out, rows, turns("int4", rows, x.device)),
+               (weight.weights, weight.records, x, weight.bias, residual, out, rows, tickets),
                shared=SHARED_LIMIT + (LONELY if residual is not None else 0), pdl=pdl, cluster=CLUSTER)
     return out
