@@ -139,13 +139,11 @@ DEVICE void cluster_wait() {
 DEVICE void store_in_cluster(void* place, int rank, uint4 v) {
   memcpy(memory_of[blockIdx.x / CLUSTER * CLUSTER + rank] + ((u8*)place - raw), &v, sizeof v);
 }
-DEVICE void arrive_in_cluster(u64* barrier, int rank) {  // one thread alone
-  __threadfence();
-  barrier_arrive((u64*)(memory_of[blockIdx.x / CLUSTER * CLUSTER + rank] + ((u8*)barrier - raw)));
-}
-DEVICE void wait_in_cluster(u64* barrier, u32 parity) {
-  barrier_wait(barrier, parity);
-  __threadfence();
+DEVICE void send_in_cluster(void* place, u64* full, int rank, uint4 v) {  // from one CTA alone
+  store_in_cluster(place, rank, v);
+  Barrier& there = barrier_of((u64*)(memory_of[blockIdx.x / CLUSTER * CLUSTER + rank] + ((u8*)full - raw)));
+  __atomic_fetch_sub(&there.bytes_and_parity, 2 * (int)sizeof v, __ATOMIC_SEQ_CST);
+  complete(there);
 }
 #endif
 

@@ -156,7 +156,7 @@ DEVICE void begin_end(End& end, const Linear& a, const Part& part, int rows, int
 }
 DEVICE void finish(Shared& sh, const End& end, const Linear& a, int lane) {
   if (end.tile < 0) return;
-  wait_in_cluster(&sh.exchanged[end.tile / CLUSTER], 0);
+  barrier_wait(&sh.exchanged[end.tile / CLUSTER], 0);
   const float4 sum = sum_of(end.sums, sh.exchange[end.tile / CLUSTER][lane]);
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
@@ -186,9 +186,7 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
       begin_end(end, a, part, rows, lane);
     } else {
       const int there = tile / CLUSTER;
-      store_in_cluster(&sh.exchange[there][lane], 1 - part.rank, *(const uint4*)&sum);
-      __syncwarp();
-      if (lane == 0) arrive_in_cluster(&sh.exchanged[there], 1 - part.rank);
+      send_in_cluster(&sh.exchange[there][lane], &sh.exchanged[there], 1 - part.rank, *(const uint4*)&sum);
     }
     if (++place == PARTIALS) place = 0, round ^= 1;
   }
@@ -206,8 +204,9 @@ few(const u8* weights, const u32* records, const u16* X, const u16* bias, const 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) barrier_init(&sh.full[i], COPY_ARRIVALS), barrier_init(&sh.empty[i], WARPS);
     for (int i = 0; i < PARTIALS; i++) barrier_init(&sh.summed[i], WARPS), barrier_init(&sh.taken[i], 1);
-    for (int i = 0; i < OWNED; i++) barrier_init(&sh.exchanged[i], 1);
+    for (int i = 0; i < OWNED; i++) barrier_init(&sh.exchanged[i], COPY_ARRIVALS);
     fence_barriers();
+    for (int i = 0; i < OWNED; i++) copy_begin(&sh.exchanged[i], 512, 0);
   }
   __syncthreads();
   launch_dependents();

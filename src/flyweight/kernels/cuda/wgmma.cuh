@@ -141,14 +141,12 @@ DEVICE void store_in_cluster(void* place, int rank, uint4 v) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(place)), "r"(rank));
   asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-DEVICE void arrive_in_cluster(u64* barrier, int rank) {  // what was stored there before is seen by who waits there
-  u32 to;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(barrier)), "r"(rank));
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(to) : "memory");
-}
-DEVICE void wait_in_cluster(u64* barrier, u32 parity) {
-  asm volatile("{ .reg .pred p;\n wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n @p bra done;\n"
-               " bra wait;\n done: }" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+DEVICE void send_in_cluster(void* place, u64* full, int rank, uint4 v) {  // the same; its bytes complete on the barrier there
+  u32 to, barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(place)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(shared_address(full)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier) : "memory");
 }
 DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
