@@ -24,6 +24,12 @@ def test_kinds_of_weight_are_joined_whatever_the_engines_call_them():
     assert second[1:5] == ("w8a8_smooth_gptq", "500.0", "–", "–"), "vLLM has no row of that kind"
 
 
+def test_of_several_settings_the_fastest_counts():
+    slow = row("vllm (no compiler)", "awq4", 100.0, latency_s=2.0)
+    for rows in ((slow, row("vllm", "awq4", 200.0)), (row("vllm", "awq4", 200.0), slow)):
+        assert table_of(row("native", "int4", 600.0), *rows).rows[0][2:4] == ("600.0", "200.0")
+
+
 def test_other_work_is_never_joined():
     assert table_of(row("native", "int4", 600.0), row("vllm", "awq4", 200.0, input=128)).headers.count("vLLM") == 0
 

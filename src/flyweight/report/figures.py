@@ -41,25 +41,32 @@ def variant(record: Record, *, gpus: bool = False) -> str:
 
 
 def heat_maps(records: Sequence[Record]) -> list[Figure]:
-    """Shape × codebook (or format): time over torch's, below 1 is faster. Not of several kernels for one weight (`chosen`)."""
+    """Shape × codebook, or format and shape × rows: time over torch's, below 1 is faster. Not of several kernels for one weight
+    (`chosen`)."""
     figures: list[Figure] = []
     for codebook in (True, False):
         shown = [one for one in records if one.get("ratio") is not None and one.get("in_features")
                  and one.get("chosen") is None and (one.get("main_centroids") is not None) == codebook]
         for device in dict.fromkeys(one["device_name"] for one in shown):
             series = collect((one for one in shown if one["device_name"] == device),
-                             lambda one: f"{one['in_features']} → {one['out_features']}", heat_point)
-            by = "codebook" if codebook else "format"
+                             lambda one: shape_name(one) if one.get("main_centroids") else f"{one['format']}, {shape_name(one)}",
+                             heat_point)
+            by, across = ("codebook", "codebook (main + residual centroids)") if codebook else ("rows", "rows of x")
             figures.append(Figure("heat", f"Kernel time ÷ torch bf16 time by shape and {by} on {device}, below 1 is faster",
-                                  "codebook (main + residual centroids)" if codebook else "format", "in → out features", series,
-                                  middle=1.0, caption="Blue is faster than torch, red slower; the scale is logarithmic."))
+                                  across, "in → out features", series, middle=1.0,
+                                  caption="Blue is faster than torch, red slower; the scale is logarithmic."))
     return figures
 
 
+def shape_name(one: Record) -> str:
+    return f"{one['in_features']} → {one['out_features']}"
+
+
 def heat_point(one: Record) -> Point:
-    name = one["format"] if one.get("main_centroids") is None else f"{one['main_centroids']} + {one['residual_centroids'] or 0}"
-    name += f", {one['rows']} rows" if (one.get("rows") or 1) > 1 else ""
-    return Point(name, one["ratio"], tip=f"{one['in_features']} → {one['out_features']}, {name}: ratio {one['ratio']:.2f}, "
+    rows, name = one.get("rows") or 1, str(one.get("rows") or 1)
+    if one.get("main_centroids"):
+        name = f"{one['main_centroids']} + {one['residual_centroids'] or 0}" + (f", {rows} rows" if rows > 1 else "")
+    return Point(name, one["ratio"], tip=f"{one['format']}, {shape_name(one)}, {name}: ratio {one['ratio']:.2f}, "
                                          f"{plain(one['us'])} µs, torch {plain(one.get('torch_us'))} µs")
 
 

@@ -6,6 +6,7 @@ in KINDS. Both tables are made of whatever rows there are.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flyweight.report.blocks import Block, Column, Heading, Paragraph, make_table
@@ -52,13 +53,15 @@ def kind_of(record: Record) -> str:
 
 
 def beside(results: Results, bench: str) -> list[Record]:
-    """The native engine's records, each with the peer's figures of the same cell."""
+    """The native engine's records, each with the peer's figures of the same cell: those of its fastest settings."""
     records = [make_record(one) for one in group(results, results.of(bench))]
 
     def cell(record: Record) -> tuple[Any, ...]:
         return kind_of(record), *(record.get(name) for name in ("model", "device_name", "batch", "input", "output"))
 
-    peers = {cell(record): record for record in records if str(record["backend"]).startswith(PEER)}
+    peers: dict[tuple[Any, ...], Record] = {}
+    for record in (one for one in records if str(one["backend"]).startswith(PEER)):
+        peers[cell(record)] = min(record, peers.get(cell(record), record), key=lambda one: one.get("latency_s") or math.inf)
     ours = [record for record in records if str(record["backend"]).startswith(OWN) and record.get("decode_tok_s")]
     for record in ours:
         peer = peers.get(cell(record), {})

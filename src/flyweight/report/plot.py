@@ -11,6 +11,7 @@ from flyweight.errors import MissingPackageError
 from flyweight.report.blocks import Figure
 
 COLORS = ("#2a6fdb", "#e07b00", "#2c9a4b", "#c23b6b", "#7a52c7", "#0f9aa8", "#9a7b00", "#6b7280")
+LONGEST = 44  # characters of a name: what a backend was started with may be long
 
 
 def draw(figure: Figure, folder: Path, *, kind: str = "png") -> Path:
@@ -42,21 +43,27 @@ def file_name(figure: Figure) -> str:
     return re.sub(r"[^a-z0-9]+", "-", figure.title.lower()).strip("-")
 
 
+def short(name: str) -> str:
+    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+
+
 def lines(figure: Figure, axes: Any) -> None:
     for index, series in enumerate(figure.series):
         axes.plot([point.x for point in series.points], [point.y for point in series.points], marker="o", markersize=4,
-                  color=COLORS[index % len(COLORS)], linestyle="-" if index < len(COLORS) else "--", label=series.name)
+                  color=COLORS[index % len(COLORS)], linestyle="-" if index < len(COLORS) else "--", label=short(series.name))
 
 
 def scatter(figure: Figure, axes: Any) -> None:
     largest = max((point.size or 0 for series in figure.series for point in series.points), default=0) or 1
     for index, series in enumerate(figure.series):
         color = COLORS[index % len(COLORS)]
-        axes.scatter([point.x for point in series.points], [point.y for point in series.points], color=color, label=series.name,
-                     alpha=0.8, s=[30 if point.size is None else 30 + 600 * point.size / largest for point in series.points],
+        axes.scatter([point.x for point in series.points], [point.y for point in series.points], color=color, alpha=0.8,
+                     label=short(series.name),
+                     s=[30 if point.size is None else 30 + 600 * point.size / largest for point in series.points],
                      edgecolors=["black" if point.marked else color for point in series.points], linewidths=1.6)
         for point in series.points if figure.front else ():
-            axes.annotate(series.name, (point.x, point.y), xytext=(0, 12), textcoords="offset points", ha="center", fontsize=7)
+            axes.annotate(short(series.name), (point.x, point.y), xytext=(0, 12), textcoords="offset points", ha="center",
+                          fontsize=7)
     if figure.front:
         axes.plot(*zip(*figure.front, strict=True), color="black", linewidth=0.8, linestyle=":", zorder=0)
         axes.margins(0.12)
@@ -67,7 +74,7 @@ def bars(figure: Figure, axes: Any) -> None:
     width = 0.8 / max(len(figure.series), 1)
     for index, series in enumerate(figure.series):
         axes.bar([places[str(point.x)] + (index + 0.5) * width - 0.4 for point in series.points],
-                 [point.y for point in series.points], width=width, color=COLORS[index % len(COLORS)], label=series.name)
+                 [point.y for point in series.points], width=width, color=COLORS[index % len(COLORS)], label=short(series.name))
     axes.set_xticks(range(len(places)), list(places), rotation=20 if max(map(len, places)) > 9 else 0)
 
 
