@@ -73,8 +73,8 @@ def decode(decoder):
         step.advance(GREEDY)
 
 
-def wanted_by(model):
-    return ahead.wanted_by(model, ahead.Target(GPUS["sm_90a"], sequences=16, tokens=64))
+def wanted_by(model, part=0, parts=1):
+    return ahead.wanted_by(model, ahead.Target(GPUS["sm_90a"], sequences=16, tokens=64), part=part, parts=parts)
 
 
 def two_kernels():

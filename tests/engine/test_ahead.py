@@ -48,6 +48,8 @@ def test_a_folder_needs_what_its_preset_does(tmp_path):
     folder = write_preset("preset:tiny:sparse-w8a8", tmp_path / "model")  # that it is 2:4 only its values tell
     found = in_a_process(dry_runs.wanted_by, str(folder))
     assert found == in_a_process(dry_runs.wanted_by, "preset:tiny:sparse-w8a8")
+    parts = [in_a_process(dry_runs.wanted_by, str(folder), part, 2) for part in range(2)]
+    assert found == parts[0] | parts[1] and found != parts[1]
     assert any(("SPARSE", 1) in one.defines for one in found)
 
 
@@ -82,7 +84,8 @@ def test_the_command_says_how_many_and_where(monkeypatch, tmp_path, capsys):
     from flyweight.kernels import precompile as module
 
     def instead(runs, architecture, **options):
-        assert [run.args[0] for run in runs] == ["preset:tiny:int4", "preset:tiny:w8a8"]
+        assert [run.args[0] for run in runs] == ["preset:tiny:int4"] * 3 + ["preset:tiny:w8a8"] * 3
+        assert [run.keywords for run in runs[:3]] == [{"part": part, "parts": 3} for part in range(3)]
         target = runs[0].args[1]
         assert (target.gpu.multi_processor_count, target.sequences, target.tokens, target.dtype) == (114, 64, 16640, "float16")
         return module.Compiled(86, 80, 12.34, tmp_path)
@@ -90,7 +93,7 @@ def test_the_command_says_how_many_and_where(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "precompile", instead)
     words = ["compile", "preset:tiny:int4", "preset:tiny:w8a8", "--arch", "sm_90a", "--processors", "114", "--max-num-seqs", "64"]
     with pytest.raises(SystemExit):
-        cli.main([*words, "--dtype", "float16", "--json"])
+        cli.main([*words, "--workers", "6", "--dtype", "float16", "--json"])
     assert json.loads(capsys.readouterr().out) == {"kernels": 86, "compiled": 80, "seconds": 12.3, "arch": "sm_90a",
                                                    "folder": str(tmp_path)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,9 +51,11 @@ def compile(
     sequences = max_num_seqs or DEFAULTS["cuda"]["max_num_seqs"]
     tokens = max_num_batched_tokens or max(sequences, DEFAULTS["cuda"]["max_num_batched_tokens"])
     target = Target(gpu, dtype, sequences, tokens)
+    workers = workers or os.cpu_count() or 1
+    parts = max(1, min(4, workers // len(models)))  # more would only wait for each other's imports
+    runs = [functools.partial(wanted_by, model, target, part=part, parts=parts) for model in models for part in range(parts)]
     with listening() as listen:
-        done = precompile([functools.partial(wanted_by, model, target) for model in models], architecture, listen=listen,
-                          workers=workers)
+        done = precompile(runs, architecture, listen=listen, workers=workers)
     show(done, architecture, as_json=as_json)
 
 

@@ -138,12 +138,13 @@ def load(model: str, dtype: str | None) -> Decoder:
     return Decoder.load(weights, device=DEVICE, dtype=choose_dtype(dtype, weights.config, DEVICE), layers=layers_of(weights))
 
 
-def wanted_by(model: str, target: Target) -> set[jit.Wanted]:
-    """What this process has asked for so far, the model's kernels included."""
+def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> set[jit.Wanted]:
+    """What this process has asked for so far, the model's kernels included, or one of several parts of them."""
     with dry_run(target.gpu):
         decoder = load(model, target.dtype)
-        run_steps(decoder, target)
+        if part == 0:
+            run_steps(decoder, target)
         step = 64 if decoder.config.moe is None else 8  # where the tiles of experts grow depends on how many there are
-        for tokens in row_counts(max(target.tokens, target.sequences), step):
+        for tokens in row_counts(max(target.tokens, target.sequences), step)[part::parts]:
             run_pass(decoder, tokens)
     return jit.wanted

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,16 @@ class Compiled:
 
 
 def precompile(runs: Sequence[DryRun], architecture: str, *, listen: Listen, workers: int | None = None) -> Compiled:
-    """Every kernel that one of the dry runs asks for into the cache."""
-    begin, wanted = time.monotonic(), set[jit.Wanted]()
+    """Every kernel that one of the dry runs asks for into the cache, from when the first run is done."""
+    begin, jobs = time.monotonic(), dict[jit.Wanted, Future[bool]]()
     with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for found in _finished(pool, "dry runs", [(run,) for run in runs], listen):
-            wanted |= found
-        fresh = sum(_finished(pool, "kernels", [(_compile, one, architecture) for one in sorted(wanted, key=str)], listen))
-    return Compiled(len(wanted), fresh, time.monotonic() - begin, jit.cache_folder())
+        try:
+            for found in _finished([pool.submit(run) for run in runs], "dry runs", listen):
+                jobs |= {one: pool.submit(_compile, one, architecture) for one in sorted(found - jobs.keys(), key=str)}
+            fresh = sum(_finished(list(jobs.values()), "kernels", listen))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return Compiled(len(jobs), fresh, time.monotonic() - begin, jit.cache_folder())
 
 
 def _compile(one: jit.Wanted, architecture: str) -> bool:
@@ -47,14 +50,9 @@ def _compile(one: jit.Wanted, architecture: str) -> bool:
     return not there
 
 
-def _finished(pool: ProcessPoolExecutor, what: str, jobs: Sequence[tuple[Any, ...]], listen: Listen) -> Iterator[Any]:
-    """Results as they come; the first failure ends it."""
-    listen(what, 0, len(jobs))
-    futures = [pool.submit(*job) for job in jobs]
-    try:
-        for done, future in enumerate(as_completed(futures), 1):
-            yield future.result()
-            listen(what, done, len(jobs))
-    finally:
-        for future in futures:
-            future.cancel()
+def _finished(futures: Sequence[Future[Any]], what: str, listen: Listen) -> Iterator[Any]:
+    """Results as they come."""
+    listen(what, 0, len(futures))
+    for done, future in enumerate(as_completed(futures), 1):
+        yield future.result()
+        listen(what, done, len(futures))
