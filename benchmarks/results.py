@@ -26,6 +26,7 @@ from flyweight.commands.report import write
 from flyweight.report import performance
 from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Point, Series, Table
 from flyweight.report.document import View, build
+from flyweight.report.figures import of_a_peer
 from flyweight.report.plot import draw
 from flyweight.report.read import read, read_one
 from flyweight.report.records import Record
@@ -116,8 +117,22 @@ def zeros(results: Results) -> list[Block]:
     return [Table("", columns, tuple(lines))] if lines else []
 
 
+def linears(results: Results) -> list[Block]:
+    """How many times as fast as cuBLAS in bf16, the least and the most of Qwen3-8B's four, ours and others'."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in results.of("kernel"):
+        if str(row.get("shape")).startswith("qwen3-8b ") and row.get("ratio"):
+            whose = row["kernel"] if of_a_peer(row) else "Flyweight"
+            found.setdefault((row["format"], whose), {}).setdefault(row["rows"], []).append(1 / row["ratio"])
+    counts = sorted({rows for line in found.values() for rows in line})
+    lines = [(*name, *(f"{min(line[rows]):.2f} – {max(line[rows]):.2f}" if rows in line else "–" for rows in counts))
+             for name, line in found.items()]
+    columns = ("format", "kernel", *(f"{rows:,} row{'s' * (rows > 1)}" for rows in counts))
+    return [Table("", columns, tuple(lines))] if lines else []
+
+
 BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
-    "headline": headline, "quality": quality, "best": best, "quantizing": quantizing, "zeros": zeros,
+    "headline": headline, "quality": quality, "best": best, "quantizing": quantizing, "zeros": zeros, "linears": linears,
     "limits": lambda results: performance.limits(results)[1:],
     "steps": lambda results: performance.step_table(results)[1:],
 }

@@ -42,10 +42,10 @@ def variant(record: Record, *, gpus: bool = False) -> str:
 
 def heat_maps(records: Sequence[Record]) -> list[Figure]:
     """Shape × codebook, or format and shape × rows: time over torch's, below 1 is faster. Not of several kernels for one weight
-    (`chosen`)."""
+    (`chosen`), nor of others' kernels."""
     figures: list[Figure] = []
     for codebook in (True, False):
-        shown = [one for one in records if one.get("ratio") is not None and one.get("in_features")
+        shown = [one for one in records if one.get("ratio") is not None and one.get("in_features") and not of_a_peer(one)
                  and one.get("chosen") is None and (one.get("main_centroids") is not None) == codebook]
         for device in dict.fromkeys(one["device_name"] for one in shown):
             series = collect((one for one in shown if one["device_name"] == device),
@@ -56,6 +56,10 @@ def heat_maps(records: Sequence[Record]) -> list[Figure]:
                                   across, "in → out features", series, middle=1.0,
                                   caption="Blue is faster than torch, red slower; the scale is logarithmic."))
     return figures
+
+
+def of_a_peer(one: Record) -> bool:
+    return str(one.get("kernel")).startswith(("torch", "vllm", "gemlite", "cusparselt"))
 
 
 def shape_name(one: Record) -> str:
