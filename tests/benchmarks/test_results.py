@@ -76,7 +76,26 @@ def test_prompts_through_zeros_stand_beside_random_weights_and_the_peer(results)
         with Path("benchmarks/h200/latency.jsonl").open("a") as file:
             file.write(json.dumps(first | {"run_id": f"p{i}", "passes": passes, "step_ms": time}) + "\n")
     several = first | {"run_id": "q", "case": "8192x32", "passes": "captured, weights of zeros", "step_ms": 9.0}
+    peer = {"schema": 1, "bench": "latency", "time": None, "environment": "e", "status": "ok", "model": "qwen3-8b",
+            "scheme": "awq4", "checkpoint": "random:0", "latency_s": 1.0, "batch": 1, "input": 16384, "output": 32,
+            "workload": "long_context"}
+    folder = peer | {"backend": "vllm (mode=0)", "scheme": "int4"}
+    rows = [several, peer | {"run_id": "v", "backend": "vllm", "ttft_ms_last": 456.0},
+            *(folder | {"run_id": f"f{i}", "repeat": i, "ttft_ms_last": time} for i, time in enumerate((524.4, 527.4, 600.0)))]
     with Path("benchmarks/h200/latency.jsonl").open("a") as file:
-        file.write(json.dumps(several) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     (table,) = results.zeros(results.latest(results.read(results.files("*.jsonl"))))
-    assert table.rows == (("qwen3-8b", "int4", "16,384", "484.2", "404.7", "–"),)
+    assert table.rows == (("qwen3-8b", "int4", "16,384", "484.2", "404.7", "527.4", "456.0"),)
+
+
+def test_linears_stand_beside_others_kernels_by_rows(results):
+    first = {"schema": 1, "bench": "kernel", "time": None, "environment": "e", "status": "ok", "format": "w4a16", "us": 1.0}
+    cells = [("qwen3-8b o", 1, "gemv.int4", 0.25), ("qwen3-8b qkv", 1, "gemv.int4", 0.5), ("qwen3-8b o", 256, "gemv.int4", 1.25),
+             ("qwen3-8b o", 1, "vllm.marlin", 0.8), ("another", 1, "gemv.int4", 0.1)]
+    rows = [first | {"run_id": f"k{i}", "shape": shape, "rows": count, "kernel": kernel, "ratio": ratio}
+            for i, (shape, count, kernel, ratio) in enumerate(cells)]
+    with Path("benchmarks/h200/latency.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (table,) = results.linears(results.latest(results.read(results.files("*.jsonl"))))
+    assert table.headers == ("format", "kernel", "1 row", "256 rows")
+    assert table.rows == (("w4a16", "Flyweight", "2.00 – 4.00", "0.80 – 0.80"), ("w4a16", "vllm.marlin", "1.25 – 1.25", "–"))
