@@ -9,8 +9,9 @@
 3. Chunks are stored as (time, number of tokens); the first token is the first chunk that *has* tokens, counted by id.
 4. Wall time runs from handing the prompts over to holding the last token. TTFT, TPOT and the decode window are taken from
    the token times of that same run (definitions: docs/results.md), not from other runs with other lengths.
-5. Variants take turns: each round runs every variant once, in an order that rotates, so that a drifting clock or a noisy
-   neighbour meets all of them alike.
+5. Variants take turns: each round runs every variant once, in an order that rotates and every other time runs backwards, so
+   that a drifting clock or a noisy neighbour meets all of them alike, and none always follows the same one: at a GPU's power
+   limit that is worth several percent.
 6. Every run is a row with an id of its own, and raw samples are kept. A spread (p10, p90) is printed from ten samples on;
    tables of three runs show mean ± deviation and say so.
 7. An outlier is a sample further from the median than 3.5 scaled median absolute deviations and by more than 2 % of it.
@@ -132,10 +133,10 @@ def warm_up(run: Callable[[], float], *, most: int = 8) -> tuple[int, bool]:
 
 
 def turns(variants: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
-    """(round, variant): every variant once a round, each round beginning with the next one."""
+    """(round, variant): every variant once a round, each round beginning with the next one, odd ones going backwards."""
     for round in range(rounds):
-        shift = round % max(len(variants), 1)
-        yield from ((round, variant) for variant in [*variants[shift:], *variants[:shift]])
+        shift, step = round % max(len(variants), 1), -1 if round % 2 else 1
+        yield from ((round, variants[(shift + step * i) % len(variants)]) for i in range(len(variants)))
 
 
 def seed_from(*parts: Any) -> int:
