@@ -1,4 +1,4 @@
-"""A linear of 5 to 8 rows of int4 with x in registers and half of its inputs in each of two CTAs: host side of cuda/few.cu."""
+"""A linear of 5 to 16 rows of int4 with x in registers and half of its inputs in each of two CTAs: host side of cuda/few.cu."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.kernels import jit
-from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_LIMIT, Gemv, format_defines, processors, turns
+from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_ALONE, SHARED_LIMIT, Gemv, format_defines, processors, turns
 
-ROWS, CLUSTER = 8, 2
+ROWS, CLUSTER = 16, 2
 LEAST_WARPS, MOST_WARPS = 8, 16  # that multiply, with 128 inputs each; no more fit beside another kernel
-HELD = 2  # stages of the ring that are fetched when the inputs are there: see gemv.HELD
+TEAMS = {1: 1, 2: 2}  # by sets of 8 rows: of warps that share a stage; smaller stages where x takes room of the ring
+HELD = 2  # stages of all teams in the ring that are fetched when the inputs are there: see gemv.HELD
+ALONE = False  # whether 16 rows take an SM for themselves, with registers for all of x
 LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 
 
@@ -23,24 +25,29 @@ LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free 
 class Choice:
     """How a linear is cut."""
 
+    sets: int  # of 8 rows
+    kept: int  # of them in registers
     warps: int
+    team: int  # warps that share a stage
     tiles: int  # of a cluster
-    partials: int  # tiles whose sums have a place
     stages: int
+    shared: int
 
 
 @functools.cache
-def choose(outputs: int, columns: int, processors: int) -> Choice | None:
+def choose(outputs: int, columns: int, processors: int, rows: int = 8, alone: bool = False) -> Choice | None:
     """None where inputs or outputs do not come out even, or are too many for one kernel beside another."""
     clusters, half = processors // CLUSTER, columns // 128 // CLUSTER
     warps = max((count for count in range(LEAST_WARPS, MOST_WARPS + 1) if half % count == 0), default=0)
     if columns % (128 * CLUSTER) or not half or not warps or outputs % 16 or outputs < 16 * clusters:
         return None
+    sets, shared = math.ceil(rows / 8), SHARED_ALONE if alone else SHARED_LIMIT
+    kept, team = sets if alone else 1, warps // TEAMS[sets] if warps % TEAMS[sets] == 0 else warps
     tiles = math.ceil(outputs / 16 / clusters)
-    owned, partials = math.ceil(tiles / CLUSTER), 2 if warps == half else tiles
-    others = (partials * warps + owned) * 512 + 16 * partials + 8 * owned + 128
-    stages = min(tiles * half // warps, (SHARED_LIMIT - others) // (warps * (2 * BLOCK_BYTES["int4"] + 64) + 16))
-    return Choice(warps, tiles, partials, stages) if stages > 1 else None
+    owned, totals = math.ceil(tiles / CLUSTER), tiles if half > warps else 1
+    others = (sets - kept) * warps * 2048 + (owned + totals + 1) * sets * 512 + 16 * warps + 8 * owned + 128
+    stages = min(tiles * half // team, (shared - others) // (team * (2 * BLOCK_BYTES["int4"] + 64) + 24))
+    return Choice(sets, kept, warps, team, tiles, stages, shared) if stages * team > warps else None
 
 
 def why_not(weight: Gemv, rows: int, device: torch.device, *, norm: bool = False) -> str | None:
@@ -49,7 +56,7 @@ def why_not(weight: Gemv, rows: int, device: torch.device, *, norm: bool = False
         return "needs Hopper's clusters"
     if weight.kind != "int4" or weight.group != 128 or weight.interleaved or norm or not 1 < rows <= ROWS:
         return f"takes 2 to {ROWS} rows of int4 in groups of 128, without a norm before or silu·mul after"
-    if choose(weight.out_features, weight.in_features, processors(device.index or 0)) is None:
+    if choose(weight.out_features, weight.in_features, processors(device.index or 0), rows) is None:
         return f"{weight.in_features} inputs and {weight.out_features} outputs do not fit into whole stages of pairs of CTAs"
     return None
 
@@ -58,15 +65,16 @@ def why_not(weight: Gemv, rows: int, device: torch.device, *, norm: bool = False
 def kernel(outputs: int, columns: int, fp16: bool, scale_fp16: bool, chosen: Choice, *, epilogue: str, bias: bool) -> jit.Kernel:
     return jit.load("few.cu", defines={
         **format_defines("int4"), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs,
-        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "WARPS": chosen.warps, "ROUND": chosen.tiles,
-        "PARTIALS": chosen.partials, "STAGES": chosen.stages, "HELD": min(HELD, chosen.stages - 1),
-        "SHARED_BYTES": SHARED_LIMIT}).kernel("few")
+        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "SETS": chosen.sets, "KEPT": chosen.kept,
+        "KERNELS": 2 if chosen.shared == SHARED_LIMIT else 1, "WARPS": chosen.warps, "TEAM": chosen.team, "ROUND": chosen.tiles,
+        "STAGES": chosen.stages, "HELD": min(HELD * chosen.warps // chosen.team, chosen.stages - 1),
+        "SHARED_BYTES": chosen.shared}).kernel("few")
 
 
 def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None, pdl: bool = True) -> Tensor:
-    """x [rows, in], up to 8 rows → [rows, out]."""
+    """x [rows, in], up to 16 rows → [rows, out]."""
     rows, grid, shape = x.shape[0], processors(x.device.index or 0), (weight.out_features, weight.in_features)
-    reason, chosen = why_not(weight, rows, x.device), choose(*shape, grid)
+    reason, chosen = why_not(weight, rows, x.device), choose(*shape, grid, rows, ALONE and rows > 8)
     if reason or chosen is None:
         raise ValueError(f"{rows} rows of {shape[1]} inputs do not go through few.cu: {reason}")
     out = torch.empty(rows, shape[0], dtype=weight.dtype, device=x.device) if out is None else out
@@ -75,5 +83,5 @@ def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Te
     tickets = turns("few.cu", rows, x.device) if residual is None else None  # o and down have kernels around that take no turns
     run.launch(grid // CLUSTER * CLUSTER, 32 * (chosen.warps + 2),
                (weight.weights, weight.records, x, weight.bias, residual, out, rows, tickets),
-               shared=SHARED_LIMIT + (LONELY if residual is not None else 0), pdl=pdl, cluster=CLUSTER)
+               shared=chosen.shared + (LONELY if residual is not None else 0), pdl=pdl, cluster=CLUSTER)
     return out
