@@ -54,6 +54,17 @@ def test_16_rows_with_an_sm_for_themselves_have_the_same_bits(columns, monkeypat
     assert torch.equal(multiply(weight, x), beside)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(8, 4864), (16, 4864), (13, 5376), (16, 9728)])
+def test_inputs_that_leave_warps_without_any(rows, columns, monkeypatch):
+    """19, 21 and 38 groups of a CTA: 2 turns of 10 warps and of 11, 3 of 13, one warp idle in the last of them."""
+    monkeypatch.setattr(few, "RAGGED", True)
+    few.choose.cache_clear()
+    tensor, x, residual = make("int4:128", (80, columns), 1), torch.randn(rows, columns).bfloat16(), torch.randn(rows, 80).bfloat16()
+    found = multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x, residual=residual)
+    few.choose.cache_clear()
+    assert error(found, tensor.matmul_reference(x) + residual.double()) < 4e-3
+
+
 def test_a_row_has_the_same_bits_in_either_set():
     weight, x = gemv.prepare(make("int4:128", (112, 2048), 1), dtype=torch.bfloat16), torch.randn(8, 2048).bfloat16()
     first, second = multiply(weight, torch.cat([x, x])).split(8)

@@ -17,6 +17,7 @@ ROWS, CLUSTER = 16, 2
 LEAST_WARPS, MOST_WARPS = 8, 16  # that multiply, with 128 inputs each; no more fit beside another kernel
 TEAMS = {1: 1, 2: 2}  # by sets of 8 rows: of warps that share a stage; smaller stages where x takes room of the ring
 HELD = 2  # stages of all teams in the ring that are fetched when the inputs are there: see gemv.HELD
+RAGGED = False  # whether inputs may leave some warps without any in their last turn
 ALONE = False  # whether 16 rows take an SM for themselves, with registers for all of x
 LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 
@@ -39,14 +40,16 @@ def choose(outputs: int, columns: int, processors: int, rows: int = 8, alone: bo
     """None where inputs or outputs do not come out even, or are too many for one kernel beside another."""
     clusters, half = processors // CLUSTER, columns // 128 // CLUSTER
     warps = max((count for count in range(LEAST_WARPS, MOST_WARPS + 1) if half % count == 0), default=0)
+    if not warps and RAGGED and half > MOST_WARPS:
+        warps = math.ceil(half / math.ceil(half / MOST_WARPS))
     if columns % (128 * CLUSTER) or not half or not warps or outputs % 16 or outputs < 16 * clusters:
         return None
     sets, shared = math.ceil(rows / 8), SHARED_ALONE if alone else SHARED_LIMIT
     kept, team = sets if alone else 1, warps // TEAMS[sets] if warps % TEAMS[sets] == 0 else warps
     tiles = math.ceil(outputs / 16 / clusters)
-    owned, totals = math.ceil(tiles / CLUSTER), tiles if half > warps else 1
-    others = (sets - kept) * warps * 2048 + (owned + totals + 1) * sets * 512 + 16 * warps + 8 * owned + 128
-    stages = min(tiles * half // team, (shared - others) // (team * (2 * BLOCK_BYTES["int4"] + 64) + 24))
+    owned, turns = math.ceil(tiles / CLUSTER), math.ceil(half / warps)
+    others = (sets - kept) * warps * 2048 + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 16 * warps + 8 * owned + 128
+    stages = min(tiles * turns * warps // team, (shared - others) // (team * (2 * BLOCK_BYTES["int4"] + 64) + 24))
     return Choice(sets, kept, warps, team, tiles, stages, shared) if stages * team > warps else None
 
 

@@ -25,11 +25,12 @@
 #include "turns.cuh"
 #include "codes.cuh"
 
-constexpr int GROUPS = KDIM / 128, TILES = NDIM / 16, TURNS = GROUPS / CLUSTER / WARPS, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
+constexpr int GROUPS = KDIM / 128, HALF = GROUPS / CLUSTER, TURNS = (HALF + WARPS - 1) / WARPS;
+constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - KEPT, CHAINS = SETS == 1 ? 2 : 1;
 constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + TEAM * 64;
 static_assert(FORMAT == INT4 && !SPARSE && EPILOGUE != SILU, "what this is for");
-static_assert(KDIM % (CLUSTER * WARPS * 128) == 0 && WARPS % TEAM == 0 && NDIM % 16 == 0, "no stage is ragged");
+static_assert(KDIM % (CLUSTER * 128) == 0 && WARPS % TEAM == 0 && NDIM % 16 == 0 && TURNS * WARPS - HALF < TEAM, "no stage is empty");
 static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS, "sums fit where weights were");
 
 struct __align__(128) Shared {
@@ -54,16 +55,17 @@ DEVICE float4 sum_of(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b
 // The last HELD stages of the first filling come when x does.
 DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
   if (a.turns) await_turn(a.turns + 2 * processor(), lane);
-  int slot = 0, team = 0, tile = 0, unit = part.rank * TURNS * WARPS;
+  int slot = 0, team = 0, tile = 0, unit = 0;
   u32 parity = 1;
 #pragma unroll 1
   for (int i = 0; i < part.count * TURNS * TEAMS; i++) {
     if (i == STAGES - HELD) wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + unit + team * TEAM;
-    copy_begin(&sh.full[slot], STAGE_BYTES, lane);
-    copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, RECORDS_AT, &sh.full[slot], lane);
-    copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, TEAM * 64, &sh.full[slot], lane);
+    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.rank * HALF + unit + team * TEAM;
+    const int units = HALF % WARPS ? min(TEAM, HALF - unit - team * TEAM) : TEAM;  // fewer at the end
+    copy_begin(&sh.full[slot], units * (UNIT_BYTES + 64), lane);
+    copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, units * UNIT_BYTES, &sh.full[slot], lane);
+    copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, units * 64, &sh.full[slot], lane);
     if (++team == TEAMS) team = 0, tile++;
     if (tile == part.count) tile = 0, unit += WARPS;
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -151,13 +153,18 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
   wait_for_inputs();
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
+    const int mine = turn * WARPS + warp;
+    const bool idle = HALF % WARPS && mine >= HALF;  // at the end
     Inputs in;
-    load_inputs(in, sh.x[warp], a, (part.rank * TURNS + turn) * WARPS + warp, rows, lane);
+    load_inputs(in, sh.x[warp], a, part.rank * HALF + mine, idle ? 0 : rows, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];
       barrier_wait(&sh.full[slot], parity);
-      multiply_unit(stage + member * UNIT_BYTES, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
+      u8* unit = stage + member * UNIT_BYTES;
+      if (!idle) multiply_unit(unit, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
+#pragma unroll
+      for (int set = 0; set < (idle ? SETS : 0); set++) ((float4*)unit)[set * 32 + lane] = make_float4(0, 0, 0, 0);
       __syncwarp();
       if (lane == 0) barrier_arrive(&sh.summed[slot]);
       if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
