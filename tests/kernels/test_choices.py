@@ -56,6 +56,18 @@ def test_rows_that_few_does_not_take_go_through_batch(monkeypatch):
     assert ways((128, 4096)) == "split"
 
 
+def test_a_table_can_give_few_sixteen_rows(monkeypatch):
+    device = torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (gemv, few):
+        monkeypatch.setattr(module, "processors", lambda index: 8)
+    monkeypatch.setattr(choices, "WAYS", {"int4": tuple(way for way in choices.WAYS["int4"] if way.rows != 9)})
+    choices.wanted.cache_clear()
+    linear = CudaLinear(IntGroup.random((128, 4096), group_size=128, bits=4), dtype=torch.bfloat16)
+    assert [linear.way(rows, device) for rows in (8, 9, 16)] == ["few"] * 3 and linear.way(16, device, norm=True) == "batch"
+    choices.wanted.cache_clear()
+
+
 def test_borders_and_reasons_are_told():
     assert "from 17 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
     assert "from 33 rows on gemm.cu, with more inputs than outputs" in choices.explain("w8a8")

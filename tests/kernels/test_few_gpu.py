@@ -1,5 +1,6 @@
 """Linears of 5 to 16 rows through few.cu against `matmul_reference` in float64; outputs are poisoned before each launch."""
 
+import math
 from functools import partial
 
 import pytest
@@ -58,13 +59,38 @@ def test_linears_that_few_does_not_take_go_another_way(kind, shape, way):
     assert relative_error(run(linear.fused, x, shape[0], residual=residual), want) < 1e-2
 
 
-def test_16_rows_with_an_sm_for_themselves_have_the_same_bits(monkeypatch):
+@pytest.fixture
+def switched(monkeypatch):
+    """few's constants, as they are to be in this test."""
+    def switch(**constants):
+        few.choose.cache_clear()
+        for name, value in constants.items():
+            monkeypatch.setattr(few, name, value)
+
+    yield switch
+    few.choose.cache_clear()
+
+
+def test_rows_with_an_sm_for_themselves_have_the_same_bits(switched):
     for outputs, columns in SHAPES:
-        weight, x = gemv.prepare(make("int4:128", (outputs, columns), 1), dtype=torch.bfloat16), torch.randn(16, columns, device="cuda").bfloat16()
-        monkeypatch.setattr(few, "ALONE", False)
-        beside = run(partial(few.multiply, weight), x, outputs)
-        monkeypatch.setattr(few, "ALONE", True)
-        assert torch.equal(run(partial(few.multiply, weight), x, outputs), beside), (outputs, columns)
+        weight = gemv.prepare(make("int4:128", (outputs, columns), 1), dtype=torch.bfloat16)
+        x = torch.randn(16, columns, device="cuda").bfloat16()
+        for rows in (8, 11, 16):
+            found = []
+            for alone in (math.inf, 1):
+                switched(ALONE={1: alone, 2: alone})
+                found.append(run(partial(few.multiply, weight), x[:rows], outputs))
+            assert torch.equal(*found), (outputs, columns, rows)
+
+
+@pytest.mark.parametrize("alone", [math.inf, 1])
+def test_inputs_that_leave_warps_without_any(alone, switched):
+    switched(RAGGED=True, ALONE={1: alone, 2: alone})
+    for outputs, columns in ((2560, 9728), (3584, 18944), (2128, 5376)):
+        tensor, x = make("int4:128", (outputs, columns), 1), torch.randn(16, columns, device="cuda").bfloat16()
+        weight, want = gemv.prepare(tensor, dtype=torch.bfloat16), tensor.matmul_reference(x)
+        for rows in (6, 8, 13, 16):
+            assert relative_error(run(partial(few.multiply, weight), x[:rows], outputs), want[:rows]) < 1e-2
 
 
 @pytest.mark.parametrize("columns", [4096, 6144])

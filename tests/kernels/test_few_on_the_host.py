@@ -1,6 +1,7 @@
 """5 to 16 rows through few.cu as it stands, compiled for and run on the CPU."""
 
 import itertools
+import math
 
 import host_cuda
 import pytest
@@ -20,12 +21,13 @@ def multiply(weight, x, **options):
     return out[:-1]
 
 
-# Tiles that do not divide among clusters, fewer and more of them than slots, several turns of the inputs; of more than 8 rows teams
-# of 8, 5, 9 (all warps, an odd number) and 6 warps, stages that do and do not divide among slots.
+# Tiles that do not divide among clusters, fewer and more of them than slots, several turns of the inputs; of more than 8 rows
+# teams of 8, 5, 9 (all warps, an odd number) and 6 warps, stages that do and do not divide among slots.
 @pytest.mark.parametrize(("kind", "rows", "shape"), [
     ("int4:128", 8, (112, 2048)), ("int4:128:symmetric", 7, (416, 4096)), ("int4:128", 5, (80, 6144)),
-    ("int4:128", 6, (240, 2560)), ("int4:128", 8, (80, 12288)), ("int4:128", 16, (112, 4096)), ("int4:128:symmetric", 9, (416, 4096)),
-    ("int4:128", 13, (240, 2560)), ("int4:128", 16, (80, 2304)), ("int4:128", 11, (80, 6144)), ("int4:128", 16, (80, 12288))])
+    ("int4:128", 6, (240, 2560)), ("int4:128", 8, (80, 12288)), ("int4:128", 16, (112, 4096)),
+    ("int4:128:symmetric", 9, (416, 4096)), ("int4:128", 13, (240, 2560)), ("int4:128", 16, (80, 2304)),
+    ("int4:128", 11, (80, 6144)), ("int4:128", 16, (80, 12288))])
 def test_rows_are_multiplied_as_they_lie_in_memory(kind, rows, shape):
     tensor = make(kind, shape, 1)
     weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
@@ -46,23 +48,37 @@ def test_bias_and_residual_are_fused(dtype, rows):
     assert error(linear.fused(x, residual=residual, way="few"), want) < 4e-3
 
 
-@pytest.mark.parametrize("columns", [4096, 6144])
-def test_16_rows_with_an_sm_for_themselves_have_the_same_bits(columns, monkeypatch):
-    weight, x = gemv.prepare(make("int4:128", (112, columns), 1), dtype=torch.bfloat16), torch.randn(16, columns).bfloat16()
+@pytest.fixture
+def switched(monkeypatch):
+    """few's constants, as they are to be in this test."""
+    def switch(**constants):
+        few.choose.cache_clear()
+        for name, value in constants.items():
+            monkeypatch.setattr(few, name, value)
+
+    yield switch
+    few.choose.cache_clear()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 4096), (13, 6144), (8, 6144), (16, 12288)])
+def test_rows_with_an_sm_for_themselves_have_the_same_bits(rows, columns, switched):
+    weight, x = gemv.prepare(make("int4:128", (112, columns), 1), dtype=torch.bfloat16), torch.randn(rows, columns).bfloat16()
     beside = multiply(weight, x)
-    monkeypatch.setattr(few, "ALONE", True)
+    switched(ALONE={1: 1, 2: 1})
+    chosen = few.choose(112, columns, 8, rows)
+    assert chosen.kept == chosen.sets and chosen.shared == gemv.SHARED_ALONE
     assert torch.equal(multiply(weight, x), beside)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(8, 4864), (16, 4864), (13, 5376), (16, 9728)])
-def test_inputs_that_leave_warps_without_any(rows, columns, monkeypatch):
+def test_inputs_that_leave_warps_without_any(rows, columns, switched):
     """19, 21 and 38 groups of a CTA: 2 turns of 10 warps and of 11, 3 of 13, one warp idle in the last of them."""
-    monkeypatch.setattr(few, "RAGGED", True)
-    few.choose.cache_clear()
-    tensor, x, residual = make("int4:128", (80, columns), 1), torch.randn(rows, columns).bfloat16(), torch.randn(rows, 80).bfloat16()
-    found = multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x, residual=residual)
-    few.choose.cache_clear()
-    assert error(found, tensor.matmul_reference(x) + residual.double()) < 4e-3
+    tensor, x = make("int4:128", (80, columns), 1), torch.randn(rows, columns).bfloat16()
+    residual = torch.randn(rows, 80).bfloat16()
+    weight, want = gemv.prepare(tensor, dtype=torch.bfloat16), tensor.matmul_reference(x) + residual.double()
+    for alone in (math.inf, 1):
+        switched(RAGGED=True, ALONE={1: alone, 2: alone})
+        assert error(multiply(weight, x, residual=residual), want) < 4e-3
 
 
 def test_a_row_has_the_same_bits_in_either_set():
@@ -84,7 +100,6 @@ def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():
         chosen = few.choose(outputs, columns, 132, rows)
         assert chosen is not None and chosen.stages * chosen.team >= 3 * chosen.warps and chosen.warps <= few.MOST_WARPS
         assert chosen.kept == 1 and chosen.shared == gemv.SHARED_LIMIT
-        assert few.choose(outputs, columns, 132, rows, True).kept == rows // 8
     for outputs, columns in ((4096, 1536), (2560, 9728), (3584, 18944), (4096, 4224), (1024, 4096), (4104, 4096)):
         assert few.choose(outputs, columns, 132) is None
 

@@ -18,7 +18,9 @@ LEAST_WARPS, MOST_WARPS = 8, 16  # that multiply, with 128 inputs each; no more 
 TEAMS = {1: 1, 2: 2}  # by sets of 8 rows: of warps that share a stage; smaller stages where x takes room of the ring
 HELD = 2  # stages of all teams in the ring that are fetched when the inputs are there: see gemv.HELD
 RAGGED = False  # whether inputs may leave some warps without any in their last turn
-ALONE = False  # whether 16 rows take an SM for themselves, with registers for all of x
+# By sets of 8 rows: from how many turns of the inputs on a linear takes an SM for itself, with registers for x and room for the
+# next turn's
+ALONE: dict[int, float] = {1: math.inf, 2: math.inf}
 LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 
 
@@ -36,7 +38,7 @@ class Choice:
 
 
 @functools.cache
-def choose(outputs: int, columns: int, processors: int, rows: int = 8, alone: bool = False) -> Choice | None:
+def choose(outputs: int, columns: int, processors: int, rows: int = 8) -> Choice | None:
     """None where inputs or outputs do not come out even, or are too many for one kernel beside another."""
     clusters, half = processors // CLUSTER, columns // 128 // CLUSTER
     warps = max((count for count in range(LEAST_WARPS, MOST_WARPS + 1) if half % count == 0), default=0)
@@ -44,11 +46,13 @@ def choose(outputs: int, columns: int, processors: int, rows: int = 8, alone: bo
         warps = math.ceil(half / math.ceil(half / MOST_WARPS))
     if columns % (128 * CLUSTER) or not half or not warps or outputs % 16 or outputs < 16 * clusters:
         return None
-    sets, shared = math.ceil(rows / 8), SHARED_ALONE if alone else SHARED_LIMIT
+    sets, turns = math.ceil(rows / 8), math.ceil(half / warps)
+    alone = turns >= ALONE[sets]
+    shared = SHARED_ALONE if alone else SHARED_LIMIT
     kept, team = sets if alone else 1, warps // TEAMS[sets] if warps % TEAMS[sets] == 0 else warps
     tiles = math.ceil(outputs / 16 / clusters)
-    owned, turns = math.ceil(tiles / CLUSTER), math.ceil(half / warps)
-    others = (sets - kept) * warps * 2048 + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 16 * warps + 8 * owned + 128
+    owned, x = math.ceil(tiles / CLUSTER), (sets if alone and turns > 1 else sets - kept) * warps * 2048
+    others = x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
     stages = min(tiles * turns * warps // team, (shared - others) // (team * (2 * BLOCK_BYTES["int4"] + 64) + 24))
     return Choice(sets, kept, warps, team, tiles, stages, shared) if stages * team > warps else None
 
@@ -77,7 +81,7 @@ def kernel(outputs: int, columns: int, fp16: bool, scale_fp16: bool, chosen: Cho
 def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None, pdl: bool = True) -> Tensor:
     """x [rows, in], up to 16 rows → [rows, out]."""
     rows, grid, shape = x.shape[0], processors(x.device.index or 0), (weight.out_features, weight.in_features)
-    reason, chosen = why_not(weight, rows, x.device), choose(*shape, grid, rows, ALONE and rows > 8)
+    reason, chosen = why_not(weight, rows, x.device), choose(*shape, grid, rows)
     if reason or chosen is None:
         raise ValueError(f"{rows} rows of {shape[1]} inputs do not go through few.cu: {reason}")
     out = torch.empty(rows, shape[0], dtype=weight.dtype, device=x.device) if out is None else out

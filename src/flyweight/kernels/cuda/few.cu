@@ -15,8 +15,8 @@
 // other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. Behind itself with a
 // norm it was slower than batch.cu: it has none.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, EPILOGUE, BIAS, SETS (of 8 rows), KEPT (of them in registers), KERNELS (on an SM),
-//          WARPS, TEAM, ROUND, STAGES, HELD, SHARED_BYTES
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, EPILOGUE, BIAS, SETS (of 8 rows), KEPT (of them in registers), KERNELS (on an
+//          SM), WARPS, TEAM, ROUND, STAGES, HELD, SHARED_BYTES
 #define CLUSTER 2
 #include "common.cuh"
 #include "linear.cuh"
@@ -28,16 +28,18 @@
 constexpr int GROUPS = KDIM / 128, HALF = GROUPS / CLUSTER, TURNS = (HALF + WARPS - 1) / WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - KEPT, CHAINS = SETS == 1 ? 2 : 1;
+constexpr bool AHEAD = KERNELS == 1 && TURNS > 1;  // there is room for x of the next turn
 constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + TEAM * 64;
 static_assert(FORMAT == INT4 && !SPARSE && EPILOGUE != SILU, "what this is for");
-static_assert(KDIM % (CLUSTER * 128) == 0 && WARPS % TEAM == 0 && NDIM % 16 == 0 && TURNS * WARPS - HALF < TEAM, "no stage is empty");
+static_assert(KDIM % (CLUSTER * 128) == 0 && NDIM % 16 == 0, "whole groups and tiles");
+static_assert(WARPS % TEAM == 0 && TURNS * WARPS - HALF < TEAM, "no stage is empty");
 static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS, "sums fit where weights were");
 
 struct __align__(128) Shared {
-  u8 ring[STAGES][STAGE_BYTES];                       // in place of a warp's weights, then its sums: of a set and a lane
-  uint4 x[WARPS][MOVED ? MOVED * 4 * 32 : 1];         // of a lane: nobody else's
-  float4 totals[TURNS > 1 ? ROUND : 1][SETS][32];     // of the turns so far
-  float4 own[SETS][32], exchange[OWNED][SETS][32];    // our sums of a tile of ours, the other CTA's of all of them
+  u8 ring[STAGES][STAGE_BYTES];  // where a warp's weights were, then its sums: of a set and a lane
+  uint4 x[WARPS][MOVED ? MOVED * 4 * 32 : 1], next[WARPS][AHEAD ? SETS * 4 * 32 : 1];  // a lane's own, converted; as in memory
+  float4 totals[TURNS > 1 ? ROUND : 1][SETS][32];   // of the turns so far
+  float4 own[SETS][32], exchange[OWNED][SETS][32];  // our sums of a tile of ours, the other CTA's of all of them
   u64 full[STAGES], summed[STAGES], empty[STAGES], exchanged[OWNED];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
@@ -74,22 +76,34 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
   wait_for_inputs();
 }
 
-// 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1 of a set; rows that do not exist are zeros.
+// 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1 of a set; rows that are not there are 0.
 struct Inputs {
   u32 x[KEPT][8][2];
   float sum[SETS][2];
 };
-DEVICE void load_inputs(Inputs& in, uint4* moved, const Linear& a, int unit, int rows, int lane) {
+DEVICE const uint4* input_of(const Linear& a, int unit, int row, int i, int lane) {
+  return (const uint4*)(a.x + (size_t)row * KDIM) + unit * 16 + i % 4 * 4 + lane % 4;
+}
+DEVICE void fetch_next(uint4* next, const Linear& a, int unit, int rows, int lane) {
+#pragma unroll
+  for (int i = 0; i < SETS * 4; i++)
+    if (const int row = i / 4 * 8 + lane / 4; row < rows) copy_piece(next + i * 32 + lane, input_of(a, unit, row, i, lane));
+  copy_group();
+}
+// `next`: where they have been fetched to, or null.
+DEVICE void load_inputs(Inputs& in, uint4* moved, const uint4* next, const Linear& a, int unit, int rows, int lane) {
   u32 all[SETS][8][2];
+  if (AHEAD) copy_wait<0>();
 #pragma unroll
   for (int i = 0; i < SETS * 4; i++) {
     const int row = i / 4 * 8 + lane / 4;
-    const uint4 x = row < rows ? ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i % 4 * 4 + lane % 4] : make_uint4(0, 0, 0, 0);
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (row < rows) x = AHEAD && next ? next[i * 32 + lane] : *input_of(a, unit, row, i, lane);
     u32(&to)[8][2] = all[i / 4];
     to[i % 4 * 2][0] = x.x, to[i % 4 * 2][1] = x.y, to[i % 4 * 2 + 1][0] = x.z, to[i % 4 * 2 + 1][1] = x.w;
   }
 #pragma unroll
-  for (int set = 0; set < SETS; set++) {
+  for (int set = SETS - 1; set >= 0; set--) {  // the one that leaves its registers first
     float sums[CHAINS][4] = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -134,7 +148,10 @@ DEVICE void multiply_unit(u8* unit, const u32* records, const Inputs& in, const 
   }
   float scale[2], offset[2];
 #pragma unroll
-  for (int i = 0; i < 2; i++) scale[i] = float_of<SCALE_FP16>((u16)(records[8 * i] & 0xffff)), offset[i] = offset_of(records[8 * i]);
+  for (int i = 0; i < 2; i++) {
+    const u32 record = records[8 * i];
+    scale[i] = float_of<SCALE_FP16>((u16)(record & 0xffff)), offset[i] = offset_of(record);
+  }
 #pragma unroll
   for (int set = 0; set < SETS; set++) {
     float total[4];
@@ -153,18 +170,19 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
   wait_for_inputs();
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
-    const int mine = turn * WARPS + warp;
+    const int mine = turn * WARPS + warp, unit = part.rank * HALF + mine;
     const bool idle = HALF % WARPS && mine >= HALF;  // at the end
     Inputs in;
-    load_inputs(in, sh.x[warp], a, part.rank * HALF + mine, idle ? 0 : rows, lane);
+    load_inputs(in, sh.x[warp], turn ? sh.next[warp] : nullptr, a, unit, idle ? 0 : rows, lane);
+    if (AHEAD) fetch_next(sh.next[warp], a, unit + WARPS, mine + WARPS < HALF ? rows : 0, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];
       barrier_wait(&sh.full[slot], parity);
-      u8* unit = stage + member * UNIT_BYTES;
-      if (!idle) multiply_unit(unit, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
+      u8* weights = stage + member * UNIT_BYTES;
+      if (!idle) multiply_unit(weights, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
 #pragma unroll
-      for (int set = 0; set < (idle ? SETS : 0); set++) ((float4*)unit)[set * 32 + lane] = make_float4(0, 0, 0, 0);
+      for (int set = 0; set < (idle ? SETS : 0); set++) ((float4*)weights)[set * 32 + lane] = make_float4(0, 0, 0, 0);
       __syncwarp();
       if (lane == 0) barrier_arrive(&sh.summed[slot]);
       if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
