@@ -11,7 +11,7 @@
    the token times of that same run (definitions: docs/results.md), not from other runs with other lengths.
 5. Variants take turns: each round runs every variant once, in an order that rotates and every other time runs backwards, so
    that a drifting clock or a noisy neighbour meets all of them alike, and none always follows the same one: at a GPU's power
-   limit that is worth several percent.
+   limit a kernel's time depends on what ran before it.
 6. Every run is a row with an id of its own, and raw samples are kept. A spread (p10, p90) is printed from ten samples on;
    tables of three runs show mean ± deviation and say so.
 7. An outlier is a sample further from the median than 3.5 scaled median absolute deviations and by more than 2 % of it.
