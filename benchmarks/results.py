@@ -101,16 +101,16 @@ def zeros(results: Results) -> list[Block]:
     """Prompts through random weights and through zeros, which the same kernels multiply faster at the GPU's power limit."""
     found = {(*row["model"].split(":")[1:], row["case"], row["passes"]): row["step_ms"] for row in results.of("prefill")
              if "step_ms" in row}
-    peers: dict[tuple[str, str, int, bool], list[float]] = {}  # the last: from a folder of random weights
+    peers: dict[tuple[str, str, int, bool], list[float]] = {}  # the last: with vLLM's own dummy weights
     for one in results.of("latency"):
         if one["backend"].startswith(performance.PEER) and one["batch"] == 1 and one.get("ttft_ms_last"):
-            cell = (one["model"], performance.KINDS.get(one["scheme"], one["scheme"]), one["input"], "(" in one["backend"])
+            cell = (one["model"], performance.kind_of(one), one["input"], one["checkpoint"] == "random:vllm")
             peers.setdefault(cell, []).append(one["ttft_ms_last"])
     lines = []
     for (model, scheme, case, passes), time in found.items():
         if passes.endswith("of zeros") and case.isdigit():  # one prompt
             random = found.get((model, scheme, case, passes.partition(",")[0]))
-            theirs = [peers.get((model, scheme, int(case), folder)) for folder in (True, False)]
+            theirs = [peers.get((model, scheme, int(case), dummy)) for dummy in (False, True)]
             times = (random, time, *(median(ms) if ms else None for ms in theirs))
             lines.append((model, scheme, f"{int(case):,}", *(f"{ms:.1f}" if ms else "–" for ms in times)))
     columns = ("model", "scheme", "tokens", "random weights, ms", "zeros, ms", "vLLM, random weights, ms", "vLLM, dummies, ms")

@@ -11,6 +11,7 @@ from flyweight.bench.kernels import FORMATS, Case, cases_of, measure_case
 from flyweight.errors import OptionError
 from flyweight.kernels.cpu_integer import sums_exactly
 from flyweight.models import presets
+from flyweight.report import figures
 from flyweight.report.read import read
 from flyweight.tensors import Int8Channel, IntGroup
 
@@ -191,3 +192,12 @@ def test_a_sample_of_long_launches_is_a_few_of_them(seconds, launches, monkeypat
     sample = replay.sampler(replay.Work(launch, 6), torch.device("cpu"))
     copies.clear()
     assert sample() == pytest.approx(1e6 * seconds) and copies == list(range(launches))
+
+
+def test_heat_maps_show_our_kernels_whatever_they_are_named_and_no_peers():
+    assert set(figures.PEERS) == set(peers.PEERS)
+    row = {"format": "w8a8", "in_features": 64, "out_features": 32, "rows": 8, "us": 1.0, "torch_us": 2.0, "device_name": "a CPU"}
+    ours, theirs = row | {"kernel": "torch.int_mm", "ratio": 0.5}, row | {"kernel": "torch._int_mm", "ratio": 3.0}
+    (figure,) = figures.heat_maps([ours, theirs])
+    assert [(series.name, [(point.x, point.y) for point in series.points]) for series in figure.series] == [
+        ("w8a8, 64 → 32", [("8", 0.5)])]

@@ -77,9 +77,9 @@ def test_prompts_through_zeros_stand_beside_random_weights_and_the_peer(results)
             file.write(json.dumps(first | {"run_id": f"p{i}", "passes": passes, "step_ms": time}) + "\n")
     several = first | {"run_id": "q", "case": "8192x32", "passes": "captured, weights of zeros", "step_ms": 9.0}
     peer = {"schema": 1, "bench": "latency", "time": None, "environment": "e", "status": "ok", "model": "qwen3-8b",
-            "scheme": "awq4", "checkpoint": "random:0", "latency_s": 1.0, "batch": 1, "input": 16384, "output": 32,
+            "scheme": "awq4", "checkpoint": "random:vllm", "latency_s": 1.0, "batch": 1, "input": 16384, "output": 32,
             "workload": "long_context"}
-    folder = peer | {"backend": "vllm (mode=0)", "scheme": "int4"}
+    folder = peer | {"backend": "vllm (mode=0)", "scheme": "int4", "checkpoint": "random:0"}
     rows = [several, peer | {"run_id": "v", "backend": "vllm", "ttft_ms_last": 456.0},
             *(folder | {"run_id": f"f{i}", "repeat": i, "ttft_ms_last": time} for i, time in enumerate((524.4, 527.4, 600.0)))]
     with Path("benchmarks/h200/latency.jsonl").open("a") as file:

@@ -18,6 +18,10 @@ from flyweight.report.units import plain
 FRONT = ("Right and down is better; the area is the size in GB. Ringed points are on the Pareto front of all three; the dotted "
          "line is the front of quality and speed alone. Each point is one checkpoint, all of its figures measured on it.")
 
+# Kernels of bench/peers.py, whose own table needs torch. Ours on a CPU have names of torch, too.
+PEERS = ("torch._weight_int4pack_mm", "torch._int_mm", "torch._scaled_mm", "cusparselt", "gemlite", "vllm.marlin", "vllm.machete",
+         "vllm.cutlass")
+
 
 def collect(records: Iterable[Record], name: Callable[[Record], str], point: Callable[[Record], Point]) -> tuple[Series, ...]:
     found: dict[str, list[Point]] = {}
@@ -59,7 +63,7 @@ def heat_maps(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_a_peer(one: Record) -> bool:
-    return str(one.get("kernel")).startswith(("torch", "vllm", "gemlite", "cusparselt"))
+    return one.get("kernel") in PEERS
 
 
 def shape_name(one: Record) -> str:
