@@ -8,7 +8,7 @@ from typing import Any
 
 from flyweight.report import figures, layouts, performance
 from flyweight.report.blocks import Block, Heading, Items, Paragraph, Table, make_table
-from flyweight.report.records import Record, add_speedups, make_record, tell_apart
+from flyweight.report.records import Record, add_agreement, add_speedups, make_record, tell_apart
 from flyweight.report.rows import Results, Row, group
 from flyweight.report.units import bytes_text, plain, time_text
 
@@ -38,6 +38,7 @@ class View:
         records = [make_record(one) for one in groups]
         if not self.seed:
             tell_apart(records, "label_model")
+            add_agreement(records, self.results)
         return records
 
 

@@ -11,6 +11,10 @@ from flyweight.report.blocks import Column
 LAYOUTS = ("full", "seed")
 BASELINES = ("bf16", "original", "fp16", "fp32", "transformers")  # the first of these that is there, else none
 
+AGREEMENT = (  # beside every speed of a model
+    Column("Same tokens", "agreement", ".3f", optional=True),
+    Column("where the choice is clear", "agreement_clear", ".3f", optional=True), Column("as", "agreement_with", optional=True),
+)
 KERNEL = {
     "seed": (
         Column("batch_size", "rows"), Column("in_features", "in_features"), Column("out_features", "out_features"),
@@ -50,9 +54,7 @@ LATENCY = {
         Column("Input (tok/s)", "input_tok_s", "±.1f", optional=True),
         Column("of the limit", "share_of_limit", ".0%", optional=True),
         Column("Peak (GB)", "allocated_gb", ".2f", optional=True), Column("Size (GB)", "size_gb", ".2f", optional=True),
-        Column("Same tokens", "agreement", ".3f", optional=True),
-        Column("where the choice is clear", "agreement_clear", ".3f", optional=True),
-        Column("as", "agreement_with", optional=True),
+        *AGREEMENT,
         Column("Speed-up in {about} over {baseline} (×)", "speedup", ".2f", optional=True),
     ),
 }
@@ -68,7 +70,7 @@ SPEED = {
         Column("Decode only (tokens/s)", "decode_tok_s", "±.2f", optional=True), Column("Output", "output"),
         Column("Peak memory (GB)", "allocated_gb", ".2f", optional=True),
         Column("Reserved (GB)", "reserved_gb", ".2f", optional=True), Column("Setting", "setting", optional=True),
-        Column("Speed-up over {baseline} (×)", "speedup", ".2f", optional=True),
+        *AGREEMENT, Column("Speed-up over {baseline} (×)", "speedup", ".2f", optional=True),
     ),
 }
 THROUGHPUT = {
@@ -80,7 +82,7 @@ THROUGHPUT = {
         Column("Model", "label_model"), Column("Backend", "backend"), Column("Quantization", "scheme"),
         Column("Prompts", "prompts"), Column("Input", "input"), Column("Output", "output"), Column("QPS", "qps", ".2f"),
         Column("Output tokens/s", "output_tok_s", ".1f", optional=True),
-        Column("Input and output tokens/s", "total_tok_s", ".1f"),
+        Column("Input and output tokens/s", "total_tok_s", ".1f"), *AGREEMENT,
         Column("Speed-up over {baseline} (×)", "speedup", ".2f", optional=True),
     ),
 }
@@ -98,7 +100,7 @@ SERVE = {  # one line each; the table has a column per backend
         Column("End to end p50 (s)", "e2e_s", ".2f", optional=True), Column("Requests/s", "request_s", ".2f", optional=True),
         Column("Goodput (requests/s)", "goodput_s", ".2f", optional=True),
         Column("Output (tok/s)", "output_tok_s", ".1f", optional=True), Column("Failed", "failed", optional=True),
-        Column("Client lag (ms)", "client_lag_ms", optional=True),
+        Column("Client lag (ms)", "client_lag_ms", optional=True), *AGREEMENT,
         Column("Decode speed-up over {baseline} (×)", "speedup", ".2f", optional=True),
     ),
 }

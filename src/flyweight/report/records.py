@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyweight.report.layouts import BASELINES
-from flyweight.report.rows import NUMBERS, PERCENTILES, Group, name_of, number
+from flyweight.report.rows import NUMBERS, PERCENTILES, Group, Results, is_checked, name_of, number
 
 Record = dict[str, Any]
+CASE = ("model", "scheme", "checkpoint", "backend", "gpus")
 COUNTS = {"rows", "batch", "input", "output", "in_features", "out_features", "main_centroids", "residual_centroids", "gpus",
           "prompts", "calls"}  # what was asked for, not measured: never averaged
 
@@ -25,6 +26,18 @@ def make_record(group: Group) -> Record:
     record["flags"] = [flag for row in group.rows for flag in row.get("flags") or ()]
     record["label_model"] = record.get("model")
     return record
+
+
+def add_agreement(records: Sequence[Record], results: Results) -> None:
+    """What a record's own rows do not tell is taken from the last other row about the same case on the same device."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for row in sorted(filter(is_checked, results.rows), key=lambda one: str(one["time"])):
+        found[(*(row.get(name) for name in CASE), results.device(row))] = row
+    for record in records:
+        other = found.get((*(record.get(name) for name in CASE), record["device_name"]))
+        if other and record.get("checkpoint") and not is_checked(record):
+            record |= {name: value for name, value in other.items() if name.startswith("agreement")}
+            record["agreement_with"] += ", checked apart"
 
 
 def tell_apart(records: Sequence[Record], name: str) -> None:

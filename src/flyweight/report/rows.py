@@ -22,6 +22,7 @@ SCHEMA = 1
 STATUSES = ("ok", "oom", "failed", "skipped")
 EVERY_ROW = ("schema", "bench", "run_id", "time", "environment", "status")
 MODEL = ("model", "checkpoint", "scheme")
+FAILED_CHECK = "failed: "  # begins `agreement_with` where there was no comparison, and why
 
 REQUIRED = {  # bench → fields that a row with status ok must have
     "environment": ("id", "device"),
@@ -35,6 +36,7 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "quantize": ("scheme", "seconds"),
     "sanitize": ("kernel", "check", "found"),
     "prefill": ("model", "case", "passes"),
+    "agreement": (*MODEL, "backend", "agreement_with"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
     "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "context", "group_size", "zero_points",
@@ -48,10 +50,12 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
     "quantize": (*MODEL, "device", "calibration_tokens"),
     "sanitize": ("kernel", "check"),
     "prefill": ("model", "case", "passes"),
+    "agreement": (*MODEL, "backend", "gpus"),
 }
 PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}
 TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backend", "workload", "format", "kernel", "operator",
-        "kind", "phase", "weights", "kv_dtype", "tool", "text", "device", "dtype", "arrivals", "dataset", "setting"}
+        "kind", "phase", "weights", "kv_dtype", "tool", "text", "device", "dtype", "arrivals", "dataset", "setting",
+        "agreement_with"}
 NUMBERS = {"us", "us_p10", "us_p90", "us_hot", "host_us", "torch_us", "ratio", "gb_s", "share_of_bandwidth", "relative_error",
            "latency_s", "ttft_ms_last", "tpot_ms", "decode_tok_s", "overall_tok_s", "input_tok_s", "share_of_limit",
            "output_tok_s", "total_tok_s", "qps", "request_s", "goodput_s", "weights_gb", "kv_gb", "allocated_gb", "reserved_gb",
@@ -125,6 +129,11 @@ def number(value: Any) -> float | None:
     if isinstance(value, dict):
         value = value.get("p50", value.get("mean"))
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def is_checked(row: Row) -> bool:
+    """Whether it says with what its greedy tokens were compared."""
+    return bool(row.get("agreement_with")) and not row["agreement_with"].startswith(FAILED_CHECK)
 
 
 def identity(row: Row, *, leave: Sequence[str] = ()) -> tuple[Any, ...]:
