@@ -78,6 +78,7 @@ def test_a_server_over_http_and_a_finished_run_is_not_run_again(bench, url):
     code, rows, _ = bench(*arguments)
     assert code == 0 and len(rows) == 1 and rows[0]["completed"] == 6 and rows[0]["arrivals"] == "poisson"
     assert rows[0]["checkpoint"] is None and rows[0]["rate"] == 500 and rows[0]["client_lag_ms"] >= 0
+    assert rows[0]["agreement"] is None and rows[0]["agreement_with"] == "it is the baseline"
     assert bench(*arguments)[1] == rows
 
 

@@ -74,7 +74,7 @@ def test_random_weights_are_checked_against_themselves_dequantized(bench):
     assert rows[0]["agreement"] == rows[0]["agreement_free"] == 1.0, "float32 weights are what they are"
 
 
-def test_two_variants_of_the_same_random_weights_are_dequantized_once(bench):
+def test_two_variants_of_the_same_random_weights_are_each_checked(bench):
     _, rows, error = bench("latency", "a=preset:tiny:int4", "b=preset:tiny:int4", *SHAPE, "--repeats", 1)
     assert [row["agreement_clear"] for row in rows] == [1.0, 1.0] and error.count("checking") == 2
 

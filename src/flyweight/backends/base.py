@@ -68,6 +68,7 @@ class Backend(Protocol):
     sized: ClassVar[bool]  # whether memory follows the limits, so that a start for each cell tells its memory
     warm_output: ClassVar[int | None]  # tokens of a warm-up answer; None: all, because shapes depend on their number
     kv_dtype: str | None
+    options: EngineOptions
 
     def __init__(self, model: str, options: EngineOptions): ...
 

@@ -21,6 +21,7 @@ class Case:
     backend: Backend
     label: str  # of the backend, with the options that were given
     gpus: int = 1
+    model: str = ""  # as it was given; a server may call it by another name
     fault: Row | None = None  # why it does not run: status and reason
     running: bool = False
     checked: Row = field(default_factory=dict)  # what the comparison of greedy tokens gave
@@ -73,7 +74,7 @@ def make_cases(variants: Sequence[str], backends: Sequence[str], options: Engine
         facts = facts_of(variant, model=name) if set(backends) != {"openai"} else served_facts(variant, model=name)
         for backend in backends:
             label = f"{backend} ({described})" if described else backend
-            case = Case(facts, create(backend, variant.model, options), label, gpus=options.tensor_parallel)
+            case = Case(facts, create(backend, variant.model, options), label, options.tensor_parallel, variant.model)
             if tuple(case.key().values()) in seen:
                 raise OptionError(f"two variants would be called {facts.scheme!r} on {label}; name them: NAME=MODEL")
             seen.add(tuple(case.key().values()))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyweight.errors import ResultError, writing
+from flyweight.report.rows import is_checked
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,11 @@ class ResultFile:
                 if row["bench"] != "environment":
                     self.rows.append(row)
 
+    def add(self, environment: Row, row: Row) -> None:
+        """One row, after that of its environment where it is the first of it."""
+        known = any(other["environment"] == environment["id"] for other in self.rows)
+        self.append([row] if known else [environment, row])
+
     def amend(self, rows: Iterable[Row]) -> None:
         """Replace rows of the same run_id: what can only be said once all repeats are there."""
         changed = {row["run_id"]: row for row in rows if row not in self.rows}
@@ -83,3 +89,11 @@ class ResultFile:
         """Rows of this measurement that need not be made again: what went well, or can never go."""
         return [row for row in self.rows if row["bench"] == bench and row["status"] in ("ok", "skipped")
                 and all(row.get(name) == value for name, value in what.items())]
+
+    def went_well(self, **what: Any) -> list[Row]:
+        return [row for row in self.rows if row["status"] == "ok" and all(row.get(name) == value for name, value in what.items())]
+
+    def unchecked(self, **case: Any) -> bool:
+        """Whether this case has rows, and none of them says with what its greedy tokens were compared."""
+        rows = self.went_well(**case)
+        return bool(rows) and not any(map(is_checked, rows))

@@ -14,6 +14,7 @@ from flyweight.backends.native import Native
 from flyweight.backends.openai import OpenAI
 from flyweight.bench import arrivals, datasets
 from flyweight.bench.cases import Case, Listen, attempt
+from flyweight.bench.check import SelfCheck
 from flyweight.bench.datasets import Conversation
 from flyweight.bench.load import EngineTarget, Record, SerialTarget, run_load, run_processes
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
@@ -74,16 +75,20 @@ class ServeBench:
     processes: int = 1
     warm_up: int = 4
     timeout: float = 600.0
+    check: SelfCheck | None = None
 
-    def run(self, rates: Sequence[float | None]) -> list[Row]:
-        due = [rate for rate in rates if not self.found(rate)]
-        if due:
-            self.start(self.conversations(due[0])[0])
+    def run(self, rates: Sequence[float | None], *, start: bool = True) -> list[Row]:
+        """Without a rate that is missing it is started for the check alone."""
+        if start:
+            due = self.missing(rates)
+            self.start(self.conversations(due[0])[0] if due else ())
             try:
                 for rate in due:
                     self.measure(rate)
             finally:
                 self.case.stop()
+            if self.check:
+                self.check.record(self.case)
         return [row for rate in rates for row in self.found(rate)]
 
     def search(self, start: float, wanted: float) -> list[Row]:
@@ -101,6 +106,9 @@ class ServeBench:
                     f"{'none was found' if best is None else f'{best:.3g} requests/s'}")
         return tried
 
+    def missing(self, rates: Sequence[float | None]) -> list[float | None]:
+        return [rate for rate in rates if not self.found(rate)]
+
     def found(self, rate: float | None) -> list[Row]:
         return self.file.finished("serve", **self.case.key(), **self.load.about(rate), slo=self.objective.as_field())
 
@@ -114,9 +122,13 @@ class ServeBench:
         return fitting, [f"{left} requests are longer than the model's context and were left out"] if left else []
 
     def start(self, talks: Sequence[Conversation]) -> None:
-        batch, longest = self.load.concurrency or min(256, len(talks)), max(talk.longest for talk in talks)
+        """With room for the load and a prompt of the check, whose prompts wait for one another like any others."""
+        count, length = self.check.shape if self.check and not self.case.checked else (1, 1)
+        batch, longest = self.load.concurrency or min(256, len(talks) or count), max([talk.longest for talk in talks] + [length])
         context = self.case.facts.context
         self.case.start(Limits(batch, min(longest, context or longest), None), self.listen)
+        if self.check:
+            self.check.check(self.case)
 
     def measure(self, rate: float | None) -> Row:
         records, fault = (None, self.case.fault) if self.case.fault else attempt(lambda: self.drive(rate))
@@ -124,14 +136,13 @@ class ServeBench:
         if records:
             found = figures(records, self.objective)
             found["flags"] += self.conversations(rate)[1]
-            row = make_row("serve", self.environment["id"], **rounded(about | found))
+            row = make_row("serve", self.environment["id"], **rounded(about | found | self.case.checked))
             if not found["completed"]:
                 row |= {"status": "failed", "reason": f"no request was answered: {found['failed']}"}
             row["samples"] = self.write_samples(row["run_id"], records)
         else:
             row = make_row("serve", self.environment["id"], **about, **(fault or {"status": "failed", "reason": "no requests"}))
-        known = any(other["environment"] == self.environment["id"] for other in self.file.rows)
-        self.file.append([row] if known else [self.environment, row])
+        self.file.add(self.environment, row)
         self.listen(line(row))
         return row
 

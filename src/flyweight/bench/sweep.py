@@ -65,12 +65,14 @@ class Sweep:
 
     def run(self, cases: Sequence[Case]) -> list[Row]:
         """All rows of the plan, those found in the file included."""
-        check = SelfCheck(cases[0], self.plan.device) if self.plan.check else None
-        for group in [cases] if self.plan.together else [[case] for case in cases]:
-            busy = [case for case in cases if case in group and any(map(partial(self.missing, case), self.plan.workloads))]
-            if check and busy and cases[0] in group and cases[0] not in busy:
-                busy = [cases[0], *busy]  # the others are compared with its tokens
-            self.run_group(busy, check)
+        check = SelfCheck(cases, self.plan.device, file=self.file, environment=self.environment,
+                          listen=self.listen) if self.plan.check else None
+        busy = [case for case in cases if any(map(partial(self.missing, case), self.plan.workloads))]
+        busy = check.plan(busy) if check else busy
+        for group in [busy] if self.plan.together else [[case] for case in busy]:
+            self.run_group(group, check)
+            if check:
+                check.record(*group)
         return [row for case in cases for workload in self.plan.workloads for row in self.found(case, workload)]
 
     def run_group(self, cases: Sequence[Case], check: SelfCheck | None) -> None:
@@ -80,7 +82,7 @@ class Sweep:
                 for case in cases:
                     self.start(case, works, check)
                     if check:
-                        check.check(case, self.listen)
+                        check.check(case)
                 for work in works:
                     self.run_workload(cases, work)
         finally:
@@ -90,7 +92,8 @@ class Sweep:
     def start(self, case: Case, works: Sequence[Workload], check: SelfCheck | None) -> None:
         """With room for all of this work that the model is made for."""
         shapes = [(work.batch, work.context) for work in works if too_long(case, work) is None and self.missing(case, work)]
-        shapes += [check.shape] if check and not case.checked else []
+        if check and not case.checked and (shapes or not case.fault):  # for the check alone it is tried once
+            shapes.append(check.shape)
         if shapes:
             limits = Limits.of(shapes)
             case.start(limits if self.plan.sequences is None else Limits(self.plan.sequences, limits.context, None), self.listen)
@@ -114,11 +117,11 @@ class Sweep:
             row, fault = attempt(partial(self.measure, case, workload, repeat=round + 1, flags=flags[case]))
             broken |= {case: fault} if fault else {}
             if row:
-                self.file.append([row])
+                self.file.add(self.environment, row)
                 self.listen(line(row))
         for case in due:
             if case in broken:
-                self.file.append([self.row(case, workload, **broken[case])])
+                self.file.add(self.environment, self.row(case, workload, **broken[case]))
                 self.listen(f"{case.title}, {title(workload)}: {broken[case]['status']}: {broken[case]['reason']}")
             self.mark_outliers(case, workload)
 

@@ -10,6 +10,7 @@ import typer
 
 from flyweight.commands.bench_sweep import (
     Backends,
+    Check,
     Extra,
     Json,
     Models,
@@ -47,14 +48,15 @@ def serve(
     processes: Annotated[int, typer.Option(min=1, help="Client processes (servers only).")] = 1,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before the run that do not count.")] = 4,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
-    seed: Seed = 0, model_name: Name = None, device: Device = None, dtype: Dtype = None, quantization: Quantization = None,
-    tensor_parallel: TensorParallel = 1, option: Extra = None, as_json: Json = False,
+    seed: Seed = 0, check: Check = True, model_name: Name = None, device: Device = None, dtype: Dtype = None,
+    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, option: Extra = None, as_json: Json = False,
 ) -> None:
     """TTFT, TPOT, gaps and end-to-end times under load, as percentiles; goodput under a service-level objective.
 
     Open loop (--rate, --trace): requests arrive at their times whether or not the server keeps up, and TTFT counts from
     there. Closed loop (--concurrency, 1 if nothing is said): the next is sent when one is answered. `native` and
-    `transformers` run in this process; the other backends over HTTP streaming, with prompts as token ids.
+    `transformers` run in this process; the other backends over HTTP streaming, with prompts as token ids. Before the load
+    the greedy tokens of each are compared with the first variant's, as in the other benches.
 
     Examples:
 
@@ -77,18 +79,27 @@ def serve(
     if find_max_rate and objective.as_field() is None:
         raise OptionError("--find-max-rate needs an objective, such as --slo ttft=500 --slo tpot=50")
     from flyweight.bench.cases import make_cases
+    from flyweight.bench.check import SelfCheck
     from flyweight.bench.rows import ResultFile, environment_row
     from flyweight.device import pick_device
 
     options = engine_options(device, dtype, quantization, tensor_parallel, url, option)
     cases = make_cases(models, backend or ["openai" if url else "native"], options, name=model_name)
     file, rows = ResultFile(out), []
-    environment = environment_row(pick_device(device), measure_bandwidth=False)
-    for case in cases:
-        bench = ServeBench(case, load, objective, file, environment, lambda text: typer.echo(text, err=True), processes=processes,
-                           warm_up=warm_up, timeout=timeout)
+    place = pick_device(device)
+    environment = environment_row(place, measure_bandwidth=False)
+
+    def listen(text: str) -> None:
+        typer.echo(text, err=True)
+
+    checker = SelfCheck(cases, place.type, file=file, environment=environment, listen=listen) if check else None
+    benches = [ServeBench(case, load, objective, file, environment, listen, processes=processes, warm_up=warm_up,
+                          timeout=timeout, check=checker) for case in cases]
+    busy = [bench.case for bench in benches if find_max_rate or bench.missing([rate])]
+    busy = checker.plan(busy) if checker else busy
+    for bench in benches:
         with resumable(out):
-            rows += bench.search(rate or 1.0, attain) if find_max_rate else bench.run([rate])
+            rows += bench.search(rate or 1.0, attain) if find_max_rate else bench.run([rate], start=bench.case in busy)
     for row in rows if as_json else ():
         typer.echo(json.dumps(row, ensure_ascii=False))
     close(rows, out)

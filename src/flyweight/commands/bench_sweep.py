@@ -165,8 +165,6 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
         typer.echo(text, err=True)
 
     sweep = Sweep(replace(plan, device=device.type), file, environment, listen)
-    if any(sweep.missing(case, work) for case in cases for work in plan.workloads):
-        file.append([environment])
     with resumable(out):
         rows = sweep.run(cases)
     if as_json:

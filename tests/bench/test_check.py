@@ -1,0 +1,213 @@
+"""The check of greedy tokens: what it is of, that it sees a wrong kernel, and that a file without it is completed."""
+
+import importlib.machinery
+import json
+import weakref
+
+import pytest
+import torch
+from tiny_preset import add_tiny
+
+from flyweight import cli
+from flyweight.backends import base
+from flyweight.backends.base import EngineOptions, Limits
+from flyweight.bench import check, environment
+from flyweight.bench.rows import make_row
+from flyweight.checkpoint.random_folder import write_preset
+from flyweight.kernels import cpu
+from flyweight.models.decoder import Block, Decoder
+from flyweight.models.presets import PresetWeights
+from flyweight.report.document import View
+from flyweight.report.read import read
+from flyweight.report.rows import read_jsonl
+
+SPEED = ("speed", "--input", 4, "--input", 24, "--output", 4, "--repeats", 1)
+THROUGHPUT = ("throughput", "--prompts", 2, "--input", 8, "--output", 4, "--repeats", 1)
+SERVE = ("serve", "--requests", 2, "--input", 8, "--output", 4, "--warm-up", 1)
+WEIGHTS = "the same weights, dequantized"
+
+
+@pytest.fixture
+def bench(tmp_path, capsys, monkeypatch):
+    """Run `flyweight bench …`: the rows in its file, stderr."""
+    add_tiny(monkeypatch)
+    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 14)
+    out = tmp_path / "result.jsonl"
+
+    def run(*arguments, code=0):
+        with pytest.raises(SystemExit) as exit:
+            cli.main(["bench", *map(str, arguments), "--out", str(out), "--device", "cpu"])
+        error = capsys.readouterr().err
+        assert exit.value.code == code, error
+        return list(read_jsonl(out).rows), error
+
+    run.out = out
+    return run
+
+
+def break_kernels(monkeypatch):
+    """Those of the engine, not the plain products that it is compared with."""
+    choose = cpu.choose
+
+    def broken(tensor, *, exact):
+        found = choose(tensor, exact=exact)
+        return found if exact else found._replace(run=lambda x: found.run(x).roll(1, -1))
+
+    monkeypatch.setattr(cpu, "choose", broken)
+
+
+@pytest.mark.parametrize("arguments", [SPEED, THROUGHPUT, SERVE])
+def test_every_speed_has_its_agreement_and_a_wrong_kernel_shows(bench, monkeypatch, arguments):
+    rows, _ = bench(*arguments, "preset:tiny:int4")
+    assert all(row["agreement_clear"] == 1.0 and row["agreement_with"] == WEIGHTS for row in rows)
+    bench.out.unlink()
+    break_kernels(monkeypatch)
+    rows, _ = bench(*arguments, "preset:tiny:int4")
+    assert all(row["status"] == "ok" and row["agreement"] < 0.5 and row["agreement_free"] < 0.5 for row in rows)
+
+
+def test_a_file_made_without_checks_gets_a_row_for_each_case_and_nothing_is_timed_again(bench):
+    models = ("preset:tiny:fp32", "preset:tiny:int4")
+    for arguments in (SPEED, THROUGHPUT):
+        timed, _ = bench(*arguments, *models, "--no-check")
+    assert not any("agreement" in row for row in timed)
+    rows, error = bench(*SPEED, *models)
+    assert rows[: len(timed)] == timed and "warming" not in error
+    assert [(row["bench"], row["scheme"], row["agreement_clear"]) for row in rows[len(timed) :]] == [
+        ("agreement", "fp32", 1.0), ("agreement", "int4", 1.0)]
+    found = read_jsonl(bench.out)
+    machine = found.environments[rows[-1]["environment"]]
+    assert machine["id"] not in {row["environment"] for row in timed} and {"command", "commit"} <= machine.keys()
+    lines = bench.out.read_text()
+    for arguments in (SPEED, THROUGHPUT):  # one check of a case is enough for all of its speeds
+        _, error = bench(*arguments, *models)
+        assert "loading" not in error and bench.out.read_text() == lines
+
+
+def test_a_served_case_is_completed_too(bench):
+    timed, _ = bench(*SERVE, "preset:tiny:int4", "--no-check")
+    rows, _ = bench(*SERVE, "preset:tiny:int4")
+    assert rows[:1] == timed and rows[1]["bench"] == "agreement" and rows[1]["agreement_clear"] == 1.0 and len(rows) == 2
+    assert bench(*SERVE, "preset:tiny:int4")[0] == rows
+
+
+def test_a_case_of_which_runs_are_missing_tells_in_their_rows(bench):
+    bench("latency", "preset:tiny:fp32", "--batch", 1, "--input", 8, "--output", 4, "--repeats", 1, "--no-check")
+    rows, _ = bench("latency", "preset:tiny:fp32", "--batch", 1, "--input", 8, "--output", 4, "--repeats", 2)
+    assert [(row["bench"], row.get("agreement")) for row in rows] == [("latency", None), ("latency", 1.0)]
+
+
+@pytest.mark.parametrize("arguments", [SPEED, SERVE, ("latency", "--batch", 1, "--input", 8, "--output", 4, "--repeats", 1)])
+def test_the_same_weights_are_compared_with_the_baseline_which_is_started_for_it(bench, tmp_path, arguments):
+    folder = write_preset("preset:tiny:fp32", tmp_path / "model")
+    models = (f"first={folder}", f"second={folder}")
+    bench(*arguments, *models, "--no-check")
+    lines = bench.out.read_text().splitlines()
+    kept = [line for line in lines if '"first"' not in line] + [json.dumps(json.loads(line) | {"agreement_with": "kept"})
+                                                                for line in lines if '"first"' in line]
+    bench.out.write_text("\n".join(kept) + "\n")
+    rows, error = bench(*arguments, *models)
+    assert rows[-1]["scheme"] == "second" and rows[-1]["agreement"] == 1.0 and "first on native" in rows[-1]["agreement_with"]
+    assert [row["bench"] for row in rows].count("agreement") == 1 and "loading model first" in error
+
+
+def test_an_only_model_of_its_own_weights_is_the_baseline_and_is_not_started_to_say_so(bench, tmp_path):
+    folder = write_preset("preset:tiny:fp32", tmp_path / "model")
+    bench(*THROUGHPUT, folder, "--no-check")
+    rows, error = bench(*THROUGHPUT, folder)
+    assert rows[-1]["agreement"] is None and rows[-1]["agreement_with"] == "it is the baseline" and "loading" not in error
+
+
+def test_an_engine_that_draws_its_own_weights_is_not_started_for_a_check(bench, monkeypatch):
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    case = {"model": "tiny", "scheme": "int4", "checkpoint": "random:0", "backend": "vllm", "gpus": 1}
+    row = make_row("throughput", None, **case, prompts=2, input=8, output=4, repeat=1, total_tok_s=1.0, latency_s=1.0)
+    bench.out.write_text(json.dumps(row) + "\n")
+    rows, error = bench(*THROUGHPUT, "preset:tiny:int4", "--backend", "vllm")
+    assert [row["bench"] for row in rows] == ["throughput", "agreement"] and "loading" not in error
+    assert rows[1]["agreement"] is None and rows[1]["agreement_with"] == "nothing: random weights of its own"
+
+
+def test_a_check_that_failed_is_told_and_made_up_for(bench, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("CUDA out of memory: too much")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "exact_logits", fail)
+        rows, _ = bench(*THROUGHPUT, "preset:tiny:fp32")
+        assert rows[0]["status"] == "ok" and rows[0]["agreement_with"].startswith("failed: ") and "too much" in str(rows[0])
+        rows, _ = bench(*THROUGHPUT, "preset:tiny:fp32")
+        assert [row["status"] for row in rows] == ["ok", "failed"] and "too much" in rows[1]["reason"]
+    rows, _ = bench(*THROUGHPUT, "preset:tiny:fp32")
+    assert [(row["bench"], row.get("agreement")) for row in rows[2:]] == [("agreement", 1.0)]
+
+
+@pytest.mark.parametrize("model", ["preset:tiny-moe:int4-sym", "preset:tiny-moe:bf16", "preset:tiny:w8a8"])
+def test_the_weights_one_block_at_a_time_give_what_all_at_once_give(model, monkeypatch):
+    load, alive = Block.load, []
+
+    def watched(*args, **options):
+        assert not any(reference() for reference in alive), "the block before is still there"
+        block = load(*args, **options)
+        alive.append(weakref.ref(block))
+        return block
+
+    _, preset, scheme = model.split(":")
+    cpu_device, sequences = torch.device("cpu"), torch.randint(0, 16384, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = Decoder.load(PresetWeights(preset, scheme), device=cpu_device, dtype=torch.float32, exact=True)
+    monkeypatch.setattr(Block, "load", watched)
+    found = check.exact_logits(model, sequences.tolist(), device=cpu_device, dtype="float32")
+    assert len(alive) == whole.config.layers
+    torch.testing.assert_close(found, whole.forward_whole(sequences))
+
+
+def test_an_engine_that_hides_its_tokens_is_not_compared():
+    class Silent:
+        def generate(self, prompts, output):
+            from flyweight.bench.timing import Answer, Run
+            return Run(0.0, 1.0, tuple(Answer(0.0, ((1.0, output),), ()) for _ in prompts))
+
+    with pytest.raises(check.ResultError, match="does not tell the ids"):
+        check.answers(Silent(), [[1, 2]], 3)
+
+
+def test_the_report_shows_it_beside_the_speeds_that_lack_it(bench, tmp_path):
+    bench(*SPEED, "preset:tiny:int4", "--no-check")
+    bench(*THROUGHPUT, "preset:tiny:int4", "--no-check")
+    bench(*SERVE, "preset:tiny:int4", "--no-check")
+    bench(*SPEED, "preset:tiny:int4")
+    bench(*THROUGHPUT, "preset:tiny:fp32")
+    view = View(read([bench.out]))
+    for name in ("speed", "throughput", "serve"):
+        record = view.records(name)[0]
+        assert record["agreement_clear"] == 1.0 and record["agreement_with"] == f"{WEIGHTS}, checked apart"
+    assert view.records("throughput")[1]["agreement_with"] == WEIGHTS, "its own row's wins"
+    for ending in ("md", "rst", "html"):
+        path = tmp_path / f"report.{ending}"
+        with pytest.raises(SystemExit):
+            cli.main(["report", str(bench.out), "-o", str(path), "--no-figures"])
+        text = path.read_text()
+        assert text.count("checked apart") == 4 and "Same tokens" in text
+
+
+def test_an_agreement_of_other_weights_or_another_device_is_not_borrowed(bench):
+    bench(*THROUGHPUT, "preset:tiny:int4", "--no-check")
+    bench(*THROUGHPUT, "preset:tiny:int4")
+    lines = [json.loads(line) for line in bench.out.read_text().splitlines()]
+
+    def with_change(**change):
+        bench.out.write_text("".join(json.dumps(row | (change if row["bench"] == "agreement" else {})) + "\n" for row in lines))
+        return View(read([bench.out])).records("throughput")[0].get("agreement")
+
+    assert with_change() == 1.0
+    assert with_change(checkpoint="random:1") is with_change(backend="vllm") is with_change(environment=None) is None
+
+
+def test_native_in_half_precision_is_compared_in_half_precision(monkeypatch):
+    add_tiny(monkeypatch)
+    backend = base.create("native", "preset:tiny:fp32", EngineOptions(device="cpu", dtype="bfloat16"))
+    backend.start(Limits(2, 12, None))
+    asked, exact_logits = [], check.exact_logits
+    monkeypatch.setattr(check, "exact_logits", lambda *args, **options: asked.append(options) or exact_logits(*args, **options))
+    check.Expected.of_weights("preset:tiny:fp32", backend, [[1, 2, 3]], 4)
+    assert asked[0]["dtype"] == "bfloat16"
