@@ -5,7 +5,7 @@
 #     TRY=1 OUT=/tmp/try benchmarks/h200/measure.sh all       does every piece run? tiny models and short work, on a CPU too
 #
 # Rows go to $OUT (default: this folder), one file for each document. A piece that finds its file there, or in $RESUME, runs
-# only what is missing, so a run that was cut off is started again as it was.
+# only what is missing, so a run that was cut off is started again as it was; of rows that have no check, the check alone.
 set -euo pipefail
 root=$PWD
 out=$(realpath -m "${OUT:-benchmarks/h200}")
@@ -80,21 +80,22 @@ piece() {
     003-vllm) for name in awq awq_marlin; do flyweight 003-vllm-$name 200 $serving bench serve "${awq[@]}" --backend vllm \
       --quantization $name "${serve[@]}" "${few[@]}" --option gpu_memory_utilization=0.6 --option "$graphs"; done ;;
     vllm-prefill) for scheme in int4 w8a8 bf16; do flyweight vllm-prefill-$scheme 100 vllm-prefill.jsonl bench latency $q8:$scheme \
-      --backend vllm --no-check --workload prefill_bound --workload long_context --option gpu_memory_utilization=0.6 \
+      --backend vllm --workload prefill_bound --workload long_context --option gpu_memory_utilization=0.6 \
       --option "$graphs"; done ;;
     cross-check) script cross-check 200 cross-check-vllm.jsonl cross_check.py --option gpu_memory_utilization=0.6 "$graphs" ;;
     profile) add profile 60 flyweight profile $q8:int4 "${profile[@]}" -o "$traces" ;;
     004) for size in "${sizes[@]}"; do speed 004-$size 200 $q2${size:+-}$size "${lengths[@]}"; done ;;
     004-transformers) for size in "${sizes[@]}"; do speed 004-transformers-$size 100 $q2${size:+-}$size --backend transformers \
-      --no-check "${fewer[@]}"; done ;;
+      "${fewer[@]}"; done ;;
     004-long) speed 004-long 250 $q2-7b-yarn --model-name qwen2-7b --input 63488 --input 129024 ;;
-    57b) flyweight 57b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$moe:int4-sym BF16=$moe:bf16 --repeats 1 --no-check "${fewer[@]}" ;;
-    72b) flyweight 72b 260 004-qwen2.jsonl bench speed GPTQ-Int4=$q72:int4-sym GPTQ-Int8=$q72:w8a16 --repeats 1 --no-check \
+    57b) flyweight 57b 200 004-qwen2.jsonl bench speed GPTQ-Int4=$moe:int4-sym BF16=$moe:bf16 --repeats 1 "${fewer[@]}" ;;
+    72b) flyweight 72b 260 004-qwen2.jsonl bench speed GPTQ-Int4=$q72:int4-sym GPTQ-Int8=$q72:w8a16 --repeats 1 \
       "${fewer[@]}" ;;
-    72b-long) flyweight 72b-long 500 004-qwen2.jsonl bench speed GPTQ-Int4=$q72-yarn:int4-sym GPTQ-Int8=$q72-yarn:w8a16 \
-      --model-name qwen2-72b --repeats 1 --no-check --input 63488 --input 129024 --output 128 ;;
+    72b-long) # the weights and kernels of 72b under the same name: one check is of both
+      flyweight 72b-long 500 004-qwen2.jsonl bench speed GPTQ-Int4=$q72-yarn:int4-sym GPTQ-Int8=$q72-yarn:w8a16 \
+      --model-name qwen2-72b --repeats 1 --input 63488 --input 129024 --output 128 ;;
     throughput) for model in $moe $q32; do flyweight throughput-${model#*:} 200 004-qwen2.jsonl bench throughput BF16=$model:bf16 \
-      "${prompts[@]}" --repeats 1 --no-check; done ;;
+      "${prompts[@]}" --repeats 1; done ;;
     chain)
       flyweight chain 90 $kernels bench kernel --chain $chain --format w4a16,w8a16,w8a8,bf16 --rows 1
       flyweight chain-fp16 60 $kernels bench kernel --chain $chain --format w4a16,w8a16 --dtype fp16 --rows 1 ;;
