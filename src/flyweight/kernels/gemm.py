@@ -91,10 +91,12 @@ class Shape:
     @property
     def registers(self) -> int | None:
         """At most so many a thread: with few tokens a CTA of pack.cu fits beside, and weights arrive while x is packed."""
+        if self.tokens > 64:
+            return None
         if self.split == CLUSTERS:
             return REGISTERS_SMALL
         left = (REGISTERS - REGISTERS_PACK) // (32 * (4 * self.warpgroups + self.loaders)) // 8 * 8
-        return max(REGISTERS_SMALL, left) if self.tokens <= 64 else None
+        return max(REGISTERS_SMALL, left)
 
     def grid(self, processors: int) -> int:
         return {WHOLE: min(processors, self.tiles), LINE: processors}.get(self.split, self.tiles * self.cluster)
@@ -128,9 +130,10 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if staged is None:
         staged = 0 if small or tokens < 64 or outputs % 16 else staged_tokens(kind, tokens, residual=residual)
     grouped = kind in GROUPED
-    beside = split == CLUSTERS and warpgroups <= 2 if beside is None else beside
+    beside = split == CLUSTERS and warpgroups <= 2 and tokens <= 64 if beside is None else beside
     staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
-    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if small or (lone and warpgroups == 1) else SHARED) - staging
+    few = tokens <= 64 and (small or (lone and warpgroups == 1))
+    limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if few else SHARED) - staging
     counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64

@@ -169,7 +169,7 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
 #include "gemm_sums.cuh"
 
 extern "C" __global__ void
-#if !SLICED && TOKENS > 64  // of others the host limits the registers
+#if TOKENS > 64  // of others the host limits the registers
 __launch_bounds__(THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
@@ -203,7 +203,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
   }
   if (WIDE) take_registers<232>();
   if (QUANTIZED && SLICED && lane == 0)  // here before they are needed
-    prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER * MT + warp, TILES - 1) * 16);
+    prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER / x_tiles * MT + warp, TILES - 1) * 16);
   wait_for_inputs();
   int slot = 0, unit = first_unit(n_tiles);
   u32 parity = 0;
@@ -282,7 +282,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     give_sums(sh, acc, rank);
     cluster_arrive();
 #else
-    post_sums(acc, partials, s.m, rank);
+    post_sums(acc, partials, blockIdx.x / CLUSTER, rank);
 #endif
     const Ends<OWNED> ends(s, first, channel_scale, row_scale, bias, residual, rows, warp, lane);
     if (IN_CLUSTER) cluster_wait();
@@ -291,7 +291,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #if IN_CLUSTER
       take_sums(sh, sum);
 #else
-      collect_sums(sum, acc, partials, s.m, rank);
+      collect_sums(sum, acc, partials, blockIdx.x / CLUSTER, rank);
 #endif
       write_tile<OWNED>(sum, ends, s, first, Y, rows, groups, warp, lane);
     }

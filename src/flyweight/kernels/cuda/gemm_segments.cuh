@@ -16,7 +16,8 @@ DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_o
 #if SLICED
   if (unit < 0) return false;
   const int rank = unit % CLUSTER;
-  s = {unit / CLUSTER, 0, rank * STAGE_COUNT / CLUSTER, (rank + 1) * STAGE_COUNT / CLUSTER};
+  s = place(unit / CLUSTER, n_tiles);
+  s.begin = rank * STAGE_COUNT / CLUSTER, s.end = (rank + 1) * STAGE_COUNT / CLUSTER;
   unit = -1;
 #elif SPLIT == LINE
   const int end = unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT);
