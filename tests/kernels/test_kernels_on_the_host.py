@@ -88,6 +88,7 @@ MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=ge
         ("w8a8", 60, (240, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
         ("int8:128:symmetric", 60, (200, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=4)),
         ("w8a8", 20, (240, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=3)),
+        ("w8a8", 5, (136, 512), dict(split=gemm.CLUSTERS, tokens=8, warpgroups=1, cluster=2)),  # tiles of 16 rows, without work
         ("int4:64", 200, (200, 512), dict(split=gemm.CLUSTERS, tokens=128, warpgroups=3, cluster=2)),
         ("int8:128:symmetric", 150, (144, 768), dict(split=gemm.MAIL, tokens=128, warpgroups=2, cluster=3)),
         ("w8a8", 260, (136, 512), dict(split=gemm.MAIL, tokens=256, warpgroups=2, cluster=2)),

@@ -193,6 +193,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     wait_for_inputs();
     n_tiles = tiles[0], rows = n_tiles * TOKENS;
   }
+  if (SLICED && blockIdx.x >= M_TILES * n_tiles * CLUSTER) return;  // the grid is of the most rows that this call takes
   if (warp >= WGS * 4) {
     if (WIDE) give_registers<40>();
     if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
