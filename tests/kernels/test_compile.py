@@ -52,6 +52,7 @@ CASES = [
     ("gemm.cu", GEMM | dict(FORMAT=2, KDIM=7392, GROUP=32, TOKENS=16, WGS=4, SPLIT=0, EPILOGUE=1, STAGED=0)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPLIT=2, CLUSTER=6, STAGED=0, LOADERS=1)) for kind in range(4)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPLIT=3, CLUSTER=3, STAGED=0)) for kind in range(4)),
+    *(("gemm.cu", GEMM | dict(FORMAT=1, TOKENS=128, WGS=3, SPLIT=split, CLUSTER=2, STAGED=0)) for split in (2, 3)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=256, SPLIT=0, EPILOGUE=2, BIAS=1)) for kind in (1, 3)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=256, SPLIT=0, EPILOGUE=2, PACKED=2, ORDER=kind)) for kind in (0, 1)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, TOKENS=tokens, SPLIT=0, EPILOGUE=kind, STAGED=32))

@@ -44,6 +44,18 @@ def test_tiles_of_any_number_of_tokens_give_the_same_bits(kind, tokens, warpgrou
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8", "fp8"])
+@pytest.mark.parametrize(("rows", "cut"), [
+    (200, dict(split=gemm.CLUSTERS, tokens=128, cluster=2)), (200, dict(split=gemm.MAIL, tokens=128, cluster=3)),
+    (500, dict(split=gemm.CLUSTERS, tokens=256, cluster=2)), (1100, dict(split=gemm.MAIL, tokens=128, cluster=2))])
+def test_inputs_of_several_tiles_of_tokens_are_cut_into_slices(kind, rows, cut):
+    tensor, residual = make(kind, (600, 1536), 4), torch.randn(rows, 600, device="cuda").bfloat16()
+    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, 1536, device="cuda").bfloat16()
+    want = tensor.matmul_reference(x) + residual.double()
+    found = [gemm.multiply(weight, x, poisoned(rows, 600, x.dtype), residual=residual, warpgroups=2, **cut) for _ in range(3)]
+    assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
     monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (rows, 12))
