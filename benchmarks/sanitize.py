@@ -24,7 +24,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-CHECKS = {"memcheck": ["--report-api-errors", "no"], "racecheck": ["--racecheck-report", "analysis"]}
+CHECKS = {"memcheck": ["--report-api-errors", "no"],
+          "racecheck": ["--racecheck-report", "analysis", "--racecheck-indirect-barrier-dependency"]}
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 LIMIT_S = 60

@@ -15,6 +15,7 @@ DEVICE Pending& mine() {
   return pending[threadIdx.x];
 }
 DEVICE void wgmma_fence() {}
+DEVICE void fence_for_products() {}
 DEVICE void wgmma_commit() { Pending& p = mine(); p.groups.push_back(std::move(p.open)); p.open.clear(); }
 template <int LEFT> static inline void wgmma_wait() {
   while ((int)mine().groups.size() > LEFT) {
@@ -62,7 +63,6 @@ template <int COUNT> static inline void wgmma(float (&d)[COUNT], const u32 (&a)[
     return to_float((u16)(all[32 * (row / 8 + 2 * (k / 8)) + row % 8 * 4 + k % 8 / 2] >> 16 * (k % 2))) * right.by_column(n, k);
   });
 }
-DEVICE void fence_for_products() {}
 struct TensorMap { u64 address, sizes[3], strides[2], box[3], unused[7]; };  // strides in bytes
 DEVICE void tensor_copy(void* to, const TensorMap& map, int x, int y, int z, u64* full) {
   give_way();

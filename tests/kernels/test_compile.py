@@ -18,7 +18,9 @@ HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK
 PREFILL = dict(FP16=0, HEADS=32, KV_HEADS=8, KEYS=128, WGS=2, STAGES=2)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 REGISTERS = dict(ROWS=8, WARPS=8, STAGES=3, STAGE_BLOCKS=32, SLOTS=2, IN_REGISTERS=1)  # x in registers
-FEW = dict(FORMAT=1, BIAS=0, EPILOGUE=1, WARPS=16, PARTIALS=2, ROUND=6, STAGES=4, HELD=2, SHARED_BYTES=112 << 10)
+FEW = dict(FORMAT=1, BIAS=0, EPILOGUE=1, SETS=1, WARPS=16, TEAM=16, ROUND=6, STAGES=4, HELD=2,
+           SHARED_BYTES=112 << 10)
+SIXTEEN = FEW | dict(SETS=2, TEAM=8, STAGES=8, HELD=4)
 CASES = [
     *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
     ("gemv.cu", GEMV | dict(FORMAT=1, FP16=1, SCALE_FP16=1, ROWS=8, EPILOGUE=2, BIAS=1, SLOTS=2)),
@@ -35,7 +37,9 @@ CASES = [
     *(("gemv.cu", GEMV | REGISTERS | dict(FORMAT=kind, FP16=kind - 1, SCALE_FP16=kind - 1, EPILOGUE=2)) for kind in (1, 2)),
     *(("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=kind)) for kind in (1, 2)),
     ("few.cu", LINEAR | FEW),
-    ("few.cu", LINEAR | FEW | dict(KDIM=12288, NDIM=4096, FP16=1, SCALE_FP16=1, EPILOGUE=0, BIAS=1, ROUND=4, PARTIALS=4)),
+    ("few.cu", LINEAR | FEW | dict(KDIM=12288, NDIM=4096, FP16=1, SCALE_FP16=1, EPILOGUE=0, BIAS=1, ROUND=4)),
+    ("few.cu", LINEAR | SIXTEEN),
+    ("few.cu", LINEAR | SIXTEEN | dict(KDIM=12288, NDIM=4096, FP16=1, SCALE_FP16=1, BIAS=1, ROUND=4)),
     *(("batch.cu", LINEAR | BATCH | dict(FORMAT=kind)) for kind in range(4)),
     ("batch.cu", LINEAR | BATCH | dict(FORMAT=1, KDIM=7392, NDIM=1000, GROUP=32, ROWS=16, PER_WARP=1, COLUMN_WARPS=1, SLICES=1,
                                        EPILOGUE=1, BIAS=1)),

@@ -1,4 +1,4 @@
-"""Linears of 5 to 8 rows through few.cu against `matmul_reference` in float64; outputs are poisoned before each launch."""
+"""Linears of 5 to 16 rows through few.cu against `matmul_reference` in float64; outputs are poisoned before each launch."""
 
 from functools import partial
 
@@ -11,8 +11,8 @@ from flyweight.kernels import batch, few, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 
 pytestmark = pytest.mark.gpu
-# o and down of an 8-billion model; tiles that do not divide among clusters; 8, 10 and 12 warps, the last of them in two turns
-SHAPES = [(4096, 4096), (4096, 12288), (2128, 2048), (4880, 2560), (2560, 6144)]
+# o and down of an 8-billion model; tiles that do not divide among clusters; 8, 9, 10 and 12 warps, the last of them in two turns
+SHAPES = [(4096, 4096), (4096, 12288), (2128, 2048), (2128, 2304), (4880, 2560), (2560, 6144)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +31,16 @@ def run(multiply, x, outputs, **options):
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("seed", [0, 1], ids=["zero points", "symmetric"])
-def test_5_to_8_rows_with_bias_and_residual(seed, dtype):
+def test_5_to_16_rows_with_bias_and_residual(seed, dtype):
     for outputs, columns in SHAPES:
         tensor, bias = make("int4:128", (outputs, columns), seed, dtype), torch.randn(outputs, device="cuda").to(dtype)
         plain, biased = (gemv.prepare(tensor, dtype=dtype, bias=given) for given in (None, bias))
-        x, residual = (torch.randn(8, width, device="cuda").to(dtype) for width in (columns, outputs))
+        x, residual = (torch.randn(16, width, device="cuda").to(dtype) for width in (columns, outputs))
         want = tensor.matmul_reference(x)
-        for rows in range(5, 9):
+        for rows in range(5, 17):
             got = run(partial(few.multiply, plain), x[:rows], outputs)
             assert relative_error(got, want[:rows]) < TOLERANCE[dtype], (outputs, columns, rows)
-        for rows in (5, 8):
+        for rows in (5, 8, 9, 13, 16):
             got = run(partial(few.multiply, biased), x[:rows], outputs, residual=residual[:rows])
             ended = want[:rows] + bias.double() + residual[:rows].double()
             assert relative_error(got, ended) < TOLERANCE[dtype], (outputs, columns, rows)
@@ -59,11 +59,11 @@ def test_linears_that_few_does_not_take_go_another_way(kind, shape, way):
 
 
 @pytest.mark.parametrize("columns", [4096, 6144])
-@pytest.mark.parametrize("others", [None, "batch", "gemv"])
-def test_a_thousand_dependent_replays_agree_bit_for_bit(columns, others):
+@pytest.mark.parametrize(("rows", "others"), [(8, None), (8, "batch"), (8, "gemv"), (16, None), (16, "batch")])
+def test_a_thousand_dependent_replays_agree_bit_for_bit(columns, rows, others):
     """Behind itself, or by turns with kernels that have an SM each or leave room."""
     weights = [gemv.prepare(make("int4:128", (columns, columns), i), dtype=torch.bfloat16) for i in range(6)]
-    norm, start = torch.ones(columns, device="cuda").bfloat16(), torch.randn(8, columns, device="cuda").bfloat16()
+    norm, start = torch.ones(columns, device="cuda").bfloat16(), torch.randn(rows, columns, device="cuda").bfloat16()
     between = {"batch": batch.multiply, "gemv": gemv.Gemv.__call__}
 
     def product(step, x, out, pdl):

@@ -1,4 +1,6 @@
-"""5 to 8 rows through few.cu as it stands, compiled for and run on the CPU."""
+"""5 to 16 rows through few.cu as it stands, compiled for and run on the CPU."""
+
+import itertools
 
 import host_cuda
 import pytest
@@ -18,11 +20,13 @@ def multiply(weight, x, **options):
     return out[:-1]
 
 
-# Tiles that do not divide among clusters, fewer and more of them than sums have places, more stages than slots, several turns of
-# the inputs.
+# Tiles that do not divide among clusters, fewer and more of them than slots, several turns of the inputs; of more than 8 rows
+# teams of 8, 5, 9 (all warps, an odd number) and 6 warps, stages that do and do not divide among slots.
 @pytest.mark.parametrize(("kind", "rows", "shape"), [
     ("int4:128", 8, (112, 2048)), ("int4:128:symmetric", 7, (416, 4096)), ("int4:128", 5, (80, 6144)),
-    ("int4:128", 6, (240, 2560)), ("int4:128", 8, (80, 12288))])
+    ("int4:128", 6, (240, 2560)), ("int4:128", 8, (80, 12288)), ("int4:128", 16, (112, 4096)),
+    ("int4:128:symmetric", 9, (416, 4096)), ("int4:128", 13, (240, 2560)), ("int4:128", 16, (80, 2304)),
+    ("int4:128", 11, (80, 6144)), ("int4:128", 16, (80, 12288))])
 def test_rows_are_multiplied_as_they_lie_in_memory(kind, rows, shape):
     tensor = make(kind, shape, 1)
     weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
@@ -32,26 +36,36 @@ def test_rows_are_multiplied_as_they_lie_in_memory(kind, rows, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bias_and_residual_are_fused(dtype):
+@pytest.mark.parametrize("rows", [6, 13])
+def test_bias_and_residual_are_fused(dtype, rows):
     tensor, bias = make("int4:128", (96, 4096), 1), torch.randn(96).to(dtype)
-    x, residual = torch.randn(6, 4096).to(dtype), torch.randn(6, 96).to(dtype)
+    x, residual = torch.randn(rows, 4096).to(dtype), torch.randn(rows, 96).to(dtype)
     want = tensor.matmul_reference(x) + bias.double() + residual.double()
     linear = CudaLinear(tensor, dtype=dtype, bias=bias)
     assert linear.way(6, x.device) == "few"
     assert error(multiply(linear.weight, x, residual=residual), want) < 4e-3
-    assert error(linear.fused(x, residual=residual), want) < 4e-3
+    assert error(linear.fused(x, residual=residual, way="few"), want) < 4e-3
 
 
-def test_the_residual_may_be_what_is_written():
-    tensor, x, hidden = make("int4:128", (112, 2048), 1), torch.randn(8, 2048).bfloat16(), torch.randn(8, 112).bfloat16()
+def test_a_row_has_the_same_bits_in_either_set():
+    weight, x = gemv.prepare(make("int4:128", (112, 2048), 1), dtype=torch.bfloat16), torch.randn(8, 2048).bfloat16()
+    first, second = multiply(weight, torch.cat([x, x])).split(8)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_the_residual_may_be_what_is_written(rows):
+    tensor, x, hidden = make("int4:128", (112, 2048), 1), torch.randn(rows, 2048).bfloat16(), torch.randn(rows, 112).bfloat16()
     want = tensor.matmul_reference(x) + hidden.double()
     assert error(few.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x, hidden, residual=hidden), want) < 4e-3
 
 
 def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():
-    for outputs, columns in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 14336), (2560, 4096), (5120, 5120)):
-        chosen = few.choose(outputs, columns, 132)
-        assert chosen is not None and chosen.stages >= 3 and chosen.warps <= few.MOST_WARPS
+    shapes = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 14336), (2560, 4096), (3584, 3584), (5120, 5120))
+    for rows, (outputs, columns) in itertools.product((8, 16), shapes):
+        chosen = few.choose(outputs, columns, 132, rows)
+        assert chosen is not None and chosen.stages * chosen.team >= 3 * chosen.warps and chosen.warps <= few.MOST_WARPS
+        assert chosen.stages <= (few.DEEP_STAGES[rows // 8] if columns > 5120 else few.MOST_STAGES)
     for outputs, columns in ((4096, 1536), (2560, 9728), (3584, 18944), (4096, 4224), (1024, 4096), (4104, 4096)):
         assert few.choose(outputs, columns, 132) is None
 
@@ -62,4 +76,5 @@ def test_what_does_not_fit_is_told():
         few.multiply(weight, torch.randn(8, 1536).bfloat16())
     fitting, device = gemv.prepare(make("int4:128", (96, 2048), 1), dtype=torch.bfloat16), torch.device("cpu")
     assert few.why_not(fitting, 8, device) is None
-    assert "2 to 8 rows" in few.why_not(fitting, 9, device) and "norm" in few.why_not(fitting, 8, device, norm=True)
+    assert few.why_not(fitting, 16, device) is None
+    assert "2 to 16 rows" in few.why_not(fitting, 17, device) and "norm" in few.why_not(fitting, 8, device, norm=True)

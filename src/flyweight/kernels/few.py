@@ -1,4 +1,4 @@
-"""A linear of 5 to 8 rows of int4 with x in registers and half of its inputs in each of two CTAs: host side of cuda/few.cu."""
+"""A linear of 5 to 16 rows of int4 with x in registers and half of its inputs in each of two CTAs: host side of cuda/few.cu."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, SHARED_LIMIT, Gemv, format_defines, processors, turns
 
-ROWS, CLUSTER = 8, 2
+ROWS, CLUSTER = 16, 2
 LEAST_WARPS, MOST_WARPS = 8, 16  # that multiply, with 128 inputs each; no more fit beside another kernel
-HELD = 2  # stages of the ring that are fetched when the inputs are there: see gemv.HELD
+TEAMS = {1: 1, 2: 2}  # by sets of 8 rows: of warps that share a stage; smaller stages where x takes room of the ring
+HELD = 2  # stages of all teams in the ring that are fetched when the inputs are there: see gemv.HELD
+MOST_STAGES = 15  # a barrier of the hardware for each
+# By sets of 8 rows, where inputs come in turns: a step is slower if more of the next linear's weights come ahead
+DEEP_STAGES = {1: 4, 2: 8}
 LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free early, as beside kernels that have one each
 
 
@@ -23,24 +27,27 @@ LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free 
 class Choice:
     """How a linear is cut."""
 
+    sets: int  # of 8 rows
     warps: int
+    team: int  # warps that share a stage
     tiles: int  # of a cluster
-    partials: int  # tiles whose sums have a place
     stages: int
 
 
 @functools.cache
-def choose(outputs: int, columns: int, processors: int) -> Choice | None:
+def choose(outputs: int, columns: int, processors: int, rows: int = 8) -> Choice | None:
     """None where inputs or outputs do not come out even, or are too many for one kernel beside another."""
     clusters, half = processors // CLUSTER, columns // 128 // CLUSTER
     warps = max((count for count in range(LEAST_WARPS, MOST_WARPS + 1) if half % count == 0), default=0)
     if columns % (128 * CLUSTER) or not half or not warps or outputs % 16 or outputs < 16 * clusters:
         return None
-    tiles = math.ceil(outputs / 16 / clusters)
-    owned, partials = math.ceil(tiles / CLUSTER), 2 if warps == half else tiles
-    others = (partials * warps + owned) * 512 + 16 * partials + 8 * owned + 128
-    stages = min(tiles * half // warps, (SHARED_LIMIT - others) // (warps * (2 * BLOCK_BYTES["int4"] + 64) + 16))
-    return Choice(warps, tiles, partials, stages) if stages > 1 else None
+    sets, turns, tiles = math.ceil(rows / 8), half // warps, math.ceil(outputs / 16 / clusters)
+    team = warps // TEAMS[sets] if warps % TEAMS[sets] == 0 else warps
+    owned, x = math.ceil(tiles / CLUSTER), (sets - 1) * warps * 2048
+    others = x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
+    most = DEEP_STAGES[sets] if turns > 1 else min(tiles * warps // team, MOST_STAGES)
+    stages = min(most, (SHARED_LIMIT - others) // (team * (2 * BLOCK_BYTES["int4"] + 64) + 16))
+    return Choice(sets, warps, team, tiles, stages) if stages * team > warps else None
 
 
 def why_not(weight: Gemv, rows: int, device: torch.device, *, norm: bool = False) -> str | None:
@@ -49,7 +56,7 @@ def why_not(weight: Gemv, rows: int, device: torch.device, *, norm: bool = False
         return "needs Hopper's clusters"
     if weight.kind != "int4" or weight.group != 128 or weight.interleaved or norm or not 1 < rows <= ROWS:
         return f"takes 2 to {ROWS} rows of int4 in groups of 128, without a norm before or silu·mul after"
-    if choose(weight.out_features, weight.in_features, processors(device.index or 0)) is None:
+    if choose(weight.out_features, weight.in_features, processors(device.index or 0), rows) is None:
         return f"{weight.in_features} inputs and {weight.out_features} outputs do not fit into whole stages of pairs of CTAs"
     return None
 
@@ -58,15 +65,15 @@ def why_not(weight: Gemv, rows: int, device: torch.device, *, norm: bool = False
 def kernel(outputs: int, columns: int, fp16: bool, scale_fp16: bool, chosen: Choice, *, epilogue: str, bias: bool) -> jit.Kernel:
     return jit.load("few.cu", defines={
         **format_defines("int4"), "FP16": int(fp16), "SCALE_FP16": int(scale_fp16), "KDIM": columns, "NDIM": outputs,
-        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "WARPS": chosen.warps, "ROUND": chosen.tiles,
-        "PARTIALS": chosen.partials, "STAGES": chosen.stages, "HELD": min(HELD, chosen.stages - 1),
+        "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "SETS": chosen.sets, "WARPS": chosen.warps, "TEAM": chosen.team,
+        "ROUND": chosen.tiles, "STAGES": chosen.stages, "HELD": min(HELD * chosen.warps // chosen.team, chosen.stages - 1),
         "SHARED_BYTES": SHARED_LIMIT}).kernel("few")
 
 
 def multiply(weight: Gemv, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None, pdl: bool = True) -> Tensor:
-    """x [rows, in], up to 8 rows → [rows, out]."""
+    """x [rows, in], up to 16 rows → [rows, out]."""
     rows, grid, shape = x.shape[0], processors(x.device.index or 0), (weight.out_features, weight.in_features)
-    reason, chosen = why_not(weight, rows, x.device), choose(*shape, grid)
+    reason, chosen = why_not(weight, rows, x.device), choose(*shape, grid, rows)
     if reason or chosen is None:
         raise ValueError(f"{rows} rows of {shape[1]} inputs do not go through few.cu: {reason}")
     out = torch.empty(rows, shape[0], dtype=weight.dtype, device=x.device) if out is None else out

@@ -31,7 +31,7 @@ QUANTIZED = {"w8a8": 1, "sparse-w8a8": 1, "fp8": 2}  # x becomes int8 (1) or flo
 IN_REGISTERS = ("int4", "int8")  # formats of which 8 rows can stay in registers (cuda/gemv_registers.cuh)
 MOST_PROCESSORS = 1024
 # Format → most rows whose linears fill their rings one after the other. 16 bits lose by it, W8A8 where batch.cu has some of them.
-IN_TURN = {"int4": 4, "few.cu": 8, "int8": 2, "w8a8": 2, "sparse-int4": 1, "sparse-int8": 2, "sparse-w8a8": 2}
+IN_TURN = {"int4": 4, "few.cu": 16, "int8": 2, "w8a8": 2, "sparse-int4": 1, "sparse-int8": 2, "sparse-w8a8": 2}
 # Stages of the ring that are fetched only when the kernel's inputs are there, so that memory has work meanwhile; 2 of others.
 HELD = {"int4": 3}
 SHARED_LIMIT = 112 * 1024  # two kernels on one SM: the next one streams weights while this one ends

@@ -1,20 +1,21 @@
-// y[r, n] = sum_k x[r, k] · W[n, k] for up to 8 rows of int4 in groups of 128; x as it lies in memory: no kernel before it.
+// y[r, n] = sum_k x[r, k] · W[n, k] for up to 16 rows of int4 in groups of 128; x as it lies in memory: no kernel before it.
 //
 // Work split: a cluster of two CTAs has some tiles of 16 outputs, each CTA one half of their inputs.
 //
-//      stage = one tile × 128 inputs for each warp that multiplies, two copies; all tiles, then the next inputs
-//      WARPS that multiply:   their inputs of x stay in registers from tile to tile
+//      stage = one tile × 128 inputs for each warp of a team, two copies; all tiles, then the next inputs
+//      WARPS that multiply:   TEAM of them share a stage; their inputs of x stay where they are from tile to tile, of 8 rows in
+//                             registers, of the next 8 in shared memory. Sums take the place of the weights they are made of
 //      a warp that ends:      adds the sums of the others up, sends them to the CTA whose tile it is, or writes the outputs
 //      a warp that fetches:   ahead of the kernel before this one; two kernels fit on an SM, as in gemv.cuh
 //
 // So warps that multiply wait for nothing but weights. y = s · (sum_k (P + q) · x − (P + z) · sum_k x), as in gemv_registers.cuh.
 // A half of the inputs is what 16 warps have registers for, beside another kernel; of more inputs there are several turns.
 // Limit: bytes of weights where there are many outputs, else latency; taking codes apart needs half as long as the bytes.
-// Measured (docs/kernels.md): faster than batch.cu, alone and as o and down of a layer. Twice the inputs a warp, other numbers of
-// stages held back: no faster; rings not filled in turn, shifts done by products: slower. Behind itself with a norm, and with 16
-// rows, it was slower than batch.cu: it has neither.
+// Measured (docs/kernels.md): 8 rows are faster than with batch.cu, alone and as o and down of a layer. Twice the inputs a warp,
+// other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. Behind itself with a
+// norm it was slower than batch.cu: it has none.
 //
-// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, EPILOGUE, BIAS, WARPS, ROUND, PARTIALS, STAGES, HELD, SHARED_BYTES
+// defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, EPILOGUE, BIAS, SETS (of 8 rows), WARPS, TEAM, ROUND, STAGES, HELD, SHARED_BYTES
 #define CLUSTER 2
 #include "common.cuh"
 #include "linear.cuh"
@@ -23,17 +24,22 @@
 #include "turns.cuh"
 #include "codes.cuh"
 
-constexpr int GROUPS = KDIM / 128, TILES = NDIM / 16, TURNS = GROUPS / CLUSTER / WARPS, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
-constexpr int RECORDS_AT = WARPS * 2 * BLOCK_BYTES, STAGE_BYTES = RECORDS_AT + WARPS * 64;
+constexpr int GROUPS = KDIM / 128, HALF = GROUPS / CLUSTER, TURNS = HALF / WARPS;
+constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
+constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
+constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
+constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + TEAM * 64;
 static_assert(FORMAT == INT4 && !SPARSE && EPILOGUE != SILU, "what this is for");
-static_assert(KDIM % (CLUSTER * WARPS * 128) == 0 && NDIM % 16 == 0, "no stage is ragged");
-static_assert(TURNS == 1 || PARTIALS >= ROUND, "sums of all tiles stay until the last turn");
+static_assert(KDIM % (CLUSTER * 128) == 0 && NDIM % 16 == 0, "whole groups and tiles");
+static_assert(WARPS % TEAM == 0 && HALF % WARPS == 0, "stages are whole");
+static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums fit where weights were; a barrier for each stage");
 
 struct __align__(128) Shared {
-  u8 ring[STAGES][STAGE_BYTES];
-  float4 partial[PARTIALS][WARPS][32];  // of a lane
-  float4 exchange[OWNED][32];           // the other CTA's sums of our tiles
-  u64 full[STAGES], empty[STAGES], summed[PARTIALS], taken[PARTIALS], exchanged[OWNED];
+  u8 ring[STAGES][STAGE_BYTES];  // where a warp's weights were, then its sums: of a set and a lane
+  uint4 x[WARPS][MOVED ? MOVED * 4 * 32 : 1];       // a lane's own, converted
+  float4 totals[TURNS > 1 ? ROUND : 1][SETS][32];   // of the turns so far
+  float4 own[SETS][32], exchange[OWNED][SETS][32];  // our sums of a tile of ours, the other CTA's of all of them
+  u64 full[STAGES], empty[STAGES], exchanged[OWNED];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
@@ -50,90 +56,116 @@ DEVICE float4 sum_of(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b
 // The last HELD stages of the first filling come when x does.
 DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
   if (a.turns) await_turn(a.turns + 2 * processor(), lane);
-  int slot = 0, tile = 0, unit = part.rank * TURNS * WARPS;
+  int slot = 0, team = 0, tile = 0, unit = 0;
   u32 parity = 1;
 #pragma unroll 1
-  for (int i = 0; i < part.count * TURNS; i++) {
+  for (int i = 0; i < part.count * TURNS * TEAMS; i++) {
     if (i == STAGES - HELD) wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + unit;
+    const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.rank * HALF + unit + team * TEAM;
     copy_begin(&sh.full[slot], STAGE_BYTES, lane);
-    copy_bytes(sh.ring[slot], a.weights + at * 2 * BLOCK_BYTES, RECORDS_AT, &sh.full[slot], lane);
-    copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, WARPS * 64, &sh.full[slot], lane);
-    if (++tile == part.count) tile = 0, unit += WARPS;
+    copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, RECORDS_AT, &sh.full[slot], lane);
+    copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, TEAM * 64, &sh.full[slot], lane);
+    if (++team == TEAMS) team = 0, tile++;
+    if (tile == part.count) tile = 0, unit += WARPS;
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   if (a.turns && lane == 0) count_up(a.turns + 2 * processor() + 1);
   wait_for_inputs();
 }
 
-// 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1; rows that do not exist are zeros.
+// 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1 of a set; rows that are not there are 0.
 struct Inputs {
   u32 x[8][2];
-  float sum[2];
+  float sum[SETS][2];
 };
-DEVICE void load_inputs(Inputs& in, const Linear& a, int unit, int rows, int lane) {
-  const int row = lane / 4;
+DEVICE void load_inputs(Inputs& in, uint4* moved, const Linear& a, int unit, int rows, int lane) {
+  u32 all[SETS][8][2];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const uint4 x = row < rows ? ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i * 4 + lane % 4] : make_uint4(0, 0, 0, 0);
-    in.x[2 * i][0] = x.x, in.x[2 * i][1] = x.y, in.x[2 * i + 1][0] = x.z, in.x[2 * i + 1][1] = x.w;
-  }
-  float sums[2][4] = {};
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    u32(&x)[2] = in.x[i];
-    mma16<FP16>(sums[i % 2], ONES, ONES, ONES, ONES, x[0], x[1]);
-    const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart
-    x[1] = __byte_perm(x[0], x[1], 0x7632), x[0] = even;
+  for (int i = 0; i < SETS * 4; i++) {
+    const int row = i / 4 * 8 + lane / 4;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (row < rows) x = ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i % 4 * 4 + lane % 4];
+    u32(&to)[8][2] = all[i / 4];
+    to[i % 4 * 2][0] = x.x, to[i % 4 * 2][1] = x.y, to[i % 4 * 2 + 1][0] = x.z, to[i % 4 * 2 + 1][1] = x.w;
   }
 #pragma unroll
-  for (int i = 0; i < 2; i++) in.sum[i] = sums[0][i] + sums[1][i];
+  for (int set = SETS - 1; set >= 0; set--) {  // the one that leaves its registers first
+    float sums[CHAINS][4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      u32(&x)[2] = all[set][i];
+      mma16<FP16>(sums[i % CHAINS], ONES, ONES, ONES, ONES, x[0], x[1]);
+      const u32 even = __byte_perm(x[0], x[1], 0x5410);  // inputs 0 and 2, 1 and 3 of four: how codes come apart
+      x[1] = __byte_perm(x[0], x[1], 0x7632), x[0] = even;
+      if (set == 0) in.x[i][0] = x[0], in.x[i][1] = x[1];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) in.sum[set][i] = CHAINS == 1 ? sums[0][i] : sums[0][i] + sums[CHAINS - 1][i];
+#pragma unroll
+    for (int i = 0; i < (set ? 4 : 0); i++) {  // what four codes of a lane meet
+      const u32(&first)[2] = all[set][i / 2 * 4 + i % 2], (&second)[2] = all[set][i / 2 * 4 + 2 + i % 2];
+      moved[((set - 1) * 4 + i) * 32 + lane] = make_uint4(first[0], first[1], second[0], second[1]);
+    }
+  }
 }
 
-// This warp's part of a stage.
-DEVICE float4 multiply_unit(const u8* stage, const Inputs& in, int warp, int lane) {
-  float acc[2][4] = {}, total[4];  // two chains of additions, that do not wait for each other
+// A warp's part of a stage: its sums take the place of its weights.
+DEVICE void multiply_unit(u8* unit, const u32* records, const Inputs& in, const uint4* moved, int lane) {
+  float acc[SETS][CHAINS][4] = {};  // at least two chains of additions, that do not wait for each other
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const int half = j % 2, step = j / 2 % 2, block = j / 4;
-    const uint4 q = ((const uint4*)(stage + (2 * warp + block) * BLOCK_BYTES))[lane];
-    const u32 first = (step ? q.z : q.x) >> 4 * half, second = (step ? q.w : q.y) >> 4 * half;
-    const u32(&x)[2] = in.x[4 * block + 2 * half + step];
-    mma16<FP16>(acc[half], weights_of(first), weights_of(second), weights_of(first >> 8), weights_of(second >> 8), x[0], x[1]);
-  }
-  const u32* records = (const u32*)(stage + RECORDS_AT) + warp * 16 + lane / 4;
+  for (int i = 0; i < 4; i++) {
+    const int block = i / 2, step = i % 2;
+    const uint4 q = ((const uint4*)(unit + block * BLOCK_BYTES))[lane];
+    uint4 xs[MOVED ? MOVED : 1];
 #pragma unroll
-  for (int e = 0; e < 4; e++) {
-    const u32 record = records[e / 2 * 8];
-    total[e] = float_of<SCALE_FP16>((u16)(record & 0xffff)) * (acc[0][e] + acc[1][e] + offset_of(record) * in.sum[e % 2]);
+    for (int set = 0; set < MOVED; set++) xs[set] = moved[(set * 4 + i) * 32 + lane];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u32 first = (step ? q.z : q.x) >> 4 * half, second = (step ? q.w : q.y) >> 4 * half;
+      const u32 w[4] = {weights_of(first), weights_of(second), weights_of(first >> 8), weights_of(second >> 8)};
+#pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        const uint4 far = xs[set ? set - 1 : 0];
+        const u32(&near)[2] = in.x[4 * block + 2 * half + step];
+        const u32 x0 = !set ? near[0] : half ? far.z : far.x, x1 = !set ? near[1] : half ? far.w : far.y;
+        mma16<FP16>(acc[set][half % CHAINS], w[0], w[1], w[2], w[3], x0, x1);
+      }
+    }
   }
-  return make_float4(total[0], total[1], total[2], total[3]);
+  float scale[2], offset[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 record = records[8 * i];
+    scale[i] = float_of<SCALE_FP16>((u16)(record & 0xffff)), offset[i] = offset_of(record);
+  }
+#pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    float total[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float sum = CHAINS == 1 ? acc[set][0][e] : acc[set][0][e] + acc[set][CHAINS - 1][e];
+      total[e] = scale[e / 2] * (sum + offset[e / 2] * in.sum[set][e % 2]);
+    }
+    ((float4*)unit)[set * 32 + lane] = make_float4(total[0], total[1], total[2], total[3]);
+  }
 }
 DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, int warp, int lane) {
-  int slot = 0;
+  const int member = warp % TEAM;
+  int slot = warp / TEAM;
   u32 parity = 0;
   wait_for_inputs();
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
     Inputs in;
-    load_inputs(in, a, (part.rank * TURNS + turn) * WARPS + warp, rows, lane);
-    int place = 0;
-    u32 round = 1;  // its parity in the places of sums
+    load_inputs(in, sh.x[warp], a, part.rank * HALF + turn * WARPS + warp, rows, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
+      u8* stage = sh.ring[slot];
       barrier_wait(&sh.full[slot], parity);
-      const float4 total = multiply_unit(sh.ring[slot], in, warp, lane);
-      if (TURNS == 1 && tile >= PARTIALS) barrier_wait(&sh.taken[place], round);
-      float4& sum = sh.partial[place][warp][lane];
-      sum = turn ? sum_of(sum, total) : total;
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(&sh.empty[slot]);
-        if (turn == TURNS - 1) barrier_arrive(&sh.summed[place]);
-      }
-      if (++slot == STAGES) slot = 0, parity ^= 1;
-      if (++place == PARTIALS) place = 0, round ^= 1;
+      multiply_unit(stage + member * UNIT_BYTES, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
+      named_arrive(1 + slot, SUMMING);
+      if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
     }
   }
 }
@@ -141,28 +173,55 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 // A tile of ours that waits for the other CTA's sums.
 struct End {
   int tile;  // of this CTA, or -1
-  float4 sums;
-  Output outputs[4];
+  float residual[SETS * 4], bias[2];
 };
+DEVICE Output output_of(const End& end, const Part& part, int rows, int i, int lane) {
+  Output o;
+  o.row = lane / 4 + i % 4 / 2 * 8, o.token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+  o.index = o.token * NDIM + (part.first_tile + end.tile) * 16 + o.row, o.mine = o.token < rows;
+  o.residual = end.residual[i], o.bias[0] = end.bias[i % 4 / 2];
+  return o;
+}
 DEVICE void begin_end(End& end, const Linear& a, const Part& part, int rows, int lane) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    Output& o = end.outputs[i];
-    const int tile = part.first_tile + end.tile;
-    o.row = lane / 4 + i / 2 * 8, o.token = lane % 4 * 2 + i % 2;
-    o.index = o.token * NDIM + tile * 16 + o.row, o.residual = 0, o.mine = o.token < rows;
-    if (o.mine) fetch_ends(o, a, place_of(tile));
+  for (int i = 0; i < SETS * 4; i++) {
+    end.residual[i] = 0;
+    Output o = output_of(end, part, rows, i, lane);
+    if (o.mine) fetch_ends(o, a, place_of(part.first_tile + end.tile));
+    end.residual[i] = o.residual, end.bias[i % 4 / 2] = o.bias[0];
   }
 }
-DEVICE void finish(Shared& sh, const End& end, const Linear& a, int lane) {
+DEVICE void finish(Shared& sh, const End& end, const Linear& a, const Part& part, int rows, int lane) {
   if (end.tile < 0) return;
   barrier_wait(&sh.exchanged[end.tile / CLUSTER], 0);
-  const float4 sum = sum_of(end.sums, sh.exchange[end.tile / CLUSTER][lane]);
-  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float v[2] = {sums[i], 0};
-    if (end.outputs[i].mine) write_output(end.outputs[i], v, a.y);
+  for (int set = 0; set < SETS; set++) {
+    const float4 sum = sum_of(sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
+    const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const Output o = output_of(end, part, rows, set * 4 + i, lane);
+      float v[2] = {sums[i], 0};
+      if (o.mine) write_output(o, v, a.y);
+    }
+  }
+}
+// Sums of all warps of a tile, whose stages are empty then.
+DEVICE void take_sums(float4 (&sums)[SETS], Shared& sh, int& slot, int lane) {
+#pragma unroll
+  for (int team = 0; team < TEAMS; team++) {
+    named_barrier(1 + slot, SUMMING);
+#pragma unroll
+    for (int i = 0; i < TEAM * SETS; i++) {
+      const float4 sum = ((const float4*)(sh.ring[slot] + i / SETS * UNIT_BYTES))[i % SETS * 32 + lane];
+      sums[i % SETS] = team || i >= SETS ? sum_of(sums[i % SETS], sum) : sum;
+    }
+    __syncwarp();
+    if (lane == 0) {
+      fence_for_products();  // the next copy comes where sums were written
+      barrier_arrive(&sh.empty[slot]);
+    }
+    if (++slot == STAGES) slot = 0;
   }
 }
 DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, int lane) {
@@ -170,27 +229,34 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
   end.tile = -1;
   wait_for_inputs();  // the residual
   cluster_wait();     // the other CTA is there
-  int place = 0;
-  u32 round = 0;
+  int slot = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < part.count; tile++) {
-    barrier_wait(&sh.summed[place], round);
-    float4 sum = sh.partial[place][0][lane];
+  for (int turn = 0; turn < TURNS; turn++)
+#pragma unroll 1
+    for (int tile = 0; tile < part.count; tile++) {
+      float4 sums[SETS];
+      take_sums(sums, sh, slot, lane);
 #pragma unroll
-    for (int i = 1; i < WARPS; i++) sum = sum_of(sum, sh.partial[place][i][lane]);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.taken[place]);
-    if (tile % CLUSTER == part.rank) {
-      finish(sh, end, a, lane);  // the one before: by now the other CTA has sent it
-      end.tile = tile, end.sums = sum;
-      begin_end(end, a, part, rows, lane);
-    } else {
-      const int there = tile / CLUSTER;
-      send_in_cluster(&sh.exchange[there][lane], &sh.exchanged[there], 1 - part.rank, *(const uint4*)&sum);
+      for (int set = 0; set < (TURNS > 1 ? SETS : 0); set++) {
+        float4& total = sh.totals[tile][set][lane];
+        if (turn) sums[set] = sum_of(total, sums[set]);
+        if (turn < TURNS - 1) total = sums[set];
+      }
+      if (turn < TURNS - 1) continue;
+      if (tile % CLUSTER == part.rank) {
+        finish(sh, end, a, part, rows, lane);  // the one before: by now the other CTA has sent it
+        end.tile = tile;
+#pragma unroll
+        for (int set = 0; set < SETS; set++) sh.own[set][lane] = sums[set];
+        begin_end(end, a, part, rows, lane);
+      } else {
+        const int there = tile / CLUSTER;
+#pragma unroll
+        for (int set = 0; set < SETS; set++)
+          send_in_cluster(&sh.exchange[there][set][lane], &sh.exchanged[there], 1 - part.rank, *(const uint4*)&sums[set]);
+      }
     }
-    if (++place == PARTIALS) place = 0, round ^= 1;
-  }
-  finish(sh, end, a, lane);  // so nobody leaves before what is sent to this CTA has come
+  finish(sh, end, a, part, rows, lane);  // so nobody leaves before what is sent to this CTA has come
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 2)
@@ -202,11 +268,11 @@ few(const u8* weights, const u32* records, const u16* X, const u16* bias, const 
   const Part part = part_of(blockIdx.x, gridDim.x);
   const Linear a = {weights, records, nullptr, X, nullptr, bias, residual, Y, 0, turns};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(&sh.full[i], COPY_ARRIVALS), barrier_init(&sh.empty[i], WARPS);
-    for (int i = 0; i < PARTIALS; i++) barrier_init(&sh.summed[i], WARPS), barrier_init(&sh.taken[i], 1);
+    for (int i = 0; i < STAGES; i++)
+      barrier_init(&sh.full[i], COPY_ARRIVALS), barrier_init(&sh.empty[i], 1);
     for (int i = 0; i < OWNED; i++) barrier_init(&sh.exchanged[i], COPY_ARRIVALS);
     fence_barriers();
-    for (int i = 0; i < OWNED; i++) copy_begin(&sh.exchanged[i], 512, 0);
+    for (int i = 0; i < OWNED; i++) copy_begin(&sh.exchanged[i], SETS * 512, 0);
   }
   __syncthreads();
   launch_dependents();
