@@ -19,7 +19,9 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
     ("w8a8", 4, "batch", "batch"), ("w8a8", 64, "gemm", "gemm"),
-    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "few", "few"), ("int4", 9, "batch", "batch"), ("int4", 32, "gemm", "gemm"),
+    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "few", "few"), ("int4", 16, "few", "few"), ("w8a8", 9, "gemm", "batch"),
+    ("int8", 1024, "gemm", "cublas"), ("int4", 2048, "gemm", "cublas"),
+    ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"),
     ("int4", 64, "gemm", "gemm"), ("int8", 17, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
     ("plain", 64, "gemm", "gemm"), ("sparse-int8", 4, "gemv", "gemv"), ("sparse-int8", 8, "batch", "batch"),
     ("sparse-int4", 32, "gemm", "batch"), ("sparse-w8a8", 8, "batch", "batch"), ("sparse-w8a8", 16, "gemm", "batch")])
@@ -28,7 +30,7 @@ def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
 
 
 def test_few_rows_of_fewer_inputs_stay_with_gemv():
-    assert [choices.wanted("w8a8", rows, 1536, 576) for rows in (4, 8, 9)] == ["gemv", "gemv", "batch"]
+    assert [choices.wanted("w8a8", rows, 1536, 576) for rows in (4, 8, 9)] == ["gemv", "gemv", "gemm"]
     assert choices.within("w8a8", 8, 2048) and not choices.within("w8a8", 8, 4096) and choices.within("int4", 8, 4096)
 
 
@@ -49,7 +51,7 @@ def test_rows_that_few_does_not_take_go_through_batch(monkeypatch):
         tensor = IntGroup.random(shape, group_size=group, bits=4)
         return CudaLinear(tensor, dtype=torch.bfloat16, gated=gated).way(rows, device, **options)
 
-    assert [ways((128, 4096), rows) for rows in (5, 8, 9)] == ["few", "few", "batch"]
+    assert [ways((128, 4096), rows) for rows in (5, 8, 9, 16)] == ["few"] * 4 and ways((128, 4096), 16, norm=True) == "batch"
     assert ways((128, 4096), norm=True) == ways((128, 4096), group=64) == ways((128, 4096), gated=True) == "batch"
     assert ways((128, 11008)) == ways((136, 4096)) == ways((48, 4096)) == "batch"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
@@ -57,8 +59,8 @@ def test_rows_that_few_does_not_take_go_through_batch(monkeypatch):
 
 
 def test_borders_and_reasons_are_told():
-    assert "from 17 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
-    assert "from 33 rows on gemm.cu, with more inputs than outputs" in choices.explain("w8a8")
+    assert "from 9 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
+    assert "from 33 rows on gemm.cu, with as many inputs as outputs" in choices.explain("w8a8")
     assert choices.wanted("w8a8", 64, 24576, 4096) == "batch"
     assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
 

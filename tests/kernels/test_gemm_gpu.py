@@ -58,7 +58,7 @@ def test_inputs_of_several_tiles_of_tokens_are_cut_into_slices(kind, rows, cut):
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
-    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (rows, 12))
+    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (rows, 12, 1))
     for kind in ("w8a8", "fp8", "plain"):
         tensor, x = make(kind, (192, 9728), 1), torch.randn(700, 9728, device="cuda").bfloat16()
         got = gemm.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x)

@@ -21,10 +21,21 @@ def test_every_shape_of_the_models_is_taken_at_any_number_of_rows(kind, residual
 
 def test_few_rows_are_cut_along_the_inputs_and_many_into_whole_tiles():
     assert gemm.shape_for("w8a8", 4096, 4096, 64, 16, 132).split == gemm.CLUSTERS
-    assert gemm.fastest_tile("w8a8", 4096, 4096, 256, 132) == (128, 1, gemm.WHOLE)  # 14.7 µs; 18.2 and 27.3 with larger ones
-    assert gemm.fastest_tile("w8a8", 24576, 4096, 2048, 132) == (256, 2, gemm.WHOLE)
-    assert gemm.fastest_tile("w8a8", 2560, 9728, 4096, 132) == (224, 2, gemm.WHOLE)  # three rounds like 256, of smaller tiles
-    assert gemm.fastest_tile("int4", 4096, 12288, 512, 132) == (256, 2, gemm.LINE)  # 96 µs; 118 in whole tiles
+    assert gemm.fastest_tile("w8a8", 4096, 4096, 256, 132) == (128, 1, gemm.WHOLE, 1)  # 14.7 µs; 18.2 and 27.3 with larger ones
+    assert gemm.fastest_tile("w8a8", 24576, 4096, 2048, 132) == (256, 2, gemm.WHOLE, 1)
+    assert gemm.fastest_tile("w8a8", 2560, 9728, 4096, 132) == (224, 2, gemm.WHOLE, 1)  # three rounds like 256, of smaller tiles
+    assert gemm.fastest_tile("plain", 4096, 12288, 512, 132) == (256, 2, gemm.CLUSTERS, 2)
+    assert gemm.fastest_tile("int4", 4096, 12288, 256, 132) == (128, 2, gemm.CLUSTERS, 2)  # 44 µs; 50 in whole tiles
+    assert gemm.fastest_tile("int4", 24576, 4096, 256, 132) == (128, 3, gemm.WHOLE, 1)
+    assert gemm.fastest_tile("int4", 4096, 4096, 100, 132) == (64, 1, gemm.WHOLE, 1)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("rows", [128, 256, 512, 1024, 2048])
+def test_smaller_tiles_of_codes_have_stages_of_128_inputs(kind, rows):
+    for outputs, inputs in SHAPES[:4]:
+        shape = gemm.shape_for(kind, outputs, inputs, 128, rows, 132)
+        assert (shape.stage_blocks == 1) == (shape.tokens == 256) and shape.grid(132) <= 132 * 2
 
 
 def test_a_prompt_beside_64_answers_is_cut_into_two_tiles_of_tokens():
@@ -58,7 +69,23 @@ def test_calls_of_similar_numbers_of_rows_share_one_kernel(rows, alike):
 
 
 def test_rows_that_are_normed_are_packed_by_more_warps_and_quantized_ones_by_more_ctas():
-    assert [gemm.pack_shape(4096, 2048, normed=normed) for normed in (False, True)] == [(8, 8), (8, 12)]
-    found = [gemm.pack_shape(inputs, 2048, quantized=True) for inputs in (4096, 9728, 12288, 18944)]
-    assert found == [(4, 4), (2, 19), (4, 12), (8, 24)]
-    assert gemm.pack_shape(12288, 2048) == (8, 24) and gemm.pack_shape(4096, 64, normed=True) == (1, 8)
+    def found(inputs, rows, norm=False, quantized=False):
+        return gemm.pack_shape(inputs, rows, norm=norm, quantized=quantized)
+
+    assert found(4096, 2048, norm=True) == (8, 12, 1) and found(4096, 2048, norm=True, quantized=True) == (8, 8, 1)
+    assert [found(inputs, 2048, quantized=True) for inputs in (4096, 9728, 12288, 18944)] == [
+        (4, 4, 1), (2, 19, 1), (4, 12, 1), (8, 24, 1)]
+    assert found(4096, 64, norm=True) == (2, 8, 2) and found(4096, 64, norm=True, quantized=True) == (1, 8, 1)
+
+
+def test_rows_nobody_sums_up_and_few_rows_are_packed_in_parts():
+    for inputs in (192, 576, 1536, 4096, 7392, 12288, 18944, 29568):
+        eights = -(-inputs // 64) * 8
+        for rows in (8, 32, 64, 256, 2048):
+            each, warps, parts = gemm.pack_shape(inputs, rows, norm=False, quantized=False)
+            assert each == 8 and (parts == 1 or parts * warps * 4 == eights)
+            for norm, quantized in ((False, True), (True, False), (True, True)):
+                each, warps, parts = gemm.pack_shape(inputs, rows, norm=norm, quantized=quantized)
+                held = -(-eights * each // (32 * warps))
+                assert rows % each == 0 and parts <= held
+                assert rows > 32 or (each == 1 and parts == (1 if norm and quantized else held))

@@ -18,7 +18,7 @@ CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch):
-    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (8, 1))  # every thread takes memory of the host
+    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (8, 1, 1))  # every thread takes memory of the host
 
 
 def rows_of(data, to, columns):
@@ -62,8 +62,8 @@ def test_gate_up_writes_the_packed_input_of_down(kind, dtype, rows, first, secon
 @pytest.mark.parametrize("kind", ["w8a8", "int4:64"])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, kind):
     tensor, x, norm, found = make(kind, (40, 576), 1), torch.randn(21, 576).to(BRAIN), torch.rand(576).to(BRAIN), []
-    for rows in (8, 4, 2, 1):
-        monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, rows=rows, **options: (rows, 2))
+    for rows, parts in ((8, 1), (4, 1), (2, 1), (1, 1), (1, 2)):
+        monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, rows=rows, parts=parts, **options: (rows, 2, parts))
         found.append(gemm.multiply(gemv.prepare(tensor, dtype=BRAIN), x, norm=norm, split=gemm.WHOLE, warpgroups=1))
     assert all(torch.equal(y, found[0]) for y in found[1:])
 

@@ -29,7 +29,7 @@ SMALL = 1 << 25  # weights: of qkv and o of an 8-billion model, not of its gate/
 
 @dataclass(frozen=True)
 class Way:
-    """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: up to SMALL weights; `deep`: more inputs than outputs."""
+    """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: up to SMALL weights; `deep`: as many inputs as outputs."""
 
     rows: int
     kernel: str
@@ -40,7 +40,7 @@ class Way:
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
-EIGHT = Way(5, "few", "x stays in registers, as it is, half of its inputs in each of two CTAs")
+SIXTEEN = Way(5, "few", "x stays in registers, as it is, half of its inputs in each of two CTAs")
 MANY = Way(33, "gemm", "warpgroup products do more at once")
 ALONE = Way(17, "gemm", "a tile to an SM, whose weights are taken apart once for all rows")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
@@ -49,9 +49,11 @@ SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE),
-    "int4": (FEW, EIGHT, Way(9, "batch", SOME.why), ALONE, Way(4096, "cublas", "bf16 products without codes to convert")),
-    "int8": (FEW, SOME, ALONE, Way(1024, "cublas", "bf16 products are as fast, and 8-bit codes take long to convert")),
-    "w8a8": (FEW, Way(3, "batch", ONCE), CLUSTERS, DEEP, Way(65, "gemm", MANY.why)),
+    "int4": (FEW, SIXTEEN, ALONE, Way(2048, "cublas", "no x to pack", deep=True),
+             Way(4096, "cublas", "bf16 products without codes to convert")),
+    "int8": (FEW, SOME, ALONE, Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),
+             Way(4096, "cublas", "bf16 products are as fast")),
+    "w8a8": (FEW, Way(3, "batch", ONCE), Way(9, "gemm", CLUSTERS.why, small=True), DEEP, Way(65, "gemm", MANY.why)),
     "fp8": (FEW, Way(3, "gemm", ONCE)),
     "sparse-int4": (SPARSE, SOME, CLUSTERS, MANY),
     "sparse-int8": (SPARSE, SOME, CLUSTERS, MANY),
@@ -89,7 +91,7 @@ def scaled(rows: int, columns: int) -> int:
 @functools.cache
 def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS) -> str:
     """The kernel that is fastest, whether or not it takes the shape."""
-    rows, small, deep = scaled(rows, columns), outputs * columns <= SMALL, columns > outputs
+    rows, small, deep = scaled(rows, columns), outputs * columns <= SMALL, columns >= outputs
     return next(way.kernel for way in reversed(WAYS[kind])
                 if rows >= way.rows and (small or not way.small) and (deep or not way.deep))
 
@@ -102,5 +104,5 @@ def within(kind: str, rows: int, columns: int) -> bool:
 def explain(kind: str) -> str:
     """The ways of a format with their borders and reasons, for `flyweight info`."""
     return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]}"
-                     + f", up to {SMALL:,} weights" * way.small + ", with more inputs than outputs" * way.deep + f" ({way.why})"
+                     + f", up to {SMALL:,} weights" * way.small + ", with as many inputs as outputs" * way.deep + f" ({way.why})"
                      for way in WAYS[kind])

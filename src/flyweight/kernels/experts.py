@@ -181,17 +181,18 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
     rows, device, count = route.rows, x.device, processors(x.device.index or 0)
     shape = shape_for(weight, rows, route.tile, count)
     assert shape is not None
-    pack_rows, pack_warps = gemm.pack_shape(weight.in_features, rows, normed=norm is not None and weight.kind not in QUANTIZED)
+    packing = gemm.pack_shape(weight.in_features, rows, norm=norm is not None, quantized=weight.kind in QUANTIZED)
     names = weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16, weight.scale_fp16
     pack, product = gemm.kernels(
-        *names, shape, norm=norm is not None, bias=False, pack_rows=pack_rows, pack_warps=pack_warps, static=False, experts=True,
-        symmetric=weight.symmetric, epilogue="silu" if weight.interleaved else "store")
+        *names, shape, norm=norm is not None, bias=False, packing=packing, static=False, experts=True, symmetric=weight.symmetric,
+        epilogue="silu" if weight.interleaved else "store")
     blocks = math.ceil(weight.in_features / 64)
     packed = torch.empty(rows * blocks * 64 * (1 if weight.kind in QUANTIZED else 2), dtype=torch.uint8, device=device)
     row_scale = torch.empty(rows, dtype=torch.float32, device=device)
     out = torch.empty(rows, weight.out_features // (2 if weight.interleaved else 1), dtype=x.dtype, device=device)
     args = (x, norm, packed, row_scale, rows, rows // 8, float(epsilon), None, source, route.tiles)
-    pack.launch(rows // pack_rows, 32 * pack_warps, args, pdl=True)
+    each, warps, parts = packing
+    pack.launch(rows // each * parts, 32 * warps, args, pdl=True)
     product.launch(shape.grid(count), (4 * shape.warpgroups + shape.loaders) * 32, (
         weight.weights, weight.records, weight.channel_scale, packed, row_scale, None, None, out, None, None, route.expert_of,
         route.tiles, rows, 0), shared=shape.shared, pdl=True)

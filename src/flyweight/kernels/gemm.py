@@ -24,16 +24,23 @@ from flyweight.kernels.gemv_split import mail
 SHARED, SHARED_SMALL = 225 * 1024, 110 * 1024  # alone on an SM, and beside another
 SHARED_CLUSTERS = 210 * 1024  # clusters, lone tiles: a CTA of decode attention fits beside, and fetches its first tokens early
 STAGED_ROW = 144  # bytes of a token's 64 results in shared memory
-# How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups): those of all formats, and those between
-# them, which pad 320 rows less or leave fewer SMs idle in the last round. Codes are converted once for each tile: CONVERTED more
-# where it has half the tokens. Cutting tiles anywhere instead of taking whole ones costs LINE_US, for the sums handed over.
+# How much slower an SM is than PRODUCTS says with smaller tiles (tokens, warpgroups): those of all formats, those between
+# them, which pad 320 rows less or leave fewer SMs idle in the last round, and those of codes in groups, of which more outputs fit
+# into a stage; with 128 inputs a stage smaller tiles of these lose little. 2:4 codes are converted once for each tile: CONVERTED
+# more where it has half the tokens. Handing sums over costs LINE_US where tiles are cut anywhere, SLICED_US where the inputs of
+# each are cut in two, by warpgroups.
 TILES = {(256, 2): 1.0, (128, 2): 1.22, (128, 1): 1.4}
 TILES_BETWEEN = {(224, 2): 1.03, (192, 2): 1.06, (160, 2): 1.15, (192, 1): 1.33, (160, 1): 1.36}
-KINDS_BETWEEN = ("plain", "int4", "int8", "w8a8")
-CONVERTED, LINE_US = 0.2, 12.0
+TILES_GROUPED = {(256, 2): 1.0, (224, 2): 1.04, (192, 2): 0.99, (160, 2): 1.04, (128, 3): 1.04, (128, 2): 1.09, (128, 1): 1.2,
+                 (192, 1): 1.15, (160, 1): 1.15, (64, 1): 1.33}
+KINDS_BETWEEN = ("plain", "w8a8")
+CONVERTED, LINE_US, SLICED_US = 0.2, 12.0, {2: 3.0, 3: 4.0}
 # Formats whose linears of 17 to 64 rows take tiles that have an SM each (`lone_tiles`). Of others nobody knows yet.
-LONE = ("plain", "int4", "int8", "w8a8")
+LONE = ("plain", "int4", "int8", "w8a8", "fp8")
 REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
+LEAST = 8  # tokens of a tile
+PACK_WARPS = 8  # of a CTA of pack.cu that neither norms nor quantizes
+SLICED_KINDS = ("plain", "int4", "int8")
 WHOLE, LINE, CLUSTERS, MAIL = range(4)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -110,10 +117,10 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
-        tokens, warpgroups, split = fastest_tile(kind, outputs, columns, rows, processors)
-    lone = lone_tiles(outputs, processors) if kind in LONE and 16 < rows <= 64 else None
-    if kind == "w8a8" and rows > 32 and lone == (1, 1):
-        lone = None  # qkv: smaller CTAs are as fast, and leave room beside for more of decode attention
+        tokens, warpgroups, split, cluster = fastest_tile(kind, outputs, columns, rows, processors)
+    lone = lone_tiles(outputs, processors) if kind in LONE and (0 if kind in QUANTIZED else 16) < rows <= 64 else None
+    if kind in QUANTIZED and lone != (3, 1) and columns <= outputs and (rows <= 32 or lone == (1, 1) or kind == "fp8"):
+        lone = None  # qkv and o: smaller CTAs are as fast or faster, and leave room beside for more of decode attention
     if lone and (warpgroups, split, cluster) == (None, None, None):
         warpgroups, cluster = lone
         split, beside = {1: WHOLE, 2: CLUSTERS}.get(cluster, MAIL), False
@@ -122,7 +129,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     small = split in (CLUSTERS, MAIL)
     if warpgroups is None:
         warpgroups = 2 if not small or kind == "int4" or (kind in QUANTIZED and outputs > 16384) else 1
-    tokens = tokens or min(256, max(16, 1 << (rows - 1).bit_length()))
+    tokens = tokens or min(256, max(LEAST, 1 << (rows - 1).bit_length()))
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
     if cluster is None or not small:
         room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)
@@ -134,7 +141,11 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     staging = (staged * STAGED_ROW + (4 * (tokens + 64) if staged and kind in QUANTIZED else 0)) * warpgroups  # and scales
     few = tokens <= 64 and (small or (lone and warpgroups == 1))
     limit = (SHARED_SMALL if beside else SHARED_CLUSTERS if few else SHARED) - staging
-    counts = (4, 2, 1) if grouped and tokens <= 64 else (2, 1) if kind in QUANTIZED or tokens <= 64 else (1, 2)
+    if tokens <= 64:
+        long = grouped or (small and (kind in ("w8a8", "fp8") if tokens <= 32 else kind == "w8a8" and not beside))
+        counts = (4, 2, 1) if long else (2, 1)
+    else:
+        counts = (2, 1) if kind in QUANTIZED or (grouped and tokens < 256) else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
         if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
@@ -144,7 +155,7 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 and split == CLUSTERS else 0
         stages = min(12, limit // (stage + 16))
-        if stages >= (4 if small and not beside else 3 if count == 4 else 2):
+        if stages >= (4 if small and not beside and tokens <= 64 else 3 if count == 4 or (count == 2 and grouped) else 2):
             shared = max(exchange, stages * stage) + staging + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
             return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside)
@@ -167,20 +178,25 @@ def lone_tiles(outputs: int, processors: int) -> tuple[int, int] | None:
     return None
 
 
-def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int) -> tuple[int, int, int]:
-    """Tokens, warpgroups and split by their estimated time: rounds of whole tiles, or all work shared out evenly."""
-    rate = PRODUCTS[kind]
+def fastest_tile(kind: str, outputs: int, columns: int, rows: int, processors: int) -> tuple[int, int, int, int]:
+    """Tokens, warpgroups, split and slices by their estimated time: rounds of whole tiles, all work shared out evenly, or
+    every tile's inputs in two slices."""
+    rate, sparse = PRODUCTS[kind], kind.startswith("sparse")
+    known = TILES_GROUPED if kind in GROUPED and not sparse else TILES | (TILES_BETWEEN if kind in KINDS_BETWEEN else {})
 
     def tiles(tokens: int, warpgroups: int) -> int:
         return math.ceil(outputs / (64 * warpgroups)) * math.ceil(rows / tokens)
 
     found = []
     if tiles(256, 2) <= 2 * processors:
-        found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE)))
-    for (tokens, warpgroups), slower in (TILES | (TILES_BETWEEN if kind in KINDS_BETWEEN else {})).items():
-        slower *= 1 + (CONVERTED * (256 / tokens - 1) if kind in GROUPED else 0)
-        rounds = math.ceil(tiles(tokens, warpgroups) / processors)
-        found.append((rounds * tokens * warpgroups * columns * slower / rate, (tokens, warpgroups, WHOLE)))
+        found.append((LINE_US + tiles(256, 2) / processors * 512 * columns / rate, (256, 2, LINE, 1)))
+    for (tokens, warpgroups), slower in known.items():
+        slower *= 1 + (CONVERTED * (256 / tokens - 1) if sparse and kind in GROUPED else 0)
+        one = tokens * warpgroups * columns * slower / rate
+        found.append((math.ceil(tiles(tokens, warpgroups) / processors) * one, (tokens, warpgroups, WHOLE, 1)))
+        sliced = kind in SLICED_KINDS and tokens in (128, 256) and warpgroups in SLICED_US
+        if sliced and 2 * tiles(tokens, warpgroups) <= processors:
+            found.append((SLICED_US[warpgroups] + one / 2, (tokens, warpgroups, CLUSTERS, 2)))
     return min(found)[1]
 
 
@@ -206,13 +222,14 @@ def order_of(kind: str) -> int:
 
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
-            epilogue: str, bias: bool, pack_rows: int, pack_warps: int, static: bool, symmetric: bool = False,
+            epilogue: str, bias: bool, packing: tuple[int, int, int], static: bool, symmetric: bool = False,
             experts: bool = False, to: Order | None = None) -> tuple[jit.Kernel, jit.Kernel]:
-    """`experts`: rows in tiles of one expert each (experts.py). `to`: results are packed x."""
+    """`packing`: of `pack_shape`. `experts`: rows in tiles of one expert each (experts.py). `to`: results are packed x."""
+    pack_rows, pack_warps, pack_parts = packing
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order_of(kind), "ROWS": pack_rows,
-        "WARPS": pack_warps, "TILE": shape.tokens if experts else 0})
+        "WARPS": pack_warps, "PARTS": pack_parts, "TILE": shape.tokens if experts else 0})
     gemm = jit.load("gemm.cu", registers=shape.registers, defines=common | {
         **format_defines(kind, symmetric=symmetric), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group,
         "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups,
@@ -222,19 +239,27 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
-def pack_shape(columns: int, padded: int, *, normed: bool = False, quantized: bool = False) -> tuple[int, int]:
-    """Rows and warps of a packing CTA: 8 rows that fill whole lines, or one where there are few. `normed` and not quantized, a
-    thread that holds 16 pieces of x has too few registers: 11 are faster. `quantized` and not normed, 4 or 2 rows are: then an SM
-    has several CTAs, and one writes while another reads."""
+def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool) -> tuple[int, int, int]:
+    """Rows and warps of a packing CTA, and how many CTAs share its rows: 8 rows that fill whole lines, fewer where there are few
+    and something is to be known of whole rows. A thread that holds 16 pieces of normed x has too few registers: 11 are faster.
+    Quantized only, 4 or 2 rows are: then an SM has several CTAs, and one writes while another reads."""
     eights = math.ceil(columns / 64) * 8
+    if not norm and not quantized:
+        return 8, PACK_WARPS, 1 if eights % (4 * PACK_WARPS) else eights // (4 * PACK_WARPS)
+    if padded <= 512 and norm and quantized:
+        return 1, 8 if eights <= 1024 else 16, 1
+    if padded <= 32:
+        warps = 4 if eights <= 1024 else 8
+        return 1, warps, math.ceil(eights / (32 * warps))
     if padded <= 512:
-        return 1, 8 if eights <= 1024 else 16
-    for rows, most in ((4, 16), (2, 24)) if quantized else ():
+        warps = 8 if eights <= 2048 else 16
+        return 2, warps, 2 if norm and eights > 16 * warps else 1
+    for rows, most in ((4, 16), (2, 24)) if not norm else ():
         for warps in range(4, most + 1):
             held, rest = divmod(eights * rows, 32 * warps)
             if held <= 16 and not rest:
-                return rows, warps
-    return 8, max(8, min(24, math.ceil(eights / (43 if normed else 64))))
+                return rows, warps, 1
+    return 8, max(8, min(24, math.ceil(eights / (64 if quantized else 43)))), 1
 
 
 @dataclass(frozen=True)
@@ -245,8 +270,7 @@ class Call:
     gemm: jit.Kernel
     tokens: int
     order: Order
-    pack_rows: int
-    pack_block: int
+    packing: tuple[int, int, int]
     grid: int
     block: int
     shared: int
@@ -264,16 +288,14 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
                       **choices)
     assert shape is not None
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    quantized = weight.kind in QUANTIZED
-    pack_rows, pack_warps = pack_shape(weight.in_features, padded, normed=norm and not quantized,
-                                       quantized=quantized and not norm)
+    packing = pack_shape(weight.in_features, padded, norm=norm, quantized=weight.kind in QUANTIZED)
     sums = shape.warpgroups * 64 * shape.tokens
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
-                         weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, pack_rows=pack_rows,
-                         pack_warps=pack_warps, static=weight.static, symmetric=weight.symmetric, to=to,
+                         weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, packing=packing,
+                         static=weight.static, symmetric=weight.symmetric, to=to,
                          epilogue="silu" if weight.interleaved else "residual" if residual else "store")
-    return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), pack_rows=pack_rows,
-                pack_block=32 * pack_warps, grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32,
+    return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), packing=packing,
+                grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32,
                 shared=shape.shared, cluster=shape.cluster if shape.split == CLUSTERS else 1,
                 packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
                 row_scale=buffer("row scale", padded * 4, device),
@@ -295,7 +317,7 @@ def _call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, residual
 def padded_rows(rows: int) -> int:
     """Calls with so many rows are alike: the next power of two, or multiple of 64, 128 or the largest tile."""
     if rows <= 256:
-        return max(16, 1 << (rows - 1).bit_length())
+        return max(LEAST, 1 << (rows - 1).bit_length())
     step = 64 if rows <= 384 else 128 if rows <= 1024 else 256
     return -(-rows // step) * step
 
@@ -323,7 +345,8 @@ def multiply(weight: Gemv, x: Tensor | Packed, out: Tensor | None = None, *, nor
     else:
         packed = buffer("packed", call.packed_bytes, data.device)
         args = (x, norm, packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
-        call.pack.launch(padded // call.pack_rows, call.pack_block, args, pdl=pdl)
+        each, warps, parts = call.packing
+        call.pack.launch(padded // each * parts, 32 * warps, args, pdl=pdl)
     call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, packed, call.row_scale,
                                              weight.bias, residual, out, call.partials, call.flags, None, None, rows,
                                              to.groups if to else 0),

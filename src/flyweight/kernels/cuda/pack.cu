@@ -5,7 +5,9 @@
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
 // that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 4 or 2: parts of lines, but more CTAs on an SM,
-// of which one writes while another reads. ROWS = 1, for few rows: a CTA has one row.
+// of which one writes while another reads. ROWS = 1, for few rows: a CTA has one row, or its PARTS write a part each, since a
+// store then begins 8 lines. Without norm and quantization nothing is to be known of a whole row: of 8 rows PARTS CTAs read and
+// write a part each, as many warps as the GPU has room for.
 // Threads keep what they read in registers between the sum over the row and the writing where that fits (KEPT).
 // Limit: bytes read and written / bandwidth, and instructions, which hardly overlap with them: few CTAs fit on an SM, and all begin
 // at once. For few rows latency.
@@ -13,18 +15,24 @@
 // TILE: rows go to experts (route.cu). There are as many as `tiles` of TILE rows, and row r is row source[r] of x, zeros where
 // that is -1; source may be missing where x lies in this order already.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS, TILE (0)
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS, PARTS (1), TILE (0)
 #include "common.cuh"
 #include "packed.cuh"
 #ifndef TILE
 #define TILE 0
 #endif
+#ifndef PARTS
+#define PARTS 1
+#endif
 
+constexpr bool LOOKED = NORM || QUANTIZE;                     // at all of a row
 constexpr int EIGHTS = (KDIM + 63) / 64 * 8;                  // of a row
+constexpr int PART = LOOKED ? EIGHTS : EIGHTS / PARTS;        // of those, what a CTA reads
 constexpr int THREADS = WARPS * 32, TEAM = THREADS / ROWS;    // threads of a row
-constexpr int HELD = (EIGHTS + TEAM - 1) / TEAM;              // eights of a thread
+constexpr int HELD = (PART + TEAM - 1) / TEAM;                // eights of a thread
+static_assert(PARTS == 1 || (LOOKED ? PARTS <= HELD : PART * PARTS == EIGHTS && PART % TEAM == 0), "none is empty, and all are even");
 constexpr bool KEPT = HELD <= 16;
-constexpr bool EARLY = NORM && ROWS == 1 && KEPT;             // the norm's weights, long out of L2, are fetched while x is still made
+constexpr bool EARLY = NORM && ROWS <= 2 && KEPT;             // the norm's weights, long out of L2, are fetched while x is still made
 #ifndef STATIC
 #define STATIC 0
 #endif
@@ -35,7 +43,7 @@ struct Eight {
   u32 word[4];
   DEVICE float value(int i) const { return i & 1 ? high_float(word[i / 2]) : low_float(word[i / 2]); }
 };
-constexpr bool WHOLE_EIGHTS = KDIM % 64 == 0 && EIGHTS % TEAM == 0;  // no thread looks beyond its row
+constexpr bool WHOLE_EIGHTS = KDIM % 64 == 0 && PART % TEAM == 0;  // no thread looks beyond its row
 DEVICE Eight read_eight(const u16* row, int eight, bool exists) {
   const uint4 w = exists && (WHOLE_EIGHTS || eight * 8 < KDIM) ? *(const uint4*)(row + eight * 8) : make_uint4(0, 0, 0, 0);
   return {{w.x, w.y, w.z, w.w}};
@@ -58,8 +66,9 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
      const int* source, const int* tiles) {
   __shared__ float2 stats[WARPS][ROWS];
   constexpr int LANES = 32 / ROWS;  // of a row
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane / LANES, row = blockIdx.x * ROWS + place;
-  const int thread = warp * LANES + lane % LANES;  // of the row's
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, place = lane / LANES;
+  const int row = blockIdx.x / PARTS * ROWS + place, part = blockIdx.x % PARTS;
+  const int thread = (LOOKED ? 0 : part * PART) + warp * LANES + lane % LANES;  // of the row's
   launch_dependents();
   Eight weights[EARLY ? HELD : 1];
 #pragma unroll
@@ -68,7 +77,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   int from_row = min(row, rows - 1);
   if (TILE) {
     rows = tiles[0] * TILE, from_row = row;
-    if (blockIdx.x * ROWS >= rows) return;
+    if (blockIdx.x / PARTS * ROWS >= rows) return;
     if (source) from_row = source[row];
   }
   const u16* from = X + (size_t)from_row * KDIM;
@@ -114,7 +123,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   }
   if (QUANTIZE) {
     scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
-    if (thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
+    if (part == 0 && thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
     inverse = STATIC ? factor : 1.f;
     factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
   }
@@ -125,7 +134,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   const size_t step = (size_t)(TEAM / (8 * SB)) * groups * (2 * SB * own * 8 * 4);
   auto write = [&](const Eight& x, int p) {
     const int eight = thread + p * TEAM, t = eight % 4;
-    if (!WHOLE_EIGHTS && eight >= EIGHTS) return;
+    if ((!WHOLE_EIGHTS && eight >= EIGHTS) || (LOOKED && p % PARTS != part)) return;
     u32* to = even ? first + p * step : packed + packed_place<SB, own>(row, eight / 4, groups) * 4 + t;
     float f[8];
     if (NORM || QUANTIZE) normed(x, p, f, QUANTIZE ? inverse : factor);
