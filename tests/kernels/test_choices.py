@@ -29,6 +29,10 @@ def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
     assert (choices.wanted(kind, rows, 6144, 4096), choices.wanted(kind, rows, 4096, 12288)) == (small, large)
 
 
+def test_x_that_the_kernel_before_packs_is_multiplied_as_codes():
+    assert [choices.wanted("int4", rows, 4096, 12288, residual=True) for rows in (2048, 4096)] == ["gemm", "cublas"]
+
+
 def test_few_rows_of_fewer_inputs_stay_with_gemv():
     assert [choices.wanted("w8a8", rows, 1536, 576) for rows in (4, 8, 9)] == ["gemv", "gemv", "gemm"]
     assert choices.within("w8a8", 8, 2048) and not choices.within("w8a8", 8, 4096) and choices.within("int4", 8, 4096)

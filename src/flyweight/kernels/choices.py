@@ -29,13 +29,15 @@ SMALL = 1 << 25  # weights: of qkv and o of an 8-billion model, not of its gate/
 
 @dataclass(frozen=True)
 class Way:
-    """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: up to SMALL weights; `deep`: as many inputs as outputs."""
+    """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: up to SMALL weights; `deep`: as many inputs as outputs;
+    `bare`: without a residual after it, whose x the kernel before may have packed."""
 
     rows: int
     kernel: str
     why: str
     small: bool = False
     deep: bool = False
+    bare: bool = False
 
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
@@ -49,7 +51,7 @@ SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE),
-    "int4": (FEW, SIXTEEN, ALONE, Way(2048, "cublas", "no x to pack", deep=True),
+    "int4": (FEW, SIXTEEN, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
              Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SOME, ALONE, Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),
              Way(4096, "cublas", "bf16 products are as fast")),
@@ -89,11 +91,11 @@ def scaled(rows: int, columns: int) -> int:
 
 
 @functools.cache
-def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS) -> str:
+def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS, *, residual: bool = False) -> str:
     """The kernel that is fastest, whether or not it takes the shape."""
     rows, small, deep = scaled(rows, columns), outputs * columns <= SMALL, columns >= outputs
     return next(way.kernel for way in reversed(WAYS[kind])
-                if rows >= way.rows and (small or not way.small) and (deep or not way.deep))
+                if rows >= way.rows and (small or not way.small) and (deep or not way.deep) and not (residual and way.bare))
 
 
 def within(kind: str, rows: int, columns: int) -> bool:
@@ -104,5 +106,6 @@ def within(kind: str, rows: int, columns: int) -> bool:
 def explain(kind: str) -> str:
     """The ways of a format with their borders and reasons, for `flyweight info`."""
     return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]}"
-                     + f", up to {SMALL:,} weights" * way.small + ", with as many inputs as outputs" * way.deep + f" ({way.why})"
+                     + f", up to {SMALL:,} weights" * way.small + ", with as many inputs as outputs" * way.deep
+                     + ", without a residual" * way.bare + f" ({way.why})"
                      for way in WAYS[kind])

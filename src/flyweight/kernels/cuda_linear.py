@@ -55,11 +55,11 @@ class CudaLinear:
         self.weight = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=gated)
         self.bias = bias
 
-    def way(self, rows: int, device: torch.device, *, norm: bool = False) -> str:
-        """The kernel of choices.py for so many rows (`norm`: with one before), or the next one that takes them."""
+    def way(self, rows: int, device: torch.device, *, norm: bool = False, residual: bool = False) -> str:
+        """The kernel of choices.py for so many rows (with a norm before, a residual after), or the next one that takes them."""
         weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
-        for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features)]:
+        for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features, residual=residual)]:
             if kernel == "gemv":
                 if found := whole_or_split(*cut):
                     return found
@@ -80,7 +80,7 @@ class CudaLinear:
         """
         weight = self.weight
         ahead = choices.PACKED_AHEAD and weight.kind in ("plain", "int4", "int8") and weight.in_features % 64 == 0
-        if not ahead or any(linear.way(rows, device) != "gemm" for linear in (self, before) if linear):
+        if not ahead or any(linear.way(rows, device, residual=linear is self) != "gemm" for linear in (self, before) if linear):
             return None
         return gemm.packed_input(weight, rows, device, residual=True)
 
@@ -89,7 +89,7 @@ class CudaLinear:
         """x [rows, in], with the norm before and silu·mul (`gated`) or the residual after; see `packed_input` for `to`."""
         if to is not None or isinstance(x, gemm.Packed):
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual, to=to)
-        way = way or self.way(x.shape[0], x.device, norm=norm is not None)
+        way = way or self.way(x.shape[0], x.device, norm=norm is not None, residual=residual is not None)
         if way == "gemv":
             return self.weight(x, out, norm=norm, epsilon=epsilon, residual=residual)
         if way == "few":
