@@ -82,7 +82,7 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
 
 def shape_for(weight: Gemv, rows: int, tile: int, processors: int) -> gemm.Shape | None:
     shapes = (gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors, tokens=tile,
-                             split=gemm.WHOLE, warpgroups=count) for count in (WARPGROUPS.get(tile, 2), 2))
+                             split=gemm.WHOLE, warpgroups=count, teams=1) for count in (WARPGROUPS.get(tile, 2), 2))
     return next((shape for shape in shapes if shape is not None), None)
 
 
@@ -193,7 +193,7 @@ def many_rows(weight: Gemv, x: Tensor, route: Route, *, source: Tensor | None = 
     args = (x, norm, packed, row_scale, rows, rows // 8, float(epsilon), None, source, route.tiles)
     each, warps, parts = packing
     pack.launch(rows // each * parts, 32 * warps, args, pdl=True)
-    product.launch(shape.grid(count), (4 * shape.warpgroups + shape.loaders) * 32, (
+    product.launch(shape.grid(count), shape.block, (
         weight.weights, weight.records, weight.channel_scale, packed, row_scale, None, None, out, None, None, route.expert_of,
         route.tiles, rows, 0), shared=shape.shared, pdl=True)
     return out

@@ -41,6 +41,7 @@ REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of
 LEAST = 8  # tokens of a tile
 PACK_WARPS = 8  # of a CTA of pack.cu that neither norms nor quantizes
 SLICED_KINDS = ("plain", "int4", "int8")
+TEAMED = ("plain", "int4", "int8", "w8a8")  # formats of which two teams share a lone tile of 64 outputs
 WHOLE, LINE, CLUSTERS, MAIL = range(4)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -90,10 +91,15 @@ class Shape:
     tiles: int
     shared: int
     beside: bool  # an SM has room for another kernel's CTA
+    teams: int = 1  # of warpgroups, that take a tile's stages by turns
 
     @property
     def loaders(self) -> int:
         return 2 if self.beside else 4
+
+    @property
+    def block(self) -> int:
+        return (4 * self.warpgroups * self.teams + self.loaders) * 32
 
     @property
     def registers(self) -> int | None:
@@ -102,7 +108,7 @@ class Shape:
             return None
         if self.split == CLUSTERS:
             return REGISTERS_SMALL
-        left = (REGISTERS - REGISTERS_PACK) // (32 * (4 * self.warpgroups + self.loaders)) // 8 * 8
+        left = (REGISTERS - REGISTERS_PACK) // self.block // 8 * 8
         return max(REGISTERS_SMALL, left)
 
     def grid(self, processors: int) -> int:
@@ -113,7 +119,7 @@ class Shape:
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
               cluster: int | None = None, split: int | None = None, staged: int | None = None,
-              beside: bool | None = None) -> Shape | None:
+              beside: bool | None = None, teams: int | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > 1 << 25
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
@@ -158,7 +164,10 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         if stages >= (4 if small and not beside and tokens <= 64 else 3 if count == 4 or (count == 2 and grouped) else 2):
             shared = max(exchange, stages * stage) + staging + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside)
+            alone = kind in TEAMED and warpgroups == 1 and count > 1 and not beside and split != LINE and tokens <= 128
+            if teams is None:
+                teams = 2 if alone and tiles * cluster <= processors and total // count // cluster > 2 else 1
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams)
     return None
 
 
@@ -234,7 +243,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         **format_defines(kind, symmetric=symmetric), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group,
         "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups,
         "STAGES": shape.stages, "SPLIT": shape.split,
-        "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders,
+        "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders, "TEAMS": shape.teams,
         "EXPERTS": int(experts), **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
@@ -295,7 +304,7 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
                          static=weight.static, symmetric=weight.symmetric, to=to,
                          epilogue="silu" if weight.interleaved else "residual" if residual else "store")
     return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), packing=packing,
-                grid=shape.grid(count), block=(4 * shape.warpgroups + shape.loaders) * 32,
+                grid=shape.grid(count), block=shape.block,
                 shared=shape.shared, cluster=shape.cluster if shape.split == CLUSTERS else 1,
                 packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
                 row_scale=buffer("row scale", padded * 4, device),

@@ -22,6 +22,9 @@
 //   WHOLE: CTAs take tiles in turn, neighbours sharing rows and columns so that L2 serves most reads.
 // Sums are added in a fixed order: the same bits every time.
 //
+// TEAMS = 2: a tile of 64 outputs that has an SM for itself is two warpgroups' work: stages go to them by turns, and the second
+// leaves its sums to the first in shared memory. One alone waits for its own barriers, loads and conversions.
+//
 // STAGED tokens at a time (0: none) go through shared memory when a tile is done, so that whole lines are written; where that is
 // the whole tile, the residual waits there from the tile's beginning on. So do scales: fetched when they are wanted, they would
 // hold up the matrix units at every tile's end.
@@ -34,7 +37,7 @@
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, STAGED, EXPERTS (0), PACKED (0), ORDER (0)
+// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), PACKED (0), ORDER (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -45,6 +48,9 @@
 #ifndef PACKED
 #define PACKED 0
 #define ORDER 0
+#endif
+#ifndef TEAMS
+#define TEAMS 1
 #endif
 #define WHOLE 0
 #define LINE 1
@@ -62,7 +68,7 @@ constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
 constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
 constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
-constexpr int THREADS = WGS * 128;
+constexpr int THREADS = WGS * 128, MULTIPLYING = TEAMS * WGS * 4;  // of a team; warps of all
 constexpr bool WIDE = FORMAT == FP8 ? TOKENS >= 128 : TOKENS >= 192 && WGS > 1;  // accumulators take most registers: the producers give theirs
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
@@ -78,6 +84,7 @@ constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows
 static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
+static_assert(TEAMS == 1 || (FORMAT != FP8 && SB > 1 && SPLIT != LINE && !EXPERTS && STAGES >= TEAMS), "a CTA has one tile");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 
@@ -170,7 +177,7 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
 
 extern "C" __global__ void
 #if TOKENS > 64  // of others the host limits the registers
-__launch_bounds__(THREADS + LOADERS * 32, 1)
+__launch_bounds__(TEAMS * THREADS + LOADERS * 32, 1)
 #endif
 gemm(const u8* weights, const u32* records, const float* channel_scale, const u8* x, const float* row_scale, const u16* bias,
      const u16* residual, u16* Y, uint4* partials, int* flags, const int* expert_of, const int* tiles, int rows,
@@ -178,7 +185,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_tiles = (rows + TOKENS - 1) / TOKENS;
+  const int lane = threadIdx.x % 32, x_tiles = (rows + TOKENS - 1) / TOKENS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], LOADERS);
@@ -194,19 +201,20 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     n_tiles = tiles[0], rows = n_tiles * TOKENS;
   }
   if (SLICED && blockIdx.x >= M_TILES * n_tiles * CLUSTER) return;  // the grid is of the most rows that this call takes
-  if (warp >= WGS * 4) {
+  if (threadIdx.x / 32 >= MULTIPLYING) {
     if (WIDE) give_registers<40>();
-    if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, warp - WGS * 4);
+    if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, threadIdx.x / 32 - MULTIPLYING);
     else wait_for_inputs();
     __syncwarp();
     if (IN_CLUSTER) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
+  const int team = threadIdx.x / THREADS, warp = threadIdx.x / 32 % (WGS * 4);
   if (WIDE) take_registers<232>();
   if (QUANTIZED && SLICED && lane == 0)  // here before they are needed
     prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER / x_tiles * MT + warp, TILES - 1) * 16);
   wait_for_inputs();
-  int slot = 0, unit = first_unit(n_tiles);
+  int slot = team, unit = first_unit(n_tiles);
   u32 parity = 0;
   Segment s;
   while (next_segment(s, unit, n_tiles, expert_of)) {
@@ -214,8 +222,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
 #if STAGED
-    if (QUANTIZED && s.begin == 0) fetch_scales(sh, s, channel_scale, row_scale, warp);
-    if (EPILOGUE == RESIDUAL && s.begin == 0) {
+    if (QUANTIZED && s.begin == 0 && team == 0) fetch_scales(sh, s, channel_scale, row_scale, warp);
+    if (EPILOGUE == RESIDUAL && s.begin == 0 && team == 0) {
       fetch_residual(sh, s, 0, residual, rows, warp, lane);
       prefetch_residual(s, residual, rows, warp);
     }
@@ -228,7 +236,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #pragma unroll 1
     for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #else
-    int before = -1, stage = s.begin;  // `before`: the slot that the products in flight may still read
+    int before = -1, stage = s.begin + team;  // `before`: the slot that the products in flight may still read
     auto multiply = [&] {  // with the stage in `slot`
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
@@ -259,12 +267,12 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         if (!early) fetch();
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
-      before = slot, stage++;
-      if (++slot == STAGES) slot = 0, parity ^= 1;
+      before = slot, stage += TEAMS;
+      if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
     };
     constexpr int turns = SB == 1 ? 2 : 1;  // the registers of a block are read on while the next one's are filled: two sets
 #pragma unroll 1
-    for (int i = s.begin; i + turns <= s.end; i += turns) {
+    for (int i = s.begin + team; i + turns <= s.end; i += turns * TEAMS) {
       multiply();
       if (turns == 2) multiply();
     }
@@ -274,7 +282,17 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     }
     wgmma_wait<0>();
     keep_behind(acc);
-    if (lane == 0) barrier_arrive(&sh.empty[before]);
+    if (lane == 0 && (TEAMS == 1 || before >= 0)) barrier_arrive(&sh.empty[before]);
+#endif
+#if TEAMS > 1
+    named_barrier(7, TEAMS * THREADS);  // all of the ring is done with
+    if (team) leave_sums(sh, acc);
+    named_barrier(7, TEAMS * THREADS);
+    if (team) {
+      if (IN_CLUSTER) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+      return;
+    }
+    add_sums(acc, sh);
 #endif
 #if CLUSTER > 1
     const int rank = blockIdx.x % CLUSTER, first = rank % OWNERS * OWNED;

@@ -1,4 +1,22 @@
-// Sums of a tile of gemm.cu that several CTAs have a part of: through memory (LINE) or within a cluster (CLUSTERS).
+// Sums of a tile of gemm.cu that several CTAs have a part of: through memory (LINE, MAIL) or within a cluster (CLUSTERS). And those of
+// two teams in one CTA.
+
+#if TEAMS > 1
+static_assert(TEAMS == 2 && sizeof(Shared::ring) >= COLUMNS * THREADS * 16, "the second's sums have room where stages were");
+DEVICE void leave_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2]) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++) ((uint4*)sh.ring)[j * THREADS + threadIdx.x % THREADS] = *(const uint4*)&acc[4 * j];
+}
+DEVICE void add_sums(accumulator (&acc)[TOKENS / 2], const Shared& sh) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++) {
+    const uint4 p = ((const uint4*)sh.ring)[j * THREADS + threadIdx.x];
+    const accumulator* v = (const accumulator*)&p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc[4 * j + i] += v[i];
+  }
+}
+#endif
 
 // Sums of a tile that begins in another CTA, left for it; and the owner's taking them in, in the order of the stages.
 DEVICE void leave_partial(const accumulator (&acc)[TOKENS / 2], uint4* partials, int* flags) {
