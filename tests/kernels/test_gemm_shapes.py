@@ -55,6 +55,16 @@ def test_tiles_of_17_to_64_rows_have_an_sm_each_and_slices_of_the_inputs_take_th
         assert shape.split != gemm.MAIL or shape.grid(132) <= 132, "CTAs wait for each other: all have to be resident"
 
 
+def test_two_teams_share_lone_tiles_of_64_outputs():
+    def teams(kind, outputs, rows, **cut):
+        return gemm.shape_for(kind, outputs, 4096, 128, rows, 132, **cut).teams
+
+    assert [teams("int4", outputs, 32) for outputs in (6144, 4096, 24576, 37888)] == [2, 2, 1, 1]
+    assert teams("int4", 4096, 64) == teams("int4", 4096, 100) == teams("int8", 6144, 32) == 2
+    assert teams("int8", 4096, 64) == teams("plain", 4096, 32) == teams("int4", 4096, 256) == teams("int4", 2560, 32) == 1
+    assert teams("int4", 4096, 512, tokens=64, warpgroups=1, split=gemm.WHOLE) == 1, "a CTA has more than one tile"
+
+
 @pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8"])
 @pytest.mark.parametrize("rows, attention", [(32, 22017), (64, 13569)])
 def test_a_thread_block_of_decode_attention_has_room_beside_a_tile_of_qkv(kind, rows, attention):

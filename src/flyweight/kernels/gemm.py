@@ -41,7 +41,7 @@ REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of
 LEAST = 8  # tokens of a tile
 PACK_WARPS = 8  # of a CTA of pack.cu that neither norms nor quantizes
 SLICED_KINDS = ("plain", "int4", "int8")
-TEAMED = ("plain", "int4", "int8", "w8a8")  # formats of which two teams share a lone tile of 64 outputs
+TEAMED = {"int4": 64, "int8": 32}  # most tokens of lone tiles of 64 outputs that two teams share: codes are taken apart meanwhile
 WHOLE, LINE, CLUSTERS, MAIL = range(4)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -164,9 +164,9 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         if stages >= (4 if small and not beside and tokens <= 64 else 3 if count == 4 or (count == 2 and grouped) else 2):
             shared = max(exchange, stages * stage) + staging + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
-            alone = kind in TEAMED and warpgroups == 1 and count > 1 and not beside and split != LINE and tokens <= 128
             if teams is None:
-                teams = 2 if alone and tiles * cluster <= processors and total // count // cluster > 2 else 1
+                alone = warpgroups == 1 and split in (WHOLE, CLUSTERS) and not beside and tiles * cluster <= processors
+                teams = 2 if alone and tokens <= TEAMED.get(kind, 0) and count > 1 and total // count // cluster > 2 else 1
             return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams)
     return None
 
