@@ -1,8 +1,10 @@
 """Every CUDA source compiles for every architecture it promises, with NVRTC alone: no GPU and no nvcc needed."""
 
+import io
+
 import pytest
 
-from flyweight.kernels import jit
+from flyweight.kernels import gemm, jit
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -97,6 +99,29 @@ def test_kernels_compile_without_a_gpu(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
     for file, defines in CASES:
         assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8", "fp8"])
+def test_products_of_many_rows_have_registers_enough(kind, monkeypatch):
+    """Where they do not, the compiler keeps sums in memory or does one product after the other: right, and twice as slow."""
+    from cuda.core import Program, ProgramOptions
+
+    def load(file, *, defines, registers=None):
+        if file == "gemm.cu":
+            flags = [(name, str(value)) for name, value in defines.items()]
+            options = ProgramOptions(std="c++17", arch="sm_90a", max_register_count=registers, define_macro=flags,
+                                     ptxas_options="-v")
+            log = io.StringIO()
+            Program(jit._source(file), code_type="c++", options=options).compile("cubin", logs=log)
+            assert "serialized" not in log.getvalue() and " 0 bytes stack frame" in log.getvalue(), (shape, log.getvalue())
+        return jit.Unlaunched()
+
+    monkeypatch.setattr(jit, "load", load)
+    for outputs, inputs, rows in ((6144, 4096, 32), (4096, 4096, 64), (6144, 4096, 256), (4096, 12288, 512), (24576, 4096, 2048)):
+        group = 128 if kind in gemm.GROUPED else inputs
+        shape = gemm.shape_for(kind, outputs, inputs, group, rows, 132)
+        gemm.kernels.__wrapped__(kind, outputs, inputs, group, False, False, shape, norm=False, epilogue="store", bias=False,
+                                 packing=(8, 8, 1), static=False, symmetric=True)
 
 
 def test_a_cubin_is_compiled_once_and_then_read_from_disk(tmp_path, monkeypatch):

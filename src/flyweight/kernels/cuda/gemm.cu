@@ -185,7 +185,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
-  const int lane = threadIdx.x % 32, x_tiles = (rows + TOKENS - 1) / TOKENS;
+  const int cta_warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_tiles = (rows + TOKENS - 1) / TOKENS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&sh.full[i], LOADERS);
@@ -201,15 +201,16 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     n_tiles = tiles[0], rows = n_tiles * TOKENS;
   }
   if (SLICED && blockIdx.x >= M_TILES * n_tiles * CLUSTER) return;  // the grid is of the most rows that this call takes
-  if (threadIdx.x / 32 >= MULTIPLYING) {
+  if (cta_warp >= MULTIPLYING) {
     if (WIDE) give_registers<40>();
-    if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, threadIdx.x / 32 - MULTIPLYING);
+    if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, cta_warp - MULTIPLYING);
     else wait_for_inputs();
     __syncwarp();
     if (IN_CLUSTER) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
-  const int team = threadIdx.x / THREADS, warp = threadIdx.x / 32 % (WGS * 4);
+  // where there is one, the compiler has to know that it is 0: for one number more it has no register with float8
+  const int team = TEAMS > 1 ? cta_warp / (WGS * 4) : 0, warp = cta_warp - team * WGS * 4;
   if (WIDE) take_registers<232>();
   if (QUANTIZED && SLICED && lane == 0)  // here before they are needed
     prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER / x_tiles * MT + warp, TILES - 1) * 16);
@@ -268,7 +269,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
       before = slot, stage += TEAMS;
-      if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
+      slot += TEAMS;
+      if (TEAMS > 1 ? slot >= STAGES : slot == STAGES) slot = TEAMS > 1 ? slot - STAGES : 0, parity ^= 1;
     };
     constexpr int turns = SB == 1 ? 2 : 1;  // the registers of a block are read on while the next one's are filled: two sets
 #pragma unroll 1
