@@ -31,15 +31,23 @@ class Compiled:
 
 def precompile(runs: Sequence[DryRun], architecture: str, *, listen: Listen, workers: int | None = None) -> Compiled:
     """Every kernel that one of the dry runs asks for into the cache, from when the first run is done."""
-    begin, jobs = time.monotonic(), dict[jit.Wanted, Future[bool]]()
-    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    begin, jobs, workers = time.monotonic(), dict[jit.Wanted, Future[bool]](), workers or os.cpu_count() or 1
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            for found in _finished([pool.submit(run) for run in runs], "dry runs", listen):
+            dry = [pool.submit(run) for run in runs]
+            for _ in range(workers - len(runs)):
+                pool.submit(_get_ready)  # the others, while these run
+            for found in _finished(dry, "dry runs", listen):
                 jobs |= {one: pool.submit(_compile, one, architecture) for one in sorted(found - jobs.keys(), key=str)}
             fresh = sum(_finished(list(jobs.values()), "kernels", listen))
         finally:
             pool.shutdown(cancel_futures=True)
     return Compiled(len(jobs), fresh, time.monotonic() - begin, jit.cache_folder())
+
+
+def _get_ready() -> None:
+    """Import what a compiling process needs: seconds of it."""
+    jit._cuda_core()
 
 
 def _compile(one: jit.Wanted, architecture: str) -> bool:
