@@ -84,12 +84,16 @@ def write(path: Path, blocks: Sequence[Block], *, title: str, draw: bool, pictur
 
 def drawer(path: Path, kind: str) -> Callable[[Figure], Path]:
     """Draws into a folder beside the document and gives the path as the document must write it."""
-    from flyweight.report.plot import draw
+    from flyweight.report.plot import draw, file_name
 
-    folder = path.with_name(f"{path.stem}_figures")
+    folder, titles = path.with_name(f"{path.stem}_figures"), dict[str, str]()
+
     def place(figure: Figure) -> Path:
+        name = file_name(figure)
+        while titles.setdefault(name, figure.title) != figure.title:  # models whose names differ in capitals alone
+            name += "-2"
         try:
-            return draw(figure, folder, kind=kind).relative_to(path.parent)
+            return draw(figure, folder, kind=kind, name=name).relative_to(path.parent)
         except MissingPackageError as error:
             raise MissingPackageError(f"{error}, or give --no-figures") from None
 

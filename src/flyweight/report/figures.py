@@ -80,10 +80,12 @@ def heat_point(one: Record) -> Point:
 
 def throughput_latency(records: Sequence[Record]) -> list[Figure]:
     figures: list[Figure] = []
-    for x, y in (("latency_s", "overall_tok_s"), ("e2e_s", "output_tok_s")):
+    for x, y, how in (("latency_s", "overall_tok_s", ""), ("e2e_s", "output_tok_s", ", served")):
         for (model, device), part in by_model(records, x, y).items():
             series = collect(part, variant, partial(trade_off, x=x, y=y))
-            figures.append(Figure("scatter", f"Throughput against latency: {model} on {device}", "latency (s)",
+            if len(part) == 1:
+                continue  # one point is no trade-off
+            figures.append(Figure("scatter", f"Throughput against latency{how}: {model} on {device}", "latency (s)",
                                   "input and output tok/s" if y == "overall_tok_s" else "output tok/s", series,
                                   x_log=True, y_log=True, caption="Up and to the left is better."))
     return figures
@@ -100,7 +102,7 @@ def condition(one: Record) -> str:
 
 
 def first_token_bars(records: Sequence[Record]) -> list[Figure]:
-    """TTFT and TPOT: side by side for backends that serve, one picture each for workloads."""
+    """TTFT and TPOT: side by side for backends that serve, one picture each for workloads (a start is none)."""
     figures: list[Figure] = []
     names = {"ttft_ms_last": "TTFT", "ttft_ms": "TTFT", "tpot_ms": "TPOT"}
     for (model, device), part in by_model(records, "ttft_ms", "tpot_ms").items():
@@ -112,7 +114,8 @@ def first_token_bars(records: Sequence[Record]) -> list[Figure]:
             figures.append(Figure("bars", f"TTFT and TPOT: {model} on {device}", "backend", "ms", series,
                                   caption="Lower is better."))
     for name in ("ttft_ms_last", "tpot_ms"):
-        for (model, device), part in by_model((one for one in records if one["bench"] == "latency"), name).items():
+        shown = (one for one in records if one["bench"] == "latency" and one.get("workload") != "startup")
+        for (model, device), part in by_model(shown, name).items():
             series = collect(part, variant, partial(workload_point, metric=name, label=names[name]))
             figures.append(Figure("bars", f"{names[name]}: {model} on {device}", "workload", "ms", series,
                                   y_log=name != "tpot_ms", caption="Lower is better."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ from flyweight.errors import MissingPackageError
 from flyweight.report.blocks import Figure
 
 COLORS = ("#2a6fdb", "#e07b00", "#2c9a4b", "#c23b6b", "#7a52c7", "#0f9aa8", "#9a7b00", "#6b7280")
-LONGEST = 44  # characters of a name: what a backend was started with may be long
+LONGEST, WIDEST = 44, 22  # characters of a name, since what a backend was started with may be long; and of a line below a bar
+MOST_INSIDE = 5  # series whose legend has room among them
 
 
-def draw(figure: Figure, folder: Path, *, kind: str = "png") -> Path:
+def draw(figure: Figure, folder: Path, *, kind: str = "png", name: str | None = None) -> Path:
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         raise MissingPackageError("figures need matplotlib: pip install 'flyweight[report]'") from None
-    tall = max(3.6, 0.22 * len(figure.series) + 1.4) if figure.kind == "heat" else 4.2
+    below = math.ceil(len(figure.series) / 3) if len(figure.series) > MOST_INSIDE else 0  # lines of the legend
+    tall = max(3.6, 0.22 * len(figure.series) + 1.4) if figure.kind == "heat" else 4.2 + 0.16 * below
     canvas = Canvas(figsize=(7.5, tall), layout="constrained")
     axes = canvas.subplots()
     {"line": lines, "scatter": scatter, "bars": bars, "heat": heat}[figure.kind](figure, axes)
@@ -29,11 +32,13 @@ def draw(figure: Figure, folder: Path, *, kind: str = "png") -> Path:
     if figure.kind != "heat":
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
-        if not figure.front:  # whose points have their names beside them
-            axes.legend(fontsize=7, ncols=1 + len(figure.series) // 9)
+        if len(figure.series) > MOST_INSIDE and not figure.front:
+            canvas.legend(fontsize=7, ncols=3, loc="outside lower center")
+        elif not figure.front:  # whose points have their names beside them
+            axes.legend(fontsize=7)
         axes.set_xscale("log") if figure.x_log else None
         axes.set_yscale("log") if figure.y_log else axes.set_ylim(bottom=0 if figure.kind in ("bars", "line") else None)
-    path = folder / f"{file_name(figure)}.{kind}"
+    path = folder / f"{name or file_name(figure)}.{kind}"
     folder.mkdir(parents=True, exist_ok=True)
     canvas.savefig(path, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return path
@@ -58,7 +63,7 @@ def scatter(figure: Figure, axes: Any) -> None:
     for index, series in enumerate(figure.series):
         color = COLORS[index % len(COLORS)]
         axes.scatter([point.x for point in series.points], [point.y for point in series.points], color=color, alpha=0.8,
-                     label=short(series.name),
+                     label=short(series.name), marker="o" if index < len(COLORS) else "s",
                      s=[30 if point.size is None else 30 + 600 * point.size / largest for point in series.points],
                      edgecolors=["black" if point.marked else color for point in series.points], linewidths=1.6)
         for point in series.points if figure.front else ():
@@ -74,8 +79,11 @@ def bars(figure: Figure, axes: Any) -> None:
     width = 0.8 / max(len(figure.series), 1)
     for index, series in enumerate(figure.series):
         axes.bar([places[str(point.x)] + (index + 0.5) * width - 0.4 for point in series.points],
-                 [point.y for point in series.points], width=width, color=COLORS[index % len(COLORS)], label=short(series.name))
-    axes.set_xticks(range(len(places)), list(places), rotation=20 if max(map(len, places)) > 9 else 0)
+                 [point.y for point in series.points], width=width, color=COLORS[index % len(COLORS)], label=short(series.name),
+                 hatch="" if index < len(COLORS) else "////", edgecolor="white", linewidth=0)
+    longest = max(map(len, places))
+    names = ["\n".join(textwrap.wrap(short(name), WIDEST)) for name in places]
+    axes.set_xticks(range(len(places)), names, rotation=20 if 9 < longest <= WIDEST else 0)
 
 
 def heat(figure: Figure, axes: Any) -> None:
