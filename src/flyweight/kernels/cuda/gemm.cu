@@ -210,7 +210,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     return;
   }
   // where there is one, the compiler has to know that it is 0: for one number more it has no register with float8
-  const int team = TEAMS > 1 ? cta_warp / (WGS * 4) : 0, warp = cta_warp - team * WGS * 4;
+  const int team = TEAMS > 1 ? threadIdx.x / THREADS : 0, warp = TEAMS > 1 ? cta_warp % (WGS * 4) : cta_warp;
   if (WIDE) take_registers<232>();
   if (QUANTIZED && SLICED && lane == 0)  // here before they are needed
     prefetch_l2(channel_scale + min((int)blockIdx.x / CLUSTER / x_tiles * MT + warp, TILES - 1) * 16);
@@ -269,8 +269,11 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
       before = slot, stage += TEAMS;
-      slot += TEAMS;
-      if (TEAMS > 1 ? slot >= STAGES : slot == STAGES) slot = TEAMS > 1 ? slot - STAGES : 0, parity ^= 1;
+      if constexpr (TEAMS > 1) {
+        if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
+      } else {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+      }
     };
     constexpr int turns = SB == 1 ? 2 : 1;  // the registers of a block are read on while the next one's are filled: two sets
 #pragma unroll 1
