@@ -162,6 +162,8 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];
+      // Another team's stage may still be on its way to this slot: only when that is done with, `parity` means what it says
+      if (STAGES % TEAMS) barrier_wait(&sh.empty[slot], parity ^ 1);
       barrier_wait(&sh.full[slot], parity);
       multiply_unit(stage + member * UNIT_BYTES, (const u32*)(stage + RECORDS_AT) + member * 16 + lane / 4, in, sh.x[warp], lane);
       named_arrive(1 + slot, SUMMING);

@@ -239,6 +239,8 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #else
     int before = -1, stage = s.begin + team;  // `before`: the slot that the products in flight may still read
     auto multiply = [&] {  // with the stage in `slot`
+      // the other team's stage may still be on its way there: only when that is done with, `parity` means what it says
+      if (STAGES % TEAMS) barrier_wait(&sh.empty[slot], parity ^ 1);
       barrier_wait(&sh.full[slot], parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
