@@ -64,14 +64,14 @@ def in_registers() -> float:
     return error(gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda(), alone=True), tensor.matmul_reference(x))
 
 
-def eight_rows() -> float:
+def eight_rows(*, quantized: bool = False) -> float:
     """Two tiles for each pair of CTAs: with more the tool takes minutes. A residual."""
     import torch
 
     from flyweight.kernels.cuda_linear import CudaLinear
-    from flyweight.tensors import IntGroup
+    from flyweight.tensors import Int8Channel, IntGroup
 
-    tensor = IntGroup.random((2112, 4096), group_size=128)
+    tensor = Int8Channel.random((2112, 4096)) if quantized else IntGroup.random((2112, 4096), group_size=128)
     x, residual = torch.randn(7, 4096).bfloat16(), torch.randn(7, 2112).bfloat16()
     got = CudaLinear(tensor.to("cuda"), dtype=torch.bfloat16).fused(x.cuda(), residual=residual.cuda(), way="few")
     return error(got, tensor.matmul_reference(x) + residual.double())
@@ -176,6 +176,7 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "gemm-fp8": (lambda: linear("fp8", 300), "gemm|pack", 0.06),
     "batch-sparse": (lambda: linear("sparse-int4", 12), "batch|batch_pack", 0.03),
     "few": (eight_rows, "few", 0.02),
+    "few-quantized": (lambda: eight_rows(quantized=True), "few", 0.05),
     "experts-few": (lambda: layer_of_experts(2), "route|experts|combine", 0.03),
     "experts-many": (lambda: layer_of_experts(40), "route|pack|gemm|combine", 0.03),
     "vptq": (lambda: vector_quantized(2), "vptq", 0.02),

@@ -30,17 +30,23 @@ def run(multiply, x, outputs, **options):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("seed", [0, 1], ids=["zero points", "symmetric"])
-def test_5_to_16_rows_with_bias_and_residual(seed, dtype):
+@pytest.mark.parametrize(("kind", "seed"), [("int4:128", 0), ("int4:128", 1), ("int8:128", 0), ("int8:128", 1), ("w8a8", 0)])
+def test_5_to_16_rows_with_bias_and_residual(kind, seed, dtype):
+    """Odd seeds are symmetric."""
     for outputs, columns in SHAPES:
-        tensor, bias = make("int4:128", (outputs, columns), seed, dtype), torch.randn(outputs, device="cuda").to(dtype)
+        if kind == "w8a8" and columns > 4096:
+            continue
+        most = few.MOST_ROWS[kind.split(":")[0]]
+        tensor, bias = make(kind, (outputs, columns), seed, dtype), torch.randn(outputs, device="cuda").to(dtype)
         plain, biased = (gemv.prepare(tensor, dtype=dtype, bias=given) for given in (None, bias))
-        x, residual = (torch.randn(16, width, device="cuda").to(dtype) for width in (columns, outputs))
+        x, residual = (torch.randn(most, width, device="cuda").to(dtype) for width in (columns, outputs))
         want = tensor.matmul_reference(x)
-        for rows in range(5, 17):
+        for rows in range(5, most + 1):
             got = run(partial(few.multiply, plain), x[:rows], outputs)
             assert relative_error(got, want[:rows]) < TOLERANCE[dtype], (outputs, columns, rows)
-        for rows in (5, 8, 9, 13, 16):
+            if kind == "w8a8":
+                assert torch.equal(got, run(partial(batch.multiply, plain), x[:rows], outputs)), "other bits than from batch.cu"
+        for rows in range(5, most + 1, 4):
             got = run(partial(few.multiply, biased), x[:rows], outputs, residual=residual[:rows])
             ended = want[:rows] + bias.double() + residual[:rows].double()
             assert relative_error(got, ended) < TOLERANCE[dtype], (outputs, columns, rows)
@@ -48,7 +54,9 @@ def test_5_to_16_rows_with_bias_and_residual(seed, dtype):
 
 @pytest.mark.parametrize(("kind", "shape", "way"), [
     ("int4:128", (4096, 4096), "few"), ("int4:128", (2560, 9728), "batch"), ("int4:128", (1000, 4096), "batch"),
-    ("int4:64", (4096, 4096), "batch"), ("int8:128", (4096, 4096), "batch"), ("int4:128", (4096, 1536), "gemv")])
+    ("int4:64", (4096, 4096), "batch"), ("int8:128", (4096, 4096), "few"), ("int8:64", (4096, 4096), "batch"),
+    ("w8a8", (4096, 4096), "few"), ("w8a8", (4096, 12288), "batch"), ("w8a8-static", (4096, 4096), "batch"),
+    ("int4:128", (4096, 1536), "gemv")])
 def test_linears_that_few_does_not_take_go_another_way(kind, shape, way):
     tensor = make(kind, shape, 1)
     linear, x = CudaLinear(tensor, dtype=torch.bfloat16), torch.randn(8, shape[1], device="cuda").bfloat16()
@@ -58,11 +66,13 @@ def test_linears_that_few_does_not_take_go_another_way(kind, shape, way):
     assert relative_error(run(linear.fused, x, shape[0], residual=residual), want) < 1e-2
 
 
-@pytest.mark.parametrize("columns", [4096, 6144])
+@pytest.mark.parametrize(("kind", "columns"), [("int4:128", 4096), ("int4:128", 6144), ("int8:128", 4096), ("w8a8", 4096)])
 @pytest.mark.parametrize(("rows", "others"), [(8, None), (8, "batch"), (8, "gemv"), (16, None), (16, "batch")])
-def test_a_thousand_dependent_replays_agree_bit_for_bit(columns, rows, others):
+def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, columns, rows, others):
     """Behind itself, or by turns with kernels that have an SM each or leave room."""
-    weights = [gemv.prepare(make("int4:128", (columns, columns), i), dtype=torch.bfloat16) for i in range(6)]
+    if rows > few.MOST_ROWS[kind.split(":")[0]]:
+        pytest.skip("more rows than it takes")
+    weights = [gemv.prepare(make(kind, (columns, columns), i), dtype=torch.bfloat16) for i in range(6)]
     norm, start = torch.ones(columns, device="cuda").bfloat16(), torch.randn(rows, columns, device="cuda").bfloat16()
     between = {"batch": batch.multiply, "gemv": gemv.Gemv.__call__}
 
@@ -74,3 +84,21 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(columns, rows, others):
 
     results = replayed(product, list(enumerate(weights)), start, replays=1000)
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape"), [("int8:128", 16, (24576, 4096)), ("int4:128", 16, (4096, 12288))])
+def test_teams_that_do_not_divide_the_stages_wait_for_each_other(kind, rows, shape):
+    """A team that was ahead once took a slot for full in which the stage before, another team's, had not arrived yet."""
+    weights = [gemv.prepare(make(kind, shape, i), dtype=torch.bfloat16) for i in range(2)]
+    chosen = few.choose(weights[0].kind, *shape, gemv.processors(0), rows)
+    assert chosen.stages % (chosen.warps // chosen.team), "the case that was wrong"
+    x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+    want = [few.multiply(weight, x, pdl=False) for weight in weights]
+    out = [torch.empty_like(one) for one in want]
+    for _ in range(20):
+        for one in out:
+            one.fill_(float("nan"))
+        for _ in range(25):
+            for weight, one in zip(weights, out, strict=True):
+                few.multiply(weight, x, one)
+        assert all(torch.equal(*pair) for pair in zip(out, want, strict=True))

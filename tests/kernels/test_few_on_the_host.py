@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fixtures)
 
-from flyweight.kernels import few, gemv
+from flyweight.kernels import batch, few, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
@@ -26,8 +26,10 @@ def multiply(weight, x, **options):
     ("int4:128", 8, (112, 2048)), ("int4:128:symmetric", 7, (416, 4096)), ("int4:128", 5, (80, 6144)),
     ("int4:128", 6, (240, 2560)), ("int4:128", 8, (80, 12288)), ("int4:128", 16, (112, 4096)),
     ("int4:128:symmetric", 9, (416, 4096)), ("int4:128", 13, (240, 2560)), ("int4:128", 16, (80, 2304)),
-    ("int4:128", 11, (80, 6144)), ("int4:128", 16, (80, 12288))])
-def test_rows_are_multiplied_as_they_lie_in_memory(kind, rows, shape):
+    ("int4:128", 11, (80, 6144)), ("int4:128", 16, (80, 12288)), ("int8:128", 8, (112, 4096)),
+    ("int8:128:symmetric", 5, (80, 12288)), ("int8:128", 16, (240, 2560)), ("int8:128", 12, (80, 12288)),
+    ("w8a8", 8, (416, 4096)), ("w8a8", 6, (80, 2304)), ("w8a8", 7, (240, 2560))])
+def test_rows_are_multiplied(kind, rows, shape):
     tensor = make(kind, shape, 1)
     weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
     first = multiply(weight, x)
@@ -47,10 +49,18 @@ def test_bias_and_residual_are_fused(dtype, rows):
     assert error(linear.fused(x, residual=residual, way="few"), want) < 4e-3
 
 
-def test_a_row_has_the_same_bits_in_either_set():
-    weight, x = gemv.prepare(make("int4:128", (112, 2048), 1), dtype=torch.bfloat16), torch.randn(8, 2048).bfloat16()
+@pytest.mark.parametrize("kind", ["int4:128", "int8:128"])
+def test_a_row_has_the_same_bits_in_either_set(kind):
+    weight, x = gemv.prepare(make(kind, (112, 2048), 1), dtype=torch.bfloat16), torch.randn(8, 2048).bfloat16()
     first, second = multiply(weight, torch.cat([x, x])).split(8)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("rows", [5, 8])
+def test_w8a8_has_the_same_bits_as_from_batch(rows):
+    weight, x = gemv.prepare(make("w8a8", (112, 2048), 1), dtype=torch.bfloat16), torch.randn(rows, 2048).bfloat16()
+    options = dict(residual=torch.randn(rows, 112).bfloat16())
+    assert torch.equal(multiply(weight, x, **options), batch.multiply(weight, x, **options))
 
 
 @pytest.mark.parametrize("rows", [8, 16])
@@ -62,12 +72,16 @@ def test_the_residual_may_be_what_is_written(rows):
 
 def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():
     shapes = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 14336), (2560, 4096), (3584, 3584), (5120, 5120))
-    for rows, (outputs, columns) in itertools.product((8, 16), shapes):
-        chosen = few.choose(outputs, columns, 132, rows)
-        assert chosen is not None and chosen.stages * chosen.team >= 3 * chosen.warps and chosen.warps <= few.MOST_WARPS
-        assert chosen.stages <= (few.DEEP_STAGES[rows // 8] if columns > 5120 else few.MOST_STAGES)
+    for kind, rows, (outputs, columns) in itertools.product(few.MOST_ROWS, (8, 16), shapes):
+        if kind == "w8a8" and (rows > 8 or columns > 4096):
+            assert few.choose(kind, outputs, columns, 132, rows) is None
+            continue
+        chosen = few.choose(kind, outputs, columns, 132, rows)
+        assert chosen is not None and chosen.warps <= few.MOST_WARPS and chosen.held < chosen.stages <= few.MOST_STAGES
+        assert chosen.stages * chosen.team >= (3 if kind == "int4" else 1.5) * chosen.warps
+        assert columns <= 5120 or chosen.stages * chosen.team <= few.DEEP[kind] * chosen.warps
     for outputs, columns in ((4096, 1536), (2560, 9728), (3584, 18944), (4096, 4224), (1024, 4096), (4104, 4096)):
-        assert few.choose(outputs, columns, 132) is None
+        assert few.choose("int4", outputs, columns, 132) is None
 
 
 def test_what_does_not_fit_is_told():
@@ -77,4 +91,4 @@ def test_what_does_not_fit_is_told():
     fitting, device = gemv.prepare(make("int4:128", (96, 2048), 1), dtype=torch.bfloat16), torch.device("cpu")
     assert few.why_not(fitting, 8, device) is None
     assert few.why_not(fitting, 16, device) is None
-    assert "2 to 16 rows" in few.why_not(fitting, 17, device) and "norm" in few.why_not(fitting, 8, device, norm=True)
+    assert "up to 16 rows" in few.why_not(fitting, 17, device) and "norm" in few.why_not(fitting, 8, device, norm=True)

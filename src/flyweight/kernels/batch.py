@@ -77,7 +77,7 @@ def choose(kind: str, outputs: int, columns: int, group: int, rows: int, process
     step = 2 * BLOCK_BYTES[kind] + records
     found = []
     for count in (slices,) if slices else range(1, MOST_SLICES + 1):
-        if count > math.ceil(steps / cut):
+        if count > min(processors, math.ceil(steps / cut)):
             continue
         mine, length = math.ceil(math.ceil(outputs / 16) / (processors // count)), math.ceil(math.ceil(steps / cut) / count) * cut
         rounds = math.ceil(mine / 16)

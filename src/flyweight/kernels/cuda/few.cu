@@ -1,4 +1,5 @@
-// y[r, n] = sum_k x[r, k] · W[n, k] for up to 16 rows of int4 in groups of 128; x as it lies in memory: no kernel before it.
+// y[r, n] = sum_k x[r, k] · W[n, k] for up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8; x as it lies in memory: no
+// kernel before it.
 //
 // Work split: a cluster of two CTAs has some tiles of 16 outputs, each CTA one half of their inputs.
 //
@@ -9,11 +10,13 @@
 //      a warp that fetches:   ahead of the kernel before this one; two kernels fit on an SM, as in gemv.cuh
 //
 // So warps that multiply wait for nothing but weights. y = s · (sum_k (P + q) · x − (P + z) · sum_k x), as in gemv_registers.cuh.
+// W8A8: each warp tells both CTAs the largest of its inputs of every row, so all quantize with the same scale. Integers are added
+// up, to the same numbers as in any other kernel.
 // A half of the inputs is what 16 warps have registers for, beside another kernel; of more inputs there are several turns.
 // Limit: bytes of weights where there are many outputs, else latency; taking codes apart needs half as long as the bytes.
 // Measured (docs/kernels.md): 8 rows are faster than with batch.cu, alone and as o and down of a layer. Twice the inputs a warp,
 // other numbers of stages held back: no faster; rings not filled in turn, shifts done by products: slower. Behind itself with a
-// norm it was slower than batch.cu: it has none.
+// norm it was slower than batch.cu, and W8A8's qkv made steps slower: it has none.
 //
 // defines: FORMAT, FP16, SCALE_FP16, KDIM, NDIM, EPILOGUE, BIAS, SETS (of 8 rows), WARPS, TEAM, ROUND, STAGES, HELD, SHARED_BYTES
 #define CLUSTER 2
@@ -22,14 +25,26 @@
 #include "wgmma.cuh"
 #include "output.cuh"
 #include "turns.cuh"
+#if FORMAT == W8A8
+#undef GROUP
+#define GROUP KDIM
+#include "piece.cuh"
+typedef int accumulator;
+struct __align__(16) sum4 {
+  int x, y, z, w;
+};
+#else
 #include "codes.cuh"
+typedef float accumulator;
+typedef float4 sum4;
+#endif
 
 constexpr int GROUPS = KDIM / 128, HALF = GROUPS / CLUSTER, TURNS = HALF / WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
-constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + TEAM * 64;
-static_assert(FORMAT == INT4 && !SPARSE && EPILOGUE != SILU, "what this is for");
+constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + (QUANTIZED ? 0 : TEAM * 64);
+static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE && EPILOGUE != SILU, "what this is for");
 static_assert(KDIM % (CLUSTER * 128) == 0 && NDIM % 16 == 0, "whole groups and tiles");
 static_assert(WARPS % TEAM == 0 && HALF % WARPS == 0, "stages are whole");
 static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums fit where weights were; a barrier for each stage");
@@ -37,9 +52,10 @@ static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums 
 struct __align__(128) Shared {
   u8 ring[STAGES][STAGE_BYTES];  // where a warp's weights were, then its sums: of a set and a lane
   uint4 x[WARPS][MOVED ? MOVED * 4 * 32 : 1];       // a lane's own, converted
-  float4 totals[TURNS > 1 ? ROUND : 1][SETS][32];   // of the turns so far
-  float4 own[SETS][32], exchange[OWNED][SETS][32];  // our sums of a tile of ours, the other CTA's of all of them
-  u64 full[STAGES], empty[STAGES], exchanged[OWNED];
+  sum4 totals[TURNS > 1 ? ROUND : 1][SETS][32];     // of the turns so far
+  sum4 own[SETS][32], exchange[OWNED][SETS][32];    // our sums of a tile of ours, the other CTA's of all of them
+  float4 largest[QUANTIZED ? CLUSTER * WARPS : 1][2];       // of a warp's inputs of each row
+  u64 full[STAGES], empty[STAGES], exchanged[OWNED], known;  // known: all of `largest`
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
@@ -51,7 +67,7 @@ DEVICE Part part_of(int cta, int ctas) {
   const int groups = ctas / CLUSTER, group = cta / CLUSTER, tile = group * TILES / groups;
   return {cta % CLUSTER, tile, (group + 1) * TILES / groups - tile};
 }
-DEVICE float4 sum_of(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+DEVICE sum4 sum_of(sum4 a, sum4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // The last HELD stages of the first filling come when x does.
 DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
@@ -65,7 +81,7 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
     const size_t at = (size_t)(part.first_tile + tile) * GROUPS + part.rank * HALF + unit + team * TEAM;
     copy_begin(&sh.full[slot], STAGE_BYTES, lane);
     copy_bytes(sh.ring[slot], a.weights + at * UNIT_BYTES, RECORDS_AT, &sh.full[slot], lane);
-    copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, TEAM * 64, &sh.full[slot], lane);
+    if (!QUANTIZED) copy_bytes(sh.ring[slot] + RECORDS_AT, a.records + at * 16, TEAM * 64, &sh.full[slot], lane);
     if (++team == TEAMS) team = 0, tile++;
     if (tile == part.count) tile = 0, unit += WARPS;
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -74,6 +90,62 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
   wait_for_inputs();
 }
 
+#if FORMAT == W8A8
+static_assert(TURNS == 1 && SETS == 1 && !STATIC, "x waits in registers until its scale is known");
+// 128 inputs of x: codes of 32 at a time.
+struct Inputs {
+  u32 x[4][2];
+};
+DEVICE float largest_of(const Shared& sh, int row, int lane) {  // by all warps
+  float most = 0;
+#pragma unroll
+  for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = fmaxf(most, ((const float*)sh.largest[i])[row]);
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+  return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+}
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int rank, int rows, int warp, int lane) {
+  const int row = lane / 4;
+  uint4 x[4] = {};
+  float most = 0;
+  if (row < rows)
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = ((const uint4*)(a.x + (size_t)row * KDIM))[(rank * HALF + warp) * 16 + i * 4 + lane % 4];
+  __syncwarp();
+  cluster_wait();  // the other CTA is there
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float v[8];
+    widen(v, x[i]);
+#pragma unroll
+    for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[j]));
+  }
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  u32 four[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) four[i] = __float_as_uint(__shfl_sync(~0u, most, lane / 16 * 16 + i * 4));
+  if (lane % 16 < CLUSTER)  // of four rows, to each CTA by a lane
+    send_in_cluster(&sh.largest[rank * WARPS + warp][lane / 16], &sh.known, lane % 16, make_uint4(four[0], four[1], four[2], four[3]));
+  barrier_wait(&sh.known, 0);
+  most = largest_of(sh, row, lane);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float v[8];
+    widen(v, x[i]);
+    const Piece p = convert<1>(v, most, 1.f, lane);
+    in.x[i][0] = p.words.x, in.x[i][1] = p.words.y;
+  }
+}
+DEVICE void multiply_unit(u8* unit, const u32*, const Inputs& in, const uint4*, int lane) {
+  int acc[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint4 q = ((const uint4*)unit)[i * 32 + lane];
+    mma32<false>(acc, q, in.x[i][0], in.x[i][1]);
+  }
+  ((sum4*)unit)[lane] = {acc[0], acc[1], acc[2], acc[3]};
+}
+#else
 // 128 inputs of x as the matrix units want them, and their sums of rows 2 t and 2 t + 1 of a set; rows that are not there are 0.
 struct Inputs {
   u32 x[8][2];
@@ -116,13 +188,16 @@ DEVICE void multiply_unit(u8* unit, const u32* records, const Inputs& in, const 
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int block = i / 2, step = i % 2;
-    const uint4 q = ((const uint4*)(unit + block * BLOCK_BYTES))[lane];
+    uint4 q[2];  // of int4 a word has codes of both halves of a block
+#pragma unroll
+    for (int half = 0; half < 2; half++) q[half] = ((const uint4*)(unit + block * BLOCK_BYTES))[(FORMAT == INT8 ? 32 * half : 0) + lane];
     uint4 xs[MOVED ? MOVED : 1];
 #pragma unroll
     for (int set = 0; set < MOVED; set++) xs[set] = moved[(set * 4 + i) * 32 + lane];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const u32 first = (step ? q.z : q.x) >> 4 * half, second = (step ? q.w : q.y) >> 4 * half;
+      const int shift = FORMAT == INT8 ? 0 : 4 * half;
+      const u32 first = (step ? q[half].z : q[half].x) >> shift, second = (step ? q[half].w : q[half].y) >> shift;
       const u32 w[4] = {weights_of(first), weights_of(second), weights_of(first >> 8), weights_of(second >> 8)};
 #pragma unroll
       for (int set = 0; set < SETS; set++) {
@@ -150,6 +225,7 @@ DEVICE void multiply_unit(u8* unit, const u32* records, const Inputs& in, const 
     ((float4*)unit)[set * 32 + lane] = make_float4(total[0], total[1], total[2], total[3]);
   }
 }
+#endif
 DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, int warp, int lane) {
   const int member = warp % TEAM;
   int slot = warp / TEAM;
@@ -158,7 +234,11 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
     Inputs in;
+#if FORMAT == W8A8
+    load_inputs(in, sh, a, part.rank, rows, warp, lane);
+#else
     load_inputs(in, sh.x[warp], a, part.rank * HALF + turn * WARPS + warp, rows, lane);
+#endif
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];
@@ -175,13 +255,13 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 // A tile of ours that waits for the other CTA's sums.
 struct End {
   int tile;  // of this CTA, or -1
-  float residual[SETS * 4], bias[2];
+  float residual[SETS * 4], bias[2], scale[2];
 };
 DEVICE Output output_of(const End& end, const Part& part, int rows, int i, int lane) {
   Output o;
   o.row = lane / 4 + i % 4 / 2 * 8, o.token = i / 4 * 8 + lane % 4 * 2 + i % 2;
   o.index = o.token * NDIM + (part.first_tile + end.tile) * 16 + o.row, o.mine = o.token < rows;
-  o.residual = end.residual[i], o.bias[0] = end.bias[i % 4 / 2];
+  o.residual = end.residual[i], o.bias[0] = end.bias[i % 4 / 2], o.scale[0] = end.scale[i % 4 / 2];
   return o;
 }
 DEVICE void begin_end(End& end, const Linear& a, const Part& part, int rows, int lane) {
@@ -190,32 +270,32 @@ DEVICE void begin_end(End& end, const Linear& a, const Part& part, int rows, int
     end.residual[i] = 0;
     Output o = output_of(end, part, rows, i, lane);
     if (o.mine) fetch_ends(o, a, place_of(part.first_tile + end.tile));
-    end.residual[i] = o.residual, end.bias[i % 4 / 2] = o.bias[0];
+    end.residual[i] = o.residual, end.bias[i % 4 / 2] = o.bias[0], end.scale[i % 4 / 2] = o.scale[0];
   }
 }
-DEVICE void finish(Shared& sh, const End& end, const Linear& a, const Part& part, int rows, int lane) {
+DEVICE void finish(Shared& sh, const End& end, const Linear& a, const Part& part, const float (&factors)[SETS][2], int rows, int lane) {
   if (end.tile < 0) return;
   barrier_wait(&sh.exchanged[end.tile / CLUSTER], 0);
 #pragma unroll
   for (int set = 0; set < SETS; set++) {
-    const float4 sum = sum_of(sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
-    const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+    const sum4 sum = sum_of(sh.own[set][lane], sh.exchange[end.tile / CLUSTER][set][lane]);
+    const accumulator sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const Output o = output_of(end, part, rows, set * 4 + i, lane);
-      float v[2] = {sums[i], 0};
+      float v[2] = {QUANTIZED ? __fmul_rn((float)sums[i], factors[set][i % 2] * o.scale[0]) : (float)sums[i], 0};
       if (o.mine) write_output(o, v, a.y);
     }
   }
 }
 // Sums of all warps of a tile, whose stages are empty then.
-DEVICE void take_sums(float4 (&sums)[SETS], Shared& sh, int& slot, int lane) {
+DEVICE void take_sums(sum4 (&sums)[SETS], Shared& sh, int& slot, int lane) {
 #pragma unroll
   for (int team = 0; team < TEAMS; team++) {
     named_barrier(1 + slot, SUMMING);
 #pragma unroll
     for (int i = 0; i < TEAM * SETS; i++) {
-      const float4 sum = ((const float4*)(sh.ring[slot] + i / SETS * UNIT_BYTES))[i % SETS * 32 + lane];
+      const sum4 sum = ((const sum4*)(sh.ring[slot] + i / SETS * UNIT_BYTES))[i % SETS * 32 + lane];
       sums[i % SETS] = team || i >= SETS ? sum_of(sums[i % SETS], sum) : sum;
     }
     __syncwarp();
@@ -231,22 +311,29 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
   end.tile = -1;
   wait_for_inputs();  // the residual
   cluster_wait();     // the other CTA is there
+  float factors[SETS][2] = {};
+#if FORMAT == W8A8
+  barrier_wait(&sh.known, 0);
+  const float factor = input_scale(largest_of(sh, lane / 4, lane));
+#pragma unroll
+  for (int i = 0; i < 2; i++) factors[0][i] = __shfl_sync(~0u, factor, 4 * (lane % 4 * 2 + i));
+#endif
   int slot = 0;
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++)
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
-      float4 sums[SETS];
+      sum4 sums[SETS];
       take_sums(sums, sh, slot, lane);
 #pragma unroll
       for (int set = 0; set < (TURNS > 1 ? SETS : 0); set++) {
-        float4& total = sh.totals[tile][set][lane];
+        sum4& total = sh.totals[tile][set][lane];
         if (turn) sums[set] = sum_of(total, sums[set]);
         if (turn < TURNS - 1) total = sums[set];
       }
       if (turn < TURNS - 1) continue;
       if (tile % CLUSTER == part.rank) {
-        finish(sh, end, a, part, rows, lane);  // the one before: by now the other CTA has sent it
+        finish(sh, end, a, part, factors, rows, lane);  // the one before: by now the other CTA has sent it
         end.tile = tile;
 #pragma unroll
         for (int set = 0; set < SETS; set++) sh.own[set][lane] = sums[set];
@@ -258,22 +345,25 @@ DEVICE void end_tiles(Shared& sh, const Linear& a, const Part& part, int rows, i
           send_in_cluster(&sh.exchange[there][set][lane], &sh.exchanged[there], 1 - part.rank, *(const uint4*)&sums[set]);
       }
     }
-  finish(sh, end, a, part, rows, lane);  // so nobody leaves before what is sent to this CTA has come
+  finish(sh, end, a, part, factors, rows, lane);  // so nobody leaves before what is sent to this CTA has come
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 2)
-few(const u8* weights, const u32* records, const u16* X, const u16* bias, const u16* residual, u16* Y, int rows, u32* turns) {
+few(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* bias, const u16* residual,
+    u16* Y, int rows, u32* turns) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Part part = part_of(blockIdx.x, gridDim.x);
-  const Linear a = {weights, records, nullptr, X, nullptr, bias, residual, Y, 0, turns};
+  const Linear a = {weights, records, channel_scale, X, nullptr, bias, residual, Y, 0, turns};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++)
       barrier_init(&sh.full[i], COPY_ARRIVALS), barrier_init(&sh.empty[i], 1);
     for (int i = 0; i < OWNED; i++) barrier_init(&sh.exchanged[i], COPY_ARRIVALS);
+    if (QUANTIZED) barrier_init(&sh.known, COPY_ARRIVALS);
     fence_barriers();
+    if (QUANTIZED) copy_begin(&sh.known, sizeof(sh.largest), 0);
     for (int i = 0; i < OWNED; i++) copy_begin(&sh.exchanged[i], SETS * 512, 0);
   }
   __syncthreads();
@@ -285,6 +375,7 @@ few(const u8* weights, const u32* records, const u16* X, const u16* bias, const 
     return end_tiles(sh, a, part, rows, lane);
   } else {
     multiply(sh, a, part, rows, warp, lane);
+    if (QUANTIZED) return;  // it has waited
   }
   __syncwarp();
   cluster_wait();
