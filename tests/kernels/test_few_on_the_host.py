@@ -79,7 +79,7 @@ def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():
         chosen = few.choose(kind, outputs, columns, 132, rows)
         assert chosen is not None and chosen.warps <= few.MOST_WARPS and chosen.held < chosen.stages <= few.MOST_STAGES
         assert chosen.stages * chosen.team >= (3 if kind == "int4" else 1.5) * chosen.warps
-        assert columns <= 5120 or chosen.stages * chosen.team <= few.DEEP[kind] * chosen.warps
+        assert columns <= 5120 or chosen.stages * chosen.team <= few.RINGS[kind, chosen.sets].deep * chosen.warps
     for outputs, columns in ((4096, 1536), (2560, 9728), (3584, 18944), (4096, 4224), (1024, 4096), (4104, 4096)):
         assert few.choose("int4", outputs, columns, 132) is None
 

@@ -15,14 +15,23 @@ from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, QUANTIZED, SHARED_LIM
 
 MOST_ROWS, CLUSTER = {"int4": 16, "int8": 16, "w8a8": 8}, 2
 LEAST_WARPS, MOST_WARPS = 8, 16  # that multiply, with 128 inputs each; no more fit beside another kernel
-# A round is one tile for all warps. Of each format: teams of warps that share a stage, twice as many where x of 16 rows takes
-# room of the ring; rounds of the ring that are fetched when the inputs are there (see gemv.HELD); and those it has where inputs
-# come in turns: a step is slower if more of the next linear's weights come ahead.
-TEAMS = {"int4": 1, "int8": 2, "w8a8": 4}
-HELD = {"int4": 2, "int8": 1, "w8a8": 0}
-DEEP = {"int4": 4, "int8": 3}
 MOST_STAGES = 15  # a barrier of the hardware for each
 LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free early, as beside kernels that have one each
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Of stages. A round is one tile for all warps."""
+
+    teams: int  # of warps that share a stage: small stages are full sooner
+    held: int  # rounds that are fetched when the inputs are there: see gemv.HELD
+    deep: int = 0  # rounds where inputs come in turns: a step is slower if more of the next linear's weights come ahead
+
+
+# By format and sets of 8 rows
+RINGS = {("int4", 1): Ring(2, 3, 4), ("int4", 2): Ring(2, 1, 4), ("int8", 1): Ring(2, 1, 3), ("int8", 2): Ring(4, 0, 3),
+         ("w8a8", 1): Ring(4, 0)}
+MANY_TILES, WHOLE = 12, Ring(1, 2, 4)  # of a cluster: the warp that ends them is the limit, and meets one team sooner than two
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,17 @@ def choose(kind: str, outputs: int, columns: int, processors: int, rows: int = 8
     warps = max((count for count in range(LEAST_WARPS, MOST_WARPS + 1) if half % count == 0), default=0)
     if columns % (128 * CLUSTER) or not half or not warps or outputs % 16 or outputs < 16 * clusters:
         return None
-    if rows > MOST_ROWS[kind] or (kind in QUANTIZED and half > warps):  # of x that waits in registers until its scale is known
-        return None
     sets, turns, tiles = math.ceil(rows / 8), half // warps, math.ceil(outputs / 16 / clusters)
+    if (kind, sets) not in RINGS or (kind in QUANTIZED and turns > 1):  # of x that waits in registers until its scale is known
+        return None
+    ring = WHOLE if (kind, sets) == ("int4", 1) and tiles > MANY_TILES else RINGS[kind, sets]
     unit = 2 * BLOCK_BYTES[kind] + (0 if kind in QUANTIZED else 64)
-    team = next(warps // teams for teams in range(TEAMS[kind] * sets, 0, -1) if warps % teams == 0)
+    team = next(warps // teams for teams in range(ring.teams, 0, -1) if warps % teams == 0)
     owned, x = math.ceil(tiles / CLUSTER), CLUSTER * warps * 32 if kind in QUANTIZED else (sets - 1) * warps * 2048
     others = x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
-    rounds = DEEP[kind] if turns > 1 else tiles
+    rounds = ring.deep if turns > 1 else tiles
     stages = min(rounds * warps // team, MOST_STAGES, (SHARED_LIMIT - others) // (team * unit + 16))
-    held = min(HELD[kind] * warps // team, stages - 1)
+    held = min(ring.held * warps // team, stages - 1)
     return Choice(sets, warps, team, tiles, stages, held) if stages * team > warps else None
 
 
