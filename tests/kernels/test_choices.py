@@ -11,7 +11,7 @@ from flyweight.tensors import Int8Channel, IntGroup, Sparse24
 @pytest.mark.parametrize("kind", gemv.FORMATS)
 def test_every_format_has_a_way_for_any_number_of_rows(kind):
     ways = choices.WAYS[kind]
-    assert ways[0].rows == 1 and [way.rows for way in ways] == sorted({way.rows for way in ways})
+    assert ways[0].rows == 1 and [way.rows for way in ways] == sorted(way.rows for way in ways)
     assert {way.kernel for way in ways} <= set(choices.KERNELS)
     assert choices.wanted(kind, 1) == "gemv" and choices.wanted(kind, 512) == "gemm"
     assert kind in choices.WARPS and kind in choices.PRODUCTS and kind in choices.EXPERT_TOKENS
@@ -20,7 +20,7 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
     ("w8a8", 4, "batch", "batch"), ("w8a8", 64, "gemm", "gemm"),
     ("w8a8", 32, "gemm", "batch"), ("int4", 8, "few", "few"), ("int4", 16, "few", "few"), ("w8a8", 9, "gemm", "batch"),
-    ("int8", 5, "few", "few"), ("int8", 16, "few", "few"), ("w8a8", 8, "few", "batch"),
+    ("int8", 5, "few", "few"), ("int8", 16, "few", "batch"), ("w8a8", 8, "few", "batch"),
     ("int8", 1024, "gemm", "cublas"), ("int4", 2048, "gemm", "cublas"),
     ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"),
     ("int4", 64, "gemm", "gemm"), ("int8", 17, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
@@ -32,6 +32,10 @@ def test_the_way_measured_to_be_fastest_is_wanted(kind, rows, small, large):
 
 def test_x_that_the_kernel_before_packs_is_multiplied_as_codes():
     assert [choices.wanted("int4", rows, 4096, 12288, residual=True) for rows in (2048, 4096)] == ["gemm", "cublas"]
+
+
+def test_linears_with_a_residual_begin_beside_the_kernel_before():
+    assert [choices.wanted("int8", 16, 4096, 12288, residual=residual) for residual in (True, False)] == ["few", "batch"]
 
 
 def test_few_rows_of_fewer_inputs_stay_with_gemv():

@@ -53,7 +53,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE),
     "int4": (FEW, SIXTEEN, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
              Way(4096, "cublas", "bf16 products without codes to convert")),
-    "int8": (FEW, SIXTEEN, ALONE, Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),
+    "int8": (FEW, SIXTEEN, Way(9, "batch", SOME.why, bare=True), Way(9, "few", SIXTEEN.why, small=True), ALONE, Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),
              Way(4096, "cublas", "bf16 products are as fast")),
     "w8a8": (FEW, Way(3, "batch", ONCE), Way(5, "few", "x is quantized in the registers it stays in", small=True),
              Way(9, "gemm", CLUSTERS.why, small=True), DEEP, Way(65, "gemm", MANY.why)),
