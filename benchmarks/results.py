@@ -97,6 +97,9 @@ def quantizing(results: Results) -> list[Block]:
     return [Table("", ("scheme", "seconds", "how", "GPU memory, GB", "host memory, GB"), tuple(lines))] if lines else []
 
 
+LONG_PROMPT = 2048  # tokens, from which on power is the limit
+
+
 def zeros(results: Results) -> list[Block]:
     """Prompts through random weights and through zeros, which the same kernels multiply faster at the GPU's power limit."""
     found = {(*row["model"].split(":")[1:], row["case"], row["passes"]): row["step_ms"] for row in results.of("prefill")
@@ -108,7 +111,7 @@ def zeros(results: Results) -> list[Block]:
             peers.setdefault(cell, []).append(one["ttft_ms_last"])
     lines = []
     for (model, scheme, case, passes), time in found.items():
-        if passes.endswith("of zeros") and case.isdigit():  # one prompt
+        if passes.endswith("of zeros") and case.isdigit() and int(case) >= LONG_PROMPT:
             random = found.get((model, scheme, case, passes.partition(",")[0]))
             theirs = [peers.get((model, scheme, int(case), dummy)) for dummy in (False, True)]
             times = (random, time, *(median(ms) if ms else None for ms in theirs))
