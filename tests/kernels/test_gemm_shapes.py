@@ -99,3 +99,11 @@ def test_rows_nobody_sums_up_and_few_rows_are_packed_in_parts():
                 held = -(-eights * each // (32 * warps))
                 assert rows % each == 0 and parts <= held
                 assert rows > 32 or (each == 1 and parts == (1 if norm and quantized else held))
+
+
+def test_three_warpgroups_get_no_tile_whose_sums_have_no_registers():
+    cut = dict(warpgroups=3, split=gemm.WHOLE)
+    found = {(kind, tokens): gemm.shape_for(kind, 24576, 4096, 128, 512, 132, tokens=tokens, **cut) is None
+             for kind in ("fp8", "int4") for tokens in (64, 128, 192)}
+    assert found == {("fp8", 64): False, ("fp8", 128): True, ("fp8", 192): True,
+                     ("int4", 64): False, ("int4", 128): False, ("int4", 192): True}

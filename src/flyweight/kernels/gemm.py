@@ -136,6 +136,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     if warpgroups is None:
         warpgroups = 2 if not small or kind == "int4" or (kind in QUANTIZED and outputs > 16384) else 1
     tokens = tokens or min(256, max(LEAST, 1 << (rows - 1).bit_length()))
+    if warpgroups > 2 and tokens >= (128 if kind == "fp8" else 192):  # no registers for their sums
+        return None
     m_tiles, total = math.ceil(outputs / (64 * warpgroups)), math.ceil(columns / 64)
     if cluster is None or not small:
         room = 3 * processors // 2 if kind == "int4" else max(processors, 2 * m_tiles)

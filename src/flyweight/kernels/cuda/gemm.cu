@@ -70,6 +70,7 @@ constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128, MULTIPLYING = TEAMS * WGS * 4;  // of a team; warps of all
 constexpr bool WIDE = FORMAT == FP8 ? TOKENS >= 128 : TOKENS >= 192 && WGS > 1;  // accumulators take most registers: the producers give theirs
+static_assert(!WIDE || WGS <= 2, "there are registers for two warpgroups with 232 each: more would wait for them forever");
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
