@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from flyweight import garbage
 from flyweight.backends.base import PAGE, WARM_OUTPUT, EngineOptions, Limits
 from flyweight.backends.memory import Meter
 from flyweight.bench.timing import Answer, Run, clock
@@ -53,6 +53,7 @@ class Native:
                         blocks=limits.tokens and limits.tokens // PAGE, block_size=PAGE, prefix_cache=False, decoder=decoder)
         self.llm = LLM(self.model, **(settings | self.options.extra))
         self.meter.end()
+        garbage.settle()
         self.limits, self.kv_dtype = limits, str(self.llm.dtype).removeprefix("torch.")
 
     def _keep_decoder(self, device: torch.device) -> Decoder | None:
@@ -62,7 +63,7 @@ class Native:
             return None
         self.meter.begin()
         decoder, self.llm = self.llm.decoder, None
-        gc.collect()
+        garbage.release()
         self.meter.end()
         return decoder
 
@@ -102,5 +103,5 @@ class Native:
     def stop(self) -> None:
         if self.llm is not None:
             self.llm = None
-            gc.collect()
+            garbage.release()
             self.meter.forget()

@@ -6,10 +6,10 @@ weights that the native engine makes of that name, so that the two can be compar
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from flyweight import garbage
 from flyweight.backends.base import EngineOptions, Limits, need
 from flyweight.backends.memory import Meter
 from flyweight.bench.timing import Answer, Run, clock
@@ -47,6 +47,7 @@ class Transformers:
         self.kv_dtype = str(self.inner.dtype).removeprefix("torch.")
         self.wait = (lambda: torch.cuda.synchronize(self.device)) if self.device.type == "cuda" else (lambda: None)
         self.meter.end()
+        garbage.settle()
 
     def _load(self, dtype: Any) -> Any:
         import torch
@@ -107,7 +108,7 @@ class Transformers:
     def stop(self) -> None:
         if self.inner is not None:
             self.inner = None
-            gc.collect()
+            garbage.release()
             self.meter.forget()
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flyweight import garbage
 from flyweight.commands.generate import Context, Device, Dtype
 from flyweight.errors import MissingPackageError, OptionError
 
@@ -87,6 +88,7 @@ def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format:
     address = listener.getsockname()
     logs.log("listening", url=f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}", model=settings.served[0],
              api_key="needed" if settings.api_keys else "none", port=address[1], pid=os.getpid())
+    garbage.settle()
     server.run_all()
     logs.log("stopped")
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from flyweight import garbage
 from flyweight.engine.grammar import Grammars
 from flyweight.errors import FlyweightError, RequestError
 from flyweight.server.messages import (
@@ -53,6 +54,7 @@ def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> N
     try:
         llm = LLM(model, **options)
         warm_up(llm)
+        garbage.settle()
     except FlyweightError as error:
         connection.send(CannotStart(str(error)))
         return
