@@ -71,7 +71,9 @@ piece() {
       w8a8_sparse_smooth_gptq=$q4:sparse-w8a8 --repeats 3 "${latency[@]}" ;;
     8b) flyweight 8b 240 latency-qwen3-8b.jsonl bench latency $q8:bf16 $q8:int4 $q8:w8a8 $q8:vptq --repeats 3 "${latency[@]}" ;;
     8b-fp16) flyweight 8b-fp16 60 latency-qwen3-8b.jsonl bench latency $q8:int4 --dtype float16 --workload decode_bound ;;
-    steps) flyweight steps 120 steps.jsonl bench step $q8:bf16 $q8:int4 $q8:w8a8 $q4:bf16 $q4:w8a8 $q4:w8a16 ;;
+    steps)
+      flyweight steps 120 steps.jsonl bench step $q8:bf16 $q8:int4 $q8:w8a8 $q4:bf16 $q4:w8a8 $q4:w8a16
+      flyweight steps-vptq 40 steps.jsonl bench step $q8:vptq ;;
     003) flyweight 003 60 $serving bench serve "${awq[@]}" "${serve[@]}" ;;
     003-transformers) # AWQ becomes a row that says why not
       flyweight 003-transformers-awq 60 $serving bench serve "${awq[@]}" --backend transformers "${serve[@]}" "${few[@]}"
