@@ -7,7 +7,6 @@ their codes are made random afterwards. `gptq` finds no quantized tensors and ru
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from flyweight import garbage
 from flyweight.backends.base import WARM_OUTPUT, EngineOptions, Limits, need
 from flyweight.backends.servers import Server, flags
 from flyweight.bench.timing import Answer, Chunk, Run, clock
@@ -147,7 +147,7 @@ class Vllm:
 
     def stop(self) -> None:
         self.inner = None
-        gc.collect()
+        garbage.release()
 
 
 def external(request: str, known: dict[str, Any]) -> str:

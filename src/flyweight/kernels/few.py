@@ -13,7 +13,7 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, QUANTIZED, SHARED_LIMIT, Gemv, format_defines, processors, turns
 
-MOST_ROWS, CLUSTER = {"int4": 16, "int8": 16, "w8a8": 8}, 2
+CLUSTER = 2
 LEAST_WARPS, MOST_WARPS = 8, 16  # that multiply, with 128 inputs each; no more fit beside another kernel
 MOST_STAGES = 15  # a barrier of the hardware for each
 LONELY = 2 << 10  # bytes that keep two CTAs of a launch off an SM that is free early, as beside kernels that have one each
@@ -31,7 +31,8 @@ class Ring:
 # By format and sets of 8 rows
 RINGS = {("int4", 1): Ring(2, 3, 4), ("int4", 2): Ring(2, 1, 4), ("int8", 1): Ring(2, 1, 3), ("int8", 2): Ring(4, 0, 3),
          ("w8a8", 1): Ring(4, 0)}
-MANY_TILES, WHOLE = 12, Ring(1, 2, 4)  # of a cluster: the warp that ends them is the limit, and meets one team sooner than two
+MOST_ROWS = {kind: 8 * sets for kind, sets in RINGS}  # the last of a format has the most
+MANY_TILES, WHOLE = 12, Ring(1, 2, 4)  # of a cluster: stages, not bytes, are the limit then
 
 
 @dataclass(frozen=True)

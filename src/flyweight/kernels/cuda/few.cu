@@ -96,20 +96,23 @@ static_assert(TURNS == 1 && SETS == 1 && !STATIC, "x waits in registers until it
 struct Inputs {
   u32 x[4][2];
 };
+DEVICE float largest_of_four(float most) {  // lanes
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+  return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+}
 DEVICE float largest_of(const Shared& sh, int row, int lane) {  // by all warps
   float most = 0;
 #pragma unroll
   for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = fmaxf(most, ((const float*)sh.largest[i])[row]);
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-  return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  return largest_of_four(most);
 }
-DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int rank, int rows, int warp, int lane) {
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int rows, int, int lane) {
   const int row = lane / 4;
   uint4 x[4] = {};
   float most = 0;
   if (row < rows)
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = ((const uint4*)(a.x + (size_t)row * KDIM))[(rank * HALF + warp) * 16 + i * 4 + lane % 4];
+    for (int i = 0; i < 4; i++) x[i] = ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i * 4 + lane % 4];
   __syncwarp();
   cluster_wait();  // the other CTA is there
 #pragma unroll
@@ -119,13 +122,12 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int rank, int r
 #pragma unroll
     for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[j]));
   }
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  most = largest_of_four(most);
   u32 four[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) four[i] = __float_as_uint(__shfl_sync(~0u, most, lane / 16 * 16 + i * 4));
   if (lane % 16 < CLUSTER)  // of four rows, to each CTA by a lane
-    send_in_cluster(&sh.largest[rank * WARPS + warp][lane / 16], &sh.known, lane % 16, make_uint4(four[0], four[1], four[2], four[3]));
+    send_in_cluster(&sh.largest[unit][lane / 16], &sh.known, lane % 16, make_uint4(four[0], four[1], four[2], four[3]));
   barrier_wait(&sh.known, 0);
   most = largest_of(sh, row, lane);
 #pragma unroll
@@ -151,7 +153,8 @@ struct Inputs {
   u32 x[8][2];
   float sum[SETS][2];
 };
-DEVICE void load_inputs(Inputs& in, uint4* moved, const Linear& a, int unit, int rows, int lane) {
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int rows, int warp, int lane) {
+  uint4* moved = sh.x[warp];
   u32 all[SETS][8][2];
 #pragma unroll
   for (int i = 0; i < SETS * 4; i++) {
@@ -234,11 +237,7 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
     Inputs in;
-#if FORMAT == W8A8
-    load_inputs(in, sh, a, part.rank, rows, warp, lane);
-#else
-    load_inputs(in, sh.x[warp], a, part.rank * HALF + turn * WARPS + warp, rows, lane);
-#endif
+    load_inputs(in, sh, a, part.rank * HALF + turn * WARPS + warp, rows, warp, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];
