@@ -77,6 +77,19 @@ def eight_rows(*, quantized: bool = False) -> float:
     return error(got, tensor.matmul_reference(x) + residual.double())
 
 
+def integers() -> float:
+    """x in planes, two teams, clusters, a residual."""
+    import torch
+
+    from flyweight.kernels import gemm, gemv
+    from flyweight.tensors import IntGroup
+
+    tensor, x, residual = IntGroup.random((200, 1792), group_size=128), *(torch.randn(12, n).bfloat16() for n in (1792, 200))
+    weight, cut = gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16), dict(split=gemm.CLUSTERS, cluster=2, beside=False)
+    got = gemm.multiply(weight, x.cuda(), residual=residual.cuda(), warpgroups=1, teams=2, **cut)
+    return error(got, tensor.matmul_reference(x) + residual.double())
+
+
 def layer_of_experts(tokens: int) -> float:
     """One expert, chosen by everyone: then the layer is that expert."""
     import torch
@@ -171,6 +184,7 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "gemv-fp8": (lambda: linear("fp8", 4), "gemv", 0.06),
     "gemv-registers": (in_registers, "gemv", 0.02),
     "gemm": (lambda: linear("w8a8", 20, gated=False), "gemm|pack", 0.05),
+    "gemm-planes": (integers, "gemm|pack", 0.02),
     "gemm-many": (lambda: linear("int4", 300), "gemm|pack", 0.03),
     "gemm-sparse": (lambda: linear("sparse-int4", 70), "gemm|pack", 0.03),
     "gemm-fp8": (lambda: linear("fp8", 300), "gemm|pack", 0.06),

@@ -81,7 +81,7 @@ DEVICE void tensor_copy(void* to, const TensorMap& map, int x, int y, int z, u64
 #else
 // D += A · B: A in the registers of the warp, B in core matrices of 8 columns × 16 bytes, `step` bytes from 8 columns to the next.
 template <class T> static inline void multiply(T* d, int columns, const u32* a, u64 b, bool keep) {
-  constexpr int WORDS_OF_A = 4 + SPARSE, EACH = QUANTIZED ? 1 : 2;  // bytes of an input
+  constexpr int WORDS_OF_A = 4 + SPARSE, EACH = QUANTIZED || IN_PLANES ? 1 : 2;  // bytes of an input
   const u8* base = (const u8*)((b & ((1ull << 44) - 1)) << 4);
   const int step = (int)(b >> 44) << 4, lane = threadIdx.x % 32;
   u64 own[WORDS_OF_A], all[32 * WORDS_OF_A];
@@ -97,7 +97,8 @@ template <class T> static inline void multiply(T* d, int columns, const u32* a, 
       if (SPARSE && QUANTIZED) input = k / 2 * 4 + (all[128 + row % 8 * 4 + row / 8 + 2 * (k / 16)] >> 2 * (k % 16) & 3);
       if (SPARSE && !QUANTIZED) input = k / 2 * 4 + (all[128 + row % 8 * 4 + k / 8] >> (16 * (row / 8) + 2 * (k % 8)) & 3);
       const u8* x = base + n / 8 * step + input * EACH / 16 * 128 + n % 8 * 16 + input * EACH % 16;
-      if (FORMAT == W8A8) sum += (int)(signed char)byte_at(word, k % 4) * (int)*(const signed char*)x;
+      if (IN_PLANES) sum += (SYMMETRIC ? (int)(signed char)byte_at(word, k % 4) : (int)byte_at(word, k % 4)) * (int)*(const signed char*)x;
+      else if (FORMAT == W8A8) sum += (int)(signed char)byte_at(word, k % 4) * (int)*(const signed char*)x;
       else if (FORMAT == FP8) sum += eighth(byte_at(word, k % 4)) * eighth(*x);
       else sum += to_float((u16)(word >> 16 * (k % 2))) * to_float(*(const u16*)x);
     }

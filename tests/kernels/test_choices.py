@@ -19,7 +19,7 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
     ("w8a8", 4, "batch", "batch"), ("w8a8", 64, "gemm", "gemm"),
-    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "few", "few"), ("int4", 16, "few", "few"), ("w8a8", 9, "gemm", "batch"),
+    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "few", "few"), ("int4", 16, "few", "planes"), ("w8a8", 9, "gemm", "batch"),
     ("int8", 5, "few", "few"), ("int8", 16, "few", "batch"), ("w8a8", 8, "few", "batch"),
     ("int8", 1024, "gemm", "cublas"), ("int4", 2048, "gemm", "cublas"),
     ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"),

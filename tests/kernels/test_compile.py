@@ -56,6 +56,9 @@ CASES = [
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPARSE=1)) for kind in (1, 2, 3)),
     ("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=2, STATIC=1, ORDER=0, ROWS=8, WARPS=16)),
     ("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=0, QUANTIZE=0, ORDER=2, ROWS=1, WARPS=8)),
+    *(("pack.cu", dict(FP16=0, KDIM=4096, SB=4, NORM=norm, QUANTIZE=3, ORDER=1, ROWS=1, WARPS=4, PARTS=4)) for norm in (0, 1)),
+    ("gemm.cu", GEMM | dict(FORMAT=1, TOKENS=16, WGS=3, SPLIT=0, STAGED=0, IN_PLANES=1)),
+    ("gemm.cu", GEMM | dict(FORMAT=2, TOKENS=32, WGS=1, SB=4, SPLIT=2, CLUSTER=2, STAGED=0, IN_PLANES=1, SYMMETRIC=1)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, INTERLEAVED=kind % 2)) for kind in range(4)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind)) for kind in range(4)),
     ("gemm.cu", GEMM | dict(FORMAT=2, KDIM=7392, GROUP=32, TOKENS=16, WGS=4, SPLIT=0, EPILOGUE=1, STAGED=0)),
@@ -120,7 +123,8 @@ def test_products_of_many_rows_have_registers_enough(kind, monkeypatch):
         return jit.Unlaunched()
 
     monkeypatch.setattr(jit, "load", load)
-    for outputs, inputs, rows in ((6144, 4096, 32), (4096, 4096, 64), (6144, 4096, 256), (4096, 12288, 512), (24576, 4096, 2048)):
+    for outputs, inputs, rows in ((4096, 12288, 16), (24576, 4096, 32), (6144, 4096, 32), (4096, 4096, 64), (6144, 4096, 256),
+                                  (4096, 12288, 512), (24576, 4096, 2048)):
         group = 128 if kind in gemm.GROUPED else inputs
         shape = gemm.shape_for(kind, outputs, inputs, group, rows, 132)
         gemm.kernels.__wrapped__(kind, outputs, inputs, group, False, False, shape, norm=False, epilogue="store", bias=False,

@@ -69,6 +69,22 @@ def test_two_teams_take_the_stages_of_a_tile_by_turns(kind, rows, cut):
     assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("seed", [0, 1])  # with and without zero points
+@pytest.mark.parametrize(("kind", "dtype"), [
+    ("int4:128", torch.bfloat16), ("int4:128", torch.float16), ("int8:128", torch.bfloat16)])
+@pytest.mark.parametrize(("rows", "cut"), [
+    (5, dict(split=gemm.WHOLE, warpgroups=3)), (16, dict(split=gemm.CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2)),
+    (32, dict(split=gemm.MAIL, warpgroups=2, cluster=3)), (17, dict(split=gemm.WHOLE, warpgroups=1, teams=2)), (9, {})])
+def test_few_rows_become_integers(kind, dtype, seed, rows, cut):
+    tensor, residual = make(kind, (1000, 3328), seed, dtype), torch.randn(rows, 1000, device="cuda").to(dtype)
+    x = torch.randn(rows, 3328, device="cuda").to(dtype)
+    x[:, 7] *= 200  # one input of a group far from the others
+    x[rows // 2, 128:256] = 0
+    weight, want = gemv.prepare(tensor, dtype=dtype), tensor.matmul_reference(x) + residual.double()
+    found = [gemm.multiply(weight, x, poisoned(rows, 1000, dtype), residual=residual, planes=True, **cut) for _ in range(3)]
+    assert relative_error(found[0], want) < TOLERANCE[dtype] and all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
     monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (rows, 12, 1))
@@ -98,11 +114,12 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
         assert relative_error(got, torch.nn.functional.silu(gate) * up) < bound
 
 
-@pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:128", "fp8", "sparse-w8a8", "sparse-int4:128"])
-def test_a_thousand_dependent_replays_agree_bit_for_bit(kind):
+@pytest.mark.parametrize(("kind", "rows"), [("plain", 40), ("w8a8", 40), ("int4:128", 40), ("int4:128", 16), ("fp8", 40),
+                                            ("sparse-w8a8", 40), ("sparse-int4:128", 40)])
+def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows):
     tensor = make(kind, (1536, 1536), 1)
     weight = gemv.prepare(tensor, dtype=torch.bfloat16)
-    x, norm = torch.randn(40, 1536, device="cuda").bfloat16(), torch.ones(1536, device="cuda").bfloat16()
+    x, norm = torch.randn(rows, 1536, device="cuda").bfloat16(), torch.ones(1536, device="cuda").bfloat16()
     buffers = [torch.empty_like(x) for _ in range(3)]
 
     def chain(pdl):

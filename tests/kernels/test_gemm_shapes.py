@@ -55,6 +55,24 @@ def test_tiles_of_17_to_64_rows_have_an_sm_each_and_slices_of_the_inputs_take_th
         assert shape.split != gemm.MAIL or shape.grid(132) <= 132, "CTAs wait for each other: all have to be resident"
 
 
+def test_x_of_few_rows_becomes_integers_where_nobody_can_pack_it_ahead():
+    def planes(kind, outputs, columns, group, rows):
+        return gemm.shape_for(kind, outputs, columns, group, rows, 132).planes
+
+    assert planes("int4", 4096, 12288, 128, 16) and planes("int4", 24576, 4096, 128, 32) and planes("int8", 6144, 4096, 128, 32)
+    assert not planes("int4", 4096, 12288, 128, 32), "gate/up packs its x"
+    assert not planes("int4", 24576, 4096, 64, 16) and not planes("int4", 24576, 4096, 128, 64)
+    assert not planes("plain", 24576, 4096, 0, 16) and not planes("int4", 6144, 4096, 128, 32)
+    assert gemm.shape_for("int4", 4096, 12288, 128, 16, 132).teams == 2
+
+
+@pytest.mark.parametrize(("outputs", "columns", "group", "worth"), [
+    (24576, 4096, 128, True), (4096, 12288, 128, True), (3584, 18944, 128, True), (19456, 2560, 128, False),
+    (37888, 3584, 128, False), (24576, 4096, 64, False)])
+def test_integers_are_worth_it_where_no_sm_is_idle(outputs, columns, group, worth):
+    assert gemm.worth_planes("int4", outputs, columns, group, 16, 132) == worth
+
+
 def test_two_teams_share_lone_tiles_of_64_outputs():
     def teams(kind, outputs, rows, **cut):
         return gemm.shape_for(kind, outputs, 4096, 128, rows, 132, **cut).teams

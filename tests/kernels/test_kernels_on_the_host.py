@@ -112,6 +112,27 @@ def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, c
     assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
 
 
+# x as integers: tiles that are ragged, several stages, clusters, mail, two teams, more threads than inputs
+PLANES = [("int4:128", 20, (136, 512), dict(split=gemm.WHOLE, warpgroups=3)),
+          ("int4:128:symmetric", 9, (72, 1152), dict(split=gemm.WHOLE, warpgroups=1, stage_blocks=2, teams=2)),
+          ("int4:128", 16, (200, 1024), dict(split=gemm.CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2)),
+          ("int8:128", 32, (200, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=3)),
+          ("int8:128:symmetric", 5, (64, 640), dict(split=gemm.WHOLE, warpgroups=1))]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("kind", "rows", "shape", "choices"), PLANES)
+def test_few_rows_become_integers(kind, rows, shape, choices, normed):
+    tensor, x, residual = make(kind, shape, 1), torch.randn(rows, shape[1]).bfloat16(), torch.randn(rows, shape[0]).bfloat16()
+    x[:, 7] *= 200  # one input of a group far from the others
+    x[rows // 2, 128:256] = 0
+    norm = (1 + 0.1 * torch.randn(shape[1])).bfloat16() if normed else None
+    out = torch.full((rows, shape[0]), float("nan")).bfloat16()
+    weight = gemv.prepare(tensor, dtype=torch.bfloat16)
+    got = gemm.multiply(weight, x, out, norm=norm, residual=residual, planes=True, **choices)
+    assert error(got, tensor.matmul_reference(norm_of(x, norm) if normed else x) + residual.double()) < 5e-3
+
+
 @pytest.mark.parametrize(("kind", "tokens", "warpgroups"), [
     ("int4:64", 1, 2), ("w8a8", 2, 2), ("plain", 4, 2), ("int4:64", 12, 2), ("int4:64", 12, 4)])
 def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, tokens, warpgroups):

@@ -18,6 +18,7 @@ KERNELS = {
     "gemv": "gemv.cu or, inputs cut into slices, gemv_split.cu",
     "few": "few.cu, where no norm comes before, else batch.cu",
     "batch": "batch.cu",
+    "planes": "gemm.cu with integers for x, where groups have 128 inputs, else few.cu",
     "gemm": "gemm.cu",
     "cublas": "cuBLAS, written out in 16 bits for each call",
 }
@@ -51,7 +52,8 @@ SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE),
-    "int4": (FEW, SIXTEEN, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
+    "int4": (FEW, SIXTEEN, Way(9, "planes", "four codes are a word, not four 16-bit floats"),
+             Way(9, "few", SIXTEEN.why, small=True), ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
              Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SIXTEEN, Way(9, "batch", SOME.why, bare=True), Way(9, "few", SIXTEEN.why, small=True), ALONE,
              Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),

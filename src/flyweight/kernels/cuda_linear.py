@@ -21,7 +21,7 @@ from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_r
 
 # What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
 NEXT = {"gemv": ("gemv", "batch", "gemm"), "few": ("few", "batch", "gemm", "gemv"), "batch": ("batch", "gemm", "gemv"),
-        "gemm": ("gemm", "gemv"), "cublas": ()}
+        "planes": ("planes", "few", "batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "cublas": ()}
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -69,6 +69,9 @@ class CudaLinear:
             elif kernel == "batch":
                 if batch.choose(*cut) is not None and gpu.capability(device)[0] == 9:
                     return kernel
+            elif kernel == "planes":
+                if gemm.worth_planes(*cut) and gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
+                    return "gemm"
             elif gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
                 return kernel
         return "cublas"

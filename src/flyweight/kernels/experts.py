@@ -82,7 +82,7 @@ def why_not(linears: Sequence[object], device: torch.device) -> str | None:
 
 def shape_for(weight: Gemv, rows: int, tile: int, processors: int) -> gemm.Shape | None:
     shapes = (gemm.shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, processors, tokens=tile,
-                             split=gemm.WHOLE, warpgroups=count, teams=1) for count in (WARPGROUPS.get(tile, 2), 2))
+                             split=gemm.WHOLE, warpgroups=count, teams=1, planes=False) for count in (WARPGROUPS.get(tile, 2), 2))
     return next((shape for shape in shapes if shape is not None), None)
 
 

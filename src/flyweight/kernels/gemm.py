@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.kernels import jit
-from flyweight.kernels.choices import PRODUCTS
+from flyweight.kernels.choices import PRODUCTS, SMALL
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 from flyweight.kernels.gemv_split import mail
 
@@ -42,6 +42,7 @@ LEAST = 8  # tokens of a tile
 PACK_WARPS = 8  # of a CTA of pack.cu that neither norms nor quantizes
 SLICED_KINDS = ("plain", "int4", "int8")
 TEAMED = {"int4": 64, "int8": 32}  # most tokens of lone tiles of 64 outputs that two teams share: codes are taken apart meanwhile
+PLANES = ("int4", "int8")  # whose x of few rows becomes integers where groups have 128 inputs (`in_planes`)
 WHOLE, LINE, CLUSTERS, MAIL = range(4)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -92,6 +93,7 @@ class Shape:
     shared: int
     beside: bool  # an SM has room for another kernel's CTA
     teams: int = 1  # of warpgroups, that take a tile's stages by turns
+    planes: bool = False  # x as integers: cuda/gemm_planes.cuh
 
     @property
     def loaders(self) -> int:
@@ -119,12 +121,14 @@ class Shape:
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
               cluster: int | None = None, split: int | None = None, staged: int | None = None,
-              beside: bool | None = None, teams: int | None = None) -> Shape | None:
+              beside: bool | None = None, teams: int | None = None, planes: bool | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
-    large = outputs * columns > 1 << 25
+    large = outputs * columns > SMALL
+    if planes is None:
+        planes = (tokens is None or tokens >= rows) and in_planes(kind, outputs, columns, group, rows)
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split, cluster = fastest_tile(kind, outputs, columns, rows, processors)
-    lone = lone_tiles(outputs, processors) if kind in LONE and (0 if kind in QUANTIZED else 16) < rows <= 64 else None
+    lone = lone_tiles(outputs, processors) if kind in LONE and (0 if kind in QUANTIZED or planes else 16) < rows <= 64 else None
     if kind in QUANTIZED and lone != (3, 1) and columns <= outputs and (rows <= 32 or lone == (1, 1) or kind == "fp8"):
         lone = None  # qkv and o: smaller CTAs are as fast or faster, and leave room beside for more of decode attention
     if lone and (warpgroups, split, cluster) == (None, None, None):
@@ -156,10 +160,12 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         counts = (2, 1) if kind in QUANTIZED or (grouped and tokens < 256) else (1, 2)
     for count in (stage_blocks,) if stage_blocks else counts:
         span = count * 64
-        if total % count or (grouped and group < columns and span % group and group % span) or total // count < cluster:
+        cut_group = grouped and group < columns and span % group and (planes or group % span)
+        if total % count or cut_group or total // count < cluster:
             continue
         records = 4 * warpgroups * math.ceil(span / group) * 64 if grouped else 0
         stage = 4 * warpgroups * count * BLOCK_BYTES[kind] + records + tokens * span * (1 if kind in QUANTIZED else 2)
+        stage += tokens * span // 128 * 8 if planes else 0  # scales
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 and split == CLUSTERS else 0
         stages = min(12, limit // (stage + 16))
@@ -169,8 +175,23 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
             if teams is None:
                 alone = warpgroups == 1 and split in (WHOLE, CLUSTERS) and not beside and tiles * cluster <= processors
                 teams = 2 if alone and tokens <= TEAMED.get(kind, 0) and count > 1 and total // count // cluster > 2 else 1
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams, planes)
     return None
+
+
+def in_planes(kind: str, outputs: int, columns: int, group: int, rows: int) -> bool:
+    """Whether cuda/gemm_planes.cuh is faster than 16-bit floats: up to 16 rows, and up to 32 where no kernel before packs x;
+    there of int4 only gate/up gains in a step."""
+    takes = kind in PLANES and group == 128 and columns % 128 == 0
+    many = outputs > columns and (kind == "int8" or outputs * columns > SMALL)
+    return takes and rows <= (32 if many else 16)
+
+
+def worth_planes(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int) -> bool:
+    """Whether that is also faster than few.cu and batch.cu: not where tiles of many outputs leave SMs idle."""
+    warpgroups, slices = lone_tiles(outputs, processors) or (1, 0)
+    full = math.ceil(outputs / (64 * warpgroups)) * slices >= 0.9 * processors
+    return in_planes(kind, outputs, columns, group, rows) and (full or columns > outputs)
 
 
 def staged_tokens(kind: str, tokens: int, *, residual: bool) -> int:
@@ -240,21 +261,26 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
     pack = jit.load("pack.cu", defines=common | {
         "NORM": int(norm), "QUANTIZE": QUANTIZED.get(kind, 0), "STATIC": int(static), "ORDER": order_of(kind), "ROWS": pack_rows,
-        "WARPS": pack_warps, "PARTS": pack_parts, "TILE": shape.tokens if experts else 0})
+        "WARPS": pack_warps, "PARTS": pack_parts, "TILE": shape.tokens if experts else 0,
+        **({"QUANTIZE": 3, "SYMMETRIC": int(symmetric)} if shape.planes else {})})
     gemm = jit.load("gemm.cu", registers=shape.registers, defines=common | {
         **format_defines(kind, symmetric=symmetric), "SCALE_FP16": int(scale_fp16), "NDIM": outputs, "GROUP": group,
         "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups,
         "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders, "TEAMS": shape.teams,
-        "EXPERTS": int(experts), **(to.defines if to else {})})
+        "EXPERTS": int(experts), **({"IN_PLANES": 1} if shape.planes else {}), **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
-def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool) -> tuple[int, int, int]:
+def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool, planes: bool = False) -> tuple[int, int, int]:
     """Rows and warps of a packing CTA, and how many CTAs share its rows: 8 rows that fill whole lines, fewer where there are few
     and something is to be known of whole rows. A thread that holds 16 pieces of normed x has too few registers: 11 are faster.
-    Quantized only, 4 or 2 rows are: then an SM has several CTAs, and one writes while another reads."""
+    Quantized only, 4 or 2 rows are: then an SM has several CTAs, and one writes while another reads. For planes one row, of which
+    16 lanes have a group."""
     eights = math.ceil(columns / 64) * 8
+    if planes and not norm:
+        warps = next((count for count in (4, 2, 1) if eights % (32 * count) == 0), 4)
+        return 1, warps, 1 if eights % (32 * warps) else eights // (32 * warps)
     if not norm and not quantized:
         return 8, PACK_WARPS, 1 if eights % (4 * PACK_WARPS) else eights // (4 * PACK_WARPS)
     if padded <= 512 and norm and quantized:
@@ -286,6 +312,7 @@ class Call:
     block: int
     shared: int
     cluster: int
+    planes: bool
     packed_bytes: int
     row_scale: Tensor
     partials: Tensor
@@ -299,7 +326,7 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
                       **choices)
     assert shape is not None
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
-    packing = pack_shape(weight.in_features, padded, norm=norm, quantized=weight.kind in QUANTIZED)
+    packing = pack_shape(weight.in_features, padded, norm=norm, quantized=weight.kind in QUANTIZED, planes=shape.planes)
     sums = shape.warpgroups * 64 * shape.tokens
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, packing=packing,
@@ -308,7 +335,8 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
     return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), packing=packing,
                 grid=shape.grid(count), block=shape.block,
                 shared=shape.shared, cluster=shape.cluster if shape.split == CLUSTERS else 1,
-                packed_bytes=padded * blocks * 64 * (1 if weight.kind in QUANTIZED else 2),
+                planes=shape.planes,
+                packed_bytes=padded * blocks * (64 if weight.kind in QUANTIZED else 132 if shape.planes else 128),
                 row_scale=buffer("row scale", padded * 4, device),
                 partials=mail(shape.grid(count) * sums, device) if shape.split == MAIL else
                 buffer("partials", count * sums * 4, device),
@@ -333,9 +361,12 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def packed_input(weight: Gemv, rows: int, device: torch.device, *, residual: bool, **choices: int) -> Packed:
-    """Where the kernel before writes x for `multiply`, which has to be called with the same residual and choices."""
+def packed_input(weight: Gemv, rows: int, device: torch.device, *, residual: bool, **choices: int) -> Packed | None:
+    """Where the kernel before writes x for `multiply`, which has to be called with the same residual and choices; None where
+    x becomes integers, of which that kernel knows nothing."""
     call = _call(weight, rows, device, norm=False, residual=residual, choices=choices)
+    if call.planes:
+        return None
     return Packed(buffer("packed ahead", call.packed_bytes, device), rows, -(-rows // call.tokens) * call.tokens // 8,
                   call.order)
 
@@ -355,7 +386,8 @@ def multiply(weight: Gemv, x: Tensor | Packed, out: Tensor | None = None, *, nor
         assert norm is None and (x.groups * 8, x.order) == (padded, call.order)
     else:
         packed = buffer("packed", call.packed_bytes, data.device)
-        args = (x, norm, packed, call.row_scale, rows, padded // 8, float(epsilon), weight.static_scale, None, None)
+        groups = padded // (4 if call.planes else 8)
+        args = (x, norm, packed, call.row_scale, rows, groups, float(epsilon), weight.static_scale, None, None)
         each, warps, parts = call.packing
         call.pack.launch(padded // each * parts, 32 * warps, args, pdl=pdl)
     call.gemm.launch(call.grid, call.block, (weight.weights, weight.records, weight.channel_scale, packed, call.row_scale,

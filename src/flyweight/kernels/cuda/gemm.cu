@@ -66,7 +66,9 @@ constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = 4 * WGS, M_TILES = (TILES + MT - 1) / MT;
 constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
 constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
-constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW;
+constexpr bool BYTES = QUANTIZED || IN_PLANES;                 // x consists of them
+constexpr int X_ROW = SB * 64 * (BYTES ? 1 : 2), X_ALL = TOKENS * (1 + IN_PLANES) * X_ROW;
+constexpr int X_BYTES = X_ALL + IN_PLANES * STAGE_GROUPS * TOKENS * 8;  // and scales
 constexpr int STAGE_BYTES = WEIGHT_BYTES + RECORD_BYTES + X_BYTES;
 constexpr int THREADS = WGS * 128, MULTIPLYING = TEAMS * WGS * 4;  // of a team; warps of all
 constexpr bool WIDE = FORMAT == FP8 ? TOKENS >= 128 : TOKENS >= 192 && WGS > 1;  // accumulators take most registers: the producers give theirs
@@ -74,7 +76,7 @@ static_assert(!WIDE || WGS <= 2, "there are registers for two warpgroups with 23
 constexpr int COLUMNS = TOKENS / 8;                            // groups of 8 tokens
 constexpr int MOST_OWNERS = CLUSTER < COLUMNS ? CLUSTER : COLUMNS;
 constexpr int OWNERS = MOST_OWNERS >= 8 ? 8 : MOST_OWNERS >= 4 ? 4 : MOST_OWNERS >= 2 ? 2 : 1, OWNED = COLUMNS / OWNERS;
-constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);      // matrix products a block of 64 inputs takes
+constexpr int STEPS = (BYTES ? 2 : 4) / (1 + SPARSE);          // matrix products a block of 64 inputs takes
 constexpr int TOGETHER = TOKENS > 64 ? STEPS : 1;              // products issued before more weights are taken apart
 constexpr int IN_FLIGHT = STEPS / TOGETHER > 2 ? STEPS / TOGETHER - 1 : 1;
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
@@ -85,7 +87,7 @@ constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows
 static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
-static_assert(TEAMS == 1 || (FORMAT != FP8 && SB > 1 && SPLIT != LINE && !EXPERTS && STAGES >= TEAMS), "a CTA has one tile");
+static_assert(TEAMS == 1 || (FORMAT != FP8 && SB > 1 && SPLIT != LINE && !EXPERTS && STAGES > TEAMS), "a CTA has one tile");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 
@@ -114,6 +116,7 @@ struct __align__(128) Shared {
 };
 
 #include "fragments.cuh"
+#include "gemm_planes.cuh"
 
 #if FORMAT == FP8
 // Float8 sums inside the matrix units have 14 bits, so those of WINDOW stages are added to `acc` in full float32: PART tokens at a
@@ -237,6 +240,17 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     for (; stage + WINDOW <= s.end; stage += WINDOW) multiply_window<WINDOW>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #pragma unroll 1
     for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
+#elif IN_PLANES
+    int sum[TOKENS] = {};
+#pragma unroll 1
+    for (int stage = s.begin + team; stage < s.end; stage += TEAMS) {
+      if (STAGES % TEAMS) barrier_wait(&sh.empty[slot], parity ^ 1);  // see below
+      barrier_wait(&sh.full[slot], parity);
+      multiply_planes(sh, acc, sum, slot, rows < 0, warp, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&sh.empty[slot]);
+      if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
+    }
 #else
     int before = -1, stage = s.begin + team;  // `before`: the slot that the products in flight may still read
     auto multiply = [&] {  // with the stage in `slot`

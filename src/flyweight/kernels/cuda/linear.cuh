@@ -21,5 +21,9 @@
 #ifndef STATIC
 #define STATIC 0
 #endif
+// x of integer weights comes as integers, too: gemm_planes.cuh.
+#ifndef IN_PLANES
+#define IN_PLANES 0
+#endif
 constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
 constexpr int BLOCK_BYTES = (FORMAT == INT4 ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;

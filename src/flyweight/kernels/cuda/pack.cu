@@ -1,7 +1,8 @@
 // x [rows, K] → the order in which gemm.cu's matrix units read it; the norm applied, and quantized to 8 bits for W8A8 and float8.
 //
 // packed.cuh has the order; quantized (QUANTIZE: 1 to int8, 2 to float8) the two columns of 32 inputs hold bytes 8t + 4s … + 3. Rows
-// up to a whole tile of tokens repeat the last one.
+// up to a whole tile of tokens repeat the last one. QUANTIZE = 3, for integer weights: two planes of such bytes and scales of every 128
+// inputs (gemm_planes.cuh), all planes of a stage, then its scales [group][row], with zero points (SYMMETRIC = 0) followed by c.
 //
 // Work split: a thread takes 8 neighbouring inputs at a time. ROWS = 8: a warp has 32 inputs of 8 rows (lane 4 · row + t), so
 // that each of its stores is a line of 128 bytes, and a CTA 8 whole rows. ROWS = 4 or 2: parts of lines, but more CTAs on an SM,
@@ -15,7 +16,7 @@
 // TILE: rows go to experts (route.cu). There are as many as `tiles` of TILE rows, and row r is row source[r] of x, zeros where
 // that is -1; source may be missing where x lies in this order already.
 //
-// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), ORDER, ROWS, WARPS, PARTS (1), TILE (0)
+// defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), SYMMETRIC (0), ORDER, ROWS, WARPS, PARTS (1), TILE (0)
 #include "common.cuh"
 #include "packed.cuh"
 #ifndef TILE
@@ -25,7 +26,11 @@
 #define PARTS 1
 #endif
 
-constexpr bool LOOKED = NORM || QUANTIZE;                     // at all of a row
+#ifndef SYMMETRIC
+#define SYMMETRIC 0
+#endif
+constexpr bool PLANES = QUANTIZE == 3, SCALED = QUANTIZE && !PLANES;  // by the row
+constexpr bool LOOKED = NORM || SCALED;                       // at all of a row
 constexpr int EIGHTS = (KDIM + 63) / 64 * 8;                  // of a row
 constexpr int PART = LOOKED ? EIGHTS : EIGHTS / PARTS;        // of those, what a CTA reads
 constexpr int THREADS = WARPS * 32, TEAM = THREADS / ROWS;    // threads of a row
@@ -61,6 +66,14 @@ DEVICE u32 codes_of(const float (&f)[8], int first, float scale, float factor) {
   return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
+// Integers of gemm_planes.cuh, of which the high byte holds what the low one, a signed number, has too little.
+constexpr float LARGEST_INTEGER = 32512;
+static_assert(!PLANES || (ROWS == 1 && SB % 2 == 0 && KDIM % 128 == 0 && TEAM % 16 == 0 && !TILE), "16 lanes have a group");
+template <int BYTE> DEVICE u32 bytes_of(const u32* words) {  // that byte of four words
+  constexpr u32 two = BYTE | (4 + BYTE) << 4;
+  return __byte_perm(__byte_perm(words[0], words[1], two), __byte_perm(words[2], words[3], two), 0x5410);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= (ROWS == 8 ? 256 : 384) ? 2 : 1)
 pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale,
      const int* source, const int* tiles) {
@@ -92,7 +105,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
 #pragma unroll
     for (int i = 0; i < 8; i++) f[i] = x.value(i) * (NORM ? weight.value(i) * by : by);
   };
-  if (NORM || (QUANTIZE && !STATIC)) {
+  if (NORM || (SCALED && !STATIC)) {
     u32 pair = 0;  // without signs and norm the largest of 16-bit floats is that of their bits
     auto look = [&](const Eight& x, int p) {
       if constexpr (NORM) {
@@ -121,7 +134,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
     for (int i = 0; i < WARPS; i++) squares += stats[i][place].x, most = fmaxf(most, stats[i][place].y);
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
   }
-  if (QUANTIZE) {
+  if (SCALED) {
     scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
     if (part == 0 && thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
     inverse = STATIC ? factor : 1.f;
@@ -132,9 +145,42 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   constexpr bool even = TEAM % (8 * SB) == 0;
   u32* const first = packed + packed_place<SB, own>(row, thread / 4, groups) * 4 + thread % 4;
   const size_t step = (size_t)(TEAM / (8 * SB)) * groups * (2 * SB * own * 8 * 4);
+  auto write_planes = [&](const Eight& x, int p, int eight) {
+    float f[8], most = 1e-20f, sum = 0;
+    normed(x, p, f, 1.f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
+#pragma unroll
+    for (int o = 8; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    const float inverse = LARGEST_INTEGER / most;
+    u32 low[8], high[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float rounded = __fadd_rn(__fmul_rn(f[i], inverse), 12582912.f);  // 1.5 · 2^23
+      sum += rounded - 12582912.f, low[i] = __float_as_uint(rounded), high[i] = low[i] + 128;
+    }
+#pragma unroll
+    for (int o = 8; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    if (!WHOLE_EIGHTS && eight >= EIGHTS) return;
+    constexpr int stage_groups = SB / 2, plane = 2 * SB * own * 8 * 4;  // of 8 rows, in words
+    const int count = groups * 4, stage = eight / (8 * SB);             // rows, with those up to a whole tile
+    u32* const begin = packed + (size_t)stage * (groups * plane + stage_groups * count * 2);
+    u32* const to = begin + row / 8 * plane + eight / 4 % (2 * SB) * own * 32 + row % 8 * 4 + eight % 4;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+      to[32 * s] = bytes_of<1>(high + 4 * s);
+      to[32 * s + groups / 2 * plane] = bytes_of<0>(low + 4 * s);
+    }
+    if (lane % 16) return;
+    const float scale = most * (1 / LARGEST_INTEGER) * factor;
+    const int place = eight / 16 % stage_groups * count + row;
+    if (SYMMETRIC) ((float*)(begin + groups * plane))[place] = scale;
+    else ((float2*)(begin + groups * plane))[place] = make_float2(scale, -scale * sum);
+  };
   auto write = [&](const Eight& x, int p) {
     const int eight = thread + p * TEAM, t = eight % 4;
-    if ((!WHOLE_EIGHTS && eight >= EIGHTS) || (LOOKED && p % PARTS != part)) return;
+    if ((!WHOLE_EIGHTS && !PLANES && eight >= EIGHTS) || (LOOKED && p % PARTS != part)) return;
+    if constexpr (PLANES) return write_planes(x, p, eight);
     u32* to = even ? first + p * step : packed + packed_place<SB, own>(row, eight / 4, groups) * 4 + t;
     float f[8];
     if (NORM || QUANTIZE) normed(x, p, f, QUANTIZE ? inverse : factor);

@@ -104,6 +104,15 @@ WGMMA(wgmma, 128, 64, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 1", 64, 65, 
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                          \
   WGMMA(wgmma, N, COUNT, float, FLOATS, "k32", EIGHTHS, ", 1", ", 1, 1", A0, A1, A2, A3, B)          \
   WGMMA_FIRST(N, COUNT, float, FLOATS, "k32", EIGHTHS, ", 1, 1", A0, A1, A2, A3, B, E)
+#elif IN_PLANES
+#if SYMMETRIC
+#define CODES ".s32.s8.s8"
+#else
+#define CODES ".s32.u8.s8"
+#endif
+#define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                     \
+  WGMMA(wgmma, N, COUNT, int, INTEGERS, "k32", CODES, ", 1", "", A0, A1, A2, A3, B)      \
+  WGMMA_FIRST(N, COUNT, int, INTEGERS, "k32", CODES, "", A0, A1, A2, A3, B, E)
 #else
 #define ALL(N, COUNT, A0, A1, A2, A3, B, E)                                                \
   WGMMA(wgmma, N, COUNT, float, FLOATS, "k16", HALVES, ", 1", ", 1, 1, 0", A0, A1, A2, A3, B) \
