@@ -37,12 +37,13 @@ def test_a_dry_run_knows_that_columns_are_in_order():
     assert in_a_process(dry_runs.columns_in_order, "preset:tiny:vptq") == [True, True], "other kernels than those compiled ahead"
 
 
-def test_up_to_16_rows_without_a_norm_before_go_through_few():
+def test_up_to_16_rows_of_int4_go_through_few_or_become_integers():
     found = in_a_process(dry_runs.wanted_by, "preset:qwen3-8b:int4")
     kernels = [dict(one.defines) for one in found if one.file == "few.cu"]
     o, down = (4096, 4096, 1), (12288, 4096, 1)  # with the residual
-    wanted = [(sets, *linear) for sets in (1, 2) for linear in (o, down)]
-    assert sorted((one["SETS"], one["KDIM"], one["NDIM"], one["EPILOGUE"]) for one in kernels) == wanted
+    assert sorted((one["SETS"], one["KDIM"], one["NDIM"], one["EPILOGUE"]) for one in kernels) == [(1, *o), (1, *down), (2, *o)]
+    products = [dict(one.defines) for one in found if one.file == "gemm.cu" and ("IN_PLANES", 1) in one.defines]
+    assert {(one["TOKENS"], one["KDIM"], one["NDIM"]) for one in products} >= {(16, 12288, 4096), (16, 4096, 24576), (32, 4096, 24576)}
 
 
 def test_a_folder_needs_what_its_preset_does(tmp_path):
