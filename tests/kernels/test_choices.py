@@ -19,7 +19,7 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
     ("w8a8", 4, "batch", "batch"), ("w8a8", 64, "gemm", "gemm"),
-    ("w8a8", 32, "gemm", "batch"), ("int4", 8, "few", "few"), ("int4", 16, "few", "planes"), ("w8a8", 9, "gemm", "batch"),
+    ("w8a8", 32, "gemm", "gemm"), ("int4", 8, "few", "few"), ("int4", 16, "few", "planes"), ("w8a8", 9, "gemm", "batch"),
     ("int8", 5, "few", "few"), ("int8", 16, "few", "batch"), ("w8a8", 8, "few", "batch"),
     ("int8", 1024, "gemm", "cublas"), ("int4", 2048, "gemm", "cublas"),
     ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"),
@@ -69,7 +69,7 @@ def test_rows_that_few_does_not_take_go_through_batch(monkeypatch):
 
 def test_borders_and_reasons_are_told():
     assert "from 9 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
-    assert "from 33 rows on gemm.cu, with as many inputs as outputs" in choices.explain("w8a8")
+    assert "from 17 rows on gemm.cu, with as many inputs as outputs" in choices.explain("w8a8")
     assert choices.wanted("w8a8", 64, 24576, 4096) == "batch"
     assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
 

@@ -47,7 +47,7 @@ SIXTEEN = Way(5, "few", "x stays in registers, as it is, half of its inputs in e
 MANY = Way(33, "gemm", "warpgroup products do more at once")
 ALONE = Way(17, "gemm", "a tile to an SM, whose weights are taken apart once for all rows")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
-DEEP = Way(33, "gemm", CLUSTERS.why, deep=True)
+DEEP = Way(17, "gemm", CLUSTERS.why, deep=True)
 SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
