@@ -5,9 +5,10 @@
 //
 // Codes go in as bytes: as they lie, or a nibble each. Without zero points they are signed and c is not needed; those of int4 then stand
 // in the upper half of their byte, 16 times as large.
-// Limit: what is done in registers. The matrix units read and write their sums there, and other instructions get what they leave:
-// beside them an instruction takes about three cycles. So fewer for a weight (a 16-bit float takes four) and half of the products
-// count, and beyond 32 rows the four for every sum and group outweigh that.
+// Limit: what is done in registers. The matrix units read and write their sums there, and other instructions only get what they leave,
+// so that those for a weight (less than one; to make a 16-bit float of it takes two) count as much as products. Those for
+// every sum and group (four) outweigh that beyond 32 rows.
+// Measured (docs/kernels.md, kernels.jsonl): down and gate/up of 16 rows are faster than with few.cu, gate/up of 32 than with floats.
 #if IN_PLANES
 static_assert(GROUPED && !SPARSE && GROUP == 128 && KDIM % 128 == 0 && SB % 2 == 0, "whole groups");
 constexpr bool EARLY = TOKENS <= 16;  // there are registers for the next group's codes
