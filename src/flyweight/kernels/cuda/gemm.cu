@@ -37,7 +37,7 @@
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), PACKED (0), ORDER (0)
+// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), IN_PLANES (0: gemm_planes.cuh), PACKED (0), ORDER (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
