@@ -19,6 +19,7 @@
 // defines: FP16, KDIM, SB, NORM, QUANTIZE, STATIC (0: a scale for each row), SYMMETRIC (0), ORDER, ROWS, WARPS, PARTS (1), TILE (0)
 #include "common.cuh"
 #include "packed.cuh"
+#include "integers.cuh"
 #ifndef TILE
 #define TILE 0
 #endif
@@ -63,16 +64,10 @@ DEVICE u32 codes_of(const float (&f)[8], int first, float scale, float factor) {
 #pragma unroll
   for (int i = 0; i < 4; i++)  // beyond 8 bits with a static scale only
     bits[i] = __float_as_uint(__fadd_rn(STATIC ? fminf(fmaxf(code[i], -128.f), 127.f) : code[i], 12582912.f));  // 1.5 · 2^23
-  return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+  return bytes_of<0>(bits);
 }
 
-// Integers of gemm_planes.cuh, of which the high byte holds what the low one, a signed number, has too little.
-constexpr float LARGEST_INTEGER = 32512;
 static_assert(!PLANES || (ROWS == 1 && SB % 2 == 0 && KDIM % 128 == 0 && TEAM % 16 == 0 && !TILE), "16 lanes have a group");
-template <int BYTE> DEVICE u32 bytes_of(const u32* words) {  // that byte of four words
-  constexpr u32 two = BYTE | (4 + BYTE) << 4;
-  return __byte_perm(__byte_perm(words[0], words[1], two), __byte_perm(words[2], words[3], two), 0x5410);
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= (ROWS == 8 ? 256 : 384) ? 2 : 1)
 pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int groups, float epsilon, const float* static_scale,
@@ -146,36 +141,24 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
   u32* const first = packed + packed_place<SB, own>(row, thread / 4, groups) * 4 + thread % 4;
   const size_t step = (size_t)(TEAM / (8 * SB)) * groups * (2 * SB * own * 8 * 4);
   auto write_planes = [&](const Eight& x, int p, int eight) {
-    float f[8], most = 1e-20f, sum = 0;
+    float f[8];
     normed(x, p, f, 1.f);
-#pragma unroll
-    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
-#pragma unroll
-    for (int o = 8; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-    const float inverse = LARGEST_INTEGER / most;
-    u32 low[8], high[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float rounded = __fadd_rn(__fmul_rn(f[i], inverse), 12582912.f);  // 1.5 · 2^23
-      sum += rounded - 12582912.f, low[i] = __float_as_uint(rounded), high[i] = low[i] + 128;
-    }
-#pragma unroll
-    for (int o = 8; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+    u32 high[2], low[2];
+    int sum;
+    const float peak = integers_of<16>(f, high, low, sum);
     if (!WHOLE_EIGHTS && eight >= EIGHTS) return;
-    constexpr int stage_groups = SB / 2, plane = 2 * SB * own * 8 * 4;  // of 8 rows, in words
+    constexpr int plane = 2 * SB * own * 8 * 4, stage_groups = SB / 2;  // words of 8 rows in a stage; groups of inputs
     const int count = groups * 4, stage = eight / (8 * SB);             // rows, with those up to a whole tile
-    u32* const begin = packed + (size_t)stage * (groups * plane + stage_groups * count * 2);
-    u32* const to = begin + row / 8 * plane + eight / 4 % (2 * SB) * own * 32 + row % 8 * 4 + eight % 4;
+    u32* const behind = packed + (size_t)stage * stage_groups * count * 2;  // the scales of the stages before
+    u32* const to = behind + packed_place<SB, own>(row, eight / 4, groups) * 4 + eight % 4;
 #pragma unroll
-    for (int s = 0; s < 2; s++) {
-      to[32 * s] = bytes_of<1>(high + 4 * s);
-      to[32 * s + groups / 2 * plane] = bytes_of<0>(low + 4 * s);
-    }
+    for (int s = 0; s < 2; s++) to[32 * s] = high[s], to[32 * s + groups / 2 * plane] = low[s];
     if (lane % 16) return;
-    const float scale = most * (1 / LARGEST_INTEGER) * factor;
+    const float scale = peak * (1 / LARGEST_INTEGER) * factor;
+    u32* const scales = behind + (size_t)(stage + 1) * groups * plane;
     const int place = eight / 16 % stage_groups * count + row;
-    if (SYMMETRIC) ((float*)(begin + groups * plane))[place] = scale;
-    else ((float2*)(begin + groups * plane))[place] = make_float2(scale, -scale * sum);
+    if (SYMMETRIC) ((float*)scales)[place] = scale;
+    else ((float2*)scales)[place] = make_float2(scale, -scale * sum);
   };
   auto write = [&](const Eight& x, int p) {
     const int eight = thread + p * TEAM, t = eight % 4;

@@ -2,6 +2,7 @@
 //
 // Integer weights: 16-bit integers with a scale for each group, as high and low bytes. W8A8 and float8: codes of 8 bits with a
 // scale for the row, which its maximum gives. Plain weights: 16-bit floats.
+#include "integers.cuh"
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
 constexpr bool SIGNED = SPARSE && GROUPED && SYMMETRIC;              // codes of weights, as the matrix units get them
@@ -56,28 +57,9 @@ template <int LARGER> DEVICE Piece convert(const float (&v)[8], float most, floa
         high[j / 4] |= two << (8 * (j % 4));
       }
     } else {
-      float peak = 1e-30f;
-#pragma unroll
-      for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[j]));
-#pragma unroll
-      for (int o = SHARERS / 2; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
-      // v · factor + 1.5 · 2^23 leaves the rounded integer in the low bits of the float: no conversion unit needed
-      const float factor = __fdividef(32512.f, peak);
-      u32 q[8];
-      int sum = -8 * 0x4b400000;
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum += q[j] = __float_as_uint(fmaf(v[j], factor, 12582912.f));
-#pragma unroll
-      for (int j = 0; j < 8; j += 4) {
-        low[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0040), __byte_perm(q[j + 2], q[j + 3], 0x0040), 0x5410);
-#pragma unroll
-        for (int l = j; l < j + 4; l++) q[l] += 128;  // the low byte is signed: round the high one
-        high[j / 4] = __byte_perm(__byte_perm(q[j], q[j + 1], 0x0051), __byte_perm(q[j + 2], q[j + 3], 0x0051), 0x5410);
-      }
-#pragma unroll
-      for (int o = SHARERS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-      // What the zero point takes out is as large as the sums. No division: its branch would keep pieces from overlapping
-      p.group = {sum * LARGER, peak * (1.f / 32512 / LARGER)};
+      int sum;
+      const float peak = integers_of<SHARERS>(v, high, low, sum);
+      p.group = {sum * LARGER, peak * (1.f / LARGEST_INTEGER / LARGER)};  // what the zero point takes out is as large as the sums
     }
     p.words = make_uint4(high[0], high[1], low[0], low[1]);
   }
