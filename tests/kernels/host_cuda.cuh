@@ -5,7 +5,9 @@
 // here in plain C++, with the registers of a warp laid out as the PTX ISA says. Copies check their alignment; a warp or CTA that
 // waits for ever is reported. What this cannot show: dependent launches, and what memory does without fences.
 #include <algorithm>
+#ifdef __x86_64__
 #include <immintrin.h>
+#endif
 #include <ucontext.h>
 #include <cmath>
 #include <cstdint>
@@ -172,9 +174,16 @@ template <class K> static void run_grid(K kernel, int x, int y, int block, void*
 }
 
 // ---- 16-bit and 8-bit floats ----
-template <bool HALF> static inline float float_of(u16 v) { return HALF ? _cvtsh_ss(v) : __uint_as_float((u32)v << 16); }
+#ifdef __x86_64__
+DEVICE float from_half(u16 v) { return _cvtsh_ss(v); }
+DEVICE u16 to_half(float f) { return _cvtss_sh(f, 0); }
+#else
+DEVICE float from_half(u16 v) { __fp16 h; memcpy(&h, &v, 2); return h; }
+DEVICE u16 to_half(float f) { const __fp16 h = f; u16 v; memcpy(&v, &h, 2); return v; }
+#endif
+template <bool HALF> static inline float float_of(u16 v) { return HALF ? from_half(v) : __uint_as_float((u32)v << 16); }
 template <bool HALF> static inline u16 bits16(float f) {
-  if (HALF) return _cvtss_sh(f, 0);
+  if (HALF) return to_half(f);
   const u32 v = __float_as_uint(f);
   return f != f ? 0x7fff : (u16)((v + 0x7fff + (v >> 16 & 1)) >> 16);
 }

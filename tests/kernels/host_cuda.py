@@ -15,8 +15,9 @@ from flyweight.kernels import gemv, jit
 
 INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh"}
 PROCESSORS = 5  # as many CTAs as a launch has for a whole GPU
-COMPILER = shutil.which("g++") if platform.machine() == "x86_64" else None  # for its conversions of halves
-FLAGS = ["-std=c++17", "-O1", "-w", "-mf16c", "-mfma", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique",
+OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
+COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None
+FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique",
          "-fvisibility=hidden"]  # torch has functions of the same names
 
 

@@ -10,7 +10,7 @@ from flyweight.kernels import experts, gemm, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for x86 here")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
 
 
 @pytest.fixture(scope="module")
