@@ -360,6 +360,11 @@ DEVICE float warp_sum(float v) {
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
   return v;
 }
+DEVICE float largest(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
+DEVICE float warp_largest(float v) {
+  for (int o = 16; o; o >>= 1) v = largest(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
 DEVICE float warp_max(float v) {
   for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
   return v;

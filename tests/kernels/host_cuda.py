@@ -17,8 +17,8 @@ INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh"}
 PROCESSORS = 5  # as many CTAs as a launch has for a whole GPU
 OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
 COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None
-FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-fno-gnu-unique",
-         "-fvisibility=hidden"]  # torch has functions of the same names
+FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread",
+         "-fno-gnu-unique", "-fvisibility=hidden"]  # torch has functions of the same names
 
 
 def source(file: str) -> str:

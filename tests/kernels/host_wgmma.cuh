@@ -140,11 +140,11 @@ DEVICE void cluster_wait() {
 DEVICE void store_in_cluster(void* place, int rank, uint4 v) {
   memcpy(memory_of[blockIdx.x / CLUSTER * CLUSTER + rank] + ((u8*)place - raw), &v, sizeof v);
 }
-DEVICE void send_in_cluster(void* place, u64* full, int rank, uint4 v) {  // from one CTA alone
+DEVICE void send_in_cluster(void* place, u64* full, int rank, uint4 v) {
   store_in_cluster(place, rank, v);
   Barrier& there = barrier_of((u64*)(memory_of[blockIdx.x / CLUSTER * CLUSTER + rank] + ((u8*)full - raw)));
-  __atomic_fetch_sub(&there.bytes_and_parity, 2 * (int)sizeof v, __ATOMIC_SEQ_CST);
-  complete(there);
+  const int left = __atomic_sub_fetch(&there.bytes_and_parity, 2 * (int)sizeof v, __ATOMIC_SEQ_CST);
+  if (left >> 1 == 0) complete(there);  // several CTAs send at once: the last one alone sees that
 }
 #endif
 

@@ -11,7 +11,7 @@ from flyweight.engine.batch import KVStorage
 from flyweight.kernels import attention
 from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=64, rotary=64, page=16, qk_norm=True)
 CONTEXT, EPSILON = 600, 1e-6
 

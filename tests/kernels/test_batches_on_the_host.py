@@ -7,7 +7,7 @@ from test_kernels_on_the_host import error, folder, host, make, norm_of  # noqa:
 
 from flyweight.kernels import batch, gemv, gemv_split
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
 
 def poisoned(rows, outputs):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyweight.kernels import choices, dispatch, few, gemv
+from flyweight.kernels import choices, dispatch, few, gemm, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Int8Channel, IntGroup, Sparse24
 
@@ -19,8 +19,8 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
 
 @pytest.mark.parametrize(("kind", "rows", "small", "large"), [
     ("w8a8", 4, "batch", "batch"), ("w8a8", 64, "gemm", "gemm"),
-    ("w8a8", 32, "gemm", "gemm"), ("int4", 8, "few", "few"), ("int4", 16, "few", "planes"), ("w8a8", 9, "gemm", "batch"),
-    ("int8", 5, "few", "few"), ("int8", 16, "few", "batch"), ("w8a8", 8, "few", "batch"),
+    ("w8a8", 32, "gemm", "gemm"), ("int4", 8, "few", "few"), ("int4", 16, "few", "planes"), ("w8a8", 9, "gemm", "gemm"),
+    ("int8", 5, "few", "few"), ("int8", 16, "few", "planes"), ("w8a8", 8, "few", "batch"),
     ("int8", 1024, "gemm", "cublas"), ("int4", 2048, "gemm", "cublas"),
     ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"),
     ("int4", 64, "gemm", "gemm"), ("int8", 17, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
@@ -34,8 +34,9 @@ def test_x_that_the_kernel_before_packs_is_multiplied_as_codes():
     assert [choices.wanted("int4", rows, 4096, 12288, residual=True) for rows in (2048, 4096)] == ["gemm", "cublas"]
 
 
-def test_linears_with_a_residual_begin_beside_the_kernel_before():
-    assert [choices.wanted("int8", 16, 4096, 12288, residual=residual) for residual in (True, False)] == ["few", "batch"]
+def test_small_linears_with_a_residual_are_multiplied_as_those_around_them():
+    for kind in ("int4", "int8"):
+        assert [choices.wanted(kind, 16, 4096, 4096, residual=residual) for residual in (True, False)] == ["planes", "few"]
 
 
 def test_few_rows_of_fewer_inputs_stay_with_gemv():
@@ -50,17 +51,19 @@ def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch):
     assert [linear.way(rows, device) for rows in (1, 4, 8, 64)] == ["gemv", "gemv", "gemv", "cublas"]
 
 
-def test_rows_that_few_does_not_take_go_through_batch(monkeypatch):
+def test_rows_that_few_does_not_take_go_another_way(monkeypatch):
     device = torch.device("cuda", 7)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in (gemv, few):
+    for module in (gemv, few, gemm):
         monkeypatch.setattr(module, "processors", lambda index: 8)
 
-    def ways(shape, rows=8, group=128, gated=False, **options):
-        tensor = IntGroup.random(shape, group_size=group, bits=4)
+    def ways(shape, rows=8, group=128, gated=False, bits=4, **options):
+        tensor = IntGroup.random(shape, group_size=group, bits=bits)
         return CudaLinear(tensor, dtype=torch.bfloat16, gated=gated).way(rows, device, **options)
 
-    assert [ways((128, 4096), rows) for rows in (5, 8, 9, 16)] == ["few"] * 4 and ways((128, 4096), 16, norm=True) == "batch"
+    assert [ways((128, 4096), rows) for rows in (5, 8, 9, 16)] == ["few"] * 4
+    assert ways((128, 4096), 16, norm=True) == ways((128, 4096), 16, residual=True) == "gemm", "with integers for x"
+    assert ways((128, 4096), 16, norm=True, group=64) == ways((128, 2048), 16, norm=True, bits=8) == "batch"
     assert ways((128, 4096), norm=True) == ways((128, 4096), group=64) == ways((128, 4096), gated=True) == "batch"
     assert ways((128, 11008)) == ways((136, 4096)) == ways((48, 4096)) == "batch"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
@@ -69,7 +72,7 @@ def test_rows_that_few_does_not_take_go_through_batch(monkeypatch):
 
 def test_borders_and_reasons_are_told():
     assert "from 9 rows on gemm.cu, up to 33,554,432 weights" in choices.explain("w8a8")
-    assert "from 17 rows on gemm.cu, with as many inputs as outputs" in choices.explain("w8a8")
+    assert "from 9 rows on gemm.cu, with as many inputs as outputs" in choices.explain("w8a8")
     assert choices.wanted("w8a8", 64, 24576, 4096) == "batch"
     assert choices.explain("int8").startswith("from 1 row on gemv.cu") and "from 1024 rows on cuBLAS" in choices.explain("int8")
 

@@ -59,6 +59,7 @@ CASES = [
     *(("pack.cu", dict(FP16=0, KDIM=4096, SB=4, NORM=norm, QUANTIZE=3, ORDER=1, ROWS=1, WARPS=4, PARTS=4)) for norm in (0, 1)),
     ("gemm.cu", GEMM | dict(FORMAT=1, TOKENS=16, WGS=3, SPLIT=0, STAGED=0, IN_PLANES=1)),
     ("gemm.cu", GEMM | dict(FORMAT=2, TOKENS=32, WGS=1, SB=4, SPLIT=2, CLUSTER=2, STAGED=0, IN_PLANES=1, SYMMETRIC=1)),
+    ("gemm.cu", GEMM | dict(FORMAT=4, TOKENS=32, WGS=1, SB=4, SPLIT=2, CLUSTER=2, STAGED=0, APART=1)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, INTERLEAVED=kind % 2)) for kind in range(4)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind)) for kind in range(4)),
     ("gemm.cu", GEMM | dict(FORMAT=2, KDIM=7392, GROUP=32, TOKENS=16, WGS=4, SPLIT=0, EPILOGUE=1, STAGED=0)),

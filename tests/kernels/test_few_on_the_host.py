@@ -10,7 +10,7 @@ from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fi
 from flyweight.kernels import batch, few, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
 
 def multiply(weight, x, **options):

@@ -7,6 +7,7 @@ import torch
 from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, make, relative_error
 
 from flyweight.kernels import gemm, gemv
+from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import quantize_float8_rows
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,9 @@ def test_tiles_of_any_number_of_tokens_give_the_same_bits(kind, tokens, warpgrou
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8", "fp8"])
 @pytest.mark.parametrize(("rows", "cut"), [
     (200, dict(split=gemm.CLUSTERS, tokens=128, cluster=2)), (200, dict(split=gemm.MAIL, tokens=128, cluster=3)),
-    (500, dict(split=gemm.CLUSTERS, tokens=256, cluster=2)), (1100, dict(split=gemm.MAIL, tokens=128, cluster=2))])
+    (500, dict(split=gemm.CLUSTERS, tokens=256, cluster=2)), (1100, dict(split=gemm.MAIL, tokens=128, cluster=2)),
+    (5, dict(split=gemm.CLUSTERS, cluster=2, apart=True)), (30, dict(split=gemm.CLUSTERS, cluster=6, apart=True)),
+    (60, dict(split=gemm.CLUSTERS, cluster=3, apart=True))])
 def test_inputs_of_several_tiles_of_tokens_are_cut_into_slices(kind, rows, cut):
     tensor, residual = make(kind, (600, 1536), 4), torch.randn(rows, 600, device="cuda").bfloat16()
     weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, 1536, device="cuda").bfloat16()
@@ -85,6 +88,16 @@ def test_few_rows_become_integers(kind, dtype, seed, rows, cut):
     assert relative_error(found[0], want) < TOLERANCE[dtype] and all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("kind", ["w8a8", "fp8", "int4:128", "int8:128", "plain"])
+def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind):
+    linear = CudaLinear(make(kind, (4096, 4096), 1), dtype=torch.bfloat16)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 300):
+        x = torch.randn(rows, 4096, device="cuda").bfloat16()
+        x[rows // 2, 1000] = float("nan")
+        got = linear(x)
+        assert got[rows // 2].isnan().all() and got.isnan().any(-1).sum() == 1, rows
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
     monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (rows, 12, 1))
@@ -114,9 +127,11 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
         assert relative_error(got, torch.nn.functional.silu(gate) * up) < bound
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("plain", 40), ("w8a8", 40), ("int4:128", 40), ("int4:128", 16), ("fp8", 40),
-                                            ("sparse-w8a8", 40), ("sparse-int4:128", 40)])
-def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows):
+@pytest.mark.parametrize(("kind", "rows", "choices"), [
+    ("plain", 40, {}), ("w8a8", 40, {}), ("int4:128", 40, {}), ("int4:128", 16, {}), ("fp8", 40, {}), ("sparse-w8a8", 40, {}),
+    ("sparse-int4:128", 40, {}), ("w8a8", 20, dict(apart=True)), ("fp8", 8, dict(apart=True)),
+    ("int8:128", 16, dict(split=gemm.CLUSTERS, warpgroups=1, cluster=4, apart=True))])
+def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows, choices):
     tensor = make(kind, (1536, 1536), 1)
     weight = gemv.prepare(tensor, dtype=torch.bfloat16)
     x, norm = torch.randn(rows, 1536, device="cuda").bfloat16(), torch.ones(1536, device="cuda").bfloat16()
@@ -127,7 +142,7 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows):
         for target in buffers:
             target.fill_(float("nan"))
         for target in buffers:
-            source = gemm.multiply(weight, source, target, norm=norm, pdl=pdl)
+            source = gemm.multiply(weight, source, target, norm=norm, pdl=pdl, **choices)
 
     chain(False)
     torch.cuda.synchronize()

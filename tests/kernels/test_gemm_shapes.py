@@ -66,11 +66,26 @@ def test_x_of_few_rows_becomes_integers_where_nobody_can_pack_it_ahead():
     assert gemm.shape_for("int4", 4096, 12288, 128, 16, 132).teams == 2
 
 
-@pytest.mark.parametrize(("outputs", "columns", "group", "worth"), [
-    (24576, 4096, 128, True), (4096, 12288, 128, True), (3584, 18944, 128, True), (19456, 2560, 128, False),
-    (37888, 3584, 128, False), (24576, 4096, 64, False)])
-def test_integers_are_worth_it_where_no_sm_is_idle(outputs, columns, group, worth):
-    assert gemm.worth_planes("int4", outputs, columns, group, 16, 132) == worth
+@pytest.mark.parametrize(("kind", "outputs", "columns", "group", "worth"), [
+    ("int4", 24576, 4096, 128, True), ("int4", 4096, 12288, 128, True), ("int4", 19456, 2560, 128, True),
+    ("int4", 24576, 4096, 64, False), ("int8", 6144, 4096, 128, True), ("int8", 24576, 4096, 128, True),
+    ("int8", 6144, 2560, 128, False), ("int8", 3584, 18944, 128, False)])
+def test_integers_are_worth_it_of_8_bits_where_no_sm_is_idle(kind, outputs, columns, group, worth):
+    assert gemm.worth_planes(kind, outputs, columns, group, 16, 132) == worth
+    assert not gemm.worth_planes(kind, outputs, columns, group, 8, 132)
+
+
+def test_sums_of_a_cluster_meet_beside_its_rings_where_that_costs_nothing():
+    def apart(kind, outputs, columns, rows, group=128):
+        return gemm.shape_for(kind, outputs, columns, group, rows, 132).apart
+
+    assert apart("w8a8", 6144, 4096, 32) and not apart("w8a8", 6144, 2560, 32) and not apart("w8a8", 4096, 12288, 64)
+    assert apart("fp8", 4096, 4096, 64) and not apart("fp8", 6144, 4096, 64), "attention has the room beside qkv"
+    assert apart("int8", 4096, 4096, 64) and not apart("int4", 4096, 4096, 64), "for a stage less"
+    for kind, rows in (("w8a8", 32), ("fp8", 64), ("int4", 16)):
+        shape = gemm.shape_for(kind, 4096, 4096, 128, rows, 132)
+        limit = gemm.SHARED_SMALL if shape.beside else gemm.SHARED_CLUSTERS
+        assert shape.apart and shape.shared <= limit + 16 * shape.stages + 512
 
 
 def test_two_teams_share_lone_tiles_of_64_outputs():

@@ -10,7 +10,7 @@ from flyweight.kernels import experts, gemm, gemv
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,16 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
 
 
+@pytest.mark.parametrize(("kind", "rows", "choices"), [
+    ("w8a8", 2, None), ("int4:128", 1, None), ("fp8", 8, None), ("w8a8", 20, {}), ("fp8", 9, {}),
+    ("int4:128", 16, dict(planes=True)), ("int8:64", 20, {})])
+def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind, rows, choices):
+    weight, x = gemv.prepare(make(kind, (72, 512)), dtype=torch.bfloat16), torch.randn(rows, 512).bfloat16()
+    x[rows // 2, 200] = float("nan")
+    got = weight(x) if choices is None else gemm.multiply(weight, x, **choices)
+    assert got[rows // 2].isnan().all() and got.isnan().any(-1).sum() == 1
+
+
 # Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
 MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=gemm.LINE)),
         ("int8:64:symmetric", 20, (128, 192), dict(split=gemm.LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
@@ -89,6 +99,9 @@ MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=ge
         ("int8:128:symmetric", 60, (200, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=4)),
         ("w8a8", 20, (240, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=3)),
         ("w8a8", 5, (136, 512), dict(split=gemm.CLUSTERS, tokens=8, warpgroups=1, cluster=2)),  # tiles of 16 rows, without work
+        *(("w8a8", 20, (136, 1024), dict(split=gemm.CLUSTERS, warpgroups=2, cluster=3, apart=apart)) for apart in (False, True)),
+        ("fp8", 60, (136, 1024), dict(split=gemm.CLUSTERS, warpgroups=1, cluster=2, apart=True)),
+        ("int8:64", 30, (72, 2048), dict(split=gemm.CLUSTERS, warpgroups=1, cluster=8, apart=True)),  # half of them own columns
         ("int4:64", 200, (200, 512), dict(split=gemm.CLUSTERS, tokens=128, warpgroups=3, cluster=2)),
         ("int8:128:symmetric", 150, (144, 768), dict(split=gemm.MAIL, tokens=128, warpgroups=2, cluster=3)),
         ("w8a8", 260, (136, 512), dict(split=gemm.MAIL, tokens=256, warpgroups=2, cluster=2)),

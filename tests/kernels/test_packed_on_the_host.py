@@ -12,7 +12,7 @@ from flyweight.kernels import attention, choices, gemm, gemv, jit
 from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
 
 

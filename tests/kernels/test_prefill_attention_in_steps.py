@@ -10,7 +10,7 @@ from flyweight.kernels import choices, prefill_attention, reference
 attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
 from test_triton_attention import make  # noqa: E402 (needs triton too)
 
-pytestmark = [pytest.mark.skipif(host_cuda.COMPILER is None or torch.cuda.is_available(), reason="no g++ here, or one for another machine, or a GPU"),
+pytestmark = [pytest.mark.skipif(host_cuda.COMPILER is None or torch.cuda.is_available(), reason="no g++, or a GPU"),
               pytest.mark.usefixtures("interpreted_loops")]
 MIXED = [(1, 20), (12, 0), (70, 14), (1, 0), (40, 0), (30, 5), (5, 9)]  # decoding, whole prompts, chunks, a prompt of one token
 

@@ -10,7 +10,7 @@ from test_kernels_on_the_host import folder  # noqa: F401 (a fixture)
 from flyweight.kernels import prefill_attention
 from flyweight.kernels.prefill_attention import Heads, Span, Tile, Units, attend
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 CPU = torch.device("cpu")
 PAGE = 16
 

@@ -8,7 +8,7 @@ from test_kernels_on_the_host import error, folder, host  # noqa: F401 (fixtures
 from flyweight.kernels import gemv
 from flyweight.tensors import IntGroup
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {FP16: 2e-3, BF16: 1e-2}
 

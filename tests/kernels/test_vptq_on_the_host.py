@@ -8,7 +8,7 @@ from test_kernels_on_the_host import error, folder  # noqa: F401 (a fixture)
 from flyweight.kernels import gemv, vptq, vptq_decode, vptq_layout, vptq_rows
 from flyweight.tensors import VectorQuant
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ here, or one for another machine")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
 
 @pytest.fixture(autouse=True)

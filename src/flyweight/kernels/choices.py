@@ -44,19 +44,19 @@ class Way:
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
 SOME = Way(5, "batch", "x, converted once, streams beside the weights")
 SIXTEEN = Way(5, "few", "x stays in registers, as it is, half of its inputs in each of two CTAs")
-SIXTEEN_SMALL = Way(9, "few", SIXTEEN.why, small=True)
+INTEGERS = Way(9, "planes", "four codes are a word, not four 16-bit floats")
+ALONE_SMALL = Way(9, "few", SIXTEEN.why, small=True, bare=True)
 MANY = Way(33, "gemm", "warpgroup products do more at once")
 ALONE = Way(17, "gemm", "a tile to an SM, whose weights are taken apart once for all rows")
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
-DEEP = Way(17, "gemm", CLUSTERS.why, deep=True)
+DEEP = Way(9, "gemm", CLUSTERS.why, deep=True)
 SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE),
-    "int4": (FEW, SIXTEEN, Way(9, "planes", "four codes are a word, not four 16-bit floats"),
-             SIXTEEN_SMALL, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
+    "int4": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
              Way(4096, "cublas", "bf16 products without codes to convert")),
-    "int8": (FEW, SIXTEEN, Way(9, "batch", SOME.why, bare=True), SIXTEEN_SMALL, ALONE,
+    "int8": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE,
              Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),
              Way(4096, "cublas", "bf16 products are as fast")),
     "w8a8": (FEW, Way(3, "batch", ONCE), Way(5, "few", "x is quantized in the registers it stays in", small=True),

@@ -20,7 +20,7 @@ from flyweight.kernels import batch, choices, few, gemm, gemv, gemv_split, jit
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_rows, quantize_int8_rows
 
 # What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
-NEXT = {"gemv": ("gemv", "batch", "gemm"), "few": ("few", "batch", "gemm", "gemv"), "batch": ("batch", "gemm", "gemv"),
+NEXT = {"gemv": ("gemv", "batch", "gemm"), "few": ("few", "planes", "batch", "gemm", "gemv"), "batch": ("batch", "gemm", "gemv"),
         "planes": ("planes", "few", "batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "cublas": ()}
 _scratch: dict[torch.device, list[Tensor]] = {}
 

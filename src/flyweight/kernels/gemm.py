@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.kernels import jit
-from flyweight.kernels.choices import PRODUCTS, SMALL
+from flyweight.kernels.choices import INPUTS, PRODUCTS, SMALL
 from flyweight.kernels.gemv import BLOCK_BYTES, EPILOGUES, GROUPED, QUANTIZED, Gemv, format_defines, processors
 from flyweight.kernels.gemv_split import mail
 
@@ -94,6 +94,7 @@ class Shape:
     beside: bool  # an SM has room for another kernel's CTA
     teams: int = 1  # of warpgroups, that take a tile's stages by turns
     planes: bool = False  # x as integers: cuda/gemm_planes.cuh
+    apart: bool = False  # the sums of a cluster meet beside its rings, not in them
 
     @property
     def loaders(self) -> int:
@@ -121,7 +122,8 @@ class Shape:
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
               tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
               cluster: int | None = None, split: int | None = None, staged: int | None = None,
-              beside: bool | None = None, teams: int | None = None, planes: bool | None = None) -> Shape | None:
+              beside: bool | None = None, teams: int | None = None, planes: bool | None = None,
+              apart: bool | None = None) -> Shape | None:
     """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
     large = outputs * columns > SMALL
     if planes is None:
@@ -131,6 +133,8 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
     lone = lone_tiles(outputs, processors) if kind in LONE and (0 if kind in QUANTIZED or planes else 16) < rows <= 64 else None
     if kind in QUANTIZED and lone != (3, 1) and columns <= outputs and (rows <= 32 or lone == (1, 1) or kind == "fp8"):
         lone = None  # qkv and o: smaller CTAs are as fast or faster, and leave room beside for more of decode attention
+    if planes and lone == (1, 1) and rows <= 16:
+        lone = None  # qkv: so are clusters
     if lone and (warpgroups, split, cluster) == (None, None, None):
         warpgroups, cluster = lone
         split, beside = {1: WHOLE, 2: CLUSTERS}.get(cluster, MAIL), False
@@ -167,16 +171,28 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         stage = 4 * warpgroups * count * BLOCK_BYTES[kind] + records + tokens * span * (1 if kind in QUANTIZED else 2)
         stage += tokens * span // 128 * 8 if planes else 0  # scales
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
-        exchange = cluster * owned * warpgroups * 128 * 16 if cluster > 1 and split == CLUSTERS else 0
-        stages = min(12, limit // (stage + 16))
+        share = owned * warpgroups * 128 * 16 if cluster > 1 and split == CLUSTERS else 0  # of an owner's sums
+        left = limit - (cluster - 1) * share  # for the ring, where these have a place of their own
+        lost = left // (stage + 16) < limit // (stage + 16)
+        meet = share > 0 and (worth_apart(kind, outputs, columns, tokens, beside, lost=lost) if apart is None else apart)
+        stages = min(12, (left if meet else limit) // (stage + 16))
         if stages >= (4 if small and not beside and tokens <= 64 else 3 if count == 4 or (count == 2 and grouped) else 2):
-            shared = max(exchange, stages * stage) + staging + 16 * stages + 512
+            exchanged = stages * stage + (cluster - 1) * share if meet else max(stages * stage, cluster * share)
+            shared = exchanged + staging + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
             if teams is None:
                 alone = warpgroups == 1 and split in (WHOLE, CLUSTERS) and not beside and tiles * cluster <= processors
                 teams = 2 if alone and tokens <= TEAMED.get(kind, 0) and count > 1 and total // count // cluster > 2 else 1
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams, planes)
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams, planes, meet)
     return None
+
+
+def worth_apart(kind: str, outputs: int, columns: int, tokens: int, beside: bool, *, lost: bool) -> bool:
+    """Whether sums that meet beside the rings make steps faster, since nobody waits for the others: not with few inputs, nor
+    where decode attention wants the room, nor, with 64 tokens, for a stage (`lost`)."""
+    if tokens <= 32:
+        return not beside or columns >= INPUTS
+    return columns >= outputs and kind != "w8a8" and not lost
 
 
 def in_planes(kind: str, outputs: int, columns: int, group: int, rows: int) -> bool:
@@ -188,10 +204,13 @@ def in_planes(kind: str, outputs: int, columns: int, group: int, rows: int) -> b
 
 
 def worth_planes(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int) -> bool:
-    """Whether that is also faster than few.cu and batch.cu: not where tiles of many outputs leave SMs idle."""
+    """Whether steps of 9 rows and more are faster that way than with few.cu and batch.cu: those of int8 not where its tiles leave
+    SMs idle or inputs are few."""
+    if rows <= 8 or not in_planes(kind, outputs, columns, group, rows):
+        return False
     warpgroups, slices = lone_tiles(outputs, processors) or (1, 0)
-    full = math.ceil(outputs / (64 * warpgroups)) * slices >= 0.9 * processors
-    return in_planes(kind, outputs, columns, group, rows) and (full or columns > outputs)
+    full = (warpgroups, slices) == (1, 1) or math.ceil(outputs / (64 * warpgroups)) * slices >= 0.9 * processors
+    return kind == "int4" or (full and columns >= INPUTS)
 
 
 def staged_tokens(kind: str, tokens: int, *, residual: bool) -> int:
@@ -268,7 +287,8 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         "EPILOGUE": EPILOGUES[epilogue], "BIAS": int(bias), "TOKENS": shape.tokens, "WGS": shape.warpgroups,
         "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders, "TEAMS": shape.teams,
-        "EXPERTS": int(experts), **({"IN_PLANES": 1} if shape.planes else {}), **(to.defines if to else {})})
+        "EXPERTS": int(experts), **({"IN_PLANES": 1} if shape.planes else {}),
+        **({"APART": 1} if shape.apart else {}), **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 

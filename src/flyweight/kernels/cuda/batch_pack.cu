@@ -49,14 +49,14 @@ batch_pack(const u16* X, const u16* norm, u8* packed, float* row_factor, const f
       float v[8];
       inputs(i, v, squares);
 #pragma unroll
-      for (int j = 0; j < (QUANTIZED && !STATIC ? 8 : 0); j++) most = fmaxf(most, fabsf(v[j]));
+      for (int j = 0; j < (QUANTIZED && !STATIC ? 8 : 0); j++) most = largest(most, fabsf(v[j]));
     }
-    squares = warp_sum(squares), most = warp_max(most);
+    squares = warp_sum(squares), most = warp_largest(most);
     if (lane == 0) stats[warp] = make_float2(squares, most);
     __syncthreads();
     squares = 0;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) squares += stats[i].x, most = fmaxf(most, stats[i].y);
+    for (int i = 0; i < WARPS; i++) squares += stats[i].x, most = largest(most, stats[i].y);
     if (NORM) inverse = rsqrtf(squares / KDIM + epsilon);
   }
   if (part == 0 && threadIdx.x == 0) row_factor[row] = QUANTIZED ? input_scale(most) * (STATIC ? 1.f : inverse) : inverse;

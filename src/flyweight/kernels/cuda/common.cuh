@@ -330,6 +330,16 @@ DEVICE float warp_sum(float v) {
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
   return v;
 }
+DEVICE float largest(float a, float b) {  // a NaN, if there is one: a row's scale passes it on to all its results
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+DEVICE float warp_largest(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = largest(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
 DEVICE float warp_max(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));

@@ -97,13 +97,13 @@ struct Inputs {
   u32 x[4][2];
 };
 DEVICE float largest_of_four(float most) {  // lanes
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-  return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  most = largest(most, __shfl_xor_sync(~0u, most, 1));
+  return largest(most, __shfl_xor_sync(~0u, most, 2));
 }
 DEVICE float largest_of(const Shared& sh, int row, int lane) {  // by all warps
   float most = 0;
 #pragma unroll
-  for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = fmaxf(most, ((const float*)sh.largest[i])[row]);
+  for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = largest(most, ((const float*)sh.largest[i])[row]);
   return largest_of_four(most);
 }
 DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int rows, int, int lane) {
@@ -120,7 +120,7 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int r
     float v[8];
     widen(v, x[i]);
 #pragma unroll
-    for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[j]));
+    for (int j = 0; j < 8; j++) most = largest(most, fabsf(v[j]));
   }
   most = largest_of_four(most);
   u32 four[4];

@@ -14,6 +14,7 @@
 // How the tiles are shared out (SPLIT):
 //   CLUSTERS, few rows: the inputs of a tile are cut over the CTAs of a cluster, which add up in each other's shared
 //     memory, every owner some columns. A CTA is alone on its SM, or rings and registers are so small that two kernels fit on it.
+//     Sums meet where the rings were, when all are done with theirs, or, with few tokens, in a place of their own (APART).
 //   MAIL: the same without clusters, sums meet in memory. Of clusters of more than two, with an SM to each CTA, fewer are
 //     resident than there is room for, since GPCs are not all whole. Every CTA is resident (grid ≤ SMs), so waiting is safe.
 //   LINE, too few tiles for whole ones: the stages of all tiles lie in one line that is cut evenly over the CTAs. A CTA
@@ -37,7 +38,7 @@
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), IN_PLANES (0: gemm_planes.cuh), PACKED (0), ORDER (0)
+// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), APART (0), IN_PLANES (0: gemm_planes.cuh), PACKED (0), ORDER (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -58,6 +59,9 @@
 #define MAIL 3
 #define SLICED (SPLIT == CLUSTERS || SPLIT == MAIL)
 #define IN_CLUSTER (SPLIT == CLUSTERS && CLUSTER > 1)
+#ifndef APART
+#define APART 0
+#endif
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
 constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
@@ -108,11 +112,12 @@ DEVICE int group_in_stage(int stage, int block, int half) {
 struct __align__(128) Shared {
   union {
     u8 ring[STAGES][STAGE_BYTES];
-    uint4 exchange[IN_CLUSTER ? CLUSTER : 1][IN_CLUSTER ? OWNED : 1][THREADS];  // [from][column group]: the others' share of ours
+    uint4 exchange[IN_CLUSTER && !APART ? CLUSTER : 1][IN_CLUSTER ? OWNED : 1][THREADS];  // [from][column group]: shares of ours
   };
+  uint4 apart[APART ? CLUSTER - 1 : 1][APART ? OWNED : 1][APART ? THREADS : 1];  // the others' alone
   u8 staging[WGS][STAGED ? STAGED * OUT_ROW : 16];
   float scales[WGS][STAGED && QUANTIZED ? TOKENS + 64 : 4];  // of the tile's rows, then of a warpgroup's outputs
-  u64 full[STAGES], empty[STAGES];
+  u64 full[STAGES], empty[STAGES], met;
 };
 
 #include "fragments.cuh"
@@ -195,10 +200,13 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       barrier_init(&sh.full[i], LOADERS);
       barrier_init(&sh.empty[i], WGS * 4);
     }
+    if (APART) barrier_init(&sh.met, 1);
     fence_barriers();
+    if (APART && blockIdx.x % CLUSTER < OWNERS) copy_begin(&sh.met, sizeof sh.apart, 0);
   }
   __syncthreads();
   launch_dependents();
+  if (APART) cluster_arrive();
   int n_tiles = x_tiles;
   if (EXPERTS) {
     wait_for_inputs();
@@ -210,7 +218,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     if (lane == 0) produce(sh, weights, records, x, expert_of, n_tiles, x_tiles, cta_warp - MULTIPLYING);
     else wait_for_inputs();
     __syncwarp();
-    if (IN_CLUSTER) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+    if (IN_CLUSTER && !APART) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
     return;
   }
   // where there is one, the compiler has to know that it is 0: for one number more it has no register with float8
@@ -311,14 +319,17 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     if (team) leave_sums(sh, acc);
     named_barrier(7, TEAMS * THREADS);
     if (team) {
-      if (IN_CLUSTER) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
+      if (IN_CLUSTER && !APART) cluster_arrive(), cluster_wait(), cluster_arrive(), cluster_wait();
       return;
     }
     add_sums(acc, sh);
 #endif
 #if CLUSTER > 1
     const int rank = blockIdx.x % CLUSTER, first = rank % OWNERS * OWNED;
-#if IN_CLUSTER
+#if APART
+    cluster_wait();  // all have begun
+    send_sums(sh, acc, rank);
+#elif IN_CLUSTER
     cluster_arrive(), cluster_wait();  // all rings are done with
     give_sums(sh, acc, rank);
     cluster_arrive();
@@ -326,10 +337,12 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
     post_sums(acc, partials, blockIdx.x / CLUSTER, rank);
 #endif
     const Ends<OWNED> ends(s, first, channel_scale, row_scale, bias, residual, rows, warp, lane);
-    if (IN_CLUSTER) cluster_wait();
+    if (IN_CLUSTER && !APART) cluster_wait();
     if (rank < OWNERS) {
       accumulator sum[OWNED * 4];
-#if IN_CLUSTER
+#if APART
+      receive_sums(sh, sum, acc, rank);
+#elif IN_CLUSTER
       take_sums(sh, sum);
 #else
       collect_sums(sum, acc, partials, blockIdx.x / CLUSTER, rank);

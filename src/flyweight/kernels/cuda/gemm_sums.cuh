@@ -53,19 +53,47 @@ DEVICE void give_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank
     store_in_cluster(&sh.exchange[rank][j % OWNED][threadIdx.x], j / OWNED, v);
   }
 }
-DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
+template <int COUNT, class SHARES> DEVICE void add_shares(accumulator (&sum)[OWNED * 4], const SHARES& shares) {
 #pragma unroll
-  for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
-#pragma unroll
-  for (int from = 0; from < CLUSTER; from++)
+  for (int from = 0; from < COUNT; from++)
 #pragma unroll
     for (int j = 0; j < OWNED; j++) {
-      const uint4 p = sh.exchange[from][j][threadIdx.x];
+      const uint4 p = shares[from][j][threadIdx.x];
       const accumulator* v = (const accumulator*)&p;
 #pragma unroll
       for (int i = 0; i < 4; i++) sum[4 * j + i] += v[i];
     }
 }
+DEVICE void take_sums(const Shared& sh, accumulator (&sum)[OWNED * 4]) {
+#pragma unroll
+  for (int i = 0; i < OWNED * 4; i++) sum[i] = 0;
+  add_shares<CLUSTER>(sum, sh.exchange);
+}
+
+#if CLUSTER > 1
+DEVICE void own_sums(accumulator (&sum)[OWNED * 4], const accumulator (&acc)[TOKENS / 2], int rank) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS * 4; j++)
+    if (j / (OWNED * 4) == 0 || j / (OWNED * 4) == rank) sum[j % (OWNED * 4)] = acc[j];
+}
+#endif
+#if APART
+// Or each to a place of its own beside the ring, on whose barrier the bytes complete: nobody waits for the others' rings. An owner's own
+// sums come first, then the others' in order.
+DEVICE void send_sums(Shared& sh, const accumulator (&acc)[TOKENS / 2], int rank) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++) {
+    const int owner = j / OWNED;
+    if (owner != rank)
+      send_in_cluster(&sh.apart[rank - (rank > owner)][j % OWNED][threadIdx.x], &sh.met, owner, *(const uint4*)&acc[4 * j]);
+  }
+}
+DEVICE void receive_sums(Shared& sh, accumulator (&sum)[OWNED * 4], const accumulator (&acc)[TOKENS / 2], int rank) {
+  own_sums(sum, acc, rank);
+  barrier_wait(&sh.met, 0);
+  add_shares<CLUSTER - 1>(sum, sh.apart);
+}
+#endif
 
 #if SPLIT == MAIL && CLUSTER > 1
 // Or through memory: [tile][owner][other][column group][thread], words that are their own flags. An owner's own sums come first,
@@ -95,9 +123,7 @@ DEVICE void collect_sums(accumulator (&sum)[OWNED * 4], const accumulator (&acc)
 #pragma unroll
     for (int i = 0; i < count; i++) all &= !missing<false>(words[i]);
   } while (!all);
-#pragma unroll
-  for (int j = 0; j < COLUMNS * 4; j++)
-    if (j / (OWNED * 4) == 0 || j / (OWNED * 4) == rank) sum[j % (OWNED * 4)] = acc[j];
+  own_sums(sum, acc, rank);
 #pragma unroll
   for (int i = 0; i < count; i++) {
     store_relaxed(from + i * THREADS, make_uint4(~0u, ~0u, ~0u, ~0u));

@@ -62,16 +62,16 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
     if (NORM) weigh(v[i], weight[i], squares);
     if (QUANTIZED && !STATIC) {
 #pragma unroll
-      for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(v[i][j]));
+      for (int j = 0; j < 8; j++) most = largest(most, fabsf(v[i][j]));
     }
   }
   if (NORM) squares = warp_sum(squares);
-  if (QUANTIZED) most = warp_max(most);
+  if (QUANTIZED) most = warp_largest(most);
   if (lane == 0) sh.row_stats[row][part] = make_float2(squares, most);
   if (QUANTIZED && WARPS > 1) {
     named_barrier(1, THREADS);
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) most = fmaxf(most, sh.row_stats[row][i].y);
+    for (int i = 0; i < WARPS; i++) most = largest(most, sh.row_stats[row][i].y);
   }
   if (STATIC && NORM) {
     __syncwarp();
@@ -116,16 +116,16 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice slice, int rows
       each_piece(a, slice, rows, warp, lane, [&](const float (&v)[8], float squares, int row, int part) {
         float most = given;
 #pragma unroll
-        for (int j = 0; j < (STATIC ? 0 : 8); j++) most = fmaxf(most, fabsf(v[j]));
+        for (int j = 0; j < (STATIC ? 0 : 8); j++) most = largest(most, fabsf(v[j]));
         if (NORM) squares = warp_sum(squares);
-        if (!STATIC) most = warp_max(most);
+        if (!STATIC) most = warp_largest(most);
         if (lane == 0) sh.row_stats[row][part] = make_float2(squares, most);
       });
     named_barrier(1, THREADS);
     if (threadIdx.x < ROWS) {
       float most = given;
 #pragma unroll 4
-      for (int i = 0; i < (STATIC ? 0 : STATS); i++) most = fmaxf(most, sh.row_stats[threadIdx.x][i].y);
+      for (int i = 0; i < (STATIC ? 0 : STATS); i++) most = largest(most, sh.row_stats[threadIdx.x][i].y);
       sh.row_most[threadIdx.x] = make_float2(NORM ? inverse_norm(sh, threadIdx.x, a.epsilon) : 1.f, most);
     }
     named_barrier(1, THREADS);
@@ -152,7 +152,7 @@ DEVICE float row_factor(const LinearShared& sh, int token, float epsilon) {
 #if ROWS == 1
   float most = 0;
 #pragma unroll
-  for (int i = 0; i < WARPS; i++) most = fmaxf(most, sh.row_stats[token][i].y);
+  for (int i = 0; i < WARPS; i++) most = largest(most, sh.row_stats[token][i].y);
   const float inverse = NORM && !STATIC ? inverse_norm(sh, token, epsilon) : 1.f;
   return QUANTIZED ? input_scale(most) * inverse : inverse;
 #else

@@ -9,9 +9,9 @@ template <int BYTE> DEVICE u32 bytes_of(const u32* words) {  // that byte of fou
 template <int SHARERS> DEVICE float integers_of(const float (&v)[8], u32 (&high)[2], u32 (&low)[2], int& sum) {
   float peak = 1e-30f;
 #pragma unroll
-  for (int j = 0; j < 8; j++) peak = fmaxf(peak, fabsf(v[j]));
+  for (int j = 0; j < 8; j++) peak = largest(peak, fabsf(v[j]));
 #pragma unroll
-  for (int o = SHARERS / 2; o; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
+  for (int o = SHARERS / 2; o; o >>= 1) peak = largest(peak, __shfl_xor_sync(~0u, peak, o));
   // v · factor + 1.5 · 2^23 leaves the rounded integer in the low bits of the float: no conversion unit needed.
   // No division: its branch would keep pieces from overlapping
   const float factor = __fdividef(LARGEST_INTEGER, peak);

@@ -107,7 +107,7 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
         float f[8];
         normed(x, p, f, 1.f);
 #pragma unroll
-        for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i])), squares += x.value(i) * x.value(i);
+        for (int i = 0; i < 8; i++) most = largest(most, fabsf(f[i])), squares += x.value(i) * x.value(i);
       } else {
 #pragma unroll
         for (int i = 0; i < 4; i++) pair = __vmaxu2(pair, x.word[i] & 0x7fff7fff);
@@ -116,24 +116,24 @@ pack(const u16* X, const u16* norm, u32* packed, float* row_scale, int rows, int
 #pragma unroll
     for (int p = 0; p < (KEPT ? HELD : 0); p++) look(kept[p], p);
     for (int p = 0; p < (KEPT ? 0 : HELD); p++) look(read_eight(from, thread + p * TEAM, exists), p);
-    if (!NORM) most = fmaxf(low_float(pair), high_float(pair));
+    if (!NORM) most = largest(low_float(pair), high_float(pair));
 #pragma unroll
     for (int o = LANES / 2; o; o >>= 1) {
       squares += __shfl_xor_sync(~0u, squares, o);
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+      most = largest(most, __shfl_xor_sync(~0u, most, o));
     }
     if (lane == LANES * place) stats[warp][place] = make_float2(squares, most);
     __syncthreads();
     squares = 0;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) squares += stats[i][place].x, most = fmaxf(most, stats[i][place].y);
+    for (int i = 0; i < WARPS; i++) squares += stats[i][place].x, most = largest(most, stats[i][place].y);
     factor = NORM ? rsqrtf(squares / KDIM + epsilon) : 1.f;
   }
   if (SCALED) {
-    scale = STATIC ? *static_scale : fmaxf(most, LARGEST * 1e-12f) / LARGEST;
+    scale = STATIC ? *static_scale : largest(most, LARGEST * 1e-12f) / LARGEST;
     if (part == 0 && thread == 0 && row < rows) row_scale[row] = STATIC ? scale : scale * factor;
     inverse = STATIC ? factor : 1.f;
-    factor = DIVIDED ? 1.f / scale : LARGEST / fmaxf(most, LARGEST * 1e-12f);
+    factor = DIVIDED ? 1.f / scale : LARGEST / largest(most, LARGEST * 1e-12f);
   }
   // Where a thread's eights are whole stages apart, so are their places.
   constexpr int own = QUANTIZE ? 2 : 4;  // columns that the 32 inputs around an eight fill
