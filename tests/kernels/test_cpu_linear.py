@@ -53,10 +53,17 @@ def relative_error(run, tensor, *size):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """The choices of a processor with vector code for integers, whatever this one has."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
-        pytest.skip("this build of torch has no FBGEMM")
+    """The choices of a processor with vector code for integers."""
+    if not cpu.has_half():
+        pytest.skip("FBGEMM does not run here")
     monkeypatch.setattr(cpu, "has_integers", lambda: True)
+
+
+def test_fbgemm_is_not_run_on_processors_that_may_lack_its_instructions(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")  # as torch calls ARM's without SVE
+    for tensor in (Plain.random((48, 64)), Int8Channel.random((48, 64)), IntGroup.random((48, 64), group_size=32)):
+        prepared = prepare(tensor, dtype=torch.float32)
+        assert prepared.kernel == "torch.linear" and relative_error(prepared, tensor, 3) < 1e-3
 
 
 SIZES = [(1,), (2,), (9,), (65,), (2, 3), ()]

@@ -131,12 +131,16 @@ def by_columns(weight: Tensor) -> Tensor:
 
 
 def has_half() -> bool:
-    """FBGEMM is in torch for x86; elsewhere its ops are missing or emulated slowly."""
-    return "fbgemm" in torch.backends.quantized.supported_engines
+    """FBGEMM's ops are missing elsewhere, emulated slowly or, on ARM, made of instructions that not every processor has."""
+    return "fbgemm" in torch.backends.quantized.supported_engines and has_vectors()
 
 
 def has_integers() -> bool:
-    """torch's integer ops have vector code for these; elsewhere they are plain loops."""
+    """Elsewhere torch's integer ops are plain loops."""
+    return has_vectors()
+
+
+def has_vectors() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
