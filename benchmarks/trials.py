@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""What a kernel could do otherwise, before it becomes the rule: linears cut in other ways, or decode steps with other constants.
+
+    python benchmarks/trials.py cuts w8a8 6144x4096 --rows 16 32 --try "apart=False" "tokens=32, warpgroups=2, split=2, cluster=4"
+    python benchmarks/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "gemm.TEAMED={}" "gemm.SHARED_SMALL=100 << 10"
+
+`cuts` (FORMAT OUTPUTSxINPUTS) hands options to `gemm.multiply` and prints each one's relative error; `steps` sets constants of
+modules of flyweight.kernels (one that a module has imported is that module's own). What is chosen now comes first. All take
+turns; medians in microseconds. A linear that is faster by itself often makes steps slower: what runs beside it counts.
+
+`--compile` runs nothing: it compiles what the same command will need, on a machine without a GPU, into FLYWEIGHT_CACHE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import functools
+import gc
+import importlib
+import operator
+import re
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flyweight import gpu
+from flyweight.bench import replay
+from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
+from flyweight.bench.profile import Profiler, Workload
+from flyweight.bench.steps import timed
+from flyweight.bench.timing import turns
+from flyweight.engine import ahead
+from flyweight.engine.llm import LLM
+from flyweight.kernels import gemm, gemv, jit, precompile
+from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels.dry_run import DEVICE, dry_run
+
+MODULES = ("batch", "choices", "cuda_linear", "few", "gemm", "gemv", "gemv_split", "vptq_rows")
+INPUT, OUTPUT, PAGE = 256, 66, 16
+DOTTED = re.compile(r"\.(?=\w+\s*=)")
+OPERATORS = {ast.Mult: operator.mul, ast.LShift: operator.lshift, ast.Add: operator.add, ast.Sub: operator.sub}
+
+
+def value_of(node: ast.expr) -> Any:
+    """A literal, or one operator between two."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](value_of(node.left), value_of(node.right))
+    return ast.literal_eval(node)
+
+
+def assignments(text: str) -> dict[str, Any]:
+    """"a=1, b.c=(2, 3)" → {"a": 1, "b.c": (2, 3)}."""
+    try:
+        call = ast.parse(f"f({DOTTED.sub('__', text)})", mode="eval").body
+    except SyntaxError:
+        call = None
+    if not isinstance(call, ast.Call) or call.args:
+        raise SystemExit(f"{text!r} is no list of NAME=VALUE")
+    return {str(one.arg).replace("__", "."): value_of(one.value) for one in call.keywords}
+
+
+class Constants:
+    """Sets constants of modules, and back; whatever was kept by shape is forgotten."""
+
+    def __init__(self) -> None:
+        self.modules = {name: importlib.import_module(f"flyweight.kernels.{name}") for name in MODULES}
+        self.before: dict[str, Any] = {}
+
+    def set(self, wanted: dict[str, Any]) -> None:
+        for name, value in (self.before | wanted).items():
+            module, _, constant = name.partition(".")
+            if not hasattr(self.modules.get(module), constant):
+                raise SystemExit(f"there is no constant {name}; modules are {', '.join(MODULES)}")
+            self.before.setdefault(name, getattr(self.modules[module], constant))
+            setattr(self.modules[module], constant, value)
+        for module in self.modules.values():
+            for thing in list(vars(module).values()):
+                if hasattr(thing, "cache_clear"):
+                    thing.cache_clear()
+        for thing in gc.get_objects():
+            if type(thing) is gemv.Gemv:
+                thing.calls.clear()
+
+
+def cut_linear(options: argparse.Namespace, device: torch.device) -> tuple[Any, CudaLinear]:
+    outputs, inputs = map(int, options.shape.split("x"))
+    case = Case(options.format, 1, inputs, outputs, torch.bfloat16, zero_points=not options.symmetric)
+    tensor = FORMATS[case.format](case, (outputs, inputs), torch.device("cpu") if gpu.is_pretended() else device).to(device)
+    return tensor, CudaLinear(tensor, dtype=case.dtype)
+
+
+def multiplied(linear: CudaLinear, cut: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return functools.partial(gemm.multiply, linear.weight, **cut) if cut else linear
+
+
+def cuts(options: argparse.Namespace) -> None:
+    device = torch.device("cuda")
+    tensor, linear = cut_linear(options, device)
+    count = replay.copies_for(linear.weight.weights.nbytes, device)
+    copies = [linear, *(copy.deepcopy(linear) for _ in range(count - 1))]
+    for rows in options.rows:
+        x = torch.randn(rows, tensor.matrix_shape[1], device=device).bfloat16()
+        want, works, errors = reference(tensor, x), {}, {}
+        for text in ("", *options.tries):
+            runs = [multiplied(one, assignments(text)) for one in copies]
+            errors[text] = relative_error(runs[0](x), want)
+            works[text] = replay.Work(lambda i, runs=runs, x=x: runs[i](x), count)
+        for text, times in replay.measure(works, device, samples=options.samples).items():
+            print(f"{rows} rows  {statistics.median(times):9.2f} us  error {errors[text]:.1e}  {text or 'now'}", flush=True)
+
+
+def steps(options: argparse.Namespace) -> None:
+    most, pages = max(options.rows), -(-(INPUT + OUTPUT) // PAGE)
+    llm = LLM(options.model, max_num_seqs=most, max_model_len=pages * PAGE, blocks=most * pages, block_size=PAGE,
+              prefix_cache=False)
+    constants, graphs, runner = Constants(), {}, llm.engine.runner
+    for text in ("", *options.tries):
+        constants.set(assignments(text))
+        vars(runner).pop("steps", None)  # to be captured anew
+        graphs[text] = runner.steps
+        for rows in options.rows:
+            Profiler(llm, Workload(rows, INPUT, 12)).decode(contextlib.nullcontext)
+    for rows in options.rows:
+        profiler, found = Profiler(llm, Workload(rows, INPUT, OUTPUT)), {text: [] for text in graphs}
+        for _, text in turns(list(graphs), options.samples):
+            runner.steps = graphs[text]
+            found[text].append(timed(profiler)[0])
+        for text, times in found.items():
+            print(f"{rows} rows  {statistics.median(times):9.1f} us  {text or 'now'}", flush=True)
+
+
+def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
+    target = ahead.Target(gpu.GPUS["sm_90a"], sequences=max(options.rows))
+    with dry_run(target.gpu):
+        if options.what == "cuts":
+            _, linear = cut_linear(options, DEVICE)
+            for rows in options.rows:
+                x = torch.empty(rows, linear.weight.in_features, dtype=torch.bfloat16, device=DEVICE)
+                for text in ("", *options.tries):
+                    multiplied(linear, assignments(text))(x)
+        else:
+            decoder, constants = ahead.load(options.model, None), Constants()
+            ahead.run_pass(decoder, INPUT)
+            for text in ("", *options.tries):
+                constants.set(assignments(text))
+                ahead.run_steps(decoder, target)
+    return jit.wanted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    cut, step = commands.add_parser("cuts"), commands.add_parser("steps")
+    cut.add_argument("format", choices=FORMATS)
+    cut.add_argument("shape")
+    cut.add_argument("--symmetric", action="store_true", help="without zero points")
+    step.add_argument("model")
+    for one in (cut, step):
+        one.add_argument("--rows", type=int, nargs="+", default=[16])
+        one.add_argument("--try", dest="tries", nargs="+", default=[], metavar="NAME=VALUE,…")
+        one.add_argument("--samples", type=int, default=7)
+        one.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    if options.compile:
+        found = precompile.precompile([functools.partial(wanted_by, options)], "sm_90a", listen=lambda *_: None)
+        print(f"{found.kernels} kernels, {found.fresh} of them compiled now")
+    else:
+        (cuts if options.what == "cuts" else steps)(options)
+
+
+if __name__ == "__main__":
+    main()
