@@ -21,7 +21,7 @@ struct Piece {
   XGroup group;
 };
 
-DEVICE float input_scale(float most) { return STATIC ? most : largest(most, LARGEST * 1e-12f) / LARGEST; }
+DEVICE float input_scale(float most) { return STATIC ? most : largest(most, LARGEST * 1e-12f) / LARGEST; }  // a NaN, if `most` is
 
 // Eight inputs as floats, and times the norm's weights.
 DEVICE void widen(float (&v)[8], uint4 words) {
@@ -47,7 +47,9 @@ template <int LARGER> DEVICE Piece convert(const float (&v)[8], float most, floa
   } else {
     u32 high[2] = {0, 0}, low[2] = {0, 0};
     if constexpr (QUANTIZED) {
-      const float scale = input_scale(most), factor = DIVIDED ? 1.f / scale : LARGEST / largest(most, LARGEST * 1e-12f);
+      // of a row with a NaN codes are anything. By fmaxf, since the compiler divides once for several pieces then
+      const float least = fmaxf(most, LARGEST * 1e-12f), scale = STATIC ? most : least / LARGEST;
+      const float factor = DIVIDED ? 1.f / scale : LARGEST / least;
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         float code[2] = {v[j], v[j + 1]};
