@@ -2,13 +2,14 @@
 """What a kernel could do otherwise, before it becomes the rule: linears cut in other ways, or decode steps with other constants.
 
     python benchmarks/trials.py cuts w8a8 6144x4096 --rows 16 32 --try "apart=False" "tokens=32, warpgroups=2, split=2, cluster=4"
-    python benchmarks/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "gemm.TEAMED={}" "gemm.SHARED_SMALL=100 << 10"
+    python benchmarks/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "gemm.TEAMED={}" "gemm.SHARED_SMALL=102400"
 
 `cuts` (FORMAT OUTPUTSxINPUTS) hands options to `gemm.multiply` and prints each one's relative error; `steps` sets constants of
 modules of flyweight.kernels (one that a module has imported is that module's own). What is chosen now comes first. All take
 turns; medians in microseconds. A linear that is faster by itself often makes steps slower: what runs beside it counts.
 
-`--compile` runs nothing: it compiles what the same command will need, on a machine without a GPU, into FLYWEIGHT_CACHE.
+`--compile` runs nothing: it compiles what the same command will time (not its prompts), on a machine without a GPU, into
+FLYWEIGHT_CACHE.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import copy
 import functools
 import gc
 import importlib
-import operator
 import re
 import statistics
 from collections.abc import Callable
@@ -41,16 +41,8 @@ from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.dry_run import DEVICE, dry_run
 
 MODULES = ("batch", "choices", "cuda_linear", "few", "gemm", "gemv", "gemv_split", "vptq_rows")
-INPUT, OUTPUT, PAGE = 256, 66, 16
+INPUT, OUTPUT = 256, 66
 DOTTED = re.compile(r"\.(?=\w+\s*=)")
-OPERATORS = {ast.Mult: operator.mul, ast.LShift: operator.lshift, ast.Add: operator.add, ast.Sub: operator.sub}
-
-
-def value_of(node: ast.expr) -> Any:
-    """A literal, or one operator between two."""
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](value_of(node.left), value_of(node.right))
-    return ast.literal_eval(node)
 
 
 def assignments(text: str) -> dict[str, Any]:
@@ -61,7 +53,7 @@ def assignments(text: str) -> dict[str, Any]:
         call = None
     if not isinstance(call, ast.Call) or call.args:
         raise SystemExit(f"{text!r} is no list of NAME=VALUE")
-    return {str(one.arg).replace("__", "."): value_of(one.value) for one in call.keywords}
+    return {str(one.arg).replace("__", "."): ast.literal_eval(one.value) for one in call.keywords}
 
 
 class Constants:
@@ -101,7 +93,7 @@ def multiplied(linear: CudaLinear, cut: dict[str, Any]) -> Callable[[torch.Tenso
 def cuts(options: argparse.Namespace) -> None:
     device = torch.device("cuda")
     tensor, linear = cut_linear(options, device)
-    count = replay.copies_for(linear.weight.weights.nbytes, device)
+    count = replay.copies_for(linear.weight.nbytes, device)
     copies = [linear, *(copy.deepcopy(linear) for _ in range(count - 1))]
     for rows in options.rows:
         x = torch.randn(rows, tensor.matrix_shape[1], device=device).bfloat16()
@@ -115,9 +107,9 @@ def cuts(options: argparse.Namespace) -> None:
 
 
 def steps(options: argparse.Namespace) -> None:
-    most, pages = max(options.rows), -(-(INPUT + OUTPUT) // PAGE)
-    llm = LLM(options.model, max_num_seqs=most, max_model_len=pages * PAGE, blocks=most * pages, block_size=PAGE,
-              prefix_cache=False)
+    most, pages = max(options.rows), -(-(INPUT + OUTPUT) // ahead.PAGE)
+    llm = LLM(options.model, max_num_seqs=most, max_model_len=pages * ahead.PAGE, blocks=most * pages,
+              block_size=ahead.PAGE, prefix_cache=False)
     constants, graphs, runner = Constants(), {}, llm.engine.runner
     for text in ("", *options.tries):
         constants.set(assignments(text))
@@ -145,7 +137,6 @@ def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
                     multiplied(linear, assignments(text))(x)
         else:
             decoder, constants = ahead.load(options.model, None), Constants()
-            ahead.run_pass(decoder, INPUT)
             for text in ("", *options.tries):
                 constants.set(assignments(text))
                 ahead.run_steps(decoder, target)

@@ -17,7 +17,7 @@ from flyweight.kernels import gemm  # noqa: E402
 
 def test_options_and_constants_are_told_by_name():
     assert assignments("apart=False, split=2") == {"apart": False, "split": 2} and assignments("") == {}
-    assert assignments("gemm.LONE=('a.b', 0.5), gemm.SHARED=100 << 10") == {"gemm.LONE": ("a.b", 0.5), "gemm.SHARED": 102400}
+    assert assignments("gemm.LONE=('a.b', 0.5), gemm.SHARED=102400") == {"gemm.LONE": ("a.b", 0.5), "gemm.SHARED": 102400}
     for wrong in ("apart", "a=", "a=print(1)"):
         with pytest.raises((SystemExit, ValueError)):
             assignments(wrong)
@@ -34,12 +34,11 @@ def test_constants_go_back_and_what_was_kept_is_forgotten():
         constants.set({"gemm.TEAM": {}})
 
 
-@pytest.mark.parametrize(("command", "kernels"), [
-    (("cuts", "w8a8", "128x4096", "--try", "apart=False"), 3),
-    (("steps", "preset:tiny:w8a8", "--try", "gemm.SHARED_SMALL=60 << 10"), 9)])
-def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path, command, kernels):
+@pytest.mark.parametrize("command", [
+    ("cuts", "w8a8", "128x4096", "--try", "apart=False"), ("steps", "preset:tiny:w8a8", "--try", "gemm.SHARED_SMALL=61440")])
+def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path, command):
     done = subprocess.run([sys.executable, ROOT / "benchmarks/trials.py", *command, "--rows", "16", "--compile"], text=True,
                           env=os.environ | {"FLYWEIGHT_CACHE": str(tmp_path)}, capture_output=True, check=True)
-    found = len(list((tmp_path / "kernels").glob("gemm-*"))), len(list((tmp_path / "kernels").iterdir()))
-    assert found[0] >= 2, "one as now, and one as tried"
-    assert done.stdout.startswith(f"{found[1]} kernels") and found[1] >= kernels
+    products, kernels = (list((tmp_path / "kernels").glob(name)) for name in ("gemm-*", "*"))
+    assert len(products) >= 2, "one as now, and one as tried"
+    assert done.stdout.startswith(f"{len(kernels)} kernels, {len(kernels)} of them")
