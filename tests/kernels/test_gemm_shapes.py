@@ -80,7 +80,7 @@ def test_sums_of_a_cluster_meet_beside_its_rings_where_that_costs_nothing():
         return gemm.shape_for(kind, outputs, columns, group, rows, 132).apart
 
     assert apart("w8a8", 6144, 4096, 32) and not apart("w8a8", 6144, 2560, 32) and not apart("w8a8", 4096, 12288, 64)
-    assert apart("fp8", 4096, 4096, 64) and not apart("fp8", 6144, 4096, 64), "attention has the room beside qkv"
+    assert apart("fp8", 6144, 4096, 64) and not apart("w8a8", 6144, 4096, 64), "attention has the room beside qkv"
     assert apart("int8", 4096, 4096, 64) and not apart("int4", 4096, 4096, 64), "for a stage less"
     for kind, rows in (("w8a8", 32), ("fp8", 64), ("int4", 16)):
         shape = gemm.shape_for(kind, 4096, 4096, 128, rows, 132)
@@ -118,6 +118,7 @@ def test_rows_that_are_normed_are_packed_by_more_warps_and_quantized_ones_by_mor
     assert found(4096, 2048, norm=True) == (8, 12, 1) and found(4096, 2048, norm=True, quantized=True) == (8, 8, 1)
     assert [found(inputs, 2048, quantized=True) for inputs in (4096, 9728, 12288, 18944)] == [
         (4, 4, 1), (2, 19, 1), (4, 12, 1), (8, 24, 1)]
+    assert [found(inputs, 64, quantized=True) for inputs in (4096, 9728, 18944)] == [(2, 8, 1), (2, 8, 3), (2, 16, 3)]
     assert found(4096, 64, norm=True) == (2, 8, 2) and found(4096, 64, norm=True, quantized=True) == (1, 8, 1)
 
 

@@ -189,10 +189,10 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
 
 def worth_apart(kind: str, outputs: int, columns: int, tokens: int, beside: bool, *, lost: bool) -> bool:
     """Whether sums that meet beside the rings make steps faster, since nobody waits for the others: not with few inputs, nor
-    where decode attention wants the room, nor, with 64 tokens, for a stage (`lost`)."""
+    where decode attention wants the room, nor, with 64 tokens, for a stage (`lost`), nor then with W8A8."""
     if tokens <= 32:
         return not beside or columns >= INPUTS
-    return columns >= outputs and kind != "w8a8" and not lost
+    return kind != "w8a8" and not lost and (columns >= outputs or (kind == "fp8" and columns >= INPUTS))
 
 
 def in_planes(kind: str, outputs: int, columns: int, group: int, rows: int) -> bool:
@@ -310,7 +310,8 @@ def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool, planes
         return 1, warps, math.ceil(eights / (32 * warps))
     if padded <= 512:
         warps = 8 if eights <= 2048 else 16
-        return 2, warps, 2 if norm and eights > 16 * warps else 1
+        split = 2 if norm else 3 if padded <= 64 and eights > 1024 else 1  # 64 rows are 32 CTAs
+        return 2, warps, split if eights > 16 * warps else 1
     for rows, most in ((4, 16), (2, 24)) if not norm else ():
         for warps in range(4, most + 1):
             held, rest = divmod(eights * rows, 32 * warps)

@@ -21,7 +21,7 @@ struct Finish {
     for (int i = 0; i < 4; i++) {
       float x = (float)acc[i];
       if (QUANTIZED) x = __fmul_rn(x, scale[i / 2] * (i % 2 ? row.y : row.x));
-      v[i / 2][i % 2] = x + offset[i / 2];
+      v[i / 2][i % 2] = BIAS ? x + offset[i / 2] : x;
     }
     if (EPILOGUE == SILU)
 #pragma unroll
