@@ -1,6 +1,7 @@
 """What several test files share. Nothing here reaches a network except the default model, which may have to be fetched."""
 
 import contextlib
+import importlib.util
 import os
 import random
 
@@ -29,6 +30,8 @@ with contextlib.suppress(ImportError):  # kernels are also tested where it is no
     settings.register_profile("same", deadline=None, derandomize="FLYWEIGHT_FUZZ" not in os.environ, database=None,
                               suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("same")
+# and where gguf is not, which these files need to be read at all
+collect_ignore = [] if importlib.util.find_spec("gguf") else [f"checkpoint/test_{name}.py" for name in ("gguf", "gguf_tokenizer", "hub")]
 
 
 @pytest.hookimpl(tryfirst=True)
