@@ -31,7 +31,8 @@ with contextlib.suppress(ImportError):  # kernels are also tested where it is no
                               suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("same")
 # and where gguf is not, which these files need to be read at all
-collect_ignore = [] if importlib.util.find_spec("gguf") else [f"checkpoint/test_{name}.py" for name in ("gguf", "gguf_tokenizer", "hub")]
+NEED_GGUF = [f"checkpoint/test_{name}.py" for name in ("gguf", "gguf_tokenizer", "hub")]
+collect_ignore = [] if importlib.util.find_spec("gguf") else NEED_GGUF
 
 
 @pytest.hookimpl(tryfirst=True)
