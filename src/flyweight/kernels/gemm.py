@@ -310,9 +310,8 @@ def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool, planes
         return 1, warps, math.ceil(eights / (32 * warps))
     if padded <= 512:
         warps = 8 if eights <= 2048 else 16
-        if norm:
-            return 2, warps, 2 if eights > 16 * warps else 1
-        return 2, warps, 3 if padded <= 64 and eights > 1024 else 1  # 64 rows are 32 CTAs
+        split = 2 if norm else 3 if padded <= 64 and eights > 1024 else 1  # 64 rows are 32 CTAs
+        return 2, warps, split if eights > 16 * warps else 1
     for rows, most in ((4, 16), (2, 24)) if not norm else ():
         for warps in range(4, most + 1):
             held, rest = divmod(eights * rows, 32 * warps)
