@@ -22,7 +22,7 @@ def test_every_format_has_a_way_for_any_number_of_rows(kind):
     ("w8a8", 32, "gemm", "gemm"), ("int4", 8, "few", "few"), ("int4", 16, "few", "planes"), ("w8a8", 9, "gemm", "gemm"),
     ("int8", 5, "few", "few"), ("int8", 16, "few", "planes"), ("w8a8", 7, "few", "batch"), ("w8a8", 8, "gemm", "batch"),
     ("int8", 1024, "gemm", "cublas"), ("int4", 2048, "gemm", "cublas"),
-    ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"),
+    ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"), ("plain", 4096, "gemm", "cublas"),
     ("int4", 64, "gemm", "gemm"), ("int8", 17, "gemm", "gemm"), ("plain", 16, "batch", "batch"),
     ("plain", 64, "gemm", "gemm"), ("sparse-int8", 4, "gemv", "gemv"), ("sparse-int8", 8, "batch", "batch"),
     ("sparse-int4", 32, "gemm", "batch"), ("sparse-w8a8", 8, "batch", "batch"), ("sparse-w8a8", 16, "gemm", "batch")])

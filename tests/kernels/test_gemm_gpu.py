@@ -34,6 +34,14 @@ def test_rows_9_to_many_on_ragged_shapes(kind, dtype):
             assert error < TOLERANCE[dtype], f"{shape} × {rows}: {error}"
 
 
+@pytest.mark.parametrize("kind", ["plain", "int4:64", "w8a8"])
+def test_a_residual_is_added_by_cublas(kind):
+    tensor, residual = make(kind, (320, 576), 4), torch.randn(70, 320, device="cuda").bfloat16()
+    x = torch.randn(70, 576, device="cuda").bfloat16()
+    got = CudaLinear(tensor, dtype=torch.bfloat16).fused(x, residual=residual, way="cublas")
+    assert relative_error(got, tensor.matmul_reference(x) + residual.double()) < 1e-2
+
+
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8"])
 @pytest.mark.parametrize(("tokens", "warpgroups"), gemm.TILES_BETWEEN)
 def test_tiles_of_any_number_of_tokens_give_the_same_bits(kind, tokens, warpgroups):

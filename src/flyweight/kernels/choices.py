@@ -53,7 +53,7 @@ DEEP = Way(9, "gemm", CLUSTERS.why, deep=True)
 SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
-    "plain": (FEW, SOME, ALONE),
+    "plain": (FEW, SOME, ALONE, Way(4096, "cublas", "no x to pack", deep=True)),
     "int4": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
              Way(4096, "cublas", "bf16 products without codes to convert")),
     "int8": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE,

@@ -106,11 +106,9 @@ class CudaLinear:
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 
         ops = decoder_ops(x.device)
-        y = self.many(x if norm is None else ops.rms_norm(x, norm, epsilon))
+        y = self.many(x if norm is None else ops.rms_norm(x, norm, epsilon), residual)
         if self.weight.interleaved:
             y = ops.silu_mul(y)
-        if residual is not None:
-            y += residual
         return y if out is None else out.copy_(y)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -118,12 +116,12 @@ class CudaLinear:
         y = self.many(flat) if self.weight.interleaved else self.fused(flat)
         return y.view(*x.shape[:-1], -1)
 
-    def many(self, x: Tensor) -> Tensor:
-        """Through cuBLAS; a gated weight gives [gate | up]."""
+    def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Through cuBLAS; a gated weight gives [gate | up], and has no residual."""
         weight = self.weight
         dense = untile(weight, scratch(weight.out_features * weight.in_features, weight.dtype, x.device))
         if weight.kind not in gemv.QUANTIZED:
-            y = F.linear(x, dense)
+            y = F.linear(x, dense) if residual is None else torch.addmm(residual, x, dense.T)
         else:
             assert weight.channel_scale is not None
             channels, static = weight.channel_scale.split([weight.out_features, int(weight.static)])
@@ -131,6 +129,7 @@ class CudaLinear:
             shrink = 2.0**-15 if weight.dtype == torch.float16 else 1.0  # exact, and keeps sums below fp16's largest
             sums = F.linear((codes.float() * shrink).to(weight.dtype), dense)
             y = (sums.float() * (scale / shrink) * gemv.deinterleave(channels, weight.interleaved)).to(weight.dtype)
+            y = y if residual is None else y.add_(residual)
         return y if self.bias is None else y.add_(self.bias)
 
 
