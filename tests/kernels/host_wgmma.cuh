@@ -117,6 +117,8 @@ template <class T, int COUNT> static inline void keep_behind(T (&)[COUNT]) {}
 template <int COUNT> static inline void give_registers() {}
 template <int COUNT> static inline void take_registers() {}
 DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) { copy_bytes(to, from, bytes, full, 0); }
+DEVICE void prefetch_bulk(const void* from, u32 bytes) { std::vector<u8> there((const u8*)from, (const u8*)from + bytes); }
+DEVICE void sleep_for(u32) {}
 
 #ifdef CLUSTER
 // ---- clusters: their CTAs are neighbours ----

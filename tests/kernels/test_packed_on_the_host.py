@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import folder, host, make  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fixtures)
 
 from flyweight.engine.batch import KVStorage
-from flyweight.kernels import attention, choices, gemm, gemv, jit
+from flyweight.kernels import attention, choices, gemm, gemv, jit, vptq, vptq_layout, vptq_rows
 from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels.vptq_parts import Ends
+from flyweight.tensors import VectorQuant
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
@@ -68,23 +70,51 @@ def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, kind):
     assert all(torch.equal(y, found[0]) for y in found[1:])
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("plain", BRAIN), ("int4:64", HALF)])
-def test_decode_attention_writes_the_packed_input_of_o(monkeypatch, kind, dtype):
+LENGTHS = torch.tensor([1, 3, 0, 130, 17, 8, 66, 2, 70], dtype=torch.int32)  # runs of 64, and a row that nobody uses
+
+
+def attention_of(monkeypatch, kv_heads, dtype):
+    """A function of where the results go."""
     monkeypatch.setattr(attention, "SHORTEST", 64)
-    shape, sequences, splits = HeadShape(heads=2, kv_heads=1, head_dim=64, rotary=64, page=16, qk_norm=False), 9, 2
-    lengths = torch.tensor([1, 3, 0, 130, 17, 8, 66, 2, 70], dtype=torch.int32)  # runs of 64, and a row that nobody uses
+    sequences, splits = len(LENGTHS), 2
+    shape = HeadShape(heads=2 * kv_heads, kv_heads=kv_heads, head_dim=64, rotary=64, page=16, qk_norm=False)
     tables = torch.randperm(9 * sequences).view(sequences, 9).int()
-    cache = KVStorage(*torch.randn(2, 9 * sequences, 16, 1, 64).to(dtype))
-    angles, qkv = torch.rand(130, 32) * 6, torch.randn(sequences, 4 * 64).to(dtype)
+    cache = KVStorage(*torch.randn(2, 9 * sequences, 16, kv_heads, 64).to(dtype))
+    angles, qkv = torch.rand(130, 32) * 6, torch.randn(sequences, 4 * kv_heads * 64).to(dtype)
 
     def attend(to):
-        out = torch.zeros(sequences, 128, dtype=dtype)
+        out = torch.zeros(sequences, 128 * kv_heads, dtype=dtype)
         return decode_attention(qkv, out, cache, shape=shape, norms=None, rope=rope_pairs(angles.cos(), angles.sin()), to=to,
-                                lengths=lengths, tables=tables, workspace=Workspace.make(shape, sequences, splits, CPU),
+                                lengths=LENGTHS, tables=tables, workspace=Workspace.make(shape, sequences, splits, CPU),
                                 splits=splits, epsilon=1e-6, scale=0.125)
 
+    return attend
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("plain", BRAIN), ("int4:64", HALF)])
+def test_decode_attention_writes_the_packed_input_of_o(monkeypatch, kind, dtype):
+    attend = attention_of(monkeypatch, 1, dtype)
     o = gemv.prepare(make(kind, (40, 128), 2), dtype=dtype)
-    check(o, attend(None), attend, rows=lengths > 0, split=gemm.WHOLE, warpgroups=1)
+    check(o, attend(None), attend, rows=LENGTHS > 0, split=gemm.WHOLE, warpgroups=1)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF])
+def test_decode_attention_writes_the_packed_input_of_a_vptq_o(monkeypatch, dtype):
+    monkeypatch.setattr(vptq_layout, "schedule", lambda banks: torch.rand(banks.shape).argsort(2).to(torch.uint8))
+    attend = attention_of(monkeypatch, 2, dtype)
+    tensor = VectorQuant.random((72, 256), dtype=dtype, main=256, residual=256)
+    o, x, used = vptq.prepare(tensor, dtype=dtype), attend(None), LENGTHS > 0
+    packed = o.packed_results(len(x), 2)
+
+    def rows_here():
+        pieces = packed.data[: packed.part_bytes].view(-1, packed.groups, 4 * packed.shape.steps, 8, 16)
+        return pieces.permute(1, 3, 0, 2, 4).reshape(8 * packed.groups, -1)[: len(x)][used]
+
+    attend(packed)
+    got, bits = o.fused(packed, torch.empty(len(x), 72, dtype=dtype)), rows_here()
+    assert error(got[used], tensor.matmul_reference(x[used])) < (1e-2 if dtype == BRAIN else 2e-3)
+    vptq_rows.pack(o.parts, x, Ends(), packed.shape, count=2, pdl=True)  # to the same place
+    assert bits.equal(rows_here())
 
 
 def test_x_is_packed_ahead_where_both_linears_are_products_of_unquantized_rows(monkeypatch):

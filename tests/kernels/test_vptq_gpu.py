@@ -116,7 +116,8 @@ def test_the_weight_is_kept_once():
 
 
 @pytest.mark.parametrize("shape, main, rows", [((1024, 1024), 8192, 1), ((4096, 4096), 8192, 1), ((4096, 4096), 4096, 1),
-                                               ((4096, 4096), 65536, 1), ((4096, 4096), 8192, 16), ((1024, 1024), 8192, 64)])
+                                               ((4096, 4096), 65536, 1), ((4096, 4096), 8192, 16), ((1024, 1024), 8192, 64),
+                                               ((4096, 4096), 8192, 64)])
 def test_replays_of_a_dependent_chain_agree_bit_for_bit(shape, main, rows):
     """y of one launch is the x of the next; with and without dependent launch, 200 poisoned replays."""
     tensor = VectorQuant.random(shape, seed=1, device="cuda", main=main)

@@ -203,8 +203,8 @@ def test_a_plan_covers_every_column_and_stays_within_shared_memory(main, residua
 COMMON = dict(MAIN_BITS=13, RES_BITS=8, POS_BITS=3, ITEM_BYTES=3, PIECES=1, COPIES=8, FP16=0, RESIDENT=1)
 
 
-def rows_shape(tokens, warps):
-    return vptq_rows.shape_for(13, 8, tokens, warps, 232448).defines | dict(DENSE=0)
+def rows_shape(tokens, warps, paired=False):
+    return vptq_rows.shape_for(13, 8, tokens, warps, 232448, paired=paired).defines | dict(DENSE=0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -217,6 +217,7 @@ def rows_shape(tokens, warps):
       for whole in (0, 1)),
     ("vptq_pack.cu", dict(WARPS=4, NORM=0, GATED=1, STAGE_STEPS=4, PARTS=1, BOOK_BYTES=131072, WHOLE=1)),
     ("vptq_rows.cu", rows_shape(64, 12) | dict(DENSE=1)), ("vptq_rows.cu", rows_shape(128, 8)),
+    ("vptq_rows.cu", rows_shape(64, 12, paired=True) | dict(COMING=1)),
     ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])
 def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
@@ -224,11 +225,12 @@ def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     assert jit.compile_cubin(file, COMMON | defines, arch)
 
 
-@pytest.mark.parametrize(("tokens", "warps"), [*itertools.product((8, 16, 32, 64), (8, 12)), (128, 8)])
-def test_products_are_in_flight_while_the_next_weights_are_looked_up(tokens, warps):
+@pytest.mark.parametrize(("tokens", "warps", "paired"), [
+    *itertools.product((16, 32, 64), (8, 12), (False, True)), (8, 8, False), (8, 12, False), (128, 8, False), (128, 8, True)])
+def test_products_are_in_flight_while_the_next_weights_are_looked_up(tokens, warps, paired):
     """Where the compiler cannot tell that nobody touches their registers, it does one after the other, and says so."""
     core = pytest.importorskip("cuda.core")
-    defines = [(name, str(value)) for name, value in (COMMON | rows_shape(tokens, warps)).items()]
+    defines = [(name, str(value)) for name, value in (COMMON | rows_shape(tokens, warps, paired)).items()]
     options = core.ProgramOptions(std="c++17", arch="sm_90a", define_macro=defines)
     log = io.StringIO()
     core.Program(jit._source("vptq_rows.cu"), code_type="c++", options=options).compile("cubin", logs=log)

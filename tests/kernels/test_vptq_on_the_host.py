@@ -101,6 +101,29 @@ def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
         assert error(weight.fused(x, torch.full_like(residual, float("nan")), norm=norm, residual=residual), want) < 1e-2
 
 
+@pytest.mark.parametrize(("rows", "columns", "count"), [(16, 1024, 2), (20, 2048, 5), (40, 1024, 3), (40, 2048, 4),
+                                                        (100, 4096, 9)])
+def test_pairs_of_thread_blocks_add_up(monkeypatch, rows, columns, count):
+    monkeypatch.setattr(vptq_rows, "processors", lambda _: count)
+    tensors, weight = make((88, columns), **BOOKS)
+    assert vptq_rows.choose(weight.parts, rows, torch.device("cpu")).paired
+    x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, 88).bfloat16()
+    want, found = reference(tensors, x) + residual.double(), []
+    for _ in range(2):  # thread blocks meet again
+        found.append(weight.fused(x, torch.full_like(residual, float("nan")), residual=residual))
+        assert error(found[-1], want) < 1e-2
+    assert torch.equal(*found)
+
+
+def test_keys_and_values_that_are_asked_for_change_nothing():
+    tensors, weight = make((72, 512), (24, 512), **BOOKS)
+    x, lengths = torch.randn(20, 512).bfloat16(), torch.randint(0, 70, (20,)).int()
+    keys, values = torch.randn(2, 110, 16, 2, 64).bfloat16()
+    coming = vptq_rows.Coming(lengths, torch.randperm(110)[:100].view(20, 5).int(), keys, values)
+    outs = [weight.fused(x, torch.full((20, 96), float("nan")).bfloat16(), coming=some) for some in (None, coming)]
+    assert torch.equal(*outs) and error(outs[1], reference(tensors, x)) < 1e-2
+
+
 @pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False), (40, True)])
 @pytest.mark.parametrize("columns", [512, 4608])
 def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, columns, rows, products):
@@ -122,14 +145,14 @@ def test_what_is_not_alike_is_not_joined():
 
 def test_tiles_are_cut_by_what_a_second_one_costs():
     Cut = vptq_rows.Cut
-    assert vptq_rows.cut((768,), 16, 16, 132, 4) == Cut((96,), 8)  # two for each tile, though 132 would have 6 units each
+    assert vptq_rows.cut((768,), 16, 16, 132, 4) == Cut((96,), 8, each=2)  # two for each tile, though 132 would have 6 units each
     assert vptq_rows.cut((768,), 16, 16, 132, 1) == Cut((132,), 7)
-    assert vptq_rows.cut((528,), 24, 48, 132, 4) == Cut((132,), 8)
+    assert vptq_rows.cut((528,), 24, 48, 132, 4) == Cut((132,), 8, each=6)
     assert vptq_rows.cut((3200,), 16, 16, 132, 4) == Cut((132,), 29)  # fewer thread blocks than tiles
 
 
 def test_a_small_last_tile_has_at_least_half_of_a_whole_ones_thread_blocks():
-    assert vptq_rows.cut((512, 128, 128), 24, 16, 132, 4) == vptq_rows.Cut((86, 22, 22), 4, 2)  # q, k and v of Qwen3-8B
-    assert vptq_rows.cut((512, 128, 128), 24, 16, 140, 4) == vptq_rows.Cut((88, 24, 24), 4, 4)
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 132, 4) == vptq_rows.Cut((86, 22, 22), 4, 2, 4)  # q, k and v of Qwen3-8B
+    assert vptq_rows.cut((512, 128, 128), 24, 16, 140, 4) == vptq_rows.Cut((88, 24, 24), 4, 4, 4)
     assert vptq_rows.cut((512, 128, 128), 24, 16, 128, 4).apart == 3  # too few for that: three for a whole tile
-    assert vptq_rows.cut((8,), 24, 16, 132, 4) == vptq_rows.Cut((16,), 1, 16)
+    assert vptq_rows.cut((8,), 24, 16, 132, 4) == vptq_rows.Cut((16,), 1, 16, 16)

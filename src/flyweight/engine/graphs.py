@@ -22,7 +22,7 @@ from torch import Tensor
 from flyweight.engine.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.sampling import GREEDY, Mode
-from flyweight.kernels import choices, jit
+from flyweight.kernels import choices, jit, vptq_rows
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.gemm import Packed
@@ -144,7 +144,7 @@ class Step:
             return None
         return own.packed_input(self.size, self.decoder.device, before=cast(CudaLinear | None, first))
 
-    def _attention(self, block: Block, i: int) -> Tensor | Packed:
+    def _attention(self, block: Block, i: int) -> Tensor | Packed | vptq_rows.Packed:
         """hidden → o's x, in one kernel or two."""
         boxes, cache = self.mailboxes, self.caches[i]
         common = dict(shape=self.shapes[i], norms=self.norms[i], rope=self.rope, lengths=self.lengths, tables=self.tables,
@@ -154,24 +154,29 @@ class Step:
             qkv_attention(block.qkv.single.weight, self.hidden, self.attended, cache, norm=block.input_norm.weight,
                           mailbox=boxes[i], next_mailbox=boxes[(i + 1) % len(boxes)], **common)
             return self.attended
-        packed = self._packed(block.o)
-        self.project(block.qkv, self.hidden, self.qkv, norm=block.input_norm)
+        vectors = block.o.single.packed_results(self.size, self.shapes[i].kv_heads) if isinstance(block.o.single, Vptq) else None
+        packed = vectors or self._packed(block.o)
+        self.project(block.qkv, self.hidden, self.qkv, norm=block.input_norm,
+                     coming=vptq_rows.Coming(self.lengths, self.tables, cache.keys, cache.values))
         decode_attention(self.qkv, self.attended, cache, workspace=self.workspace, splits=self.splits, to=packed, **common)
         return packed or self.attended
 
-    def project(self, linear: Linear, x: Tensor | Packed, out: Tensor, *, norm: RMSNorm | None = None,
-                residual: Tensor | None = None, gated: bool = False, to: Packed | None = None, late: bool = False) -> None:
+    def project(self, linear: Linear, x: Tensor | Packed | vptq_rows.Packed, out: Tensor, *, norm: RMSNorm | None = None,
+                residual: Tensor | None = None, gated: bool = False, to: Packed | None = None, late: bool = False,
+                coming: vptq_rows.Coming | None = None) -> None:
         """One kernel where the format has a fused one; else norm, product and what follows it, one by one. `late`: x is gate
         and up, not multiplied yet."""
         if isinstance(linear.single, CudaLinear):
+            assert not isinstance(x, vptq_rows.Packed)
             linear.single.fused(x, out, norm=norm.weight if norm else None, epsilon=norm.epsilon if norm else 1e-6,
                                 residual=residual, to=to)
             return
-        assert isinstance(x, Tensor)
+        assert not isinstance(x, Packed)
         if isinstance(linear.single, Vptq) and not gated:
             linear.single.fused(x, out, norm=norm.weight if norm else None, epsilon=norm.epsilon if norm else 1e-6, gated=late,
-                                residual=residual)
+                                residual=residual, coming=coming)
             return
+        assert isinstance(x, Tensor)
         ops = self.decoder.ops
         y = linear(ops.rms_norm(x, norm.weight, norm.epsilon) if norm else x)
         y = ops.silu_mul(y) if gated else y

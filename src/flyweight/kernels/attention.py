@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.batch import KVStorage
-from flyweight.kernels import jit
+from flyweight.kernels import jit, vptq_rows
 from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors
 
@@ -74,7 +74,7 @@ def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
 
 def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadShape, norms: tuple[Tensor, Tensor] | None,
                      rope: Tensor, lengths: Tensor, tables: Tensor, workspace: Workspace, splits: int, epsilon: float,
-                     scale: float, to: Packed | None = None, pdl: bool = True) -> Tensor:
+                     scale: float, to: Packed | vptq_rows.Packed | None = None, pdl: bool = True) -> Tensor:
     """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim]; writes the new K and V.
 
     lengths int32 [sequences] count the new token; tables int32 [sequences, pages]. A sequence of length 0 is padding.
@@ -86,12 +86,13 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
     defines = {
         "FP16": int(qkv.dtype == torch.float16), "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim,
         "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
-        "SHORTEST": SHORTEST, **(to.order.defines if to else {}),
+        "SHORTEST": SHORTEST, **((to.attention_defines if isinstance(to, vptq_rows.Packed) else to.order.defines) if to else {}),
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
     query_norm, key_norm = norms or (None, None)
     target, groups = (to.data, to.groups) if to else (out, 0)
+    vectors = (to.parts[0].affine, to.sums) if isinstance(to, vptq_rows.Packed) else ()
     args = (qkv, query_norm, key_norm, rope, lengths, tables, cache.keys, cache.values, target, workspace.scratch,
-            workspace.tickets, float(epsilon), float(scale), tables.shape[1], sequences, splits, groups)
+            workspace.tickets, float(epsilon), float(scale), tables.shape[1], sequences, splits, groups, *vectors)
     kernel.launch(max(sequences * shape.kv_heads * splits, count), 32 * warps, args, pdl=pdl)
     return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import jit
+from flyweight.kernels import choices, jit
 from flyweight.kernels.gemm import buffer
 from flyweight.kernels.gemv import processors
 from flyweight.kernels.gemv_split import mail
@@ -25,6 +25,8 @@ AHEAD = {12: 1, 8: 2}  # warps that multiply, each two row blocks of a tile → 
 # 32 items in the time that a share of a second tile costs. More rows are faster written out.
 SHAPES = {8: (8, 1.1, 500), 16: (8, 1.1, 500), 32: (4, 1.0, 500), 64: (4, 0.97, 900), 128: (2, 1.0, 900)}
 MOST = max(SHAPES)
+COMING_BYTES = 40 << 20  # of keys and values that L2 holds beside what passes through it
+PAUSE = 300  # nanoseconds after each piece of them, so that items do not queue behind
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Shape:
     stages: int
     copies: int  # of the residual book
     shared: int
+    paired: bool  # tiles are shared by pairs of thread blocks
 
     @property
     def registers(self) -> int:
@@ -46,19 +49,21 @@ class Shape:
     @property
     def defines(self) -> dict[str, int]:
         return {"TOKENS": self.tokens, "WARPS": self.warps, "STAGE_STEPS": self.steps, "AHEAD": AHEAD[self.warps],
-                "STAGES": self.stages, "COPIES": self.copies, "REGISTERS": self.registers}
+                "STAGES": self.stages, "COPIES": self.copies, "REGISTERS": self.registers,
+                **({"PAIRED": 1} if self.paired else {})}
 
 
 @functools.cache
-def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int) -> Shape | None:
+def shape_for(main: int, residual: int, tokens: int, warps: int, limit: int, *, paired: bool = False) -> Shape | None:
     """For index bits; None where two stages do not fit into `limit` bytes."""
     steps, _, _ = SHAPES[tokens]
+    sums = 32 * tokens * warps if paired else 0  # of half a tile
     for copies in (8, 4, 2):
-        fixed = 16 * ((1 << main) + (copies << residual if residual else 0))
+        fixed = 16 * ((1 << main) + (copies << residual if residual else 0)) + sums
         stage = 64 * tokens * steps
         stages = min(8, (limit - BESIDE - fixed) // (stage + 16))
         if stages >= 2:
-            return Shape(tokens, warps, steps, stages, copies, fixed + stages * (stage + 16) + 16)
+            return Shape(tokens, warps, steps, stages, copies, fixed + stages * (stage + 16) + 16, paired)
     return None
 
 
@@ -69,6 +74,13 @@ class Cut:
     ctas: tuple[int, ...]  # thread blocks of each part
     most: float  # units of the busiest
     apart: int = 0  # of them for a last tile that is small
+    each: int = 0  # of them for every other tile; 0: they are cut anywhere
+
+    def paired(self, tokens: int) -> bool:
+        """Whether pairs of thread blocks have as many whole columns of 8 rows to end each."""
+        half = tokens // 16
+        shared = [n for n in (self.each, self.apart) if n]
+        return half > 0 < self.each and all(n % 2 == 0 and n <= 8 and half % (n // 2) == 0 for n in shared)
 
 
 @functools.cache
@@ -83,7 +95,7 @@ def cut(blocks: tuple[int, ...], tile: int, units: int, count: int, spanning: fl
         apart = min(each, (count - each * whole) // sum(small)) if any(small) else 0
         if apart >= each / 2 or not any(small):
             ctas = tuple(each * (n - last) + apart * last for n, last in zip(tiles, small, strict=True))
-            found.append(Cut(ctas, -(-units // each), apart))
+            found.append(Cut(ctas, -(-units // each), apart, each))
     return min(found, key=lambda one: one.most)
 
 
@@ -106,8 +118,10 @@ def choose(parts: Parts, rows: int, device: torch.device) -> Shape | None:
     """The smallest shape that takes so many rows, up to MOST, at once."""
     layout, tokens = parts[0], next(tokens for tokens in SHAPES if tokens >= rows)
     limit = gpu.properties(device).shared_memory_per_block_optin
-    warps = warps_for(parts, tokens, processors(device.index or 0))
-    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit)
+    count = processors(device.index or 0)
+    warps = warps_for(parts, tokens, count)
+    paired = cut_for(parts, tokens, warps, count)[0].paired(tokens)
+    return shape_for(layout.form.main, layout.form.residual, tokens, warps, limit, paired=paired)
 
 
 def takes(parts: Parts, rows: int, device: torch.device) -> bool:
@@ -117,43 +131,108 @@ def takes(parts: Parts, rows: int, device: torch.device) -> bool:
     return choose(parts, rows, device) is not None
 
 
-def multiply(parts: Parts, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool = True) -> None:
-    """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
-    layout, rows, device = parts[0], x.shape[0], x.device
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """x of a linear in the order of its products, its columns' scales in it: by vptq_pack.cu, or by decode attention."""
+
+    data: Tensor
+    sums: Tensor  # float32 [part, row, slice]: they add up to what the columns' biases add; then squares of the rows
+    part_bytes: int
+    slices: int
+    rows: int
+    late: bool  # the norm's factor is left to the products
+    parts: Parts
+    shape: Shape
+
+    @classmethod
+    def make(cls, parts: Parts, shape: Shape, rows: int, slices: int, *, late: bool) -> Packed:
+        stored, device = parts[0].affine.numel(), parts[0].affine.device
+        part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
+        return cls(buffer("vptq packed", len(parts) * part_bytes, device),
+                   buffer("vptq sums", 4 * (len(parts) + 1) * rows * slices, device),
+                   part_bytes, slices, rows, late, parts, shape)
+
+    @property
+    def squares(self) -> Tensor | None:
+        return self.sums[4 * len(self.parts) * self.rows * self.slices :] if self.late else None
+
+    @property
+    def groups(self) -> int:
+        """Of 8 rows."""
+        return self.shape.tokens // 8
+
+    @property
+    def attention_defines(self) -> dict[str, int]:
+        """For decode attention."""
+        return {"VECTORS": self.shape.steps}
+
+
+@dataclass(frozen=True, eq=False)
+class Coming:
+    """Keys and values that decode attention reads after this linear: lookups leave memory idle, so they come to L2 meanwhile."""
+
+    lengths: Tensor
+    tables: Tensor
+    keys: Tensor  # [blocks, page, kv heads, head_dim]
+    values: Tensor
+
+    def arguments(self, count: int) -> tuple[Tensor | int, ...]:
+        """With how many pages each of `count` thread blocks asks for."""
+        page, token = self.keys.shape[1], self.keys.shape[2] * self.keys.shape[3] * self.keys.element_size()
+        return (self.lengths, self.tables, self.keys, self.values, self.tables.shape[1], len(self.lengths), page, token,
+                -(-COMING_BYTES // (2 * page * token * count)), PAUSE)
+
+
+def in_order(parts: Parts) -> bool:
+    """Whether stored columns are the inputs, whole 256."""
+    stored = parts[0].affine.numel()
+    return stored == parts[0].in_features and stored % 256 == 0 and all(part.source is None for part in parts)
+
+
+def packed_results(parts: Parts, rows: int, kv_heads: int, device: torch.device) -> Packed | None:
+    """Where decode attention leaves x, a slice for each kv head."""
+    if not choices.PACKED_AHEAD or len(parts) > 1 or not in_order(parts) or not takes(parts, rows, device):
+        return None
     shape = choose(parts, rows, device)
     assert shape is not None
+    return Packed.make(parts, shape, rows, kv_heads, late=False)
+
+
+def multiply(parts: Parts, x: Tensor | Packed, out: Tensor, ends: Ends, *, coming: Coming | None = None,
+             pdl: bool = True) -> None:
+    """x [up to MOST rows, in] → out [rows, outputs of all parts]."""
+    layout, device = parts[0], out.device
     count = processors(device.index or 0)
-    packed, sums, squares, part_bytes, slices = pack(parts, x, ends, shape, count=count, pdl=pdl)
+    if isinstance(x, Tensor):
+        shape = choose(parts, x.shape[0], device)
+        assert shape is not None
+        x = pack(parts, x, ends, shape, count=count, pdl=pdl)
+    shape = x.shape
     work, _ = cut_for(parts, shape.tokens, shape.warps, count)
     kernel = jit.load("vptq_rows.cu", defines=layout.form.defines() | shape.defines | {
-        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0)}).kernel("vptq_rows")
+        "FP16": int(layout.dtype == torch.float16), "PIECES": 1, "DENSE": int(layout.dense_steps > 0),
+        **({"COMING": 1} if coming else {})}).kernel("vptq_rows")
     partials = mail(count * 2 * shape.tokens * shape.warps * 16, device)
-    args = (*part_arguments(parts, work.ctas), packed, sums, squares, ends.bias, ends.residual, out, partials,
-            float(ends.epsilon), rows, out.shape[1], layout.in_features, layout.chunks, layout.dense_steps, part_bytes, slices,
-            work.apart)
-    kernel.launch(count, 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl)
+    args = (*part_arguments(parts, work.ctas), x.data, x.sums, x.squares, ends.bias, ends.residual, out, partials,
+            float(ends.epsilon), x.rows, out.shape[1], layout.in_features, layout.chunks, layout.dense_steps, x.part_bytes,
+            x.slices, work.apart, *(coming.arguments(sum(work.ctas)) if coming else ()))
+    grid = count // 2 * 2 if shape.paired else count
+    kernel.launch(grid, 32 * (shape.warps + 4), args, shared=shape.shared, pdl=pdl, cluster=1 + shape.paired)
 
 
-def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool
-         ) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
-    """x in the order of the products, what biases add, squares where the norm is left to the products, the bytes of a part, and
-    how many add up to what biases add, or to a row's squares."""
-    layout, rows, device = parts[0], x.shape[0], x.device
-    stored = layout.affine.numel()
-    part_bytes = -(-stored // (32 * shape.steps)) * shape.steps * shape.tokens * 64
-    packed = buffer("vptq packed", len(parts) * part_bytes, device)
+def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: bool) -> Packed:
+    layout, rows = parts[0], x.shape[0]
+    stored, whole = layout.affine.numel(), in_order(parts)
     slices = -(-stored // (256 * PACK_WARPS))
     if len(parts) == 1:
         slices = max(1, min(slices, PACKERS * count // rows))
-    whole = stored == layout.in_features and stored % 256 == 0 and all(part.source is None for part in parts)
-    added = 4 * len(parts) * rows * slices
-    sums = buffer("vptq sums", 2 * added, device)
+    late = whole and ends.norm is not None and layout.dtype != torch.float16
+    packed = Packed.make(parts, shape, rows, slices, late=late)
     kernel = jit.load("vptq_pack.cu", defines=ends.defines | {
         "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "WARPS": PACK_WARPS, "PARTS": len(parts),
         "BOOK_BYTES": 16 << layout.form.main, "WHOLE": int(whole)}).kernel("vptq_pack")
     columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
-    given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed, sums, float(ends.epsilon), rows,
-             layout.in_features, stored, shape.tokens // 8, slices)
+    given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed.data, packed.sums, float(ends.epsilon),
+             rows, layout.in_features, stored, shape.tokens // 8, slices)
     kernel.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
-    late = whole and ends.norm is not None and layout.dtype != torch.float16
-    return packed, sums, sums[added:] if late else None, part_bytes, slices
+    return packed

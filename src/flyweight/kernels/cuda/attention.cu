@@ -20,12 +20,16 @@
 // tokens of the cache are read before the wait: what wrote them ended before this step began (a step's only write is the
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
-// PACKED: results are written in the order of the product that follows (packed.cuh): its SB, and its ORDER.
+// PACKED: results are written in the order of the product that follows (packed.cuh): its SB, and its ORDER. VECTORS: in that of a VPTQ
+// product (vptq_pack.cu), its STAGE_STEPS, with its columns' scales; what their biases add to a row is summed up for each kv head.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, PACKED (0), ORDER (0)
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, PACKED (0), ORDER (0), VECTORS (0)
 #ifndef PACKED
 #define PACKED 0
 #define ORDER 0
+#endif
+#ifndef VECTORS
+#define VECTORS 0
 #endif
 #include "attention.cuh"
 #include "packed.cuh"
@@ -85,6 +89,18 @@ DEVICE void prepare_head(float (&v)[PER], const float (&weight)[PER], const floa
 }
 
 DEVICE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+#if VECTORS
+// Of one column in packed x of a VPTQ product, counted in 16 bits: pieces of 16 columns' even ones and odd ones, 2j beside 2j + 8.
+DEVICE size_t vector_place(int row, int column, int groups) {
+  const int sixteen = column / 16, at = sixteen / 4 * 2 + column % 2, quarter = sixteen % 4;
+  const int piece = at % VECTORS * 4 + (quarter >> 1 | (quarter & 1) << 1);
+  return ((((size_t)(at / VECTORS) * groups + row / 8) * 4 * VECTORS + piece) * 8 + row % 8) * 8 + column % 8 / 2 * 2 + column % 16 / 8;
+}
+#define VECTOR_ARGUMENTS , const u32 *affine, float *bias_sums
+#else
+#define VECTOR_ARGUMENTS
+#endif
 
 // Softmax of heads 2t and 2t + 1 over the tokens a warp has seen; `sum` is of this lane's tokens alone.
 struct Running {
@@ -149,9 +165,13 @@ DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane
 extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
           u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width,
-          int sequences, int splits, int groups) {
+          int sequences, int splits, int groups VECTOR_ARGUMENTS) {
   __shared__ Shared sh;
   __shared__ bool last_one;
+#if VECTORS
+  __shared__ u32 affine_here[G * HEAD_DIM];
+  __shared__ float of_warps[WARPS];
+#endif
   const int split = blockIdx.x % splits, head = blockIdx.x / splits % KV_HEADS, sequence = blockIdx.x / splits / KV_HEADS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   launch_dependents();
@@ -218,6 +238,9 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     for (int j = 0; j < 2; j++) weight[j][i] = QK_NORM ? to_float((j ? key_norm : query_norm)[lane + 32 * i]) : 1.f;
   const size_t slot = (((size_t)table[newest / PAGE] * PAGE + newest % PAGE) * KV_HEADS + head) * HEAD_DIM;
   for (int i = threadIdx.x; i < (8 - G) * QUERY_ROW; i += THREADS) sh.query[G][i] = 0;
+#if VECTORS
+  for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) affine_here[i] = affine[head * G * HEAD_DIM + i];
+#endif
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -304,12 +327,32 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     if (g == 0) mine[HEAD_DIM] = run.most[j], mine[HEAD_DIM + 1] = run.sum[j];
   }
   __syncthreads();
+#if VECTORS
+  float biases = 0;
+#endif
   auto write = [&](int i, float value) {
     const int n = head * G * HEAD_DIM + i;
-#if PACKED
+#if VECTORS
+    const u32 scale_and_bias = affine_here[i];
+    const float rounded = to_float(to_bits(value));
+    biases += rounded * high_float(scale_and_bias);
+    out[vector_place(sequence, n, groups)] = to_bits(rounded * low_float(scale_and_bias));
+#elif PACKED
     out[packed_place(sequence, n, groups)] = to_bits(value);
 #else
     out[(size_t)sequence * HEADS * HEAD_DIM + n] = to_bits(value);
+#endif
+  };
+  auto end = [&] {  // of the writing
+#if VECTORS
+    const float sum = warp_sum(biases);
+    if (lane == 0) of_warps[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    float all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all += of_warps[w];
+    bias_sums[sequence * KV_HEADS + head] = all;
 #endif
   };
   const size_t place = ((size_t)sequence * KV_HEADS + head) * splits;
@@ -324,7 +367,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
       if (d == 0) to[HEAD_DIM] = state.y, to[HEAD_DIM + 1] = state.z;
     }
   }
-  if (tokens.used == 1) return;
+  if (tokens.used == 1) return end();
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -358,4 +401,5 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     for (int j = 0; j < TEAMS; j++) sum += sums[j * G * HEAD_DIM + i];
     write(i, sum);
   }
+  end();
 }

@@ -6,7 +6,10 @@
 //
 // defines: MAIN_BITS, RES_BITS, POS_BITS, ITEM_BYTES (3 or 4), PIECES (of 16 bytes, of an entry), FP16
 #define FORMAT 0
-#define CLUSTER 1
+#ifndef PAIRED
+#define PAIRED 0
+#endif
+#define CLUSTER (1 + PAIRED)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"

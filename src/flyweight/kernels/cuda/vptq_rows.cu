@@ -23,14 +23,27 @@
 // A tile that several CTAs have a part of: each leaves its sums in memory, words that are their own flags (common.cuh), and adds up
 // and ends its share of them, in the order of the CTAs. One CTA an SM, and no more CTAs than SMs: waiting is safe.
 //
+// PAIRED: 2, 4 or 8 CTAs have a tile for themselves, two each in a cluster, whose shared memory takes half of the other's sums. What
+// then meets in memory is columns of 8 rows that one pair has ended, and the others have their half of.
+//
+//      pair 0 │ CTA 0: columns 0 1 2 3 ⇄ CTA 1: columns 4 5 6 7 │   CTA 0 ends 0 1, CTA 1 4 5
+//      pair 1 │ CTA 2: columns 0 1 2 3 ⇄ CTA 3: columns 4 5 6 7 │   CTA 2 ends 2 3, CTA 3 6 7
+//
+// COMING: lookups leave memory idle. A warp that has nothing else to do asks for keys and values of the attention that follows, so that
+// they are in L2 when it begins.
+//
 // Limit: shared memory. 32 items, half of a step of two row blocks, take 10.4 cycles (random entries), 4 for residuals, TOKENS / 16
 // for x, TOKENS / 4 / WARPS for x to come.
 //
 // With more rows sums take more registers, so there are fewer warps, and x more room, so stages are shorter.
 //
 // defines: those of vptq_tables.cuh (PIECES 1), TOKENS (8 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
-// REGISTERS (of a thread at launch), DENSE (there are outliers)
+// REGISTERS (of a thread at launch), DENSE (there are outliers), PAIRED (0), COMING (0)
 #include "vptq_tables.cuh"
+
+#ifndef COMING
+#define COMING 0
+#endif
 
 constexpr int TILE = 2 * WARPS;                  // row blocks
 constexpr int SPAN_STAGES = SPAN / STAGE_STEPS;
@@ -38,8 +51,9 @@ constexpr int X_STAGE = TOKENS * 64 * STAGE_STEPS;
 constexpr int COLUMNS = TOKENS / 8;              // groups of 8 rows of x
 constexpr int ALL_THREADS = THREADS + 128;       // with the warpgroup that fetches, and gives its registers to the others
 constexpr int LOADED = 10;                       // sums of other CTAs that are fetched together: most have no more
-constexpr int ADDERS = 96;                       // threads of it, which add the columns' biases up meanwhile
+constexpr int ADDERS = 64;                       // threads of it, which add the columns' biases up meanwhile
 constexpr int GIVEN_REGISTERS = 24, TAKEN_REGISTERS = (REGISTERS * ALL_THREADS - GIVEN_REGISTERS * 128) / THREADS / 8 * 8;
+static_assert(!PAIRED || COLUMNS % 2 == 0, "halves are whole columns");
 static_assert(PIECES == 1 && STAGE_STEPS > 1 && SPAN % STAGE_STEPS == 0 && AHEAD <= 2, "vectors of 8, whole stages");
 
 struct Line {  // of the units of a part, cut over its CTAs
@@ -103,15 +117,111 @@ struct Results {
   }
 };
 
+#if PAIRED
+constexpr int HALF = COLUMNS / 2, MOST_PAIRS = HALF < 4 ? HALF : 4;    // columns that a CTA of a pair has
+constexpr int LETTERS = HALF > 1 ? HALF - HALF / MOST_PAIRS : 1;       // that other pairs have of ours, at most
+struct Pairs {  // of the pairs that share a tile: each ends as many columns of a CTA's half
+  uint4* mail;
+  int pair, owned;
+  DEVICE bool ours(int j) const { return j / owned == pair; }
+  DEVICE uint4* place(int of, int j) const { return mail + ((size_t)(blockIdx.x + 2 * (of - pair)) * HALF + j) * THREADS + threadIdx.x; }
+  DEVICE int letters() const { return HALF - owned; }  // one pair's after the other's
+  DEVICE int column(int i) const { return pair * owned + i % owned; }
+  DEVICE uint4* letter(int i) const { return place(i / owned + (i / owned >= pair), column(i)); }
+};
+DEVICE void end_in_pairs(const float (&acc)[TOKENS / 2], const Results& results, const Pairs& all, uint4* received, u64* met, int tile) {
+  const int rank = blockIdx.x % 2;
+  cluster_wait();  // both have begun
+#pragma unroll
+  for (int j = 0; j < COLUMNS; j++)
+    if (j / HALF != rank) send_in_cluster(received + j % HALF * THREADS + threadIdx.x, met, rank ^ 1, *(const uint4*)&acc[4 * j]);
+  uint2 rest_of[HALF];  // comes while we wait
+#pragma unroll
+  for (int j = 0; j < HALF; j++)
+    if (all.ours(j)) rest_of[j] = results.before(tile, rank * HALF + j, threadIdx.x);
+  barrier_wait(met, 0);
+#pragma unroll
+  for (int j = 0; j < HALF; j++) {
+    uint4& place = received[j * THREADS + threadIdx.x];
+    const uint4 other = place;
+    float sum[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] = (rank ? acc[4 * (HALF + j) + i] : acc[4 * j + i]) + ((const float*)&other)[i];
+    if (all.ours(j)) place = *(const uint4*)sum;
+    else store_relaxed(all.place(all.pair, j), *(const uint4*)sum);
+  }
+  u32 words[LETTERS][4];
+  bool all_here;
+  do {
+    all_here = true;
+#pragma unroll
+    for (int i = 0; i < LETTERS; i++)
+      if (i < all.letters()) load_relaxed(all.letter(i), words[i]);
+#pragma unroll
+    for (int i = 0; i < LETTERS; i++)
+      if (i < all.letters()) all_here &= !missing<false>(words[i]);
+  } while (!all_here);
+#pragma unroll
+  for (int i = 0; i < LETTERS; i++) {
+    if (i >= all.letters()) break;
+    store_relaxed(all.letter(i), make_uint4(~0u, ~0u, ~0u, ~0u));
+    float* const sum = (float*)&received[all.column(i) * THREADS + threadIdx.x];
+#pragma unroll
+    for (int k = 0; k < 4; k++) sum[k] += __uint_as_float(words[i][k]);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < HALF; j++) {
+    if (!all.ours(j)) continue;
+    const uint4 v = received[j * THREADS + threadIdx.x];
+    const float* sum = (const float*)&v;
+    results.write({sum[0], sum[1], sum[2], sum[3]}, rest_of[j], tile, rank * HALF + j, threadIdx.x);
+  }
+}
+#endif
+
+#if COMING
+// Keys and values of decode attention, the first `pages` of those that are this CTA's: the first of every sequence come first. Slowly,
+// so that nothing that is needed sooner queues behind; what is left when the products are `done` attention fetches itself.
+DEVICE void fetch_pages(const int* lengths, const int* tables, const u8* keys, const u8* values, int table_width, int sequences, int page,
+                        int token_bytes, int pages, int pause, int ctas, const volatile int& done, int lane) {
+  constexpr int PIECE = 8192;
+  for (int first = 0; first < pages; first += 32) {  // a lane finds one
+    const int i = blockIdx.x + (first + lane) * ctas, sequence = i % sequences, index = i / sequences;
+    const int tokens = first + lane < pages && index < table_width ? min(lengths[sequence] - index * page, page) : 0;
+    const size_t from = tokens > 0 ? (size_t)tables[sequence * table_width + index] * page * token_bytes : 0;
+    for (int j = 0; j < 32; j++) {
+      const int bytes = __shfl_sync(~0u, tokens, j) * token_bytes;
+      const size_t begin = __shfl_sync(~0u, from, j);
+      for (int at = 0; at < bytes; at += PIECE) {
+        if (__any_sync(~0u, done)) return;
+        if (lane < 2) prefetch_bulk((lane ? values : keys) + begin + at, min(PIECE, bytes - at));
+        sleep_for(pause);
+      }
+    }
+  }
+}
+#define COMING_ARGUMENTS , const int *lengths, const int *tables, const u8 *keys, const u8 *values, int table_width, int sequences, int page, \
+                         int token_bytes, int pages, int pause
+#else
+#define COMING_ARGUMENTS
+#endif
+
 extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     PART(0), PART(1), PART(2), const u8* x, const float* sums, const float* squares, const u16* bias, const u16* rest, u16* y,
-    uint4* mail, float epsilon, int rows, int width, int in_features, int chunks, int dense_steps, int part_bytes, int slices, int apart) {
+    uint4* mail, float epsilon, int rows, int width, int in_features, int chunks, int dense_steps, int part_bytes, int slices,
+    int apart COMING_ARGUMENTS) {
 #if __CUDA_ARCH__ >= 900
   if ((int)blockIdx.x >= ctas0 + ctas1 + ctas2) return stay();
   extern __shared__ __align__(128) u8 raw[];
   u8* const ring = raw + BOOK_BYTES + RES_BYTES;
   u64* const full = (u64*)(ring + STAGES * X_STAGE), *const empty = full + STAGES, *const barrier = empty + STAGES;
+  u64* const met = barrier + 1;  // PAIRED: its barrier
+  uint4* const received = (uint4*)(met + 1);  // PAIRED: [HALF][THREADS], sums of the other CTA
   __shared__ float biases[TOKENS], factors[TOKENS];
+#if COMING
+  __shared__ int done;
+#endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
   split_off(part, apart, chunks, dense_steps);
@@ -124,7 +234,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
       barrier_init(&full[i], 1);
       barrier_init(&empty[i], WARPS);
     }
+#if COMING
+    done = 0;
+#endif
+    if (PAIRED) barrier_init(met, 1);
     fence_barriers();
+    if (PAIRED) copy_begin(met, COLUMNS / 2 * THREADS * 16, 0);
   }
   launch_dependents();
   stage_book((char*)raw, part.book, barrier);
@@ -151,11 +266,18 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
   };
   if (warp < WARPS) go_to(begin);
   __syncthreads();
-  wait_for_inputs();
+#if PAIRED
+  cluster_arrive();
+#endif
   const auto stages_of = [&](int unit) { return DENSE && unit % per_tile == spans ? (dense_steps + STAGE_STEPS - 1) / STAGE_STEPS : SPAN_STAGES; };
   if (warp >= WARPS) {
     give_registers<GIVEN_REGISTERS>();
-    if (warp > WARPS) {
+#if COMING
+    if (warp == WARPS + 3)
+      fetch_pages(lengths, tables, keys, values, table_width, sequences, page, token_bytes, pages, pause, ctas0 + ctas1 + ctas2, done, lane);
+#endif
+    wait_for_inputs();
+    if (warp > WARPS && warp < WARPS + 3) {
       for (int row = threadIdx.x - THREADS - 32; row < TOKENS; row += ADDERS) {
         float sum = 0, square = 0;
         for (int i = 0; i < slices && row < rows; i++) {
@@ -165,7 +287,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
         biases[row] = sum, factors[row] = squares ? rsqrtf(square / in_features + epsilon) : 1.f;
       }
       named_arrive(2, THREADS + ADDERS);
-    } else if (lane == 0) {
+    } else if (warp == WARPS && lane == 0) {
       int n = 0;
       const u8* const own_x = x + (size_t)part.index * part_bytes;
       for (int unit = begin; unit < end; unit++)
@@ -178,6 +300,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     }
     return;
   }
+  wait_for_inputs();
   take_registers<TAKEN_REGISTERS>();
   book_ready(barrier);
 
@@ -279,8 +402,15 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
     }
 #endif
     keep_behind(acc);
+#if COMING
+    if (threadIdx.x == 0 && stop == end) done = 1;
+#endif
     if (tile == begin / per_tile) named_barrier(2, THREADS + ADDERS);  // biases are there
     if (lane == 0) barrier_arrive(&empty[before]);
+#if PAIRED
+    const int from = line.owner(tile * per_tile), sharers = line.owner((tile + 1) * per_tile - 1) - from + 1;
+    end_in_pairs(acc, results, {mail, (part.cta - from) / 2, HALF / (sharers / 2)}, received, met, tile);
+#else
     if (line.owner(tile * per_tile) == line.owner((tile + 1) * per_tile - 1)) {
       uint2 rest_of[COLUMNS];
 #pragma unroll
@@ -295,8 +425,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) store_relaxed(to + j * THREADS, *(const uint4*)&acc[4 * j]);
     left |= 1 << which;
+#endif
   }
-
+#if !PAIRED
   for (int which = 0; which < 2; which++) {
     if (!(left >> which & 1)) continue;
     const int tile = (which ? end - 1 : begin) / per_tile, from = line.owner(tile * per_tile), to = line.owner((tile + 1) * per_tile - 1);
@@ -332,5 +463,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
       results.write(sum, rest_of, tile, at / THREADS, at % THREADS);
     }
   }
+#endif
 #endif
 }

@@ -161,6 +161,10 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
 }
+DEVICE void prefetch_bulk(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+DEVICE void sleep_for(u32 nanoseconds) { __nanosleep(nanoseconds); }
 // A box of a tensor in global memory; the host has described both (jit.tensor_map). Kernels take the description by value.
 struct __align__(64) TensorMap { u64 words[16]; };
 DEVICE void tensor_copy(void* to, const TensorMap& map, int x, int y, int z, u64* full) {
