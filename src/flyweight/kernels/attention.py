@@ -86,7 +86,7 @@ def decode_attention(qkv: Tensor, out: Tensor, cache: KVStorage, *, shape: HeadS
     defines = {
         "FP16": int(qkv.dtype == torch.float16), "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim,
         "ROTARY": shape.rotary, "PAGE": shape.page, "QK_NORM": int(shape.qk_norm), "WINDOW": shape.window or 0, "WARPS": warps,
-        "SHORTEST": SHORTEST, **((to.attention_defines if isinstance(to, vptq_rows.Packed) else to.order.defines) if to else {}),
+        "SHORTEST": SHORTEST, **(to.defines if to else {}),
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
     query_norm, key_norm = norms or (None, None)

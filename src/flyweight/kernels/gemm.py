@@ -77,6 +77,11 @@ class Packed:
     groups: int  # of 8 rows, up to a whole tile
     order: Order
 
+    @property
+    def defines(self) -> dict[str, int]:
+        """For the kernel that writes it."""
+        return self.order.defines
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -137,11 +137,13 @@ class Vptq:
         result = None if out is None else out.view(-1, self.out_features)
         return self.fused(flat, result, launch=launch, pdl=pdl).view(*x.shape[:-1], -1)
 
+    def _by_products(self, rows: int, device: torch.device) -> bool:
+        return FEWEST_PRODUCTS <= rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, device)
+
     def packed_results(self, rows: int, kv_heads: int) -> vptq_rows.Packed | None:
         """Where decode attention leaves x ready for the product; None where it cannot."""
-        if not FEWEST_PRODUCTS <= rows <= vptq_rows.MOST:
-            return None
-        return vptq_rows.packed_results(self.parts, rows, kv_heads, self.layout.affine.device)
+        device = self.layout.affine.device
+        return vptq_rows.packed_results(self.parts, rows, kv_heads, device) if self._by_products(rows, device) else None
 
     def fused(self, x: Tensor | vptq_rows.Packed, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
               gated: bool = False, residual: Tensor | None = None, launch: Launch | None = None,
@@ -149,14 +151,10 @@ class Vptq:
         """x [rows, in], or gate and up of so many inputs (`gated`); the norm before, the residual after. See
         `packed_results` for x that is packed; `coming` is what some kernels ask for in L2."""
         ends = Ends(norm, epsilon, gated, self.bias, residual)
-        if isinstance(x, vptq_rows.Packed):
-            assert out is not None
-            vptq_rows.multiply(self.parts, x, out, ends, pdl=pdl)
-            return out
-        rows = x.shape[0]
+        rows, device = (x.rows, x.data.device) if isinstance(x, vptq_rows.Packed) else (x.shape[0], x.device)
         if out is None:
-            out = torch.empty(rows, self.out_features, dtype=self.layout.dtype, device=x.device)
-        if FEWEST_PRODUCTS <= rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, x.device):
+            out = torch.empty(rows, self.out_features, dtype=self.layout.dtype, device=device)
+        if isinstance(x, vptq_rows.Packed) or self._by_products(rows, device):
             vptq_rows.multiply(self.parts, x, out, ends, coming=coming, pdl=pdl)
         elif rows <= GATHERED_ROWS and not self.layout.sliced:
             self._gather(x, out, ends, launch, pdl)

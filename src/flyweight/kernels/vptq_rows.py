@@ -162,8 +162,8 @@ class Packed:
         return self.shape.tokens // 8
 
     @property
-    def attention_defines(self) -> dict[str, int]:
-        """For decode attention."""
+    def defines(self) -> dict[str, int]:
+        """For decode attention, where that writes it."""
         return {"VECTORS": self.shape.steps}
 
 
@@ -191,10 +191,9 @@ def in_order(parts: Parts) -> bool:
 
 def packed_results(parts: Parts, rows: int, kv_heads: int, device: torch.device) -> Packed | None:
     """Where decode attention leaves x, a slice for each kv head."""
-    if not choices.PACKED_AHEAD or len(parts) > 1 or not in_order(parts) or not takes(parts, rows, device):
-        return None
     shape = choose(parts, rows, device)
-    assert shape is not None
+    if not choices.PACKED_AHEAD or len(parts) > 1 or not in_order(parts) or shape is None:
+        return None
     return Packed.make(parts, shape, rows, kv_heads, late=False)
 
 
@@ -233,6 +232,6 @@ def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: 
         "BOOK_BYTES": 16 << layout.form.main, "WHOLE": int(whole)}).kernel("vptq_pack")
     columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
     given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed.data, packed.sums, float(ends.epsilon),
-             rows, layout.in_features, stored, shape.tokens // 8, slices)
+             rows, layout.in_features, stored, packed.groups, slices)
     kernel.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
     return packed

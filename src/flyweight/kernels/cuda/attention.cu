@@ -21,7 +21,7 @@
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
 // PACKED: results are written in the order of the product that follows (packed.cuh): its SB, and its ORDER. VECTORS: in that of a VPTQ
-// product (vptq_pack.cu), its STAGE_STEPS, with its columns' scales; what their biases add to a row is summed up for each kv head.
+// product (vectors.cuh), its STAGE_STEPS, with its columns' scales; what their biases add to a row is summed up for each kv head.
 //
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, PACKED (0), ORDER (0), VECTORS (0)
 #ifndef PACKED
@@ -33,6 +33,7 @@
 #endif
 #include "attention.cuh"
 #include "packed.cuh"
+#include "vectors.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int PER = HEAD_DIM / 32;         // values of a head in one thread
@@ -91,12 +92,6 @@ DEVICE void prepare_head(float (&v)[PER], const float (&weight)[PER], const floa
 DEVICE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 #if VECTORS
-// Of one column in packed x of a VPTQ product, counted in 16 bits: pieces of 16 columns' even ones and odd ones, 2j beside 2j + 8.
-DEVICE size_t vector_place(int row, int column, int groups) {
-  const int sixteen = column / 16, at = sixteen / 4 * 2 + column % 2, quarter = sixteen % 4;
-  const int piece = at % VECTORS * 4 + (quarter >> 1 | (quarter & 1) << 1);
-  return ((((size_t)(at / VECTORS) * groups + row / 8) * 4 * VECTORS + piece) * 8 + row % 8) * 8 + column % 8 / 2 * 2 + column % 16 / 8;
-}
 #define VECTOR_ARGUMENTS , const u32 *affine, float *bias_sums
 #else
 #define VECTOR_ARGUMENTS
@@ -336,7 +331,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     const u32 scale_and_bias = affine_here[i];
     const float rounded = to_float(to_bits(value));
     biases += rounded * high_float(scale_and_bias);
-    out[vector_place(sequence, n, groups)] = to_bits(rounded * low_float(scale_and_bias));
+    out[vector_place<VECTORS>(sequence, n / 16 * 2 + n % 2, groups) * 8 + n % 8 / 2 * 2 + n % 16 / 8] = to_bits(rounded * low_float(scale_and_bias));
 #elif PACKED
     out[packed_place(sequence, n, groups)] = to_bits(value);
 #else

@@ -1,9 +1,7 @@
 // x [rows, in] → the order in which vptq_rows.cu's matrix units read it: the norm applied (NORM), or silu(gate) · up of a row that
 // has both (GATED), the columns in their stored order, each times its scale. What their biases add to a row of y is summed here too.
 //
-// packed: [part][stage][8 rows][4 · STAGE_STEPS pieces of 8 columns][row][16 bytes]. Pieces 4 p … 4 p + 3 are step p: of 64 columns
-// the even (p even) or odd ones. Piece q of them has those of 16 neighbours from column 0, 32, 16, 48 on, 2 j and 2 j + 8 side by
-// side, for j = 0 … 3: how a step of vptq.cu numbers its lanes. Rows that do not exist may hold anything.
+// packed: vectors.cuh.
 // sums: [part][row][slice], then those of the squares, for the norm.
 //
 // Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part. What depends on no other kernel
@@ -13,6 +11,7 @@
 //
 // defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, BOOK_BYTES, WHOLE (columns are whole 256, in their own order)
 #include "common.cuh"
+#include "vectors.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int LATE = NORM && WHOLE && !FP16;  // the norm's factor is left to the products; half precision has no range for that
@@ -99,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
   float biases[PARTS + LATE] = {};  // and squares
 #pragma unroll 1
   for (int unit = first; unit < units; unit += step) {
-    const int quarter = unit / 2 % 4, at = unit / 8 * 2 + unit % 2, piece = at % STAGE_STEPS * 4 + (quarter >> 1 | (quarter & 1) << 1);
+    const size_t place = vector_place<STAGE_STEPS>(row, unit, groups);
     float value[8];
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
@@ -121,7 +120,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
           if (NORM) v *= half_of(weight, i);
         }
       }
-      const size_t place = (((size_t)part * stages + at / STAGE_STEPS) * groups + row / 8) * 4 * STAGE_STEPS + piece;
       const Piece& now = pieces[part];
       u32 words[4];
 #pragma unroll
@@ -130,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
         biases[part] += one * half_of(now.biases, 2 * j) + two * half_of(now.biases, 2 * j + 1);
         words[j] = pack2(one * half_of(now.scales, 2 * j), two * half_of(now.scales, 2 * j + 1));
       }
-      packed[place * 8 + row % 8] = make_uint4(words[0], words[1], words[2], words[3]);
+      packed[place + (size_t)part * stages * groups * 32 * STAGE_STEPS] = make_uint4(words[0], words[1], words[2], words[3]);
     }
     if (PARTS > 1) break;  // slices are so many that a thread has one piece: more would cost registers
   }

@@ -117,6 +117,20 @@ struct Results {
   }
 };
 
+// Until the first `count` of these words are all there.
+template <int MOST, class PLACE> DEVICE void wait_for_letters(u32 (&words)[MOST][4], int count, PLACE place) {
+  bool all_here;
+  do {
+    all_here = true;
+#pragma unroll
+    for (int i = 0; i < MOST; i++)
+      if (i < count) load_relaxed(place(i), words[i]);
+#pragma unroll
+    for (int i = 0; i < MOST; i++)
+      if (i < count) all_here &= !missing<false>(words[i]);
+  } while (!all_here);
+}
+
 #if PAIRED
 constexpr int HALF = COLUMNS / 2, MOST_PAIRS = HALF < 4 ? HALF : 4;    // columns that a CTA of a pair has
 constexpr int LETTERS = HALF > 1 ? HALF - HALF / MOST_PAIRS : 1;       // that other pairs have of ours, at most
@@ -151,16 +165,7 @@ DEVICE void end_in_pairs(const float (&acc)[TOKENS / 2], const Results& results,
     else store_relaxed(all.place(all.pair, j), *(const uint4*)sum);
   }
   u32 words[LETTERS][4];
-  bool all_here;
-  do {
-    all_here = true;
-#pragma unroll
-    for (int i = 0; i < LETTERS; i++)
-      if (i < all.letters()) load_relaxed(all.letter(i), words[i]);
-#pragma unroll
-    for (int i = 0; i < LETTERS; i++)
-      if (i < all.letters()) all_here &= !missing<false>(words[i]);
-  } while (!all_here);
+  wait_for_letters(words, all.letters(), [&](int i) { return all.letter(i); });
 #pragma unroll
   for (int i = 0; i < LETTERS; i++) {
     if (i >= all.letters()) break;
@@ -441,16 +446,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) vptq_rows(
       float sum[4] = {};
       for (int done = 0; done < sharers; done += LOADED) {
         u32 words[LOADED][4];
-        bool all_here;
-        do {
-          all_here = true;
-#pragma unroll
-          for (int i = 0; i < LOADED; i++)
-            if (done + i < sharers) load_relaxed(place(done + i), words[i]);
-#pragma unroll
-          for (int i = 0; i < LOADED; i++)
-            if (done + i < sharers) all_here &= !missing<false>(words[i]);
-        } while (!all_here);
+        wait_for_letters(words, sharers - done, [&](int i) { return place(done + i); });
 #pragma unroll
         for (int i = 0; i < LOADED; i++)
           if (done + i < sharers) {
