@@ -50,7 +50,7 @@ CASES = [
     (triton_columns._walk, WALK),
     (triton_attention._add_parts, PARTS | dict(merges=TABLE, out=FLOAT, GROUP=4, HEAD_DIM=128, BLOCK=128, ROWS=16)),
 ]
-NUMBERS = dict(epsilon="fp32", scale="fp32", steps="fp32")  # other numbers are int32; pointers that are not named are None
+NUMBERS = dict.fromkeys(("epsilon", "query_scale", "scale", "steps"), "fp32")  # others are int32, pointers without a name None
 
 
 def compile_case(kernel, given: dict, arch: int) -> bytes:

@@ -8,7 +8,7 @@ import torch
 from test_kernels_on_the_host import folder  # noqa: F401 (a fixture)
 
 from flyweight.kernels import prefill_attention
-from flyweight.kernels.prefill_attention import Heads, Span, Tile, Units, attend
+from flyweight.kernels.prefill_attention import BASE_2, Heads, Span, Tile, Units, attend
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 CPU = torch.device("cpu")
@@ -36,13 +36,17 @@ def exact(query, keys, values, scale):
     return ((q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
-def check(spans, heads, *, paged=False, section=None):
-    """`spans`: new tokens, and cached ones before them. What no token has written is no number."""
-    scale, tokens = heads.head_dim**-0.5, sum(new for new, _ in spans)
+def check(spans, heads, *, paged=False, section=None, first=1.0, scale=BASE_2 / 8):
+    """`spans`: new tokens, and cached ones before them; `first` is how large their first keys are. What no token has written is
+    no number."""
+    tokens = sum(new for new, _ in spans)
     sizes = (heads.heads, heads.kv_heads, heads.kv_heads)
     qkv = torch.full((tokens + 9, sum(sizes), heads.head_dim), torch.nan, dtype=heads.dtype)  # views of it, and rows of nobody
     qkv[:tokens] = 2 * torch.randn(tokens, sum(sizes), heads.head_dim)
     query, keys, values = qkv.split(sizes, 1)
+    if scale == BASE_2:
+        query /= 8
+    keys[:3] *= first
     out = torch.full((tokens + 9, heads.heads, heads.head_dim), 7.0, dtype=heads.dtype)
     pages = [-(-(new + old) // PAGE) for new, old in spans]
     width, free = max(pages), torch.randperm(sum(pages)).tolist()
@@ -83,6 +87,7 @@ WHOLE = [
 @pytest.mark.parametrize(("heads", "spans"), WHOLE)
 def test_whole_prompts(heads, spans):
     check(spans, heads)
+    check(spans, heads, scale=BASE_2)
 
 
 CHUNKS = [
@@ -95,8 +100,16 @@ CHUNKS = [
 @pytest.mark.parametrize(("heads", "spans"), CHUNKS)
 def test_chunks_behind_a_cached_prefix(heads, spans):
     check(spans, heads, paged=True)
+    check(spans, heads, paged=True, scale=BASE_2)
 
 
 @pytest.mark.parametrize("section", [1, 2, 4])
 def test_heads_some_at_a_time(section):
     check([(100, 0)], Heads(4, 4, 64, BRAIN), section=section)
+
+
+@pytest.mark.parametrize("scale", [BASE_2, BASE_2 / 8])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("first", [4.0, 20.0, 60.0])
+def test_scores_far_above_all_that_were_seen_before(dtype, first, scale):
+    check([(290, 0)], Heads(4, 1, 64, dtype, Tile(keys=64)), first=first, scale=scale)  # of some rows: they are random

@@ -58,7 +58,7 @@ def test_rope_norm_and_kv_write(heads, kv_heads, size, rotary, normed, by_table)
     tables, rows = (angles.cos(), angles.sin()), reference.rope_rows(angles.cos(), angles.sin(), positions)
     qkv, norm = random(5, heads + 2 * kv_heads, size), random(heads + kv_heads, size) if normed else None
     caches = [KVStorage(*torch.full((2, 2, 16, kv_heads, size), 9.0, device=DEVICE, dtype=HALF)) for _ in range(2)]
-    options = dict(heads=heads, norm=norm, epsilon=1e-6)
+    options = dict(heads=heads, norm=norm, epsilon=1e-6, query_scale=0.37)
     want = reference.rope_norm_write(qkv.clone(), caches[0], slots, cos=rows[0], sin=rows[1], **options)
     cos, sin = tables if by_table else rows
     got = ops.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, positions=positions if by_table else None, **options)

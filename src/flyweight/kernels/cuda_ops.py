@@ -5,11 +5,11 @@ perplexity) keep the plain rope and torch's attention.
 """
 
 from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
-from flyweight.kernels.rope import rope_norm_write
+from flyweight.kernels.rope import attention_scales, rope_norm_write
 from flyweight.kernels.triton_attention import paged_attention, plan_attention
 from flyweight.kernels.triton_ops import add_rms_norm, rms_norm, silu_mul
 
 __all__ = [
-    "add_rms_norm", "causal_attention", "paged_attention", "plan_attention", "rms_norm", "rope_norm_write", "rope_rows",
-    "rotate", "silu_mul", "split_heads", "write_kv",
+    "add_rms_norm", "attention_scales", "causal_attention", "paged_attention", "plan_attention", "rms_norm", "rope_norm_write",
+    "rope_rows", "rotate", "silu_mul", "split_heads", "write_kv",
 ]

@@ -10,9 +10,10 @@ from torch import Tensor
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels.prefill_attention import Heads, takes
 from flyweight.kernels.reference import rope_rows
-from flyweight.kernels.rope import rope_norm_write
+from flyweight.kernels.rope import attention_scales, rope_norm_write
 
-__all__ = ["add_rms_norm", "paged_attention", "plan_attention", "rms_norm", "rope_norm_write", "rope_rows", "silu_mul"]
+__all__ = ["add_rms_norm", "attention_scales", "paged_attention", "plan_attention", "rms_norm", "rope_norm_write", "rope_rows",
+           "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -31,9 +32,9 @@ def plan_attention(*args: Any) -> None:
     pass
 
 
-def paged_attention(query: Tensor, cache: KVStorage, *args: Any, **options: Any) -> Tensor:
+def paged_attention(query: Tensor, cache: KVStorage, plan: None, *, scale: float, new: Any) -> Tensor:
     heads = Heads(query.shape[1], cache.keys.shape[2], query.shape[2], query.dtype)
     if takes(heads, query.device):
         for page in (0, cache.block_size):
-            heads.kernel(page)
+            heads.kernel(page, scale)
     return query

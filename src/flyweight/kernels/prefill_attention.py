@@ -22,6 +22,7 @@ from flyweight.kernels import choices, jit
 from flyweight.kernels.gemv import processors
 
 BOX = 16  # tokens that are copied at once out of a page
+BASE_2 = math.log(2)  # a scale that is none: scores are in base 2, as the kernel has them
 HELD_BYTES = 24 << 20  # keys and values that stay in L2 beside what streams through it
 
 
@@ -58,16 +59,16 @@ class Heads:
         """Bytes: two units' queries, the ring of keys and values, barriers, the two units."""
         return 4 * self.head_dim * (self.rows + self.tile.stages * self.tile.keys) + 32 + 32 * self.tile.stages + 48
 
-    def kernel(self, page: int) -> jit.Kernel:
-        return _kernel(self, page)
+    def kernel(self, page: int, scale: float) -> jit.Kernel:
+        return _kernel(self, page, scale != BASE_2)
 
 
 @functools.cache
-def _kernel(heads: Heads, page: int) -> jit.Kernel:
+def _kernel(heads: Heads, page: int, scaled: bool) -> jit.Kernel:
     tile = heads.tile
     defines = {"FP16": int(heads.dtype == torch.float16), "HEADS": heads.heads, "KV_HEADS": heads.kv_heads,
                "HEAD_DIM": heads.head_dim, "KEYS": tile.keys, "WGS": tile.warpgroups, "STAGES": tile.stages, "PAGE": page,
-               "BOX": BOX if page else tile.keys}
+               "BOX": BOX if page else tile.keys, "SCALED": int(scaled)}
     return jit.load("prefill_attention.cu", defines=defines).kernel("prefill_attention")
 
 
@@ -124,5 +125,5 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, units: U
     groups = jit.tensor_map(query, (heads.tokens, heads.heads // heads.kv_heads, 64))
     grid = min(processors(query.device.index or 0), len(units.records) * heads.kv_heads)
     args = (groups, *maps, out, units.records, tables, _counter(query.device), len(units.records), units.section,
-            scale / math.log(2))
-    heads.kernel(units.page).launch(grid, heads.rows * 2 + 128, args, shared=heads.shared, pdl=True)
+            scale / BASE_2)
+    heads.kernel(units.page, scale).launch(grid, heads.rows * 2 + 128, args, shared=heads.shared, pdl=True)

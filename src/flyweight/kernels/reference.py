@@ -74,11 +74,16 @@ def split_heads(qkv: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tens
 
 
 def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None,
-                    epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+                    epsilon: float, query_scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """`split_heads` of packed tokens, with K and V written to their slots. A kernel may do it in place: qkv is used up."""
     query, keys, values = split_heads(qkv, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon)
     write_kv(cache, keys, values, slots)
-    return query, keys, values
+    return query if query_scale == 1 else query * query_scale, keys, values
+
+
+def attention_scales(scale: float) -> tuple[float, float]:
+    """Of attention's scale, what `rope_norm_write` multiplies q with, and what is left to `paged_attention`."""
+    return 1.0, scale
 
 
 def write_kv(cache: KVStorage, keys: Tensor, values: Tensor, slots: Tensor) -> None:

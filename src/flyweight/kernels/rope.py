@@ -10,8 +10,15 @@ from torch import Tensor
 
 from flyweight.engine.batch import KVStorage
 from flyweight.kernels import jit
+from flyweight.kernels.prefill_attention import BASE_2
 
 HEADS_OF_A_LANE = 4  # at most
+
+
+def attention_scales(scale: float) -> tuple[float, float]:
+    """What rope multiplies q with, before it is rounded, and what is left to attention: prefill_attention.cu then has scores in
+    base 2, and an instruction less for each of them."""
+    return scale / BASE_2, BASE_2
 
 
 @functools.cache
@@ -22,8 +29,8 @@ def _kernel(dtype: torch.dtype, heads: int, kv_heads: int, size: int, half: int,
 
 
 def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None,
-                    epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q/k norm and rope in place, K and V written to `slots` (a negative one is padding); returns views q, k, v of qkv.
+                    epsilon: float, query_scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding); returns views q, k, v of qkv.
 
     qkv [tokens, heads + 2 · kv_heads, head_dim]; norm [heads + kv_heads, head_dim]; cos and sin from `reference.rope_rows`.
     """
@@ -33,10 +40,11 @@ def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor
     if not qkv.is_cuda or qkv.dtype == torch.float32 or not each or half > 32 * each:
         from flyweight.kernels import triton_ops  # late: a dry run needs no triton
 
-        return triton_ops.rope_norm_write(qkv, cache, slots, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon)
+        return triton_ops.rope_norm_write(qkv, cache, slots, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon,
+                                          query_scale=query_scale)
     # rope_rows negates the sine of the first half of a row: both are read from the second half on
     args = (qkv, cos[..., half:], sin[..., half:], slots, norm, cache.keys, cache.values, tokens, qkv.stride(0), cos.stride(0),
-            cache.keys.stride(1), float(epsilon))
+            cache.keys.stride(1), float(epsilon), float(query_scale))
     if tokens:
         kernel = _kernel(qkv.dtype, heads, kv_heads, size, half, norm is not None)
         lanes = 1 << (half // each - 1).bit_length()

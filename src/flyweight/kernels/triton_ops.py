@@ -123,7 +123,7 @@ def _write_part(value, qkv, keys, values, head, at, kv_at, live, HEADS: tl.const
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # they may be cut out of one buffer
-def _rope_norm_write(qkv, cos, sin, positions, slots, norm, keys, values, stride, table_stride, slot_stride, epsilon,
+def _rope_norm_write(qkv, cos, sin, positions, slots, norm, keys, values, stride, table_stride, slot_stride, epsilon, query_scale,
                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
                      BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
     """Some heads of a token as three tiles: the halves that rope pairs up [heads, HALF], and the rest it leaves alone."""
@@ -149,16 +149,17 @@ def _rope_norm_write(qkv, cos, sin, positions, slots, norm, keys, values, stride
     slot = tl.load(slots + token)
     kv_at = slot * slot_stride + (head - HEADS + KV_HEADS) % KV_HEADS * HEAD_DIM
     live, rest_live = live & ((slot >= 0) | (head < HEADS)), rest_live & ((slot >= 0) | (head < HEADS))
-    _write_part(low * cosine - high * sine, row, keys, values, head, at + column, kv_at + column, live, HEADS, KV_HEADS)
+    by = tl.where(head < HEADS, query_scale, 1.0)
+    _write_part((low * cosine - high * sine) * by, row, keys, values, head, at + column, kv_at + column, live, HEADS, KV_HEADS)
     column += HALF
-    _write_part(high * cosine + low * sine, row, keys, values, head, at + column, kv_at + column, live, HEADS, KV_HEADS)
+    _write_part((high * cosine + low * sine) * by, row, keys, values, head, at + column, kv_at + column, live, HEADS, KV_HEADS)
     if HEAD_DIM > 2 * HALF:
-        _write_part(rest, row, keys, values, head, at + rest_column, kv_at + rest_column, rest_live, HEADS, KV_HEADS)
+        _write_part(rest * by, row, keys, values, head, at + rest_column, kv_at + rest_column, rest_live, HEADS, KV_HEADS)
 
 
 def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None,
-                    epsilon: float, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q/k norm and rope in place, K and V written to `slots` (a negative one is padding); returns views q, k, v of qkv.
+                    epsilon: float, query_scale: float = 1.0, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding); returns views q, k, v of qkv.
 
     qkv [tokens, heads + 2 · kv_heads, head_dim]; norm [heads + kv_heads, head_dim]. cos and sin come from
     `reference.rope_rows`, or are whole tables [positions, rotary / 2] where `positions` [tokens] is given.
@@ -172,6 +173,6 @@ def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor
     if tokens:
         _rope_norm_write[(tokens, triton.cdiv(all_heads, head_block))](
             qkv, cos, sin, positions, slots, norm, cache.keys, cache.values, qkv.stride(0), cos.stride(0), cache.keys.stride(1),
-            epsilon, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=size, HALF=half, BLOCK=triton.next_power_of_2(half),
+            epsilon, query_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=size, HALF=half, BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)), HEAD_BLOCK=head_block)
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

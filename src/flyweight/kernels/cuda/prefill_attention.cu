@@ -9,15 +9,16 @@
 //
 //   loader warps      q of the unit, then K and V tiles of KEYS tokens, the last one first, by tensor copies: from the step's own
 //                     tensors at once, or BOX tokens at a time from pages, which keeps four warps busy
-//   each warpgroup    S = Q Kᵀ of the next tile ┐ both on their way at once, from shared memory and from registers (P);
-//                     O += P V of this one      ┘ then softmax of S in registers, while it is the other warpgroup's turn
+//   each warpgroup    S = Q Kᵀ of the next tile ┐ both on their way at once, from shared memory and from registers (P); when the
+//                     O += P V of this one      ┘ first is done it is the other's turn, and softmax of S becomes the next P
 //
 // A score that is masked is −2^100: a power of two, whose product with the scale is exact, so a tile of which a row sees nothing
 // adds ones that the next tile's factor of 0 takes out again. Values beyond the sequence's end may be no numbers, which times 0
-// are no zeros: they are cleared. The highest score of a row follows only when it has grown by a factor of 256, so results are
-// rarely scaled. Limit: the matrix units, and the power that they take; the exponentials take half as long.
+// are no zeros: they are cleared. Weights are taken by the shift that a row has; only where their sum then is large, its highest
+// score is looked for and followed, and results are scaled. Limit: the power that matrix units and softmax take, so an instruction
+// for each score less is worth as much as there are scores.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM (64 or 128), KEYS, WGS, STAGES, BOX, PAGE (0: not paged)
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM (64 or 128), KEYS, WGS, STAGES, BOX, PAGE (0: not paged), SCALED (0: scores are in base 2 as they are)
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -25,7 +26,9 @@ constexpr int GROUP = HEADS / KV_HEADS, ROWS = 64 * WGS, TOKENS = ROWS / GROUP;
 constexpr int PARTS = HEAD_DIM / 64;                                  // of a head: what a row of 128 bytes holds
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = KEYS * HEAD_DIM * 2;
 constexpr int COPIES = PARTS * KEYS / BOX, LOADERS = PAGE ? 4 : 1;    // of a tile, one a lane
-constexpr float MASKED = -0x1p100f, GROWTH = 8;                       // in base 2: weights up to 256
+constexpr float MASKED = -0x1p100f;
+constexpr float LARGE = FP16 ? 4096.f : 0x1p80f;                      // sums of weights that 16-bit floats hold
+constexpr float LOW = FP16 ? 0 : -64, HIGH = FP16 ? 6 : 64;           // highest scores of rows whose weights need no shift
 static_assert(COPIES <= 32 * LOADERS && KEYS % BOX == 0 && BOX % 8 == 0, "boxes are parts of tiles");
 static_assert(!PAGE || PAGE % BOX == 0, "and of pages");
 
@@ -140,40 +143,51 @@ DEVICE void multiply_values(float (&o)[HEAD_DIM / 2], const u32 (&p)[KEYS / 16][
   wgmma_commit();
 }
 
-struct Softmax {  // of a lane's two rows
-  float most[2] = {MASKED, MASKED}, total[2] = {0, 0}, fade[2];
+struct Softmax {  // of a lane's two rows, in base 2
+  float shift[2] = {MASKED, MASKED}, sum[2] = {2 * LARGE, 2 * LARGE}, total[2] = {0, 0}, fade[2];
+  bool shifted;
   DEVICE void mask(float (&s)[KEYS / 2], int first, const int (&position)[2], int lane) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++)
       if (first + i / 4 * 8 + lane % 4 * 2 + i % 2 > position[i % 4 / 2]) s[i] = MASKED;
   }
-  DEVICE void absorb(float (&s)[KEYS / 2], float scale) {              // in base 2; s becomes weights
-    float shift[2], sum[2] = {0, 0};
+  // Weights of this tile, by the shifts so far: false where a row's are too large.
+  DEVICE bool weigh(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2], float scale) {
+    return SCALED || shifted ? weigh_by<true>(p, s, scale) : weigh_by<false>(p, s, scale);
+  }
+  template <bool SHIFTED> DEVICE bool weigh_by(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2], float scale) {
+    auto weight = [&](int i) {
+      return exp2_fast(SCALED ? fmaf(s[i], scale, -shift[i % 4 / 2]) : SHIFTED ? s[i] - shift[i % 4 / 2] : s[i]);
+    };
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) {
+      const float a = weight(2 * i), b = weight(2 * i + 1);
+      sum[i % 2] += a + b;
+      p[i / 4][i % 4] = pack2(a, b);
+    }
+    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > LARGE)) return false;
+    total[0] += sum[0], total[1] += sum[1];
+    return true;
+  }
+  // Their shifts become their highest scores.
+  DEVICE void follow(const float (&s)[KEYS / 2], float scale) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float highest = most[h];
+      float highest = MASKED, most = sum[h];
 #pragma unroll
       for (int i = 0; i < KEYS / 8; i++) highest = fmaxf(highest, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      if ((highest - most[h]) * scale < GROWTH) highest = most[h];
-      shift[h] = highest * scale;
-      fade[h] = exp2_fast(fmaf(most[h], scale, -shift[h]));
-      most[h] = highest;
-    }
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i++) {
-      s[i] = exp2_fast(fmaf(s[i], scale, -shift[i % 4 / 2]));
-      sum[i % 4 / 2] += s[i];
+      for (int o = 1; o < 4; o *= 2)
+        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, o)), most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+      float to = most > LARGE ? fmaxf(shift[h], SCALED ? highest * scale : highest) : shift[h];
+      if (!SCALED && to > LOW && to < HIGH) to = 0;
+      fade[h] = exp2_fast(shift[h] - to);
+      shift[h] = to, total[h] *= fade[h];
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) total[h] = fmaf(total[h], fade[h], sum[h]);
+    shifted = __any_sync(~0u, shift[0] != 0 || shift[1] != 0);
   }
 };
-DEVICE void pack_weights(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
-#pragma unroll
-  for (int i = 0; i < KEYS / 4; i++) p[i / 4][i % 4] = pack2(s[2 * i], s[2 * i + 1]);
-}
 
 // Rows of the last tile that no token has written: both warpgroups clear them, since both read them.
 DEVICE void clear_beyond(u8* values, int first, int group) {
@@ -235,8 +249,8 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
     if (lane == 0) barrier_arrive(&sh.keys_empty[k.slot]);
     k.advance();
     softmax.mask(s, u.last * KEYS, position, lane);
-    softmax.absorb(s, scale);
-    pack_weights(p, s);
+    softmax.follow(s, scale);
+    softmax.weigh(p, s, scale);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0;
     if (end < KEYS) {
@@ -249,18 +263,17 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
       multiply_scores(s, query, keys + k.slot * (TILE_BYTES >> 4));
       barrier_wait(&sh.values_full[v.slot], v.parity);
       multiply_values(o, p, values + v.slot * (TILE_BYTES >> 4));
-      named_arrive(1 + (group + 1) % WGS, 256);
       wgmma_wait<1>();
       keep_behind(s);
+      named_arrive(1 + (group + 1) % WGS, 256);
       if (lane == 0) barrier_arrive(&sh.keys_empty[k.slot]);
       if (masked) softmax.mask(s, tile * KEYS, position, lane);
-      softmax.absorb(s, scale);
       wgmma_wait<0>();
       keep_behind(o);
       if (lane == 0) barrier_arrive(&sh.values_empty[v.slot]);
       k.advance(), v.advance();
-      pack_weights(p, s);
-      if (__any_sync(~0u, softmax.fade[0] < 1 || softmax.fade[1] < 1)) {
+      while (!softmax.weigh(p, s, scale)) {
+        softmax.follow(s, scale);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= softmax.fade[i % 4 / 2];
       }

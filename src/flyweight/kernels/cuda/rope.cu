@@ -39,19 +39,24 @@ DEVICE Piece normed(const Piece& v, float inverse, const u16* weight) {
   }
   return r;
 }
-DEVICE void turn(Piece& low, Piece& high, const Angles& c, const Angles& s) {
+DEVICE void times(Piece& v, float by) {
+#pragma unroll
+  for (u32& pair : v.pairs) pair = pack2(low_float(pair) * by, high_float(pair) * by);
+}
+DEVICE void turn(Piece& low, Piece& high, const Angles& c, const Angles& s, float by) {
 #pragma unroll
   for (int i = 0; i < EACH / 2; i++) {
     const float x0 = low_float(low.pairs[i]), x1 = high_float(low.pairs[i]);
     const float y0 = low_float(high.pairs[i]), y1 = high_float(high.pairs[i]);
     const float c0 = c.of[2 * i], c1 = c.of[2 * i + 1], s0 = s.of[2 * i], s1 = s.of[2 * i + 1];
-    low.pairs[i] = pack2(x0 * c0 - y0 * s0, x1 * c1 - y1 * s1), high.pairs[i] = pack2(y0 * c0 + x0 * s0, y1 * c1 + x1 * s1);
+    low.pairs[i] = pack2((x0 * c0 - y0 * s0) * by, (x1 * c1 - y1 * s1) * by);
+    high.pairs[i] = pack2((y0 * c0 + x0 * s0) * by, (y1 * c1 + x1 * s1) * by);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(128)
 rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, const u16* norm, u16* keys, u16* values,
-     int tokens, int row_stride, int table_stride, int slot_stride, float epsilon) {
+     int tokens, int row_stride, int table_stride, int slot_stride, float epsilon, float query_scale) {
   launch_dependents();
   wait_for_inputs();
   const int warp = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, token = warp / PARTS;
@@ -89,7 +94,7 @@ rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, c
 #pragma unroll
     for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
     if (head >= ALL) continue;
-    const float inverse = rsqrtf(sum / HEAD_DIM + epsilon);
+    const float inverse = rsqrtf(sum / HEAD_DIM + epsilon), by = head < HEADS ? query_scale : 1.f;
     u16* cache = head < HEADS || slot < 0
         ? nullptr : (turns ? keys : values) + slot * slot_stride + (head - HEADS - (turns ? 0 : KV_HEADS)) * HEAD_DIM;
     const u16* weight = norm + head * HEAD_DIM;
@@ -100,7 +105,7 @@ rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, c
     if (mine) {
       if (QK_NORM && turns)
         low[i] = normed(low[i], inverse, weight + at), high[i] = normed(high[i], inverse, weight + PAIRS + at);
-      if (turns) turn(low[i], high[i], c, s);
+      if (turns) turn(low[i], high[i], c, s, by);
       write(at, low[i]), write(PAIRS + at, high[i]);
     }
 #pragma unroll
@@ -108,6 +113,7 @@ rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, c
       const int place = ROTARY + j * LANES * EACH + at;
       if (place >= HEAD_DIM) continue;
       if (QK_NORM && turns) rest[i][j] = normed(rest[i][j], inverse, weight + place);
+      if (head < HEADS) times(rest[i][j], by);
       write(place, rest[i][j]);
     }
   }
