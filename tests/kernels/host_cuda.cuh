@@ -216,7 +216,6 @@ DEVICE u32 to_eighth(float f) {  // to nearest, ties to the even code, saturated
   return best | (f < 0 ? 128 : 0);
 }
 DEVICE u32 to_float8(float low, float high) { return to_eighth(low) | to_eighth(high) << 8; }
-DEVICE u32 float8_pair(u32 codes) { return pack2(eighth(codes & 255), eighth(codes >> 8 & 255)); }
 
 // ---- matrix units. Lane (g, t) has rows g and g + 8 of A (registers 0, 2 and 1, 3), column g of B; D's columns 2 t, 2 t + 1 ----
 static inline u32 byte_at(u64 word, int i) { return word >> 8 * i & 255; }

@@ -38,8 +38,22 @@ def test_rows_9_to_many_on_ragged_shapes(kind, dtype):
 def test_a_residual_is_added_by_cublas(kind):
     tensor, residual = make(kind, (320, 576), 4), torch.randn(70, 320, device="cuda").bfloat16()
     x = torch.randn(70, 576, device="cuda").bfloat16()
-    got = CudaLinear(tensor, dtype=torch.bfloat16).fused(x, residual=residual, way="cublas")
-    assert relative_error(got, tensor.matmul_reference(x) + residual.double()) < 1e-2
+    linear, want = CudaLinear(tensor, dtype=torch.bfloat16), tensor.matmul_reference(x) + residual.double()
+    assert relative_error(linear.fused(x, residual=residual, way="cublas"), want) < 1e-2
+    assert relative_error(linear.fused(x, residual, residual=residual, way="cublas"), want) < 1e-2
+    assert relative_error(residual, want) < 1e-2, "in its place"
+
+
+@pytest.mark.parametrize("kind", ["int4:64", "int8:128"])
+def test_a_gated_weight_is_written_out_in_tiles(kind):
+    tensor, norm = make(kind, (640, 576), 4), (1 + 0.1 * torch.randn(576, device="cuda")).bfloat16()
+    x = torch.randn(300, 576, device="cuda").bfloat16()
+    linear = CudaLinear(tensor, dtype=torch.bfloat16, gated=True)
+    gate, up = tensor.matmul_reference(torch.nn.functional.rms_norm(x.double(), (576,), norm.double(), 1e-6)).chunk(2, -1)
+    for _ in range(2):
+        got = linear.fused(x, poisoned(300, 320, x.dtype), norm=norm, way="written")
+        assert relative_error(got, torch.nn.functional.silu(gate) * up) < 2e-2
+    assert linear.way(8192, x.device, norm=True) == "written"
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8"])

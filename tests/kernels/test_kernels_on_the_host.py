@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flyweight.kernels import experts, gemm, gemv
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels.cuda_linear import CudaLinear, untile
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -205,6 +205,16 @@ def check_route(layer, route, x, norm, used=slice(None)):
     return same and (not layer.gated or (route.gates[used] - logits[used, -1].sigmoid()).abs().max() < 1e-3)
 
 
+@pytest.mark.parametrize("kind", ["int4:64", "int4:128:symmetric", "int8:32", "plain"])
+def test_a_weight_is_written_out_row_by_row_and_in_tiles(kind):
+    tensor = make(kind, (96, 320), 1)
+    gated, single = (CudaLinear(tensor, dtype=torch.bfloat16, gated=gated).weight for gated in (True, False))
+    dense = tensor.dequantize().bfloat16()
+    assert torch.equal(untile(single), dense) and torch.equal(untile(gated), dense)
+    tiles = gemv.prepare(Plain(dense), dtype=torch.bfloat16, interleave=True).weights
+    assert torch.equal(untile(gated, tiles=True).view(torch.uint8).flatten(), tiles.flatten())
+
+
 def test_of_equal_experts_the_first_is_chosen():
     weight = gemv.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     router = torch.randn(36, 128)
@@ -227,7 +237,7 @@ def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, 
     angles, slots = torch.rand(tokens, rotary // 2) * 6, torch.tensor([7, 2, 5, 0, 3])
     caches = [KVStorage(*torch.zeros(2, 2, 4, kv_heads, size, dtype=torch.bfloat16)) for _ in range(2)]
     cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(tokens))
-    options = dict(heads=heads, norm=norm, epsilon=epsilon, cos=cos, sin=sin)
+    options = dict(heads=heads, norm=norm, epsilon=epsilon, cos=cos, sin=sin, query_scale=0.37)
     want = reference.rope_norm_write(qkv.clone(), caches[0], slots, **options)
     rope._kernel.cache_clear()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

@@ -20,7 +20,7 @@ KERNELS = {
     "batch": "batch.cu",
     "planes": "gemm.cu with integers for x, where groups have 128 inputs, else few.cu",
     "gemm": "gemm.cu",
-    "cublas": "cuBLAS, written out in 16 bits for each call",
+    "cublas": "cuBLAS, or gemm.cu where silu·mul follows codes, written out in 16 bits for each call",
 }
 
 

@@ -1,13 +1,15 @@
 """A weight on a CUDA device: one copy, in the tiles that the small-batch kernels read.
 
 Few rows go through gemv.cu or gemv_split.cu, some through few.cu or batch.cu, many through gemm.cu, which all read the same
-tiles; choices.py has the borders. Where none fits, and for so many rows that cuBLAS is worth it, the weight is written out
-in 16 bits into a scratch that all layers share, so loading never holds two copies of a model. W8A8 computes the same
-function every way: whole numbers are exact in 16-bit floats, and their products are summed in float32.
+tiles; choices.py has the borders. Where none fits, and for so many rows that it is worth it, the weight is written out in 16
+bits into a scratch that all layers share, so loading never holds two copies of a model: row-major for cuBLAS, or, where silu·mul
+follows, in tiles for gemm.cu, which does that too. W8A8 computes the same function every way: whole numbers are exact in 16-bit
+floats, and their products are summed in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -21,7 +23,7 @@ from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_r
 
 # What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
 NEXT = {"gemv": ("gemv", "batch", "gemm"), "few": ("few", "planes", "batch", "gemm", "gemv"), "batch": ("batch", "gemm", "gemv"),
-        "planes": ("planes", "few", "batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "cublas": ()}
+        "planes": ("planes", "few", "batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "cublas": ("written",)}
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -72,9 +74,19 @@ class CudaLinear:
             elif kernel == "planes":
                 if gemm.worth_planes(*cut) and gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
                     return "gemm"
+            elif kernel == "written":
+                gated = weight.interleaved and weight.kind in ("int4", "int8")
+                if gated and gemm.why_not(self.plain, gemm.padded_rows(rows), device) is None:
+                    return kernel
             elif gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
                 return kernel
         return "cublas"
+
+    @functools.cached_property
+    def plain(self) -> gemv.Gemv:
+        """The weight in 16-bit tiles, which are written for each call."""
+        return dataclasses.replace(self.weight, kind="plain", weights=self.weight.weights[:0], records=None, group=64,
+                                   scale_fp16=False, symmetric=False, calls={})
 
     def packed_input(self, rows: int, device: torch.device, *, before: CudaLinear | None = None) -> gemm.Packed | None:
         """Where the kernel before (that linear, or attention) writes x for a `fused` with a residual, ready for the product.
@@ -101,27 +113,32 @@ class CudaLinear:
         if way in ("split", "batch"):
             multiply = gemv_split.multiply if way == "split" else batch.multiply
             return multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
+        if way == "written":  # by a kernel that the product must not run ahead of
+            tiles = untile(self.weight, tiles=True)
+            weight = dataclasses.replace(self.plain, weights=tiles, calls=self.plain.calls)
+            return gemm.multiply(weight, x, out, norm=norm, epsilon=epsilon, residual=residual, pdl=False)
         if way != "cublas":
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         from flyweight.kernels.dispatch import decoder_ops  # which imports this file
 
         ops = decoder_ops(x.device)
-        y = self.many(x if norm is None else ops.rms_norm(x, norm, epsilon), residual)
+        y = self.many(x if norm is None else ops.rms_norm(x, norm, epsilon), out, residual=residual)
         if self.weight.interleaved:
             y = ops.silu_mul(y)
-        return y if out is None else out.copy_(y)
+        return y if out is None or y is out else out.copy_(y)
 
     def __call__(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         y = self.many(flat) if self.weight.interleaved else self.fused(flat)
         return y.view(*x.shape[:-1], -1)
 
-    def many(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Through cuBLAS; a gated weight gives [gate | up], and has no residual."""
+    def many(self, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None) -> Tensor:
+        """Through cuBLAS; a gated weight gives [gate | up], and has no residual. Where that is `out`, too, so is the result."""
         weight = self.weight
-        dense = untile(weight, scratch(weight.out_features * weight.in_features, weight.dtype, x.device))
+        dense = untile(weight)
         if weight.kind not in gemv.QUANTIZED:
-            y = F.linear(x, dense) if residual is None else torch.addmm(residual, x, dense.T)
+            y = (F.linear(x, dense) if residual is None else residual.addmm_(x, dense.T) if residual is out
+                 else torch.addmm(residual, x, dense.T))
         else:
             assert weight.channel_scale is not None
             channels, static = weight.channel_scale.split([weight.out_features, int(weight.static)])
@@ -141,13 +158,15 @@ def quantize_rows(x: Tensor, kind: str, static: Tensor | None) -> tuple[Tensor, 
     return (scaled.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8) if kind == "fp8" else scaled.round().clamp(-128, 127)), static
 
 
-def untile(weight: gemv.Gemv, out: Tensor) -> Tensor:
-    """The weight row-major [out_features, in_features] in its 16-bit type."""
+def untile(weight: gemv.Gemv, *, tiles: bool = False) -> Tensor:
+    """The weight in its 16-bit type, in the scratch: row-major [out_features, in_features], or in `tiles` of that type."""
     defines = {
         **gemv.format_defines(weight.kind), "FP16": int(weight.dtype == torch.float16), "SCALE_FP16": int(weight.scale_fp16),
         "KDIM": weight.in_features, "NDIM": weight.out_features, "GROUP": weight.group, "INTERLEAVED": int(weight.interleaved),
+        **({"IN_TILES": 1} if tiles else {}),
     }
     units = math.ceil(weight.out_features / 16) * math.ceil(weight.in_features / 64)
+    out = scratch(1024 * units if tiles else weight.out_features * weight.in_features, weight.dtype, weight.weights.device)
     kernel = jit.load("untile.cu", defines=defines).kernel("untile")
     kernel.launch(math.ceil(units / 8), 256, (weight.weights, weight.records, out))
-    return out.view(weight.out_features, weight.in_features)
+    return out if tiles else out.view(weight.out_features, weight.in_features)

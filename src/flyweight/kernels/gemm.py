@@ -300,7 +300,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
 def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool, planes: bool = False) -> tuple[int, int, int]:
     """Rows and warps of a packing CTA, and how many CTAs share its rows: 8 rows that fill whole lines, fewer where there are few
     and something is to be known of whole rows. A thread that holds 16 pieces of normed x has too few registers: 11 are faster.
-    Quantized only, 4 or 2 rows are: then an SM has several CTAs, and one writes while another reads. For planes one row, of which
+    Quantized, 4 or 2 rows are: then an SM has several CTAs, and one writes while another reads. For planes one row, of which
     16 lanes have a group."""
     eights = math.ceil(columns / 64) * 8
     if planes and not norm:
@@ -317,6 +317,8 @@ def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool, planes
         warps = 8 if eights <= 2048 else 16
         split = 2 if norm else 3 if padded <= 64 and eights > 1024 else 1  # 64 rows are 32 CTAs
         return 2, warps, split if eights > 16 * warps else 1
+    if norm and quantized and eights % 64 == 0 and 4 <= eights // 64 <= 16:
+        return 2, eights // 64, 1
     for rows, most in ((4, 16), (2, 24)) if not norm else ():
         for warps in range(4, most + 1):
             held, rest = divmod(eights * rows, 32 * warps)

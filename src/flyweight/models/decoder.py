@@ -86,9 +86,10 @@ class Paged:
         cache = self.caches[block.index]
         if block.window not in self.plans:
             self.plans[block.window] = self.ops.plan_attention(self.batch, cache, block.window)
+        query_scale, scale = self.ops.attention_scales(block.scale)
         query, *new = self.ops.rope_norm_write(qkv, cache, self.batch.slots, cos=self.cos, sin=self.sin, heads=block.heads,
-                                               norm=block.qk_norm, epsilon=block.epsilon)
-        return self.ops.paged_attention(query, cache, self.plans[block.window], scale=block.scale, new=new)
+                                               norm=block.qk_norm, epsilon=block.epsilon, query_scale=query_scale)
+        return self.ops.paged_attention(query, cache, self.plans[block.window], scale=scale, new=new)
 
 
 class Whole:
@@ -159,12 +160,13 @@ class Block:
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """[..., tokens, hidden] → the same, residual included."""
-        delta, hidden = self.step(None, hidden, context)
+        delta, hidden = self.step(None, hidden.clone(), context)
         return hidden if delta is None else hidden + delta
 
     def step(self, delta: Tensor | None, hidden: Tensor, context: Context, rows: Tensor | None = None
              ) -> tuple[Tensor | None, Tensor]:
-        """As `forward`, with the last addition left to the next norm: input and output are (delta, hidden).
+        """As `forward`, with the last addition left to the next norm: input and output are (delta, hidden), and the input may be
+        overwritten.
 
         `rows`: the tokens whose results are wanted; keys and values are those of all.
         """
@@ -197,13 +199,13 @@ class Block:
             if not len(rows):
                 return hidden
             x = hidden
-        x = o.fused(attended.reshape(len(x), -1), residual=x)
+        x = o.fused(attended.reshape(len(x), -1), x, residual=x)
         if self.experts is not None:
             return self.experts.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon).view(hidden.shape)
         gate_up, down = (cast(CudaLinear, linear.single) for linear in (self.gate_up, self.down))
         packed = down.packed_input(len(x), x.device, before=gate_up)
         gated = gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon, to=packed)
-        x = down.fused(packed or gated, residual=x)
+        x = down.fused(packed or gated, x, residual=x)
         return x.view(hidden.shape)
 
     def attention(self, x: Tensor, context: Context) -> Tensor:
