@@ -34,6 +34,11 @@ def test_x_that_the_kernel_before_packs_is_multiplied_as_codes():
     assert [choices.wanted("int4", rows, 4096, 12288, residual=True) for rows in (2048, 4096)] == ["gemm", "cublas"]
 
 
+def test_many_codes_with_silu_are_written_out_for_gemm():
+    found = [choices.wanted(kind, 4096, 24576, 4096, gated=True) for kind in ("int4", "int8", "w8a8", "plain")]
+    assert found == ["written", "written", "gemm", "gemm"] and choices.wanted("int4", 2048, 24576, 4096, gated=True) == "gemm"
+
+
 def test_small_linears_with_a_residual_are_multiplied_as_those_around_them():
     for kind in ("int4", "int8"):
         assert [choices.wanted(kind, 16, 4096, 4096, residual=residual) for residual in (True, False)] == ["planes", "few"]

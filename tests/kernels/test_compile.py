@@ -76,7 +76,7 @@ CASES = [
     *(("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=rows, WARPS=3 * rows)) for rows in (8, 4)),
     ("rope.cu", HEADS),
     ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
-    *(("prefill_attention.cu", PREFILL | dict(PAGE=page, BOX=box, HEAD_DIM=size, SCALED=page % 2))
+    *(("prefill_attention.cu", PREFILL | dict(PAGE=page, BOX=box, HEAD_DIM=size))
       for page, box, size in ((0, 128, 128), (16, 16, 128), (16, 16, 64))),
     ("attention.cu", HEADS),
     *(("attention.cu", HEADS | dict(WARPS=4, PACKED=2, ORDER=order)) for order in (0, 1)),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from flyweight.kernels import choices, reference
+from flyweight.kernels.prefill_attention import BASE_2
 
 pytestmark = pytest.mark.gpu
 attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
@@ -21,8 +22,8 @@ def switched_on(monkeypatch):
     monkeypatch.setattr(choices, "PREFILL_ATTENTION", True)
 
 
-def exact(query, cache, batch, scale):
-    """In float64, sequence by sequence."""
+def exact(query, cache, batch):
+    """In float64 and base 2, sequence by sequence."""
     out = []
     for i, length in enumerate(batch.kv_lengths):
         start, end = batch.query_starts[i : i + 2]
@@ -31,7 +32,7 @@ def exact(query, cache, batch, scale):
         keys, values = (pages.flatten(0, 1)[slots].double().transpose(0, 1) for pages in (cache.keys, cache.values))
         q = query[start:end].double().transpose(0, 1).unflatten(0, (len(keys), -1))  # [kv head, group, new, head_dim]
         seen = at[None] <= torch.arange(length - end + start, length, device="cuda")[:, None]
-        scores = (q @ keys[:, None].transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+        scores = (q @ keys[:, None].transpose(2, 3) * BASE_2).masked_fill(~seen, -torch.inf)
         out.append((scores.softmax(-1) @ values[:, None]).flatten(0, 1).transpose(0, 1))
     return torch.cat(out)
 
@@ -45,12 +46,12 @@ def error(got, want):
 @pytest.mark.parametrize("heads, kv_heads, size, dtype", SHAPES)
 def test_prompts_and_chunks_beside_decoding_rows(spans, heads, kv_heads, size, dtype):
     batch, cache, query, new = make(SPANS[spans], heads=heads, kv_heads=kv_heads, size=size, page=16, dtype=dtype)
-    qkv = torch.cat([query, *new], 1)
+    qkv = torch.cat([query / 8, *new], 1)
     query, *new = qkv.split([heads, kv_heads, kv_heads], 1)
     plan = attention.plan_attention(batch, cache)
-    want = exact(query, cache, batch, size**-0.5)
+    want = exact(query, cache, batch)
     for _ in range(2):  # the second finds the counter as the first did
-        got = attention.paged_attention(query, cache, plan, scale=size**-0.5, new=new)
+        got = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
         assert error(got, want) < LIMIT[dtype]
     ((units, apart),) = plan.units.values()
     assert units and apart
@@ -59,18 +60,19 @@ def test_prompts_and_chunks_beside_decoding_rows(spans, heads, kv_heads, size, d
 @pytest.mark.parametrize("length", [64, 127, 1024, 4096 + 3])
 def test_a_prompt_alone_is_as_exact_as_torch(length):
     batch, cache, query, new = make([(length, 0)], heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16)
-    want = exact(query, cache, batch, 0.09)
-    got = attention.paged_attention(query, cache, attention.plan_attention(batch, cache), scale=0.09, new=new)
-    by_torch = reference.causal_attention(query[None], *(x[None] for x in new), scale=0.09)[0]
+    query = query / 8
+    want = exact(query, cache, batch)
+    got = attention.paged_attention(query, cache, attention.plan_attention(batch, cache), scale=BASE_2, new=new)
+    by_torch = reference.causal_attention(query[None], *(x[None] for x in new), scale=BASE_2)[0]
     assert error(got, want) < 1.2 * error(by_torch, want)
 
 
 def test_it_can_be_captured():
     batch, cache, query, new = make([(512, 0)], heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16)
     plan, graph = attention.plan_attention(batch, cache), torch.cuda.CUDAGraph()
-    want = attention.paged_attention(query, cache, plan, scale=0.1, new=new)
+    want = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
     with torch.cuda.graph(graph):
-        got = attention.paged_attention(query, cache, plan, scale=0.1, new=new)
+        got = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
     for _ in range(3):
         got.fill_(float("nan"))
         graph.replay()

@@ -6,6 +6,7 @@ import torch
 from test_prefill_attention_on_the_host import folder, host  # noqa: F401 (fixtures)
 
 from flyweight.kernels import choices, prefill_attention, reference
+from flyweight.kernels.prefill_attention import BASE_2
 
 attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
 from test_triton_attention import make  # noqa: E402 (needs triton too)
@@ -21,11 +22,11 @@ def test_a_mixed_step_gives_the_same_with_the_switch_on(window, monkeypatch):
     monkeypatch.setattr(choices, "PREFILL_ATTENTION", True)
     monkeypatch.setattr(prefill_attention, "is_hopper", lambda device: True)
     batch, cache, query, new = make(MIXED, heads=4, kv_heads=2, size=64, page=16)
-    qkv = torch.cat([query, *new], 1)
+    qkv = torch.cat([query / 8, *new], 1)
     query, *new = qkv.split([4, 2, 2], 1)
     plan = attention.plan_attention(batch, cache, window)
-    got = attention.paged_attention(query, cache, plan, scale=0.125, new=new)
-    want = reference.paged_attention(query, cache, reference.plan_attention(batch, cache, window), scale=0.125)
+    got = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
+    want = reference.paged_attention(query, cache, reference.plan_attention(batch, cache, window), scale=BASE_2)
     torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
     ((units, apart),) = plan.units.values()
     assert apart == ({1, 2, 4, 5} if window is None else {1}) and [one.page for one in units] == [0, 16][: len(units)]

@@ -26,17 +26,17 @@ def host(monkeypatch, folder):  # noqa: F811
         cache.cache_clear()
 
 
-def exact(query, keys, values, scale):
-    """One sequence's last tokens over all of it, in float64."""
+def exact(query, keys, values):
+    """One sequence's last tokens over all of it, in float64 and base 2."""
     new, heads, _ = query.shape
     length, kv_heads, _ = keys.shape
     q, k, v = (x.double().transpose(0, 1) for x in (query, keys, values))
     k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
     seen = torch.arange(length)[None] <= torch.arange(length - new, length)[:, None]
-    return ((q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return ((q @ k.transpose(1, 2) * BASE_2).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
-def check(spans, heads, *, paged=False, section=None, first=1.0, scale=BASE_2 / 8):
+def check(spans, heads, *, paged=False, section=None, first=1.0):
     """`spans`: new tokens, and cached ones before them; `first` is how large their first keys are. What no token has written is
     no number."""
     tokens = sum(new for new, _ in spans)
@@ -44,8 +44,7 @@ def check(spans, heads, *, paged=False, section=None, first=1.0, scale=BASE_2 / 
     qkv = torch.full((tokens + 9, sum(sizes), heads.head_dim), torch.nan, dtype=heads.dtype)  # views of it, and rows of nobody
     qkv[:tokens] = 2 * torch.randn(tokens, sum(sizes), heads.head_dim)
     query, keys, values = qkv.split(sizes, 1)
-    if scale == BASE_2:
-        query /= 8
+    query /= 8
     keys[:3] *= first
     out = torch.full((tokens + 9, heads.heads, heads.head_dim), 7.0, dtype=heads.dtype)
     pages = [-(-(new + old) // PAGE) for new, old in spans]
@@ -60,14 +59,14 @@ def check(spans, heads, *, paged=False, section=None, first=1.0, scale=BASE_2 / 
         tables[i, : len(mine)] = torch.tensor(mine)
         slots = torch.tensor(mine)[torch.arange(new + old) // PAGE] * PAGE + torch.arange(new + old) % PAGE
         cache.flatten(1, 2)[:, slots] = own
-        want.append(exact(query[start : start + new], *own, scale))
+        want.append(exact(query[start : start + new], *own))
         cut.append(Span(start, new, new + old, i * width if paged else start))
         start += new
     units = Units.cut(cut, heads, PAGE if paged else 0, CPU)
     units = dataclasses.replace(units, section=section or units.section)
     given = (*cache, tables) if paged else (keys[:tokens], values[:tokens], None)
     for _ in range(2):  # the second finds the counter as the first did
-        attend(query, *given[:2], out, units=units, heads=heads, scale=scale, tables=given[2])
+        attend(query, *given[:2], out, units=units, heads=heads, tables=given[2])
         error = ((out[:tokens].double() - torch.cat(want)).norm() / torch.cat(want).norm()).item()
         assert error < (2e-3 if heads.dtype == torch.float16 else 1e-2), error
         assert (out[tokens:] == 7).all(), "rows of nobody"
@@ -87,7 +86,6 @@ WHOLE = [
 @pytest.mark.parametrize(("heads", "spans"), WHOLE)
 def test_whole_prompts(heads, spans):
     check(spans, heads)
-    check(spans, heads, scale=BASE_2)
 
 
 CHUNKS = [
@@ -100,7 +98,6 @@ CHUNKS = [
 @pytest.mark.parametrize(("heads", "spans"), CHUNKS)
 def test_chunks_behind_a_cached_prefix(heads, spans):
     check(spans, heads, paged=True)
-    check(spans, heads, paged=True, scale=BASE_2)
 
 
 @pytest.mark.parametrize("section", [1, 2, 4])
@@ -108,8 +105,7 @@ def test_heads_some_at_a_time(section):
     check([(100, 0)], Heads(4, 4, 64, BRAIN), section=section)
 
 
-@pytest.mark.parametrize("scale", [BASE_2, BASE_2 / 8])
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 @pytest.mark.parametrize("first", [4.0, 20.0, 60.0])
-def test_scores_far_above_all_that_were_seen_before(dtype, first, scale):
-    check([(290, 0)], Heads(4, 1, 64, dtype, Tile(keys=64)), first=first, scale=scale)  # of some rows: they are random
+def test_scores_far_above_all_that_were_seen_before(dtype, first):
+    check([(290, 0)], Heads(4, 1, 64, dtype, Tile(keys=64)), first=first)  # of some rows: they are random

@@ -20,7 +20,8 @@ KERNELS = {
     "batch": "batch.cu",
     "planes": "gemm.cu with integers for x, where groups have 128 inputs, else few.cu",
     "gemm": "gemm.cu",
-    "cublas": "cuBLAS, or gemm.cu where silu·mul follows codes, written out in 16 bits for each call",
+    "cublas": "cuBLAS, written out in 16 bits for each call",
+    "written": "gemm.cu, written out in 16 bits for each call",
 }
 
 
@@ -31,7 +32,7 @@ SMALL = 1 << 25  # weights: of qkv and o of an 8-billion model, not of its gate/
 @dataclass(frozen=True)
 class Way:
     """From `rows` on, `kernel` (of KERNELS) is the fastest; `small`: up to SMALL weights; `deep`: as many inputs as outputs;
-    `bare`: without a residual after it, whose x the kernel before may have packed."""
+    `bare`: without a residual after it, whose x the kernel before may have packed; `gated`: with silu·mul after it."""
 
     rows: int
     kernel: str
@@ -39,6 +40,7 @@ class Way:
     small: bool = False
     deep: bool = False
     bare: bool = False
+    gated: bool = False
 
 
 FEW = Way(1, "gemv", "weights stream through the matrix units once")
@@ -51,14 +53,15 @@ ALONE = Way(17, "gemm", "a tile to an SM, whose weights are taken apart once for
 CLUSTERS = Way(17, "gemm", "a cluster adds up sooner than slices do", small=True)
 DEEP = Way(9, "gemm", CLUSTERS.why, deep=True)
 SPARSE = Way(1, "gemv", "5 or 3 bits a weight are read")
+GATED = Way(4096, "written", "silu·mul needs no pass of its own", gated=True)
 ONCE = "x is quantized once instead of in every CTA"
 WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE, Way(4096, "cublas", "no x to pack", deep=True)),
     "int4": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
-             Way(4096, "cublas", "bf16 products without codes to convert")),
+             Way(4096, "cublas", "bf16 products without codes to convert"), GATED),
     "int8": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE,
              Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),
-             Way(4096, "cublas", "bf16 products are as fast")),
+             Way(4096, "cublas", "bf16 products are as fast"), GATED),
     "w8a8": (FEW, Way(3, "batch", ONCE), Way(5, "few", "x is quantized in the registers it stays in", small=True),
              Way(8, "gemm", CLUSTERS.why, small=True, bare=True), Way(9, "gemm", CLUSTERS.why, small=True), DEEP,
              Way(65, "gemm", MANY.why)),
@@ -97,11 +100,12 @@ def scaled(rows: int, columns: int) -> int:
 
 
 @functools.cache
-def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS, *, residual: bool = False) -> str:
+def wanted(kind: str, rows: int, outputs: int = 1, columns: int = INPUTS, *, residual: bool = False, gated: bool = False) -> str:
     """The kernel that is fastest, whether or not it takes the shape."""
     rows, small, deep = scaled(rows, columns), outputs * columns <= SMALL, columns >= outputs
     return next(way.kernel for way in reversed(WAYS[kind])
-                if rows >= way.rows and (small or not way.small) and (deep or not way.deep) and not (residual and way.bare))
+                if rows >= way.rows and (small or not way.small) and (deep or not way.deep) and not (residual and way.bare)
+                and (gated or not way.gated))
 
 
 def within(kind: str, rows: int, columns: int) -> bool:
@@ -113,5 +117,5 @@ def explain(kind: str) -> str:
     """The ways of a format with their borders and reasons, for `flyweight info`."""
     return "; ".join(f"from {way.rows} row{'s' * (way.rows > 1)} on {KERNELS[way.kernel]}"
                      + f", up to {SMALL:,} weights" * way.small + ", with as many inputs as outputs" * way.deep
-                     + ", without a residual" * way.bare + f" ({way.why})"
+                     + ", without a residual" * way.bare + ", with silu·mul" * way.gated + f" ({way.why})"
                      for way in WAYS[kind])

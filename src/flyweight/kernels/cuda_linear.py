@@ -23,7 +23,8 @@ from flyweight.tensors import FLOAT8, FLOAT8_MAX, QuantTensor, quantize_float8_r
 
 # What is tried where the fastest way does not take a shape or a device; cuBLAS is the last of all.
 NEXT = {"gemv": ("gemv", "batch", "gemm"), "few": ("few", "planes", "batch", "gemm", "gemv"), "batch": ("batch", "gemm", "gemv"),
-        "planes": ("planes", "few", "batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "cublas": ("written",)}
+        "planes": ("planes", "few", "batch", "gemm", "gemv"), "gemm": ("gemm", "gemv"), "written": ("written",),
+        "cublas": ()}
 _scratch: dict[torch.device, list[Tensor]] = {}
 
 
@@ -61,7 +62,9 @@ class CudaLinear:
         """The kernel of choices.py for so many rows (with a norm before, a residual after), or the next one that takes them."""
         weight = self.weight
         cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(device.index or 0))
-        for kernel in NEXT[choices.wanted(weight.kind, rows, weight.out_features, weight.in_features, residual=residual)]:
+        wanted = choices.wanted(weight.kind, rows, weight.out_features, weight.in_features, residual=residual,
+                                gated=weight.interleaved)
+        for kernel in NEXT[wanted]:
             if kernel == "gemv":
                 if found := whole_or_split(*cut):
                     return found
@@ -75,8 +78,7 @@ class CudaLinear:
                 if gemm.worth_planes(*cut) and gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
                     return "gemm"
             elif kernel == "written":
-                gated = weight.interleaved and weight.kind in ("int4", "int8")
-                if gated and gemm.why_not(self.plain, gemm.padded_rows(rows), device) is None:
+                if gemm.why_not(self.plain, gemm.padded_rows(rows), device) is None:
                     return kernel
             elif gemm.why_not(weight, gemm.padded_rows(rows), device) is None:
                 return kernel

@@ -34,7 +34,7 @@ def plan_attention(*args: Any) -> None:
 
 def paged_attention(query: Tensor, cache: KVStorage, plan: None, *, scale: float, new: Any) -> Tensor:
     heads = Heads(query.shape[1], cache.keys.shape[2], query.shape[2], query.dtype)
-    if takes(heads, query.device):
+    if takes(heads, query.device, scale):
         for page in (0, cache.block_size):
-            heads.kernel(page, scale)
+            heads.kernel(page)
     return query

@@ -318,7 +318,7 @@ def pack_shape(columns: int, padded: int, *, norm: bool, quantized: bool, planes
         split = 2 if norm else 3 if padded <= 64 and eights > 1024 else 1  # 64 rows are 32 CTAs
         return 2, warps, split if eights > 16 * warps else 1
     if norm and quantized and eights % 64 == 0 and 4 <= eights // 64 <= 16:
-        return 2, eights // 64, 1
+        return 2, eights // 64, 1  # four pieces a thread
     for rows, most in ((4, 16), (2, 24)) if not norm else ():
         for warps in range(4, most + 1):
             held, rest = divmod(eights * rows, 32 * warps)

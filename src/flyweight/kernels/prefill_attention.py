@@ -1,8 +1,9 @@
 """Attention of prompts on Hopper: host side of cuda/prefill_attention.cu.
 
 `Units` is how the work is cut up, made once for a step and used by all its layers: whole prompts are read from the step's own
-keys and values, chunks behind a cached prefix from pages. What stays with the kernels of triton_attention.py: sliding windows,
-rows too few to fill the GPU (which are cut along the cache there), other head sizes, other GPUs.
+keys and values, chunks behind a cached prefix from pages. Scores are in base 2, since rope scales q (`rope.attention_scales`).
+What stays with the kernels of triton_attention.py: sliding windows, rows too few to fill the GPU (which are cut along the cache
+there), other head sizes, other GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flyweight.kernels import choices, jit
 from flyweight.kernels.gemv import processors
 
 BOX = 16  # tokens that are copied at once out of a page
-BASE_2 = math.log(2)  # a scale that is none: scores are in base 2, as the kernel has them
+BASE_2 = math.log(2)  # the scale of scores that are in base 2
 HELD_BYTES = 24 << 20  # keys and values that stay in L2 beside what streams through it
 
 
@@ -59,16 +60,16 @@ class Heads:
         """Bytes: two units' queries, the ring of keys and values, barriers, the two units."""
         return 4 * self.head_dim * (self.rows + self.tile.stages * self.tile.keys) + 32 + 32 * self.tile.stages + 48
 
-    def kernel(self, page: int, scale: float) -> jit.Kernel:
-        return _kernel(self, page, scale != BASE_2)
+    def kernel(self, page: int) -> jit.Kernel:
+        return _kernel(self, page)
 
 
 @functools.cache
-def _kernel(heads: Heads, page: int, scaled: bool) -> jit.Kernel:
+def _kernel(heads: Heads, page: int) -> jit.Kernel:
     tile = heads.tile
     defines = {"FP16": int(heads.dtype == torch.float16), "HEADS": heads.heads, "KV_HEADS": heads.kv_heads,
                "HEAD_DIM": heads.head_dim, "KEYS": tile.keys, "WGS": tile.warpgroups, "STAGES": tile.stages, "PAGE": page,
-               "BOX": BOX if page else tile.keys, "SCALED": int(scaled)}
+               "BOX": BOX if page else tile.keys}
     return jit.load("prefill_attention.cu", defines=defines).kernel("prefill_attention")
 
 
@@ -76,10 +77,10 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and gpu.capability(device)[0] == 9
 
 
-def takes(heads: Heads, device: torch.device) -> bool:
-    """Whether there is a kernel for these heads, and it is wanted."""
-    return (choices.PREFILL_ATTENTION and is_hopper(device) and heads.dtype != torch.float32 and heads.head_dim in (64, 128)
-            and heads.heads // heads.kv_heads <= heads.rows)
+def takes(heads: Heads, device: torch.device, scale: float) -> bool:
+    """Whether there is a kernel for these heads and scores, and it is wanted."""
+    return (choices.PREFILL_ATTENTION and is_hopper(device) and scale == BASE_2 and heads.dtype != torch.float32
+            and heads.head_dim in (64, 128) and heads.heads // heads.kv_heads <= heads.rows)
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,13 @@ def _counter(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, units: Units, heads: Heads, scale: float,
-           tables: Tensor | None = None) -> None:
+def attend(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, units: Units, heads: Heads, tables: Tensor | None = None
+           ) -> None:
     """query and out [tokens, heads, head_dim]; keys and values [tokens, kv_heads, head_dim], or the cache's
     [blocks, block_size, kv_heads, head_dim] with its block tables."""
     box = (1, BOX if units.page else heads.tile.keys, 64)
     maps = [jit.tensor_map(x.view(-1, *x.shape[-2:]).transpose(0, 1), box) for x in (keys, values)]
     groups = jit.tensor_map(query, (heads.tokens, heads.heads // heads.kv_heads, 64))
     grid = min(processors(query.device.index or 0), len(units.records) * heads.kv_heads)
-    args = (groups, *maps, out, units.records, tables, _counter(query.device), len(units.records), units.section,
-            scale / BASE_2)
-    heads.kernel(units.page, scale).launch(grid, heads.rows * 2 + 128, args, shared=heads.shared, pdl=True)
+    args = (groups, *maps, out, units.records, tables, _counter(query.device), len(units.records), units.section)
+    heads.kernel(units.page).launch(grid, heads.rows * 2 + 128, args, shared=heads.shared, pdl=True)

@@ -333,7 +333,7 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: Plan, *, scale: float
     fresh = new is not None and size % 8 == 0 and size <= 256 and query.dtype != torch.float32
     kv_heads = cache.keys.shape[2]
     own, units, apart = Heads(heads, kv_heads, size, query.dtype), list[Units](), frozenset[int]()
-    if fresh and prefill_attention.takes(own, query.device):
+    if fresh and prefill_attention.takes(own, query.device, scale):
         units, apart = plan.prompts(own, cache.block_size)
     runs, launches = plan.cut(heads // kv_heads, kv_heads, large=tile or _large(size, query.dtype), fresh=fresh, apart=apart)
     if len(runs) == 1 and not launches and not units:
@@ -346,7 +346,7 @@ def paged_attention(query: Tensor, cache: KVStorage, plan: Plan, *, scale: float
     for part in units:
         assert new is not None
         keys, values = (cache.keys, cache.values) if part.page else new
-        prefill_attention.attend(query, keys, values, out, units=part, heads=own, scale=scale, tables=plan.batch.block_tables)
+        prefill_attention.attend(query, keys, values, out, units=part, heads=own, tables=plan.batch.block_tables)
     for launch in launches:
         _attend_tiles(query, cache, out, plan, launch, scale)
     return out

@@ -80,7 +80,7 @@ class Cut:
         """Whether pairs of thread blocks have as many whole columns of 8 rows to end each."""
         half = tokens // 16
         shared = [n for n in (self.each, self.apart) if n]
-        return half > 0 < self.each and all(n % 2 == 0 and n <= 8 and half % (n // 2) == 0 for n in shared)
+        return half > 0 and self.each > 0 and all(n % 2 == 0 and n <= 8 and half % (n // 2) == 0 for n in shared)
 
 
 @functools.cache

@@ -160,7 +160,7 @@ class Block:
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """[..., tokens, hidden] → the same, residual included."""
-        delta, hidden = self.step(None, hidden.clone(), context)
+        delta, hidden = self.step(None, hidden.clone() if self.fusable else hidden, context)
         return hidden if delta is None else hidden + delta
 
     def step(self, delta: Tensor | None, hidden: Tensor, context: Context, rows: Tensor | None = None

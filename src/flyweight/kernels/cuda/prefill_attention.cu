@@ -1,6 +1,6 @@
 // Attention of prompts and of chunks of them, with Hopper's warpgroup products.
 //
-//   out = softmax(q Kᵀ · scale) V,  the token at position p sees positions 0 … p of its sequence
+//   out = softmax(q Kᵀ) V in base 2,  the token at position p sees positions 0 … p of its sequence
 //
 // Work split: a unit is ROWS = 64 · WGS rows of one kv head, pairs of (token, query head that shares it), so that short chunks
 // fill it too, and CTAs at work at the same time read few different keys. Units are sorted longest first, some kv heads at a time
@@ -12,13 +12,13 @@
 //   each warpgroup    S = Q Kᵀ of the next tile ┐ both on their way at once, from shared memory and from registers (P); when the
 //                     O += P V of this one      ┘ first is done it is the other's turn, and softmax of S becomes the next P
 //
-// A score that is masked is −2^100: a power of two, whose product with the scale is exact, so a tile of which a row sees nothing
-// adds ones that the next tile's factor of 0 takes out again. Values beyond the sequence's end may be no numbers, which times 0
+// A score that is masked is −2^100, and so is the shift of a row that has seen nothing: such a tile adds ones that the next tile's
+// factor of 0 takes out again. Values beyond the sequence's end may be no numbers, which times 0
 // are no zeros: they are cleared. Weights are taken by the shift that a row has; only where their sum then is large, its highest
 // score is looked for and followed, and results are scaled. Limit: the power that matrix units and softmax take, so an instruction
 // for each score less is worth as much as there are scores.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM (64 or 128), KEYS, WGS, STAGES, BOX, PAGE (0: not paged), SCALED (0: scores are in base 2 as they are)
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM (64 or 128), KEYS, WGS, STAGES, BOX, PAGE (0: not paged)
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -143,8 +143,8 @@ DEVICE void multiply_values(float (&o)[HEAD_DIM / 2], const u32 (&p)[KEYS / 16][
   wgmma_commit();
 }
 
-struct Softmax {  // of a lane's two rows, in base 2
-  float shift[2] = {MASKED, MASKED}, sum[2] = {2 * LARGE, 2 * LARGE}, total[2] = {0, 0}, fade[2];
+struct Softmax {  // of a lane's two rows
+  float shift[2] = {MASKED, MASKED}, sum[2] = {2 * LARGE, 2 * LARGE}, total[2] = {0, 0}, fade[2];  // the first tile is followed
   bool shifted;
   DEVICE void mask(float (&s)[KEYS / 2], int first, const int (&position)[2], int lane) {
 #pragma unroll
@@ -152,13 +152,11 @@ struct Softmax {  // of a lane's two rows, in base 2
       if (first + i / 4 * 8 + lane % 4 * 2 + i % 2 > position[i % 4 / 2]) s[i] = MASKED;
   }
   // Weights of this tile, by the shifts so far: false where a row's are too large.
-  DEVICE bool weigh(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2], float scale) {
-    return SCALED || shifted ? weigh_by<true>(p, s, scale) : weigh_by<false>(p, s, scale);
+  DEVICE bool weigh(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
+    return shifted ? weigh_by<true>(p, s) : weigh_by<false>(p, s);
   }
-  template <bool SHIFTED> DEVICE bool weigh_by(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2], float scale) {
-    auto weight = [&](int i) {
-      return exp2_fast(SCALED ? fmaf(s[i], scale, -shift[i % 4 / 2]) : SHIFTED ? s[i] - shift[i % 4 / 2] : s[i]);
-    };
+  template <bool SHIFTED> DEVICE bool weigh_by(u32 (&p)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
+    auto weight = [&](int i) { return exp2_fast(SHIFTED ? s[i] - shift[i % 4 / 2] : s[i]); };
     sum[0] = sum[1] = 0;
 #pragma unroll
     for (int i = 0; i < KEYS / 4; i++) {
@@ -171,7 +169,7 @@ struct Softmax {  // of a lane's two rows, in base 2
     return true;
   }
   // Their shifts become their highest scores.
-  DEVICE void follow(const float (&s)[KEYS / 2], float scale) {
+  DEVICE void follow(const float (&s)[KEYS / 2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float highest = MASKED, most = sum[h];
@@ -180,8 +178,8 @@ struct Softmax {  // of a lane's two rows, in base 2
 #pragma unroll
       for (int o = 1; o < 4; o *= 2)
         highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, o)), most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-      float to = most > LARGE ? fmaxf(shift[h], SCALED ? highest * scale : highest) : shift[h];
-      if (!SCALED && to > LOW && to < HIGH) to = 0;
+      float to = most > LARGE ? fmaxf(shift[h], highest) : shift[h];
+      if (to > LOW && to < HIGH) to = 0;
       fade[h] = exp2_fast(shift[h] - to);
       shift[h] = to, total[h] *= fade[h];
     }
@@ -225,7 +223,7 @@ DEVICE void write_results(u8* staging, float (&o)[HEAD_DIM / 2], Softmax& softma
   }
 }
 
-DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
+DEVICE void consume(Shared& sh, u16* out, int warp, int lane) {
   const int group = warp / 4;
   const u64 keys = swizzled_descriptor(sh.keys[0], 16), values = swizzled_descriptor(sh.values[0], KEYS * 128);
   Place<2> q;
@@ -249,8 +247,8 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
     if (lane == 0) barrier_arrive(&sh.keys_empty[k.slot]);
     k.advance();
     softmax.mask(s, u.last * KEYS, position, lane);
-    softmax.follow(s, scale);
-    softmax.weigh(p, s, scale);
+    softmax.follow(s);
+    softmax.weigh(p, s);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0;
     if (end < KEYS) {
@@ -272,8 +270,8 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
       keep_behind(o);
       if (lane == 0) barrier_arrive(&sh.values_empty[v.slot]);
       k.advance(), v.advance();
-      while (!softmax.weigh(p, s, scale)) {
-        softmax.follow(s, scale);
+      while (!softmax.weigh(p, s)) {
+        softmax.follow(s);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= softmax.fade[i % 4 / 2];
       }
@@ -300,7 +298,7 @@ DEVICE void consume(Shared& sh, u16* out, float scale, int warp, int lane) {
 extern "C" __global__ void __launch_bounds__(128 * WGS + 128, 1)
 prefill_attention(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                   const __grid_constant__ TensorMap values, u16* out, const int* records, const int* tables, u32* counter,
-                  int tiles, int section, float scale) {
+                  int tiles, int section) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) u8 raw[];
   Shared& sh = *(Shared*)raw;
@@ -324,6 +322,6 @@ prefill_attention(const __grid_constant__ TensorMap queries, const __grid_consta
     return;
   }
   take_registers<WGS == 2 ? 232 : 160>();
-  consume(sh, out, scale, warp, lane);
+  consume(sh, out, warp, lane);
 #endif
 }
