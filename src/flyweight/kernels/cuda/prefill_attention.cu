@@ -224,7 +224,7 @@ DEVICE void write_results(u8* staging, float (&o)[HEAD_DIM / 2], Softmax& softma
 }
 
 DEVICE void consume(Shared& sh, u16* out, int warp, int lane) {
-  const int group = warp / 4;
+  const int group = __shfl_sync(~0u, warp / 4, 0);  // the same in all lanes, and known to be
   const u64 keys = swizzled_descriptor(sh.keys[0], 16), values = swizzled_descriptor(sh.values[0], KEYS * 128);
   Place<2> q;
   Place<STAGES> k, v;
