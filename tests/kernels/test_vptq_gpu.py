@@ -80,6 +80,19 @@ def test_gate_and_up_are_multiplied_on_the_way_in(rows):
     assert (out.double() - expected).norm() / expected.norm() < 1e-2
 
 
+def test_gate_and_up_are_written_in_tiles_for_silu():
+    tensors = [VectorQuant.random((1000, 1536), seed, device="cuda") for seed in range(2)]
+    weight = vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16) for tensor in tensors])
+    x, norm = torch.randn(300, 1536, device="cuda").bfloat16(), (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    gate, up = (tensor.matmul_reference(normed) for tensor in tensors)
+    expected = torch.nn.functional.silu(gate) * up
+    for _ in range(3):
+        out = weight.fused(x, torch.full((300, 1000), math.nan, device="cuda").bfloat16(), norm=norm, silu=True)
+        assert (out.double() - expected).norm() / expected.norm() < 2e-2
+    assert weight.takes_silu(8192, x.device) and not weight.takes_silu(300, x.device)
+
+
 LAUNCHES = [Launch("staged"), Launch("staged", warps=32), Launch("staged", warps=8), Launch("staged", share=2),
             Launch("staged", copies=2), Launch("staged", resident=2, copies=4), Launch("direct", warps=4),
             Launch("direct", warps=8)]

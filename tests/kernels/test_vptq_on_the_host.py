@@ -65,6 +65,23 @@ def test_a_weight_is_written_out(case):
     assert error(out, reference(tensors, x)) < 1e-2
 
 
+@pytest.mark.parametrize("case", [dict(shapes=[(72, 512)] * 2, main=8192, residual=256), dict(shapes=[(40, 256)] * 2, main=256,
+                                                                                              residual=None)])
+def test_gate_and_up_are_written_in_tiles(case):
+    _, weight = prepared(case)
+    assert vptq_decode.takes_silu(weight.parts) and not vptq_decode.takes_silu(weight.parts[:1])
+    dense = vptq_decode.dequantize(weight.parts).clone()
+    order = (gemv.TILE, gemv.BLOCK, gemv.HALF, gemv.HALF_ROW, gemv.ROW, gemv.COLUMN, gemv.STEP, gemv.PAIR, gemv.WITHIN)
+    tiles = gemv.blocks(dense, interleave=True).permute(order)
+    assert torch.equal(vptq_decode.dequantize(weight.parts, tiles=True).flatten(), tiles.flatten())
+    columns, outputs = case["shapes"][0][::-1]
+    x, norm = torch.randn(70, columns).bfloat16(), (1 + 0.1 * torch.randn(columns)).bfloat16()
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    gate, up = (normed @ dense.double().T).chunk(2, -1)
+    got = weight.fused(x, torch.full((70, outputs), float("nan")).bfloat16(), norm=norm, silu=True)
+    assert error(got, torch.nn.functional.silu(gate) * up) < 2e-2
+
+
 @pytest.mark.parametrize("rows", [1, 3, 33])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_rows_are_multiplied(case, rows):

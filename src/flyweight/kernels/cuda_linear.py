@@ -88,7 +88,7 @@ class CudaLinear:
     def plain(self) -> gemv.Gemv:
         """The weight in 16-bit tiles, which are written for each call."""
         return dataclasses.replace(self.weight, kind="plain", weights=self.weight.weights[:0], records=None, group=64,
-                                   scale_fp16=False, symmetric=False, calls={})
+                                   scale_fp16=False, symmetric=False, by_rows=True, calls={})
 
     def packed_input(self, rows: int, device: torch.device, *, before: CudaLinear | None = None) -> gemm.Packed | None:
         """Where the kernel before (that linear, or attention) writes x for a `fused` with a residual, ready for the product.

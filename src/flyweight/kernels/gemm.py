@@ -279,7 +279,7 @@ def order_of(kind: str) -> int:
 @functools.cache
 def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale_fp16: bool, shape: Shape, *, norm: bool,
             epilogue: str, bias: bool, packing: tuple[int, int, int], static: bool, symmetric: bool = False,
-            experts: bool = False, to: Order | None = None) -> tuple[jit.Kernel, jit.Kernel]:
+            by_rows: bool = False, experts: bool = False, to: Order | None = None) -> tuple[jit.Kernel, jit.Kernel]:
     """`packing`: of `pack_shape`. `experts`: rows in tiles of one expert each (experts.py). `to`: results are packed x."""
     pack_rows, pack_warps, pack_parts = packing
     common = {"FP16": int(fp16), "KDIM": columns, "SB": shape.stage_blocks}
@@ -293,7 +293,7 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders, "TEAMS": shape.teams,
         "EXPERTS": int(experts), **({"IN_PLANES": 1} if shape.planes else {}),
-        **({"APART": 1} if shape.apart else {}), **(to.defines if to else {})})
+        **({"APART": 1} if shape.apart else {}), **({"BY_ROWS": 1} if by_rows else {}), **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
@@ -358,7 +358,7 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
     sums = shape.warpgroups * 64 * shape.tokens
     pack, gemm = kernels(weight.kind, weight.out_features, weight.in_features, weight.group, weight.dtype == torch.float16,
                          weight.scale_fp16, shape, norm=norm, bias=weight.bias is not None, packing=packing,
-                         static=weight.static, symmetric=weight.symmetric, to=to,
+                         static=weight.static, symmetric=weight.symmetric, by_rows=weight.by_rows, to=to,
                          epilogue="silu" if weight.interleaved else "residual" if residual else "store")
     return Call(pack, gemm, tokens=shape.tokens, order=Order(shape.stage_blocks, order_of(weight.kind)), packing=packing,
                 grid=shape.grid(count), block=shape.block,

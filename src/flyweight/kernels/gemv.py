@@ -243,6 +243,7 @@ class Gemv:
     scale_fp16: bool
     static: bool = False
     symmetric: bool = False  # zero points in the middle: codes of 8 bits, and 2:4 ones, can be taken as signed
+    by_rows: bool = False  # 16-bit tiles as untile.cu and vptq_decode.cu write them: for gemm.cu alone
     calls: dict[tuple, Any] = field(default_factory=dict, repr=False)  # what gemm.py has made ready for it, by rows and epilogue
 
     @property

@@ -2,7 +2,8 @@
 
 `prepare` lays a weight out once (see vptq_layout.py) and keeps nothing else of it; `join` makes one linear of several that share
 x, each of which then has some of a launch's thread blocks. One or two rows multiply straight from the codebook (cuda/vptq.cu),
-up to 128 through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with.
+up to 128 through warpgroup products (vptq_rows.py); for more the weight is decoded into a scratch that torch multiplies with, or
+gemm.cu, where silu·mul follows.
 A weight no kernel takes (very long vectors, large residual books) is decoded once: `why` says so.
 """
 
@@ -11,15 +12,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import jit, vptq_decode, vptq_rows
-from flyweight.kernels.gemv import processors
+from flyweight.kernels import choices, gemm, jit, vptq_decode, vptq_rows
+from flyweight.kernels.gemv import Gemv, processors
 from flyweight.kernels.vptq_layout import CHUNK, SLICE_BITS, Layout, lay_out, why_not
 from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
 from flyweight.tensors import VectorQuant
@@ -137,6 +138,17 @@ class Vptq:
         result = None if out is None else out.view(-1, self.out_features)
         return self.fused(flat, result, launch=launch, pdl=pdl).view(*x.shape[:-1], -1)
 
+    @functools.cached_property
+    def tiles(self) -> Gemv:
+        """Gate and up in 16-bit tiles, which are written for each call."""
+        return Gemv("plain", self.layout.stream[:0], None, None, None, self.out_features, self.layout.in_features, group=64,
+                    interleaved=True, dtype=self.layout.dtype, scale_fp16=False, by_rows=True)
+
+    def takes_silu(self, rows: int, device: torch.device) -> bool:
+        """Whether so many rows' products of gate and up are better followed by silu·mul at once."""
+        return (rows >= choices.GATED.rows and self.bias is None and vptq_decode.takes_silu(self.parts)
+                and gemm.why_not(self.tiles, gemm.padded_rows(rows), device) is None)
+
     def _by_products(self, rows: int, device: torch.device) -> bool:
         return FEWEST_PRODUCTS <= rows <= vptq_rows.MOST and vptq_rows.takes(self.parts, rows, device)
 
@@ -146,10 +158,16 @@ class Vptq:
         return vptq_rows.packed_results(self.parts, rows, kv_heads, device) if self._by_products(rows, device) else None
 
     def fused(self, x: Tensor | vptq_rows.Packed, out: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 1e-6,
-              gated: bool = False, residual: Tensor | None = None, launch: Launch | None = None,
+              gated: bool = False, silu: bool = False, residual: Tensor | None = None, launch: Launch | None = None,
               coming: vptq_rows.Coming | None = None, pdl: bool = True) -> Tensor:
-        """x [rows, in], or gate and up of so many inputs (`gated`); the norm before, the residual after. See
-        `packed_results` for x that is packed; `coming` is what some kernels ask for in L2."""
+        """x [rows, in], or gate and up of so many inputs (`gated`); the norm before, the residual after, or `silu` (where
+        `takes_silu`): silu·mul of gate and up. See `packed_results` for x that is packed; `coming` is what some kernels ask for
+        in L2."""
+        if silu:
+            assert isinstance(x, Tensor)
+            written = vptq_decode.dequantize(self.parts, tiles=True)  # by a kernel that the product must not run ahead of
+            return gemm.multiply(replace(self.tiles, weights=written, calls=self.tiles.calls), x, out, norm=norm, epsilon=epsilon,
+                                 pdl=False)
         ends = Ends(norm, epsilon, gated, self.bias, residual)
         rows, device = (x.rows, x.data.device) if isinstance(x, vptq_rows.Packed) else (x.shape[0], x.device)
         if out is None:
@@ -181,15 +199,15 @@ class Vptq:
         ops = decoder_ops(x.device)
         x = ops.silu_mul(x) if ends.gated else x
         x = x if ends.norm is None else ops.rms_norm(x, ends.norm, ends.epsilon)
-        after, product = ends.residual, torch.empty_like(out) if ends.residual is not None else out
         if x.shape[0] > GATHERED_ROWS:
-            vptq_decode.multiply(self.parts, x, product)
+            vptq_decode.multiply(self.parts, x, out, residual=ends.residual)
         else:
+            product = out if ends.residual is None else torch.empty_like(out)
             self._gather(x, product, Ends(), launch, pdl)
+            if ends.residual is not None:
+                torch.add(product, ends.residual, out=out)
         if ends.bias is not None:
-            product += ends.bias
-        if after is not None:
-            torch.add(product, after, out=out)
+            out += ends.bias
 
     def choose(self, rows: int, device: torch.device, launch: Launch | None = None, *, plain: bool = True) -> Plan | None:
         """The first candidate that fits, or the given one."""

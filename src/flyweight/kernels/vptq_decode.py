@@ -15,25 +15,40 @@ from flyweight.kernels import jit
 from flyweight.kernels.cuda_linear import scratch
 from flyweight.kernels.gemv import processors
 from flyweight.kernels.vptq_layout import CHUNK, ItemFormat, Layout
-from flyweight.kernels.vptq_parts import Parts, part_arguments, share_out
+from flyweight.kernels.vptq_parts import Parts, in_order, part_arguments, share_out
 
 WARPS = 16
 COPIES = 8
 
 
-def multiply(parts: Parts, x: Tensor, out: Tensor) -> None:
-    """x [rows, in] → out [rows, outputs of all parts]."""
-    if all(part.source is None for part in parts):  # one x for all
-        torch.mm(stored_x(parts[0], x), dequantize(parts).t(), out=out)
+def multiply(parts: Parts, x: Tensor, out: Tensor, *, residual: Tensor | None = None) -> None:
+    """x [rows, in] → out [rows, outputs of all parts]; a residual may be `out` itself, and then is not copied."""
+    if len(parts) == 1 or all(part.source is None for part in parts):  # one x for all
+        own, weight = stored_x(parts[0], x), dequantize(parts).t()
+        if residual is None:
+            torch.mm(own, weight, out=out)
+        elif residual is out:
+            out.addmm_(own, weight)
+        else:
+            torch.addmm(residual, own, weight, out=out)
         return
     begin = 0
     for part in parts:
-        out[:, begin : begin + part.out_features] = stored_x(part, x) @ dequantize((part,)).t()
-        begin += part.out_features
+        here = slice(begin, begin := begin + part.out_features)
+        y = stored_x(part, x) @ dequantize((part,)).t()
+        out[:, here] = y if residual is None else y.add_(residual[:, here])
 
 
-def dequantize(parts: Parts) -> Tensor:
-    """The dense matrix [outputs of all parts, stored columns], scale and bias applied."""
+def takes_silu(parts: Parts) -> bool:
+    """Whether `dequantize` can write gate and up in tiles."""
+    gate = parts[0]
+    alike = len(parts) == 2 and gate.out_features == parts[1].out_features and gate.out_features % 8 == 0
+    return alike and in_order(parts) and not gate.dense_steps and not gate.sliced and gate.length == 8
+
+
+def dequantize(parts: Parts, *, tiles: bool = False) -> Tensor:
+    """The dense matrix [outputs of all parts, stored columns], scale and bias applied; or `tiles`, gate and up by turns, as
+    gemm.cu takes them."""
     layout = parts[0]
     stored, outputs = layout.affine.numel(), sum(part.out_features for part in parts)
     weight = scratch(outputs * stored, layout.dtype, layout.stream.device).view(-1, stored)
@@ -43,18 +58,18 @@ def dequantize(parts: Parts) -> Tensor:
         return weight
     spans = layout.chunks * CHUNK // max(layout.form.window, CHUNK)
     ctas = share_out(tuple(part.row_blocks * spans for part in parts), processors(weight.device.index or 0))
-    kernel, shared = _kernel(layout.form, layout.dtype == torch.float16)
+    kernel, shared = _kernel(layout.form, layout.dtype == torch.float16, tiles)
     args = (*part_arguments(parts, ctas), weight, stored, layout.chunks, layout.dense_steps)
     kernel.launch(sum(ctas), 32 * WARPS, args, shared=shared, pdl=True)
     return weight
 
 
 @functools.cache
-def _kernel(form: ItemFormat, fp16: bool) -> tuple[jit.Kernel, int]:
+def _kernel(form: ItemFormat, fp16: bool, tiles: bool) -> tuple[jit.Kernel, int]:
     """With its bytes of shared memory. Kept: prefill launches it from Python, and should not wait for that."""
     residual = COPIES << form.residual if form.residual else 0
     shared = 16 * ((1 << form.main) + residual) + WARPS * max(form.window, CHUNK) * 128
-    defines = form.defines() | {"PIECES": 1, "COPIES": COPIES, "WARPS": WARPS, "FP16": int(fp16)}
+    defines = form.defines() | {"PIECES": 1, "COPIES": COPIES, "WARPS": WARPS, "FP16": int(fp16), "IN_TILES": int(tiles)}
     return jit.load("vptq_decode.cu", defines=defines).kernel("vptq_decode"), shared
 
 

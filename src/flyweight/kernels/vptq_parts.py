@@ -37,6 +37,12 @@ class Ends:
         return {"NORM": int(self.norm is not None), "GATED": int(self.gated)}
 
 
+def in_order(parts: Parts) -> bool:
+    """Whether stored columns are the inputs, whole 256."""
+    stored = parts[0].affine.numel()
+    return stored == parts[0].in_features and stored % 256 == 0 and all(part.source is None for part in parts)
+
+
 @functools.cache
 def share_out(work: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Thread blocks of each part: at least one, at most one for a unit of its work, such that the busiest has least to do."""

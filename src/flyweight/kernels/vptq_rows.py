@@ -15,7 +15,7 @@ from flyweight.kernels.gemv import processors
 from flyweight.kernels.gemv_split import mail
 from flyweight.kernels.vptq_layout import CHUNK
 from flyweight.kernels.vptq_parts import MOST as MOST_PARTS
-from flyweight.kernels.vptq_parts import Ends, Parts, part_arguments, share_out
+from flyweight.kernels.vptq_parts import Ends, Parts, in_order, part_arguments, share_out
 
 PACK_WARPS = 4
 PACKERS = 6  # thread blocks of vptq_pack.cu for a processor, at most
@@ -183,12 +183,6 @@ class Coming:
                 -(-COMING_BYTES // (2 * page * token * count)), PAUSE)
 
 
-def in_order(parts: Parts) -> bool:
-    """Whether stored columns are the inputs, whole 256."""
-    stored = parts[0].affine.numel()
-    return stored == parts[0].in_features and stored % 256 == 0 and all(part.source is None for part in parts)
-
-
 def packed_results(parts: Parts, rows: int, kv_heads: int, device: torch.device) -> Packed | None:
     """Where decode attention leaves x, a slice for each kv head."""
     shape = choose(parts, rows, device)
@@ -225,13 +219,14 @@ def pack(parts: Parts, x: Tensor, ends: Ends, shape: Shape, *, count: int, pdl: 
     slices = -(-stored // (256 * PACK_WARPS))
     if len(parts) == 1:
         slices = max(1, min(slices, PACKERS * count // rows))
+    apart = len(parts) > 1 and rows * slices > count  # fewer all fit beside the products before: then the fewer the better
     late = whole and ends.norm is not None and layout.dtype != torch.float16
     packed = Packed.make(parts, shape, rows, slices, late=late)
     kernel = jit.load("vptq_pack.cu", defines=ends.defines | {
         "FP16": int(layout.dtype == torch.float16), "STAGE_STEPS": shape.steps, "WARPS": PACK_WARPS, "PARTS": len(parts),
-        "BOOK_BYTES": 16 << layout.form.main, "WHOLE": int(whole)}).kernel("vptq_pack")
+        "APART": int(apart), "BOOK_BYTES": 16 << layout.form.main, "WHOLE": int(whole)}).kernel("vptq_pack")
     columns = [tensor for part in parts for tensor in (part.source, part.pairs, part.book)]
     given = (*columns, *[None] * (3 * MOST_PARTS - len(columns)), x, ends.norm, packed.data, packed.sums, float(ends.epsilon),
              rows, layout.in_features, stored, packed.groups, slices)
-    kernel.launch(rows * slices, 32 * PACK_WARPS, given, pdl=pdl)
+    kernel.launch(rows * slices * (len(parts) if apart else 1), 32 * PACK_WARPS, given, pdl=pdl)
     return packed

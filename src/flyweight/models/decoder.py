@@ -19,6 +19,7 @@ from flyweight.engine.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.dispatch import decoder_ops
+from flyweight.kernels.vptq import Vptq
 from flyweight.models import moe
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Embedding, Linear, RMSNorm, Weights, load_tensor
@@ -122,8 +123,8 @@ class Block:
         self.qk_norm = qk_norm  # [heads + kv_heads, head_dim]
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.epsilon, self.scale, self.window = config.epsilon, config.head_dim**-0.5, config.windows[index]
-        self.fusable = (experts is None or experts.grouped is not None) and all(
-            isinstance(linear.single, CudaLinear) for linear in linears.values())
+        self.fusable = (experts is None or experts.grouped is not None) and any(
+            all(isinstance(linear.single, kind) for linear in linears.values()) for kind in (CudaLinear, Vptq))
 
     @classmethod
     def load(cls, weights: Weights, config: ModelConfig, index: int, *, device: torch.device | str, dtype: torch.dtype,
@@ -202,7 +203,12 @@ class Block:
         x = o.fused(attended.reshape(len(x), -1), x, residual=x)
         if self.experts is not None:
             return self.experts.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon).view(hidden.shape)
-        gate_up, down = (cast(CudaLinear, linear.single) for linear in (self.gate_up, self.down))
+        gate_up, down = (linear.single for linear in (self.gate_up, self.down))
+        if isinstance(gate_up, Vptq):
+            silu = gate_up.takes_silu(len(x), x.device)
+            both = gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon, silu=silu)
+            return cast(Vptq, down).fused(both, x, gated=not silu, residual=x).view(hidden.shape)
+        gate_up, down = cast(CudaLinear, gate_up), cast(CudaLinear, down)
         packed = down.packed_input(len(x), x.device, before=gate_up)
         gated = gate_up.fused(x, norm=self.post_norm.weight, epsilon=self.epsilon, to=packed)
         x = down.fused(packed or gated, x, residual=x)

@@ -62,7 +62,11 @@ struct Block {
   }
   DEVICE void take(int step, u32 (&a)[WORDS]) const {
     const uint4 w = words[step * LOADS / STEPS];
-    if (!GROUPED) {
+    if (BY_ROWS) {
+      const uint4 one = words[step / 2 * 2], two = words[(step / 2 * 2 + 1) % LOADS];
+      if (step % 2) a[0] = one.z, a[1] = two.z, a[2] = one.w, a[3] = two.w;
+      else a[0] = one.x, a[1] = two.x, a[2] = one.y, a[3] = two.y;
+    } else if (!GROUPED) {
       a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
     } else {
       const bool second = step % 2;

@@ -38,7 +38,8 @@
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), APART (0), IN_PLANES (0: gemm_planes.cuh), PACKED (0), ORDER (0)
+// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), APART (0), IN_PLANES (0: gemm_planes.cuh), PACKED (0), ORDER (0), BY_ROWS (0: 16-bit tiles
+// whose 16 bytes are of one row each, as kernels that have just decoded a row write them)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -49,6 +50,9 @@
 #ifndef PACKED
 #define PACKED 0
 #define ORDER 0
+#endif
+#ifndef BY_ROWS
+#define BY_ROWS 0
 #endif
 #ifndef TEAMS
 #define TEAMS 1

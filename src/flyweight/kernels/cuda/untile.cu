@@ -1,5 +1,5 @@
 // A weight in the tiles of gemv.cu → row-major [NDIM, KDIM] in 16-bit floats, for the matrix product of many rows, or (IN_TILES)
-// 16-bit tiles, for that of gemm.cu.
+// 16-bit tiles, for that of gemm.cu (its BY_ROWS).
 //
 // One warp a 16 × 64 block, lane by lane as gemv.cu reads it: a lane's codes are 8 neighbouring inputs of a row, so each
 // store is 16 bytes; of a 2:4 weight twice two kept ones of 4 neighbours. W8A8 and float8 codes come out as they are (exact
@@ -73,13 +73,17 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
   for (int v = 0; v < VECTORS; v++) words[v] = weights[((size_t)unit * VECTORS + v) * 32 + lane];
   const u32* word = (const u32*)words;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    uint4 results[2] = {};
+  for (int half = 0; half < 2; half++)
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int row = tile * 16 + g + 8 * j, column = block * 64 + 32 * half + 8 * t;
-      if (row >= NDIM || column >= KDIM) continue;
-      u32* pair = (u32*)&results[j];
+      uint4* const in_tile = (uint4*)out + ((size_t)unit * 4 + 2 * half + j) * 32 + lane;
+      if (row >= NDIM || column >= KDIM) {
+        if (IN_TILES) *in_tile = make_uint4(0, 0, 0, 0);
+        continue;
+      }
+      uint4 result;
+      u32* pair = (u32*)&result;
       const Scale s = read_scale(records, tile, g + 8 * j, column);
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
@@ -99,13 +103,7 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
           pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
         }
       }
-      if (!IN_TILES) *(uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column) = results[j];
+      *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;
     }
-    if (IN_TILES) {
-      uint4* const to = (uint4*)out + ((size_t)unit * 4 + 2 * half) * 32 + lane;
-      to[0] = make_uint4(results[0].x, results[1].x, results[0].y, results[1].y);
-      to[32] = make_uint4(results[0].z, results[1].z, results[0].w, results[1].w);
-    }
-  }
 #endif
 }

@@ -6,9 +6,12 @@
 //
 //      lane (g, t)     output g     columns 8 t … 8 t + 7: two from each of the four 8 × 8 matrices
 //
+// IN_TILES: gate and up, the two parts, for gemm.cu and silu·mul (its BY_ROWS): a row block of both is a tile, and what a lane has is
+// the 16 bytes of a row.
+//
 // Limit: the bytes written. The codebook is fetched once for an SM, where a CTA for every row block would fetch it from L2 each time.
 //
-// defines: those of vptq_tables.cuh
+// defines: those of vptq_tables.cuh, IN_TILES
 #include "vptq_tables.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_decode(
@@ -43,6 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_decode(
     __syncwarp();
     if (unit + WARPS < end) load_span(words, part.stream + (size_t)(unit + WARPS) * (SPAN / CHUNK) * CHUNK_BYTES, lane);
     const int row = unit / spans * 8 + g, column = unit % spans * SPAN * 32 + 8 * t;
+    // 32 columns of a part are half of a tile's block of 64
+    uint4* const in_tile = (uint4*)weight + (((size_t)(unit / spans) * (stored / 32) + unit % spans * SPAN) * 2 + part.index) * 32 + lane;
     u16* const to = rows + (size_t)row * stored + column;
     u32 v[SPAN];  // of 32 columns each; + 16 of a column's lane is + 8 of the address's
 #pragma unroll
@@ -56,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vptq_decode(
 #pragma unroll
       for (int m = 0; m < 4; m++)
         a[m] = fma2(a[m], __byte_perm(one[2 * m], one[2 * m + 1], 0x5410), __byte_perm(one[2 * m], one[2 * m + 1], 0x7632));
-      if (row < part.outputs) *(uint4*)(to + 32 * q) = make_uint4(a[0], a[1], a[2], a[3]);
+      if (row < part.outputs) *(IN_TILES ? in_tile + 64 * q : (uint4*)(to + 32 * q)) = make_uint4(a[0], a[1], a[2], a[3]);
     }
     __syncwarp();
   }

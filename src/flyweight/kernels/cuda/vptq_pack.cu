@@ -4,16 +4,17 @@
 // packed: vectors.cuh.
 // sums: [part][row][slice], then those of the squares, for the norm.
 //
-// Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part. What depends on no other kernel
-// (scales, norm weights) is on its way before the wait, and the codebooks are asked for in L2. CTAs have so few threads and registers
-// that they fit beside one of vptq_rows.cu.
+// Work split: a row is cut over `slices` CTAs; a thread makes one piece at a time, for each part, or (APART) every part has CTAs of
+// its own: warps are so few on a scheduler that each goes on at the pace of its instructions' latency. What depends on no other
+// kernel (scales, norm weights) is on its way before the wait, and the codebooks are asked for in L2. CTAs have so few threads and
+// registers that they fit beside one of vptq_rows.cu.
 // Limit: latency, and instructions where CTAs share an SM.
 //
-// defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, BOOK_BYTES, WHOLE (columns are whole 256, in their own order)
+// defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, APART, BOOK_BYTES, WHOLE (columns are whole 256, in their own order)
 #include "common.cuh"
 #include "vectors.cuh"
 
-constexpr int THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * WARPS, HERE = APART ? 1 : PARTS;  // parts of a CTA
 constexpr int LATE = NORM && WHOLE && !FP16;  // the norm's factor is left to the products; half precision has no range for that
 
 // Eight neighbouring columns of a row (WHOLE), or those of a piece: two a word, 8 apart.
@@ -56,24 +57,27 @@ struct Piece {  // of one part: scales and biases of its columns
 extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
     PACK(0), PACK(1), PACK(2), const u16* x, const u16* norm, uint4* packed, float* sums, float epsilon, int rows, int in_features,
     int stored, int groups, int slices) {
-  __shared__ float of_warps[PARTS + NORM][WARPS];
+  __shared__ float of_warps[HERE + NORM][WARPS];
+  const int own_part = APART ? blockIdx.x % PARTS : 0, cta = APART ? blockIdx.x / PARTS : blockIdx.x;
+  if (own_part == 1) source0 = source1, pairs0 = pairs1, book0 = book1;
+  if (own_part == 2) source0 = source2, pairs0 = pairs2, book0 = book2;
   const u16* const sources[3] = {source0, source1, source2};
   const uint4* const pairs[3] = {pairs0, pairs1, pairs2};
   const u8* const books[3] = {book0, book1, book2};
-  const int row = blockIdx.x / slices, slice = blockIdx.x % slices, stages = (stored / 32 + STAGE_STEPS - 1) / STAGE_STEPS;
+  const int row = cta / slices, slice = cta % slices, stages = (stored / 32 + STAGE_STEPS - 1) / STAGE_STEPS;
   const int first = slice * THREADS + threadIdx.x, units = stored / 8, step = slices * THREADS;
   launch_dependents();
-  Piece pieces[PARTS];
+  Piece pieces[HERE];
   uint4 weight;
   if (first < units) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) pieces[part].load(pairs[part], first);
+    for (int part = 0; part < HERE; part++) pieces[part].load(pairs[part], first);
     if (NORM) weight = piece_of(load_columns(norm, sources[0], first, in_features));
   }
 #pragma unroll
-  for (int part = 0; part < PARTS; part++)
+  for (int part = 0; part < HERE; part++)
 #pragma unroll 1
-    for (int line = blockIdx.x * THREADS + threadIdx.x; line < BOOK_BYTES / 128; line += gridDim.x * THREADS)
+    for (int line = cta * THREADS + threadIdx.x; line < BOOK_BYTES / 128; line += rows * slices * THREADS)
       prefetch_l2(books[part] + line * 128);
   wait_for_inputs();
   const u16* const from = x + (size_t)row * in_features * (1 + GATED);
@@ -88,20 +92,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
     float squares = 0;
     for (int i = threadIdx.x; i < in_features; i += THREADS) squares += to_float(from[i]) * to_float(from[i]);
     squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) of_warps[PARTS][threadIdx.x / 32] = squares;
+    if (threadIdx.x % 32 == 0) of_warps[HERE][threadIdx.x / 32] = squares;
     __syncthreads();
     squares = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) squares += of_warps[PARTS][w];
+    for (int w = 0; w < WARPS; w++) squares += of_warps[HERE][w];
     factor = rsqrtf(squares / in_features + epsilon);
   }
-  float biases[PARTS + LATE] = {};  // and squares
+  float biases[HERE + LATE] = {};  // and squares
 #pragma unroll 1
   for (int unit = first; unit < units; unit += step) {
     const size_t place = vector_place<STAGE_STEPS>(row, unit, groups);
     float value[8];
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
+    for (int part = 0; part < HERE; part++) {
       if (unit != first) pieces[part].load(pairs[part], unit);
       if (part == 0 ? unit != first : !WHOLE && sources[part]) {
         load(part, unit);
@@ -114,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
         for (int i = 0; i < 8; i++) {
           float& v = value[i];
           v = half_of(own, i);
-          if (LATE) biases[PARTS] += v * v;
+          if (LATE) biases[HERE] += v * v;
           else v *= factor;
           if (GATED) v = silu(v) * half_of(up, i);
           if (NORM) v *= half_of(weight, i);
@@ -128,20 +132,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
         biases[part] += one * half_of(now.biases, 2 * j) + two * half_of(now.biases, 2 * j + 1);
         words[j] = pack2(one * half_of(now.scales, 2 * j), two * half_of(now.scales, 2 * j + 1));
       }
-      packed[place + (size_t)part * stages * groups * 32 * STAGE_STEPS] = make_uint4(words[0], words[1], words[2], words[3]);
+      packed[place + (size_t)(own_part + part) * stages * groups * 32 * STAGE_STEPS] = make_uint4(words[0], words[1], words[2], words[3]);
     }
-    if (PARTS > 1) break;  // slices are so many that a thread has one piece: more would cost registers
+    if (HERE > 1) break;  // slices are so many that a thread has one piece: more would cost registers
   }
 #pragma unroll
-  for (int part = 0; part < PARTS + LATE; part++) {
+  for (int part = 0; part < HERE + LATE; part++) {
     const float sum = warp_sum(biases[part]);
     if (threadIdx.x % 32 == 0) of_warps[part][threadIdx.x / 32] = sum;
   }
   __syncthreads();
-  if (threadIdx.x < PARTS + LATE) {
+  const bool squares = threadIdx.x >= HERE;  // they follow the last part, and are the same for all
+  if (threadIdx.x < HERE + LATE && !(squares && own_part > 0)) {
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += of_warps[threadIdx.x][w];
-    sums[((size_t)threadIdx.x * rows + row) * slices + slice] = sum;
+    sums[((size_t)(squares ? PARTS : own_part + threadIdx.x) * rows + row) * slices + slice] = sum;
   }
 }
