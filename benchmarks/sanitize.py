@@ -111,6 +111,22 @@ def layer_of_experts(tokens: int) -> float:
     return error(out, x.double() + second.matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16()))
 
 
+def vectors_of_parts(rows: int, *, silu: bool = False) -> float:
+    """Two weights with one input, normed."""
+    import torch
+
+    from flyweight.kernels import vptq
+    from flyweight.tensors import VectorQuant
+
+    tensors = [VectorQuant.random((64, 2048), seed, length=8, main=256, residual=16) for seed in range(2)]
+    weight = vptq.join([vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16) for tensor in tensors])
+    x, norm = torch.randn(rows, 2048).bfloat16(), torch.ones(2048).bfloat16().cuda()
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    first, second = (tensor.matmul_reference(normed) for tensor in tensors)
+    want = torch.nn.functional.silu(first) * second if silu else torch.cat([first, second], -1)
+    return error(weight.fused(x.cuda(), norm=norm, silu=silu), want)
+
+
 def vector_quantized(rows: int) -> float:
     import torch
 
@@ -154,10 +170,11 @@ def prompt(paged: bool) -> float:
     """A prompt, or a chunk of one over pages, against float64 on the CPU."""
     import torch
 
-    from flyweight.kernels.prefill_attention import Heads, Span, Units, attend
+    from flyweight.kernels.prefill_attention import BASE_2, Heads, Span, Units, attend
 
     heads, length, new = Heads(4, 2, 64, torch.bfloat16), 300, 170 if paged else 300
     query, keys, values = (torch.randn(length, count, 64).bfloat16() for count in (4, 2, 2))
+    query /= 8
     pages = torch.randperm(19)
     cache = torch.zeros(2, 19, 16, 2, 64, dtype=torch.bfloat16)
     at = torch.arange(length)
@@ -165,9 +182,9 @@ def prompt(paged: bool) -> float:
     units = Units.cut([Span(0, new, length, 0)], heads, 16 if paged else 0, torch.device("cuda", 0))
     given, out = query[-new:].cuda(), torch.empty(new, 4, 64, dtype=torch.bfloat16, device="cuda")
     attend(given, *((x.cuda() for x in cache) if paged else (keys.cuda(), values.cuda())), out, units=units, heads=heads,
-           scale=0.125, tables=pages.int().cuda())
+           tables=pages.int().cuda())
     q, k, v = (x.double().transpose(0, 1) for x in (query[-new:], keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)))
-    scores = (q @ k.transpose(1, 2) * 0.125).masked_fill(at[None] > at[-new:, None], -torch.inf)
+    scores = (q @ k.transpose(1, 2) * BASE_2).masked_fill(at[None] > at[-new:, None], -torch.inf)
     return error(out, (scores.softmax(-1) @ v).transpose(0, 1))
 
 
@@ -197,6 +214,8 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "vptq-eight": (lambda: vector_quantized(5), "vptq", 0.02),
     "vptq-rows": (lambda: vector_quantized(20), "vptq", 0.02),
     "vptq-decode": (lambda: vector_quantized(150), "vptq", 0.02),
+    "vptq-parts": (lambda: vectors_of_parts(100), "vptq", 0.02),
+    "vptq-silu": (lambda: vectors_of_parts(200, silu=True), "vptq|gemm|pack", 0.03),
     "attention": (lambda: attention(fused=False), "attention|choose|embed", 0.05),
     "qkv_attention": (lambda: attention(fused=True), "qkv_attention", 0.05),
     "prompt": (lambda: prompt(paged=False), "prefill_attention", 0.01),
