@@ -5,10 +5,14 @@
 A row for each kernel and check: what the tool found, and whether the result was right. Weights and references are made on the
 CPU and only the kernel itself is watched, so a run is little more than the start of an interpreter; all run side by side, once
 without the tool first, to compile. Every tensor has an allocation of its own, so that a read beyond one is found. Exits with 1
-where anything was found or nothing was checked. Of gemm.cu's rings no stage is filled twice here: a warp's first lane gives it back
-for all, and that products, which a warp issues as one, come behind the others' reads is nothing the tool knows of. The tool is in the CUDA toolkit, and in `pip install nvidia-cuda-sanitizer-api`;
-of several the first is taken that can watch the first kernel. It starts programs through TreeLauncherSubreaper, which must lie
-beside it, executable: the package of 13.0.85 lacks that, and every program then "terminated before first instrumented API call".
+where anything was found or nothing was checked.
+
+Of gemm.cu's rings no stage is filled twice here: a warp's first lane gives it back for all, and the tool does not know that
+products, which a warp issues as one, come behind the reads of the others.
+
+The tool is in the CUDA toolkit, and in `pip install nvidia-cuda-sanitizer-api`; of several the first is taken that can watch the
+first kernel. It starts programs through TreeLauncherSubreaper, which must lie beside it, executable: the package of 13.0.85 lacks
+that, and every program then "terminated before first instrumented API call".
 """
 
 from __future__ import annotations
