@@ -97,7 +97,8 @@ def join(folder: Path, target: Path) -> None:
             if hashlib.file_digest(stream, "sha256").hexdigest() != fact["sha256"]:
                 sys.exit(f"{path} is damaged: carry it again")
     with tarfile.open(fileobj=io.BufferedReader(Joined([folder / fact["name"] for fact in facts])), mode="r|") as archive:
-        archive.extractall(target, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and before have none
+        archive.extractall(target)
 
 
 def main() -> None:
