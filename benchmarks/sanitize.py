@@ -121,15 +121,15 @@ def vectors_of_parts(rows: int, columns: int, *, silu: bool = False) -> float:
     import torch
 
     from flyweight.kernels import vptq
+    from flyweight.kernels.reference import rms_norm
     from flyweight.tensors import VectorQuant
 
     tensors = [VectorQuant.random((64, columns), seed, length=8, main=256, residual=16) for seed in range(2)]
     weight = vptq.join([vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16) for tensor in tensors])
-    x, norm = torch.randn(rows, columns).bfloat16(), torch.ones(columns).bfloat16().cuda()
-    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
-    first, second = (tensor.matmul_reference(normed) for tensor in tensors)
+    x, norm = torch.randn(rows, columns).bfloat16(), torch.ones(columns).bfloat16()
+    first, second = (tensor.matmul_reference(rms_norm(x.float(), norm.float(), 1e-6)) for tensor in tensors)
     want = torch.nn.functional.silu(first) * second if silu else torch.cat([first, second], -1)
-    return error(weight.fused(x.cuda(), norm=norm, silu=silu), want)
+    return error(weight.fused(x.cuda(), norm=norm.cuda(), silu=silu), want)
 
 
 def vector_quantized(rows: int) -> float:

@@ -116,8 +116,7 @@ class CudaLinear:
             multiply = gemv_split.multiply if way == "split" else batch.multiply
             return multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
         if way == "written":  # by a kernel that the product must not run ahead of
-            tiles = untile(self.weight, tiles=True)
-            weight = dataclasses.replace(self.plain, weights=tiles, calls=self.plain.calls)
+            weight = dataclasses.replace(self.plain, weights=untile(self.weight, tiles=True))
             return gemm.multiply(weight, x, out, norm=norm, epsilon=epsilon, residual=residual, pdl=False)
         if way != "cublas":
             return gemm.multiply(self.weight, x, out, norm=norm, epsilon=epsilon, residual=residual)
@@ -135,12 +134,11 @@ class CudaLinear:
         return y.view(*x.shape[:-1], -1)
 
     def many(self, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None) -> Tensor:
-        """Through cuBLAS; a gated weight gives [gate | up], and has no residual. Where that is `out`, too, so is the result."""
+        """Through cuBLAS, to `out`; a gated weight gives [gate | up], which is no `out`, and has no residual."""
         weight = self.weight
         dense = untile(weight)
         if weight.kind not in gemv.QUANTIZED:
-            y = (F.linear(x, dense) if residual is None else residual.addmm_(x, dense.T) if residual is out
-                 else torch.addmm(residual, x, dense.T))
+            y = product(x, dense, None if weight.interleaved else out, residual=residual)
         else:
             assert weight.channel_scale is not None
             channels, static = weight.channel_scale.split([weight.out_features, int(weight.static)])
@@ -150,6 +148,13 @@ class CudaLinear:
             y = (sums.float() * (scale / shrink) * gemv.deinterleave(channels, weight.interleaved)).to(weight.dtype)
             y = y if residual is None else y.add_(residual)
         return y if self.bias is None else y.add_(self.bias)
+
+
+def product(x: Tensor, dense: Tensor, out: Tensor | None, *, residual: Tensor | None) -> Tensor:
+    """x denseᵀ + residual, which may be `out` itself: added in its place, while cuBLAS otherwise gets a copy."""
+    if residual is None:
+        return torch.mm(x, dense.T, out=out)
+    return residual.addmm_(x, dense.T) if residual is out else torch.addmm(residual, x, dense.T, out=out)
 
 
 def quantize_rows(x: Tensor, kind: str, static: Tensor | None) -> tuple[Tensor, Tensor]:

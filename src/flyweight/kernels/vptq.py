@@ -119,7 +119,7 @@ class Vptq:
     arrived: Tensor  # int32 counters of thread blocks that meet: sliced
     bias: Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
-    why: str = "up to 128 rows straight from the codebook; more are written out in 16 bits for cuBLAS"
+    why: str = "up to 128 rows straight from the codebook; more are written out in 16 bits for cuBLAS, or gemm.cu and silu·mul"
 
     @property
     def layout(self) -> Layout:
@@ -166,8 +166,7 @@ class Vptq:
         if silu:
             assert isinstance(x, Tensor)
             written = vptq_decode.dequantize(self.parts, tiles=True)  # by a kernel that the product must not run ahead of
-            return gemm.multiply(replace(self.tiles, weights=written, calls=self.tiles.calls), x, out, norm=norm, epsilon=epsilon,
-                                 pdl=False)
+            return gemm.multiply(replace(self.tiles, weights=written), x, out, norm=norm, epsilon=epsilon, pdl=False)
         ends = Ends(norm, epsilon, gated, self.bias, residual)
         rows, device = (x.rows, x.data.device) if isinstance(x, vptq_rows.Packed) else (x.shape[0], x.device)
         if out is None:

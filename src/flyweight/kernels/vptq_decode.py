@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels import jit
-from flyweight.kernels.cuda_linear import scratch
+from flyweight.kernels.cuda_linear import product, scratch
 from flyweight.kernels.gemv import processors
 from flyweight.kernels.vptq_layout import CHUNK, ItemFormat, Layout
 from flyweight.kernels.vptq_parts import Parts, in_order, part_arguments, share_out
@@ -22,15 +22,9 @@ COPIES = 8
 
 
 def multiply(parts: Parts, x: Tensor, out: Tensor, *, residual: Tensor | None = None) -> None:
-    """x [rows, in] → out [rows, outputs of all parts]; a residual may be `out` itself, and then is not copied."""
+    """x [rows, in] → out [rows, outputs of all parts]; a residual may be `out` itself."""
     if len(parts) == 1 or all(part.source is None for part in parts):  # one x for all
-        own, weight = stored_x(parts[0], x), dequantize(parts).t()
-        if residual is None:
-            torch.mm(own, weight, out=out)
-        elif residual is out:
-            out.addmm_(own, weight)
-        else:
-            torch.addmm(residual, own, weight, out=out)
+        product(stored_x(parts[0], x), dequantize(parts), out, residual=residual)
         return
     begin = 0
     for part in parts:
