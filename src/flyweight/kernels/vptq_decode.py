@@ -1,4 +1,4 @@
-"""VPTQ weights written out in 16 bits for cuBLAS, into the scratch that all layers share.
+"""VPTQ weights written out in 16 bits for cuBLAS or gemm.cu, into the scratch that all layers share.
 
 Host side of cuda/vptq_decode.cu; vectors that are not of 8, and codebooks in slices, take the slower kernels of vptq_layout.cu.
 """
