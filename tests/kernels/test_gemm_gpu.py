@@ -81,10 +81,11 @@ def test_inputs_of_several_tiles_of_tokens_are_cut_into_slices(kind, rows, cut):
     assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8"])
-@pytest.mark.parametrize(("rows", "cut"), [
-    (20, dict(split=gemm.WHOLE)), (64, dict(split=gemm.CLUSTERS, cluster=2, beside=False)),
-    (40, dict(split=gemm.MAIL, cluster=3)), (100, dict(split=gemm.WHOLE, tokens=64)), (200, dict(split=gemm.WHOLE, tokens=128))])
+@pytest.mark.parametrize(("kind", "rows", "cut"), [
+    (kind, rows, cut) for kind in ("plain", "int4:128", "int8:64", "w8a8", "fp8") for rows, cut in (
+        (20, dict(split=gemm.WHOLE)), (64, dict(split=gemm.CLUSTERS, cluster=2, beside=False, apart=True, before=2)),
+        (40, dict(split=gemm.MAIL, cluster=3)), (100, dict(split=gemm.WHOLE, tokens=64)),
+        (200, dict(split=gemm.WHOLE, tokens=128))) if kind != "fp8" or rows <= 100])
 def test_two_teams_take_the_stages_of_a_tile_by_turns(kind, rows, cut):
     tensor, residual = make(kind, (600, 1664), 4), torch.randn(rows, 600, device="cuda").bfloat16()  # 13 stages
     weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, 1664, device="cuda").bfloat16()

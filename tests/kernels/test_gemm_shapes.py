@@ -1,5 +1,7 @@
 """How the linear of many rows is cut into tiles, chosen on the host: no GPU needed."""
 
+import itertools
+
 import pytest
 
 from flyweight.kernels import gemm
@@ -81,11 +83,27 @@ def test_sums_of_a_cluster_meet_beside_its_rings_where_that_costs_nothing():
 
     assert apart("w8a8", 6144, 4096, 32) and not apart("w8a8", 6144, 2560, 32) and not apart("w8a8", 4096, 12288, 64)
     assert apart("fp8", 6144, 4096, 64) and not apart("w8a8", 6144, 4096, 64), "attention has the room beside qkv"
+    assert gemm.shape_for("w8a8", 6144, 4096, 128, 64, 132, bare=True).apart, "alone it is faster"
     assert apart("int8", 4096, 4096, 64) and not apart("int4", 4096, 4096, 64), "for a stage less"
     for kind, rows in (("w8a8", 32), ("fp8", 64), ("int4", 16)):
         shape = gemm.shape_for(kind, 4096, 4096, 128, rows, 132)
         limit = gemm.SHARED_SMALL if shape.beside else gemm.SHARED_CLUSTERS
         assert shape.apart and shape.shared <= limit + 16 * shape.stages + 512
+
+
+def test_only_so_many_weights_are_fetched_early_as_arrive_while_x_is_packed():
+    def early(kind, rows, *, bare=False):
+        shape = gemm.shape_for(kind, 4096, 4096, 128, rows, 132, bare=bare)
+        return (shape.before * 64 * shape.stage_blocks, shape.before < shape.stages)
+
+    assert [early("int4", rows) for rows in (16, 32, 64)] == [(1024, True), (512, True), (512, True)]
+    assert early("w8a8", 64, bare=True) == early("fp8", 64, bare=True) == early("w8a8", 32, bare=True) == (768, True)
+    assert not early("w8a8", 64)[1] and not early("plain", 64)[1], "steps do not gain"
+    assert not early("w8a8", 16, bare=True)[1] and not early("int4", 256)[1]
+    for kind, rows in itertools.product(gemm.BLOCK_BYTES, (8, 16, 64, 300)):
+        for outputs, inputs in SHAPES:
+            shape = gemm.shape_for(kind, outputs, inputs, 64, rows, 132, bare=True)
+            assert shape is None or 1 <= shape.before <= shape.stages
 
 
 def test_two_teams_share_lone_tiles_of_64_outputs():
@@ -94,6 +112,7 @@ def test_two_teams_share_lone_tiles_of_64_outputs():
 
     assert [teams("int4", outputs, 32) for outputs in (6144, 4096, 24576, 37888)] == [2, 2, 1, 1]
     assert teams("int4", 4096, 64) == teams("int4", 4096, 100) == teams("int8", 6144, 32) == 2
+    assert [teams("fp8", 4096, rows) for rows in (32, 64)] == [1, 2]
     assert teams("int8", 4096, 64) == teams("plain", 4096, 32) == teams("int4", 4096, 256) == teams("int4", 2560, 32) == 1
     assert teams("int4", 4096, 512, tokens=64, warpgroups=1, split=gemm.WHOLE) == 1, "a CTA has more than one tile"
 

@@ -113,6 +113,8 @@ MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=ge
         ("int4:64", 20, (72, 1152), dict(split=gemm.WHOLE, warpgroups=1, stage_blocks=2, teams=2)),  # 9 stages
         ("plain", 50, (72, 1024), dict(split=gemm.CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
         ("w8a8", 60, (72, 1024), dict(split=gemm.MAIL, cluster=3, warpgroups=1, stage_blocks=2, teams=2)),
+        ("fp8", 60, (72, 1152), dict(split=gemm.WHOLE, warpgroups=1, stage_blocks=2, teams=2, before=1)),
+        ("fp8", 60, (72, 1536), dict(split=gemm.CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
         ("int8:128:symmetric", 100, (80, 768), dict(split=gemm.WHOLE, tokens=128, warpgroups=1, stage_blocks=2, teams=2)),
         ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
 

@@ -59,7 +59,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "plain": (FEW, SOME, ALONE, Way(4096, "cublas", "no x to pack", deep=True)),
     "int4": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE, Way(2048, "cublas", "no x to pack", deep=True, bare=True),
              Way(4096, "cublas", "bf16 products without codes to convert"), GATED),
-    "int8": (FEW, SIXTEEN, INTEGERS, ALONE_SMALL, ALONE,
+    "int8": (FEW, SIXTEEN, INTEGERS, ALONE,
              Way(1024, "cublas", "no x to pack, and 8-bit codes take long to convert", deep=True),
              Way(4096, "cublas", "bf16 products are as fast"), GATED),
     "w8a8": (FEW, Way(3, "batch", ONCE), Way(5, "few", "x is quantized in the registers it stays in", small=True),

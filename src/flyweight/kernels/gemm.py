@@ -38,11 +38,13 @@ CONVERTED, LINE_US, SLICED_US = 0.2, 12.0, {2: 3.0, 3: 4.0}
 # Formats whose linears of 17 to 64 rows take tiles that have an SM each (`lone_tiles`). Of others nobody knows yet.
 LONE = ("plain", "int4", "int8", "w8a8", "fp8")
 REGISTERS, REGISTERS_SMALL, REGISTERS_PACK = 65536, 96, 256 * 48  # of an SM; of a thread; of a CTA of pack.cu
-LEAST = 8  # tokens of a tile
+LEAST, MOST_STAGES = 8, 12  # tokens of a tile; of a ring
 PACK_WARPS = 8  # of a CTA of pack.cu that neither norms nor quantizes
 SLICED_KINDS = ("plain", "int4", "int8")
-TEAMED = {"int4": 64, "int8": 32}  # most tokens of lone tiles of 64 outputs that two teams share: codes are taken apart meanwhile
-PLANES = ("int4", "int8")  # whose x of few rows becomes integers where groups have 128 inputs (`in_planes`)
+# Tokens of lone tiles of 64 outputs that two teams share: codes are taken apart, or sums added up, meanwhile.
+TEAMED = {"int4": range(65), "int8": range(33), "fp8": range(33, 65)}
+EARLY, EARLY_PLANES, EARLY_QUANTIZED = 512, 1024, 768  # inputs whose weights are fetched early (`early_stages`)
+CODES = ("int4", "int8")  # in groups, and not 2:4; x of few rows becomes integers where groups have 128 inputs (`in_planes`)
 WHOLE, LINE, CLUSTERS, MAIL = range(4)
 _buffers: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -100,6 +102,7 @@ class Shape:
     teams: int = 1  # of warpgroups, that take a tile's stages by turns
     planes: bool = False  # x as integers: cuda/gemm_planes.cuh
     apart: bool = False  # the sums of a cluster meet beside its rings, not in them
+    before: int = 0  # stages whose weights are fetched before the inputs are there
 
     @property
     def loaders(self) -> int:
@@ -125,18 +128,20 @@ class Shape:
 
 @functools.cache
 def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, processors: int, *, residual: bool = False,
-              tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
+              bare: bool = False, tokens: int | None = None, warpgroups: int | None = None, stage_blocks: int | None = None,
               cluster: int | None = None, split: int | None = None, staged: int | None = None,
               beside: bool | None = None, teams: int | None = None, planes: bool | None = None,
-              apart: bool | None = None) -> Shape | None:
-    """What was measured to be fastest, where nothing is asked for; None where no cut of the inputs into stages fits."""
+              apart: bool | None = None, before: int | None = None) -> Shape | None:
+    """What was measured to be fastest, where nothing is asked for: `bare`, with neither norm nor residual, by itself, else in
+    steps. None where no cut of the inputs into stages fits."""
     large = outputs * columns > SMALL
     if planes is None:
         planes = (tokens is None or tokens >= rows) and in_planes(kind, outputs, columns, group, rows)
     if (tokens, warpgroups, split) == (None, None, None) and rows > 64:
         tokens, warpgroups, split, cluster = fastest_tile(kind, outputs, columns, rows, processors)
     lone = lone_tiles(outputs, processors) if kind in LONE and (0 if kind in QUANTIZED or planes else 16) < rows <= 64 else None
-    if kind in QUANTIZED and lone != (3, 1) and columns <= outputs and (rows <= 32 or lone == (1, 1) or kind == "fp8"):
+    shared_out = rows <= 32 or lone == (1, 1) or (kind == "fp8" and lone != (1, 2))
+    if kind in QUANTIZED and lone != (3, 1) and columns <= outputs and shared_out:
         lone = None  # qkv and o: smaller CTAs are as fast or faster, and leave room beside for more of decode attention
     if planes and lone == (1, 1) and rows <= 16:
         lone = None  # qkv: so are clusters
@@ -178,32 +183,49 @@ def shape_for(kind: str, outputs: int, columns: int, group: int, rows: int, proc
         owned = tokens // 8 // min(8, tokens // 8, 1 << (cluster.bit_length() - 1))
         share = owned * warpgroups * 128 * 16 if cluster > 1 and split == CLUSTERS else 0  # of an owner's sums
         left = limit - (cluster - 1) * share  # for the ring, where these have a place of their own
-        lost = left // (stage + 16) < limit // (stage + 16)
-        meet = share > 0 and (worth_apart(kind, outputs, columns, tokens, beside, lost=lost) if apart is None else apart)
-        stages = min(12, (left if meet else limit) // (stage + 16))
+        lost = min(MOST_STAGES, left // (stage + 16)) < min(MOST_STAGES, limit // (stage + 16))
+        if apart is None:
+            meet = share > 0 and worth_apart(kind, outputs, columns, tokens, beside, lost=lost, bare=bare)
+        else:
+            meet = share > 0 and apart
+        stages = min(MOST_STAGES, (left if meet else limit) // (stage + 16))
         if stages >= (4 if small and not beside and tokens <= 64 else 3 if count == 4 or (count == 2 and grouped) else 2):
             exchanged = stages * stage + (cluster - 1) * share if meet else max(stages * stage, cluster * share)
             shared = exchanged + staging + 16 * stages + 512
             tiles = m_tiles * math.ceil(rows / tokens)
             if teams is None:
                 alone = warpgroups == 1 and split in (WHOLE, CLUSTERS) and not beside and tiles * cluster <= processors
-                teams = 2 if alone and tokens <= TEAMED.get(kind, 0) and count > 1 and total // count // cluster > 2 else 1
-            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams, planes, meet)
+                teams = 2 if alone and tokens in TEAMED.get(kind, ()) and count > 1 and total // count // cluster > 2 else 1
+            early = early_stages(kind, tokens, count, stages, planes=planes, bare=bare) if before is None else before
+            return Shape(tokens, warpgroups, count, stages, split, cluster, staged, tiles, shared, beside, teams, planes, meet,
+                         min(early, stages))
     return None
 
 
-def worth_apart(kind: str, outputs: int, columns: int, tokens: int, beside: bool, *, lost: bool) -> bool:
+def early_stages(kind: str, tokens: int, stage_blocks: int, stages: int, *, planes: bool, bare: bool) -> int:
+    """How many stages' weights are fetched before the inputs are there: of few tokens as many as arrive while x is packed, which
+    takes longest if by the row's largest. Formats that steps do not gain with fetch all there."""
+    if tokens > 64 or not (kind in CODES or (bare and tokens > 16)):
+        return stages
+    inputs = EARLY_QUANTIZED if kind in QUANTIZED else EARLY_PLANES if planes and tokens <= 16 else EARLY
+    return max(1, min(inputs // (64 * stage_blocks), stages - 1))
+
+
+def worth_apart(kind: str, outputs: int, columns: int, tokens: int, beside: bool, *, lost: bool, bare: bool) -> bool:
     """Whether sums that meet beside the rings make steps faster, since nobody waits for the others: not with few inputs, nor
-    where decode attention wants the room, nor, with 64 tokens, for a stage (`lost`), nor then with W8A8."""
+    where decode attention wants the room, nor, with 64 tokens, for a stage (`lost`), nor then with W8A8, which alone (`bare`)
+    is faster so."""
     if tokens <= 32:
         return not beside or columns >= INPUTS
-    return kind != "w8a8" and not lost and (columns >= outputs or (kind == "fp8" and columns >= INPUTS))
+    if kind == "w8a8":
+        return bare and not lost
+    return not lost and (columns >= outputs or (kind == "fp8" and columns >= INPUTS))
 
 
 def in_planes(kind: str, outputs: int, columns: int, group: int, rows: int) -> bool:
     """Whether cuda/gemm_planes.cuh is faster than 16-bit floats: up to 16 rows, and up to 32 where no kernel before packs x;
     there of int4 only gate/up gains in a step."""
-    takes = kind in PLANES and group == 128 and columns % 128 == 0
+    takes = kind in CODES and group == 128 and columns % 128 == 0
     many = outputs > columns and (kind == "int8" or outputs * columns > SMALL)
     return takes and rows <= (32 if many else 16)
 
@@ -293,7 +315,9 @@ def kernels(kind: str, outputs: int, columns: int, group: int, fp16: bool, scale
         "STAGES": shape.stages, "SPLIT": shape.split,
         "CLUSTER": shape.cluster, "STAGED": shape.staged, "LOADERS": shape.loaders, "TEAMS": shape.teams,
         "EXPERTS": int(experts), **({"IN_PLANES": 1} if shape.planes else {}),
-        **({"APART": 1} if shape.apart else {}), **({"BY_ROWS": 1} if by_rows else {}), **(to.defines if to else {})})
+        **({"APART": 1} if shape.apart else {}),
+        **({"BEFORE": shape.before} if shape.before < shape.stages else {}), **({"BY_ROWS": 1} if by_rows else {}),
+        **(to.defines if to else {})})
     return pack.kernel("pack"), gemm.kernel("gemm")
 
 
@@ -351,7 +375,7 @@ def _make_call(weight: Gemv, rows: int, device: torch.device, *, norm: bool, res
                choices: dict[str, int]) -> Call:
     count = processors(device.index or 0)
     shape = shape_for(weight.kind, weight.out_features, weight.in_features, weight.group, rows, count, residual=residual,
-                      **choices)
+                      bare=not (norm or residual or weight.interleaved), **choices)
     assert shape is not None
     padded, blocks = math.ceil(rows / shape.tokens) * shape.tokens, math.ceil(weight.in_features / 64)
     packing = pack_shape(weight.in_features, padded, norm=norm, quantized=weight.kind in QUANTIZED, planes=shape.planes)

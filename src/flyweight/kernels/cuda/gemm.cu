@@ -38,8 +38,8 @@
 // Limit: bytes of weights / bandwidth for few rows, the matrix units for many.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, EPILOGUE, BIAS, TOKENS, WGS, SB, STAGES, SPLIT, LOADERS,
-// CLUSTER, STAGED, TEAMS (1), EXPERTS (0), APART (0), IN_PLANES (0: gemm_planes.cuh), PACKED (0), ORDER (0), BY_ROWS (0: 16-bit tiles
-// whose 16 bytes are of one row each, as kernels that have just decoded a row write them)
+// CLUSTER, STAGED, TEAMS (1), BEFORE (STAGES), EXPERTS (0), APART (0), IN_PLANES (0: gemm_planes.cuh), PACKED (0), ORDER (0), BY_ROWS (0:
+// 16-bit tiles whose 16 bytes are of one row each, as kernels that have just decoded a row write them)
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
@@ -53,6 +53,9 @@
 #endif
 #ifndef BY_ROWS
 #define BY_ROWS 0
+#endif
+#ifndef BEFORE
+#define BEFORE STAGES
 #endif
 #ifndef TEAMS
 #define TEAMS 1
@@ -95,7 +98,7 @@ constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows
 static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
 static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
-static_assert(TEAMS == 1 || (FORMAT != FP8 && SB > 1 && SPLIT != LINE && !EXPERTS && STAGES > TEAMS), "a CTA has one tile");
+static_assert(TEAMS == 1 || (SB > 1 && SPLIT != LINE && !EXPERTS && STAGES > TEAMS), "a CTA has one tile");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 
@@ -124,6 +127,19 @@ struct __align__(128) Shared {
   u64 full[STAGES], empty[STAGES], met;
 };
 
+DEVICE void await_stage(Shared& sh, int slot, u32 parity) {
+  // the other team's stage may still be on its way there: only when that is done with, `parity` means what it says
+  if (STAGES % TEAMS) barrier_wait(&sh.empty[slot], parity ^ 1);
+  barrier_wait(&sh.full[slot], parity);
+}
+DEVICE void next_slot(int& slot, u32& parity) {  // of a team
+  if constexpr (TEAMS > 1) {
+    if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
+  } else {
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+}
+
 #include "fragments.cuh"
 #include "gemm_planes.cuh"
 
@@ -133,6 +149,7 @@ struct __align__(128) Shared {
 // where sums are in flight across the loop's end, the compiler does the products one by one. `sum` lives on from window to
 // window: if it were new, the compiler would spread it over more registers than there are.
 constexpr int WINDOW = TOKENS >= 128 && STAGES >= 4 ? 2 : 1;
+static_assert(TEAMS == 1 || WINDOW == 1, "a team takes a stage at a time");
 constexpr int AHEAD = TOKENS >= 128 ? 1 : 0, PART = TOKENS >= 128 ? 64 : TOKENS, STAGE_PARTS = TOKENS / PART;
 template <int COUNT>
 DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[AHEAD + 1][PART / 2], int& slot, u32& parity, int keep,
@@ -142,14 +159,14 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
   int slots[COUNT];
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    barrier_wait(&sh.full[slot], parity);
+    await_stage(sh, slot, parity);
     const u8* ring = sh.ring[slot];
 #pragma unroll
     for (int j = 0; j < SB * STEPS; j++)
       Block(ring + warp * SB * BLOCK_BYTES, nullptr, 0, j / STEPS, lane).take(j % STEPS, a[i][j / STEPS][j % STEPS]);
     x[i] = matrix_descriptor(ring + WEIGHT_BYTES, X_ROW * 8);
     slots[i] = slot;
-    if (++slot == STAGES) slot = 0, parity ^= 1;
+    next_slot(slot, parity);
   }
   auto add = [&](int part) {  // whose products are done
     float(&from)[PART / 2] = sum[part % (AHEAD + 1)];
@@ -247,28 +264,25 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
 #endif
 #if FORMAT == FP8
     float sum[AHEAD + 1][PART / 2] = {};
-    int stage = s.begin;
+    int stage = s.begin + team;
 #pragma unroll 1
-    for (; stage + WINDOW <= s.end; stage += WINDOW) multiply_window<WINDOW>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
+    for (; stage + WINDOW <= s.end; stage += WINDOW * TEAMS) multiply_window<WINDOW>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #pragma unroll 1
     for (; WINDOW > 1 && stage < s.end; stage++) multiply_window<1>(sh, acc, sum, slot, parity, rows < 0, warp, lane);
 #elif IN_PLANES
     int sum[TOKENS] = {};
 #pragma unroll 1
     for (int stage = s.begin + team; stage < s.end; stage += TEAMS) {
-      if (STAGES % TEAMS) barrier_wait(&sh.empty[slot], parity ^ 1);  // see below
-      barrier_wait(&sh.full[slot], parity);
+      await_stage(sh, slot, parity);
       multiply_planes(sh, acc, sum, slot, rows < 0, warp, lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(&sh.empty[slot]);
-      if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
+      next_slot(slot, parity);
     }
 #else
     int before = -1, stage = s.begin + team;  // `before`: the slot that the products in flight may still read
     auto multiply = [&] {  // with the stage in `slot`
-      // the other team's stage may still be on its way there: only when that is done with, `parity` means what it says
-      if (STAGES % TEAMS) barrier_wait(&sh.empty[slot], parity ^ 1);
-      barrier_wait(&sh.full[slot], parity);
+      await_stage(sh, slot, parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
       const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
@@ -298,11 +312,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
         if (block == 0 && before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);  // the stage before is done
       }
       before = slot, stage += TEAMS;
-      if constexpr (TEAMS > 1) {
-        if ((slot += TEAMS) >= STAGES) slot -= STAGES, parity ^= 1;
-      } else {
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-      }
+      next_slot(slot, parity);
     };
     constexpr int turns = SB == 1 ? 2 : 1;  // the registers of a block are read on while the next one's are filled: two sets
 #pragma unroll 1

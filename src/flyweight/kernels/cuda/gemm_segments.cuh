@@ -52,7 +52,8 @@ DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage
   constexpr int part = X_BYTES / LOADERS;
   bulk_copy(slot + WEIGHT_BYTES + RECORD_BYTES + loader * part, x + ((size_t)stage * x_tiles + s.n) * X_BYTES + loader * part, part, full);
 }
-// The ring's first weights are fetched before this kernel's inputs are there, its x after.
+// The weights of the first BEFORE stages are fetched before this kernel's inputs are there. Not of the whole ring: memory that is busy
+// with them holds up the kernel in front, and then x.
 DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8* x, const int* expert_of, int n_tiles, int x_tiles,
                     int loader) {
   Segment s;
@@ -62,11 +63,11 @@ DEVICE void produce(Shared& sh, const u8* weights, const u32* records, const u8*
       for (int stage = s.begin; stage < s.end; stage++, at++) {
         const int slot = at % STAGES;
         if (pass == 0) {
-          if (at == STAGES) goto filled;
+          if (at == BEFORE) goto filled;
           copy_weights(sh.ring[slot], &sh.full[slot], weights, records, s, stage, loader);
         } else {
-          if (at >= STAGES) {
-            barrier_wait(&sh.empty[slot], (at / STAGES + 1) & 1);
+          if (at >= BEFORE) {
+            if (at >= STAGES) barrier_wait(&sh.empty[slot], (at / STAGES + 1) & 1);
             copy_weights(sh.ring[slot], &sh.full[slot], weights, records, s, stage, loader);
           }
           copy_x(sh.ring[slot], &sh.full[slot], x, s, stage, x_tiles, loader);
