@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from flyweight.batch import Batch, KVStorage
 from flyweight.bench.replay import graph_sampler
 from flyweight.bench.rows import environment_row, make_row
-from flyweight.engine.batch import Batch, KVStorage
 from flyweight.kernels import reference, triton_attention, triton_ops
 from flyweight.kernels.triton_attention import Tile
 from flyweight.models.presets import PRESETS

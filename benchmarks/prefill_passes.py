@@ -26,7 +26,8 @@ import torch
 from flyweight import LLM, SamplingParams
 from flyweight.bench.kernels import tensors_of
 from flyweight.bench.rows import environment_row, make_row, rounded
-from flyweight.bench.timing import clock, random_prompts
+from flyweight.bench.timing import random_prompts
+from flyweight.clock import clock
 from flyweight.engine.request import Request
 
 CASES = ["16", "64", "256", "512", "2048", "16384", "8192x32", "64+256"]

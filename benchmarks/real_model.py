@@ -38,10 +38,10 @@ from gpu_models import WAYS, both_ways, forced, gap_where_parted, make_engine, p
 
 from flyweight.bench.cases import attempt
 from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
-from flyweight.bench.timing import clock
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.streamed import Streamed
+from flyweight.clock import clock
 from flyweight.engine.sampling import gumbel_noise
 from flyweight.models.decoder import Decoder
 from flyweight.models.layers import Weights

@@ -160,7 +160,7 @@ def attention(fused: bool) -> float:
     """Steps of a tiny model, captured by nothing: the two ways to qkv and attention against float32 on the CPU."""
     import torch
 
-    from flyweight.engine.batch import KVStorage
+    from flyweight.batch import KVStorage
     from flyweight.engine.graphs import Activations, Step
     from flyweight.engine.rows import Rows
     from flyweight.kernels.attention import rope_pairs

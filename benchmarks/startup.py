@@ -18,7 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flyweight.bench.timing import clock, random_prompts
+from flyweight.bench.timing import random_prompts
+from flyweight.clock import clock
 
 INPUT = 128
 
@@ -82,7 +83,7 @@ def main() -> None:
 
     from flyweight.bench.facts import Variant, facts_of
     from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
-    from flyweight.checkpoint.random_folder import write_preset
+    from flyweight.models.random_folder import write_preset
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     environment, facts = environment_row(device), facts_of(Variant(options.model)).fields()

@@ -2,7 +2,7 @@
 
 A dry run (`pretend`) runs the engine's own code on tensors with shapes and a device but no values, to find out which kernels
 it asks for. Choices between kernels depend on few facts of the device, all of which are asked for here; where a choice depends
-on values, `known` says what is taken for granted. A process that has pretended is good for nothing else: much is kept by
+on values, `values.known` says what is taken for granted. A process that has pretended is good for nothing else: much is kept by
 shape or device.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -52,18 +51,3 @@ def capability(device: torch.device | int) -> tuple[int, int]:
 
 def properties(device: torch.device | int) -> Any:
     return _pretended or torch.cuda.get_device_properties(device)
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """torch.equal, taken for granted where there are no values."""
-    return not _has_values(one) or torch.equal(one, other)
-
-
-def known(value: Tensor, otherwise: bool) -> bool:
-    """bool(value), or `otherwise` where there are no values."""
-    return bool(value) if _has_values(value) else otherwise
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """A dry run may read real tensors between those of a class of their own, which have none."""
-    return _pretended is None or type(tensor) is Tensor

@@ -8,15 +8,15 @@ import pytest
 import torch
 from tiny_preset import add_tiny
 
-from flyweight import cli
+from flyweight import cli, machine
 from flyweight.backends import base
 from flyweight.backends.base import EngineOptions, Limits
-from flyweight.bench import check, environment
+from flyweight.bench import check
 from flyweight.bench.rows import make_row
-from flyweight.checkpoint.random_folder import write_preset
 from flyweight.kernels import cpu
 from flyweight.models.decoder import Block, Decoder
 from flyweight.models.presets import PresetWeights
+from flyweight.models.random_folder import write_preset
 from flyweight.report.document import View
 from flyweight.report.read import read
 from flyweight.report.rows import read_jsonl
@@ -31,7 +31,7 @@ WEIGHTS = "the same weights, dequantized"
 def bench(tmp_path, capsys, monkeypatch):
     """Run `flyweight bench …`: the rows in its file, stderr."""
     add_tiny(monkeypatch)
-    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 14)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 1 << 14)
     out = tmp_path / "result.jsonl"
 
     def run(*arguments, code=0):
@@ -164,7 +164,7 @@ def test_the_weights_one_block_at_a_time_give_what_all_at_once_give(model, monke
 def test_an_engine_that_hides_its_tokens_is_not_compared():
     class Silent:
         def generate(self, prompts, output):
-            from flyweight.bench.timing import Answer, Run
+            from flyweight.clock import Answer, Run
             return Run(0.0, 1.0, tuple(Answer(0.0, ((1.0, output),), ()) for _ in prompts))
 
     with pytest.raises(check.ResultError, match="does not tell the ids"):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from tiny_preset import add_tiny
 
-from flyweight import cli
-from flyweight.bench import environment
+from flyweight import cli, machine
 from flyweight.bench.profile import Profiler, Workload
 from flyweight.bench.steps import Kernel, parts_of, split_steps, timed
 from flyweight.engine.llm import LLM
@@ -43,7 +42,7 @@ def test_the_host_s_work_is_the_step_less_its_waiting(monkeypatch):
 
 def test_a_model_without_captured_steps_gives_the_reason(monkeypatch, tmp_path, capsys):
     add_tiny(monkeypatch)
-    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 14)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 1 << 14)
     with pytest.raises(SystemExit):
         cli.main(["bench", "step", "preset:tiny:fp32", "--batch", "2", "--input", "16", "--device", "cpu",
                   "-o", str(tmp_path / "steps.jsonl")])
@@ -56,7 +55,7 @@ def test_a_model_that_cannot_be_loaded_stops_no_other(monkeypatch, tmp_path):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     add_tiny(monkeypatch)
-    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setattr("flyweight.engine.llm.LLM", refuse)
     with pytest.raises(SystemExit):
         cli.main(["bench", "step", "preset:tiny:fp32", "preset:tiny:w8a8", "--batch", "2", "--device", "cpu",

@@ -5,9 +5,8 @@ import json
 import pytest
 from tiny_preset import add_tiny
 
-from flyweight import cli
+from flyweight import cli, machine
 from flyweight.backends import base
-from flyweight.bench import environment
 from flyweight.bench.facts import Variant, comparable, facts_of
 from flyweight.report.read import read
 from flyweight.report.rows import read_jsonl
@@ -16,7 +15,7 @@ from flyweight.report.rows import read_jsonl
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     add_tiny(monkeypatch)
-    monkeypatch.setitem(environment.COPY_BYTES, "cpu", 1 << 14)  # one thread copies it: the bandwidth matters to nobody here
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 1 << 14)  # one thread copies it: the bandwidth matters to nobody here
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import pytest
 
 from flyweight.bench.timing import (
-    Answer,
-    Run,
     batch_figures,
     outliers,
     percentile,
@@ -15,6 +13,7 @@ from flyweight.bench.timing import (
     unsteady,
     warm_up,
 )
+from flyweight.clock import Answer, Run
 
 
 def answer(first, gap, count, *, arrival=0.0):

@@ -137,8 +137,8 @@ def test_the_command_prints_what_it_did(tmp_path):
 @pytest.mark.parametrize(("scheme", "format"), [("int4", "awq"), ("w8a8", "compressed-tensors"), ("bf16", None)])
 def test_a_preset_s_folder_gives_the_tokens_of_the_preset(scheme, format, tmp_path, monkeypatch):
     from flyweight import LLM, SamplingParams
-    from flyweight.checkpoint.random_folder import write_preset
     from flyweight.models import presets
+    from flyweight.models.random_folder import write_preset
 
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                  vocab_size=256, head_dim=16, max_position_embeddings=64)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
+from flyweight.batch import Batch, KVStorage
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.streamed import Streamed
-from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.memory import CacheShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.engine.packed import Padding, pack, padded_tokens
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows

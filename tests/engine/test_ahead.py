@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from flyweight import cli
-from flyweight.checkpoint.random_folder import write_preset
 from flyweight.engine import ahead
 from flyweight.errors import OptionError
 from flyweight.gpu import GPUS
 from flyweight.kernels.precompile import precompile
 from flyweight.models.presets import PresetWeights, preset_config
+from flyweight.models.random_folder import write_preset
 
 
 def in_a_process(function, *arguments):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.engine.graphs import DecodeGraphs, why_not
 from flyweight.engine.rows import Rows
 from flyweight.kernels import choices

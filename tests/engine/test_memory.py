@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flyweight import LLM
+from flyweight.batch import KVStorage
 from flyweight.engine import memory
-from flyweight.engine.batch import KVStorage
 from flyweight.engine.memory import CacheShape, Memory, count_blocks, dummy_batch
 from flyweight.errors import ResourceError
 from flyweight.models.decoder import Decoder

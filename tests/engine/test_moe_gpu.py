@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu_models import CUDA, make_engine, params, prompts, run
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs, why_not
 from flyweight.engine.rows import Rows
 from flyweight.models.decoder import Decoder

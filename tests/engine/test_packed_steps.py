@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.engine.graphs import Activations, Step, rope_pairs
 from flyweight.engine.rows import Rows
 from flyweight.kernels import choices, dispatch, gemm, gemv, jit

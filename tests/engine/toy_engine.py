@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams

@@ -235,7 +235,7 @@ def test_of_equal_experts_the_first_is_chosen():
     (3, 1, 80, 32, True), (2, 2, 256, 256, False), (14, 2, 128, 128, True), (3, 1, 64, 24, True), (1, 1, 36, 12, True)])
 def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, kv_heads, size, rotary, normed):
     pytest.importorskip("triton", reason="the Triton twin of this op is imported beside it")
-    from flyweight.engine.batch import KVStorage
+    from flyweight.batch import KVStorage
     from flyweight.kernels import reference, rope
 
     tokens, epsilon = 5, 1e-6

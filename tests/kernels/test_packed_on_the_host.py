@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fixtures)
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.kernels import attention, choices, gemm, gemv, jit, vptq, vptq_layout, vptq_rows
 from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
 from flyweight.kernels.cuda_linear import CudaLinear

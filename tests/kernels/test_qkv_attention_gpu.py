@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_linears import make
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.kernels import gemv
 from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
 from flyweight.kernels.qkv_attention import linear_plan, mailbox_cycle, qkv_attention, why_not

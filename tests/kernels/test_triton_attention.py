@@ -6,7 +6,7 @@ Tiles are made small, so that tiny sequences have several of them, and parts, an
 import pytest
 import torch
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import choices, reference
 
 attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")

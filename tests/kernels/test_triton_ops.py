@@ -6,7 +6,7 @@ The interpreter cuts bfloat16 off where the hardware rounds, so close comparison
 import pytest
 import torch
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.kernels import reference
 
 ops = pytest.importorskip("flyweight.kernels.triton_ops", reason="triton is not installed")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.models.decoder import Decoder
 from flyweight.tensors import Plain

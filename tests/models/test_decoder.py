@@ -2,7 +2,7 @@ import pytest
 import torch
 from model_helpers import MODELS, DictWeights, assert_same_logits, load, run_paged, tokens_of, transformers_model
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from flyweight.bench.timing import Run
+from flyweight.clock import Run
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 WARM_OUTPUT = 64

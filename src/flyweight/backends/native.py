@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from flyweight import garbage
 from flyweight.backends.base import PAGE, WARM_OUTPUT, EngineOptions, Limits
 from flyweight.backends.memory import Meter
-from flyweight.bench.timing import Answer, Run, clock
+from flyweight.clock import Answer, Run, clock
 from flyweight.device import pick_device
 from flyweight.errors import OptionError, UnsupportedError, unknown
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from flyweight.backends.base import WARM_OUTPUT, EngineOptions, Limits
 from flyweight.backends.http import Client, HttpError
-from flyweight.bench.timing import Answer, Chunk, Run
+from flyweight.clock import Answer, Chunk, Run
 from flyweight.errors import OptionError, ResultError
 
 EXACT = {"ignore_eos": True, "return_token_ids": True}  # what OpenAI itself does not know

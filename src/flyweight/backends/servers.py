@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from flyweight.backends.base import EngineOptions, Limits, need
 from flyweight.backends.http import Client, HttpError
 from flyweight.backends.openai import OpenAI
-from flyweight.bench.timing import clock
+from flyweight.clock import clock
 from flyweight.errors import ResultError
 
 PATIENCE = 900  # seconds: the first start of a large model may compile for minutes

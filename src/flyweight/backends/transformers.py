@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from flyweight import garbage
 from flyweight.backends.base import EngineOptions, Limits, need
 from flyweight.backends.memory import Meter
-from flyweight.bench.timing import Answer, Run, clock
+from flyweight.clock import Answer, Run, clock
 from flyweight.device import pick_device
 from flyweight.errors import MissingPackageError, OptionError, UnsupportedError
 

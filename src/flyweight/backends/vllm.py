@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from flyweight import garbage
 from flyweight.backends.base import WARM_OUTPUT, EngineOptions, Limits, need
 from flyweight.backends.servers import Server, flags
-from flyweight.bench.timing import Answer, Chunk, Run, clock
+from flyweight.clock import Answer, Chunk, Run, clock
 from flyweight.errors import UnsupportedError
 
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flyweight.batch import Batch, KVStorage
 from flyweight.bench import replay
 from flyweight.bench.kernels import figures, relative_error
 from flyweight.bench.replay import Work
 from flyweight.bench.rows import Row
-from flyweight.engine.batch import Batch, KVStorage
 from flyweight.kernels import attention, gemv, reference
 from flyweight.models.config import ModelConfig
 from flyweight.models.presets import preset_config

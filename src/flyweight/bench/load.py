@@ -19,7 +19,7 @@ from flyweight.backends.base import Backend
 from flyweight.backends.http import HttpError
 from flyweight.backends.openai import Endpoint, Event, Prompt, Reply
 from flyweight.bench.datasets import Conversation
-from flyweight.bench.timing import Answer, clock
+from flyweight.clock import Answer, clock
 from flyweight.errors import FlyweightError
 
 START_UP = 3.0  # seconds that client processes get to import and connect

@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from flyweight.bench.rows import Row
-from flyweight.bench.timing import clock, random_prompts, warm_up
+from flyweight.bench.timing import random_prompts, warm_up
+from flyweight.clock import clock
 
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM

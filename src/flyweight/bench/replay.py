@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from flyweight.bench.timing import clock, turns, warm_up
+from flyweight.bench.timing import turns, warm_up
+from flyweight.clock import clock
 
 FEWEST_LAUNCHES = {"cuda": 24, "cpu": 3}
 MOST_COPIES = {"cuda": 400, "cpu": 16}

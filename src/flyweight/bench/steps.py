@@ -21,7 +21,8 @@ from torch.profiler import profile as torch_profile
 
 from flyweight.bench.profile import Profiler, Workload
 from flyweight.bench.rows import Row
-from flyweight.bench.timing import clock, warm_up
+from flyweight.bench.timing import warm_up
+from flyweight.clock import clock
 from flyweight.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def timed(profiler: Profiler) -> tuple[float, float]:
 @contextlib.contextmanager
 def waits_into(waits: list[float]) -> Iterator[None]:
     """How long each step's tokens were waited for."""
-    from flyweight.engine.transfer import Download
+    from flyweight.transfer import Download
 
     lists = Download.lists
 

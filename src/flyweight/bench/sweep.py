@@ -16,8 +16,9 @@ from flyweight.backends.base import Limits
 from flyweight.bench.cases import Case, Listen, attempt
 from flyweight.bench.check import SelfCheck
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
-from flyweight.bench.timing import STABLE, Run, batch_figures, outliers, random_prompts, seed_from, turns, unsteady, warm_up
+from flyweight.bench.timing import STABLE, batch_figures, outliers, random_prompts, seed_from, turns, unsteady, warm_up
 from flyweight.bench.workloads import SPEED_OUTPUT, Workload
+from flyweight.clock import Run
 from flyweight.errors import ResultError
 
 ALONE = "variants ran one after the other, not in turns"

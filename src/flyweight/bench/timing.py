@@ -25,13 +25,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from flyweight.clock import Run
 
 STABLE, LONG = 0.05, 5.0  # two warm-up runs that agree within this are warm; so is one of so many seconds
 SPREAD_FROM = 10  # samples, for p10 and p90
@@ -40,69 +40,7 @@ STEADY = 1.5  # p90 ÷ p10 of a run's steps
 RESAMPLES = 1000
 LOWEST_ID = 10  # the first ids of many vocabularies are special
 
-Chunk = tuple[float, int]  # (seconds of the clock, tokens)
 Item = TypeVar("Item")
-clock = time.perf_counter
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One request: when it was due and sent, every chunk with tokens, and the tokens where they are known."""
-
-    arrival: float  # scheduled
-    chunks: tuple[Chunk, ...]
-    token_ids: tuple[int, ...] = ()
-    sent: float | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(count for _, count in self.chunks)
-
-    @property
-    def first(self) -> float:
-        return self.chunks[0][0]
-
-    @property
-    def last(self) -> float:
-        return self.chunks[-1][0]
-
-    @property
-    def ttft(self) -> float:
-        return self.first - self.arrival
-
-    @property
-    def ttft_sent(self) -> float:
-        return self.first - (self.arrival if self.sent is None else self.sent)
-
-    @property
-    def tpot(self) -> float | None:
-        later = self.tokens - self.chunks[0][1]
-        return (self.last - self.first) / later if later > 0 else None
-
-    @property
-    def gaps(self) -> list[float]:
-        times = [when for when, _ in self.chunks]
-        return [after - before for before, after in itertools.pairwise(times)]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A batch handed over at `begin` and complete at `end`."""
-
-    begin: float
-    end: float
-    answers: tuple[Answer, ...]
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
-
-    def window(self) -> tuple[float, int] | None:
-        """(seconds, tokens) in which the whole batch is decoding: last first token → first finish; None where there is none."""
-        begin = max(answer.first for answer in self.answers)
-        end = min(answer.last for answer in self.answers)
-        tokens = sum(count for answer in self.answers for when, count in answer.chunks if begin < when <= end)
-        return (end - begin, tokens) if end > begin and tokens else None
 
 
 def batch_figures(run: Run, *, input: int, output: int) -> dict[str, float | None]:

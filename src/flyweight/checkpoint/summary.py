@@ -11,14 +11,27 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.checkpoint.reader import Checkpoint, Entry
-from flyweight.kernels.dispatch import Prepared
-from flyweight.models.moe import ROUTER, SHARED_GATE
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 LINEAR = re.compile(r"(?P<prefix>(?:.*\.layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]*?_proj|lm_head))\.(?P<part>.+)")
+
+
+
+class Chosen(Protocol):
+    """What a summary tells of the kernel that a weight would get; `kernels.dispatch` makes them."""
+
+    @property
+    def kernel(self) -> str: ...
+
+    @property
+    def why(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,9 @@ class Summary:
         return asdict(self) | {"memory": self.memory, "bits_per_weight": bits, "groups": groups}
 
 
-def summarize(checkpoint: Checkpoint, prepare: Callable[[QuantTensor], Prepared] | None = None, *,
+def summarize(checkpoint: Checkpoint, prepare: Callable[[QuantTensor], Chosen] | None = None, *,
               itemsize: int | None = None) -> Summary:
-    """`prepare` chooses a kernel (`kernels.dispatch`), `itemsize` is that of what is not a linear at run time.
+    """`prepare` chooses a kernel, `itemsize` is that of what is not a linear at run time.
 
     Without them the groups name no kernel and take the memory they take on disk.
     """
@@ -135,7 +148,7 @@ def _plain_group(module: str, entries: list[Entry], itemsize: int | None) -> Gro
 
 
 def _linear_group(checkpoint: Checkpoint, module: str, found: list[re.Match[str]],
-                  prepare: Callable[[QuantTensor], Prepared] | None) -> Group:
+                  prepare: Callable[[QuantTensor], Chosen] | None) -> Group:
     tensor = checkpoint.linear(found[0]["prefix"])
     count, prepared = len(found), prepare(tensor) if prepare else None
     return Group(module, describe(tensor), count, tuple(sorted({int(match["layer"]) for match in found if match["layer"]})),

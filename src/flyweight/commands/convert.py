@@ -36,8 +36,8 @@ def convert(
     """
     from flyweight.checkpoint.convert import convert as convert_folder
     from flyweight.checkpoint.hub import resolve
-    from flyweight.checkpoint.random_folder import write_preset
     from flyweight.device import pick_device
+    from flyweight.models.random_folder import write_preset
 
     place, preset = str(pick_device(device)), source.startswith("preset:")
     model = Path(source) if preset else resolve(source)

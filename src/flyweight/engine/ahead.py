@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.engine.llm import DEFAULTS, choose_dtype
 from flyweight.engine.sampling import GREEDY
 from flyweight.gpu import Gpu

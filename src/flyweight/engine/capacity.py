@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from flyweight.bench.environment import copy_bandwidth, device_name
 from flyweight.checkpoint.summary import Summary
 from flyweight.engine.memory import DEFAULT_FRACTION, CacheShape, available_memory
+from flyweight.machine import copy_bandwidth, device_name
 from flyweight.models.config import ModelConfig
 
 

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.sampling import GREEDY, Mode
 from flyweight.kernels import choices, jit, vptq_rows

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.errors import ResourceError
 from flyweight.models.decoder import Decoder
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy
 from torch import Tensor
 
-from flyweight.engine.batch import Batch
+from flyweight.batch import Batch
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
-from flyweight.engine.transfer import upload
+from flyweight.transfer import upload
 
 # Tokens of a padded step: whole tiles of the matrix kernels. Beyond, the device is busy for longer than launching takes, and
 # cuBLAS is slower when captured (2,048 tokens of Qwen3-8B in bf16: 51.6 instead of 49.7 ms).

@@ -20,13 +20,13 @@ import numpy
 import torch
 from torch import Tensor
 
+from flyweight.batch import Batch, KVStorage
 from flyweight.engine import graphs
-from flyweight.engine.batch import Batch, KVStorage
 from flyweight.engine.packed import SIZES, filler, padded_tokens
 from flyweight.engine.rows import Rows
-from flyweight.engine.transfer import upload
 from flyweight.kernels.dispatch import why_not_triton
 from flyweight.models.decoder import Decoder, Plans
+from flyweight.transfer import upload
 
 MOST = 96  # kinds of passes held; the one that was not used for longest goes
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
-from flyweight.engine.transfer import upload
+from flyweight.transfer import upload
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps are captured for
 

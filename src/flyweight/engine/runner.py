@@ -18,15 +18,15 @@ import numpy
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import Mode, top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.transfer import Download, upload
 from flyweight.models.decoder import Decoder
+from flyweight.transfer import Download, upload
 
 
 class Model(Protocol):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.request import Request, SamplingParams
-from flyweight.engine.transfer import upload
+from flyweight.transfer import upload
 
 MASK = 0xFFFFFFFF
 PREFIX = 1024  # candidates that the CPU sorts before it sorts all

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.kernels import jit, vptq_rows
 from flyweight.kernels.gemm import Packed
 from flyweight.kernels.gemv import processors

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.kernels.prefill_attention import Heads, takes
 from flyweight.kernels.reference import rope_rows
 from flyweight.kernels.rope import attention_scales, rope_norm_write

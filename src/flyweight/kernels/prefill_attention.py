@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.engine.transfer import upload
 from flyweight.kernels import choices, jit
 from flyweight.kernels.gemv import processors
+from flyweight.transfer import upload
 
 BOX = 16  # tokens that are copied at once out of a page
 BASE_2 = math.log(2)  # the scale of scores that are in base 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.kernels import choices, jit
 from flyweight.kernels.attention import HeadShape
 from flyweight.kernels.gemv import ROWS, Gemv, Plan, processors, turns

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

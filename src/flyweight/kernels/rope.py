@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 from flyweight.kernels import jit
 from flyweight.kernels.prefill_attention import BASE_2
 

@@ -30,11 +30,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flyweight.engine.batch import Batch, KVStorage
-from flyweight.engine.transfer import ALIGNMENT, upload
+from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import prefill_attention
 from flyweight.kernels.gemv import processors
 from flyweight.kernels.prefill_attention import Heads, Span, Units
+from flyweight.transfer import ALIGNMENT, upload
 
 Rows = list[tuple[int, ...]]
 LOWEST = tl.constexpr(-1.0e30)  # of a masked score; finite, since −∞ less −∞ is no number

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flyweight.engine.batch import KVStorage
+from flyweight.batch import KVStorage
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.packing import unpack
 from flyweight.tensors import VectorQuant
+from flyweight.values import known
 
 CHUNK = 8  # steps of 32 items that a lane loads at once
 SLICE_BITS = 13  # 8192 entries of 16 bytes: what shared memory holds beside residuals and x
@@ -227,7 +228,7 @@ def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype, *, in_
 
     affine = signed(torch.where(order >= 0, bits(tensor.scale, 1.0) | bits(tensor.bias, 0.0) << 16, 0))
     place = torch.arange(order.numel(), device=device)
-    same = gpu.known(((inputs == place) | (order < 0)).all(), otherwise=in_order and tensor.perm is None and not tensor.outliers)
+    same = known(((inputs == place) | (order < 0)).all(), otherwise=in_order and tensor.perm is None and not tensor.outliers)
     return affine, None if same else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(torch.int16)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.kernels.dispatch import decoder_ops

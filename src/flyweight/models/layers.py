@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flyweight import gpu
 from flyweight.errors import CheckpointError
 from flyweight.kernels import dispatch, vptq
 from flyweight.tensors import QuantTensor, merge
+from flyweight.values import known
 
 
 class Weights(Protocol):
@@ -77,7 +77,7 @@ class Linear:
             else:
                 biases.append(torch.zeros(size, device=device, dtype=dtype))
         joined = torch.cat(biases)
-        used = gpu.known(joined.any(), otherwise=given)
+        used = known(joined.any(), otherwise=given)
         return cls(tensors, joined if used else None, names=names, dtype=dtype, exact=exact, gated=gated)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight import gpu
+from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.kernels import experts
 from flyweight.kernels.cuda_linear import CudaLinear
 from flyweight.models.layers import Linear, Weights, load_tensor
@@ -24,8 +25,6 @@ from flyweight.models.layers import Linear, Weights, load_tensor
 if TYPE_CHECKING:
     from flyweight.models.config import ModelConfig, MoeConfig
 
-ROUTER = "mlp.gate.weight"  # never quantized, as little as the gate of the shared expert
-SHARED_GATE = "mlp.shared_expert_gate.weight"
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 

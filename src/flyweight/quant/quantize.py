@@ -22,13 +22,14 @@ from flyweight import __version__
 from flyweight.checkpoint import formats
 from flyweight.checkpoint.formats.base import dense_of
 from flyweight.checkpoint.hub import resolve
+from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.checkpoint.reader import Checkpoint, read_json
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
 from flyweight.device import pick_device
 from flyweight.errors import OptionError, ResourceError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.models.config import ModelConfig
-from flyweight.models.moe import ROUTER, SHARED_GATE, members
+from flyweight.models.moe import members
 from flyweight.models.presets import PresetWeights
 from flyweight.models.rope import rope_tables
 from flyweight.quant import recipe as recipes

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.errors import FlyweightError
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Block, Context, Group, groups_of
-from flyweight.models.moe import ROUTER, SHARED_GATE
 from flyweight.quant.statistics import Statistics
 from flyweight.quant.store import FinishedBlock
 from flyweight.tensors import Float8, Int8Channel, Plain, QuantTensor, Sparse24, quantize_int8_rows

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from flyweight.gpu import same
 from flyweight.tensors.base import QuantTensor, generator_on
+from flyweight.values import same
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0

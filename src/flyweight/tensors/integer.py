@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from flyweight.gpu import known, same
 from flyweight.packing import pack, packed_words, unpack
 from flyweight.tensors.base import QuantTensor, generator_on
+from flyweight.values import known, same
 
 
 @dataclass(frozen=True, eq=False)
