@@ -6,7 +6,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flyweight.kernels import triton_attention, triton_columns, triton_nearest, triton_ops, triton_vectors
+from flyweight.kernels import triton_attention, triton_ops
+from flyweight.quant.triton import columns, nearest, vectors
 
 FLOAT, SCALES, TABLE = "*bf16", "*fp32", "*i32"
 NORM = dict(x=FLOAT, residual=FLOAT, weight=FLOAT, out=FLOAT, total=FLOAT)
@@ -43,11 +44,11 @@ CASES = [
     (triton_attention._attend, ATTEND | tile(128)),
     (triton_attention._attend, ATTEND | tile(256) | dict(HEAD_DIM=256, BLOCK=256)),
     (triton_attention._attend, ATTEND | tile(128) | PARTS | dict(ROWS=16, GROUP=7, HEAD_DIM=96, WINDOW=4096)),
-    (triton_nearest._nearest, NEAREST),
-    (triton_nearest._nearest, NEAREST | dict.fromkeys(COLUMN) | dict(COLUMN=False, DESCENT=False)),
-    (triton_vectors._pair, PAIR),
-    (triton_vectors._pair, PAIR | dict(values_at=None, residual_at=None, BEAM=1, RESIDUALS=0, LENGTH=3, WIDE=4, DESCENT=False)),
-    (triton_columns._walk, WALK),
+    (nearest._nearest, NEAREST),
+    (nearest._nearest, NEAREST | dict.fromkeys(COLUMN) | dict(COLUMN=False, DESCENT=False)),
+    (vectors._pair, PAIR),
+    (vectors._pair, PAIR | dict(values_at=None, residual_at=None, BEAM=1, RESIDUALS=0, LENGTH=3, WIDE=4, DESCENT=False)),
+    (columns._walk, WALK),
     (triton_attention._add_parts, PARTS | dict(merges=TABLE, out=FLOAT, GROUP=4, HEAD_DIM=128, BLOCK=128, ROWS=16)),
 ]
 NUMBERS = dict.fromkeys(("epsilon", "query_scale", "scale", "steps"), "fp32")  # others are int32, pointers without a name None

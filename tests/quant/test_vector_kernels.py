@@ -5,7 +5,7 @@ import torch
 
 from flyweight.quant.books import Books
 
-vectors = pytest.importorskip("flyweight.kernels.triton_vectors", reason="triton is not installed")
+vectors = pytest.importorskip("flyweight.quant.triton.vectors", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -30,8 +30,8 @@ def test_a_block_of_columns_is_walked_as_by_plain_torch(length, entries, residua
     found, placed = torch.zeros_like(expected, device=DEVICE), {name: value.to(DEVICE) for name, value in norms.items()}
     moved = [None if tensor is None else tensor.to(DEVICE) for tensor in (tile, matrix, books.main, residual, values)]
     split = Books(moved[2], None, 1).split
-    again = vectors.walk(*moved[:4], split=split, parts=1 if beam == 1 else 8, beam=beam, **placed, first=found[0],
-                         second=found[1], values=moved[4])
+    search = vectors.Search(moved[2], moved[3], split, parts=1 if beam == 1 else 8, beam=beam)
+    again = vectors.walk(moved[0], moved[1], search, **placed, first=found[0], second=found[1], values=moved[4])
     if beam == 1:
         assert torch.equal(found.cpu(), expected)
         torch.testing.assert_close([part.cpu() for part in again], [rounded, errors], rtol=1e-4, atol=1e-5)

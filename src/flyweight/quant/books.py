@@ -52,11 +52,11 @@ class Books:
         `scale` and `bias` [columns] normalize; indices go to the rows of `first` and `second`.
         """
         if fused(tile, self.main):
-            from flyweight.kernels.triton_vectors import walk
+            from flyweight.quant.triton.vectors import Search, walk
 
             parts = parts_for(tile.shape[1] // self.main.shape[1], self.main)
-            return walk(tile, matrix.contiguous(), self.main, self.residual, split=self.split, parts=parts, beam=self.beam,
-                        scale=scale, bias=bias, first=first, second=second, values=values)
+            search = Search(self.main, self.residual, self.split, parts, self.beam)
+            return walk(tile, matrix.contiguous(), search, scale=scale, bias=bias, first=first, second=second, values=values)
         tile, rounded, errors = tile.clone(), torch.empty_like(tile), torch.empty_like(tile)
         for i, pivot in enumerate(matrix.diagonal()):
             x = tile[i] if values is None else values[i] + tile[i] / pivot

@@ -100,9 +100,9 @@ def walk(tile: Tensor, matrix: Tensor, scales: Tensor, zeros: Tensor, *, steps: 
     With `values` it is a block of coordinate descent: the tile is the pull on these values, the errors are their moves.
     """
     if tile.is_cuda:
-        from flyweight.kernels import triton_columns
+        from flyweight.quant.triton import columns
 
-        return triton_columns.walk(tile.contiguous(), matrix.contiguous(), scales, zeros, steps=steps, kept=kept, values=values)
+        return columns.walk(tile.contiguous(), matrix.contiguous(), scales, zeros, steps=steps, kept=kept, values=values)
     tile, codes, errors = tile.clone(), torch.empty_like(tile), torch.empty_like(tile)
     for i, pivot in enumerate(matrix.diagonal()):
         x = tile[i] if values is None else values[i] + tile[i] / pivot

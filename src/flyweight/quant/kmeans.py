@@ -50,7 +50,7 @@ def exact_sums(index: Tensor, values: Tensor, bins: int) -> Tensor:
 def nearest(points: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     """Index [n] of the nearest centroid of each point, and the squared distance [n]."""
     if fused(points, book):
-        from flyweight.kernels.triton_nearest import nearest_by_part
+        from flyweight.quant.triton.nearest import nearest_by_part
 
         least, found = nearest_by_part(points, split_book(book), parts=parts_for(len(points), book))
         if least.shape[1] == 1:
@@ -75,7 +75,7 @@ def fused(points: Tensor, book: Tensor) -> bool:
 
 def split_book(book: Tensor) -> Any:
     """What the fused kernel reads of a book; worth keeping where it is searched column by column."""
-    from flyweight.kernels.triton_nearest import Split
+    from flyweight.quant.triton.nearest import Split
 
     return Split.of(book)
 

@@ -6,20 +6,22 @@
     e = (x − q) / m_ii      (recursion)        e = q − v_i                 (descent)
     w_j −= m_ij · e         for every later column j of the block
 
-`triton_nearest` finds the nearest entries of each part of the main book (one, or BEAM where parts are few); `_pair` does the
+`nearest.py` finds the nearest entries of each part of the main book (one, or BEAM where parts are few); `_pair` does the
 rest. Outputs are independent, so the program that rounds VECTORS vectors also brings the later columns of the same outputs up
 to date. The columns of an 8B model's block are gone through a hundred thousand times: the host's time per launch limits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flyweight.kernels.triton_nearest import ENTRIES, WIDTH, Split, _nearest, cut, load_column
-from flyweight.kernels.triton_nearest import VECTORS as SEARCHED
+from flyweight.quant.triton.nearest import ENTRIES, WIDTH, Split, _nearest, cut, load_column
+from flyweight.quant.triton.nearest import VECTORS as SEARCHED
 
 VECTORS, LATER = 16, 16  # vectors of a program; later columns that it moves at a time
 
@@ -88,15 +90,36 @@ def _pair(tile_at, values_at, matrix_at, scale_at, bias_at, row, columns, least_
         tl.store(tile_at + at, tl.load(tile_at + at, there, 0.0) - share[:, None, None] * error[None], there)
 
 
-def walk(tile: Tensor, matrix: Tensor, main: Tensor, residual: Tensor | None, *, split: Split, parts: int, beam: int,
-         scale: Tensor, bias: Tensor, first: Tensor, second: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The entries that a column's vectors are matched with, and how the main book is searched."""
+
+    main: Tensor  # [entries, length]
+    residual: Tensor | None
+    split: Split  # of `main`
+    parts: int  # about so many parts of the main book are searched at once
+    beam: int  # main entries that are tried with every residual entry
+
+
+def walk(
+    tile: Tensor,
+    matrix: Tensor,
+    books: Search,
+    *,
+    scale: Tensor,
+    bias: Tensor,
+    first: Tensor,
+    second: Tensor,
+    values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(rounded, errors), each [columns, out], of a tile [columns, out] under `matrix` [columns, columns]; `values`: descent.
 
-    Indices go to the rows of `first` and `second`, int64 [columns, at least the vectors of a column], `split` is that of `main`
-    and is searched in `parts`. All float32 and contiguous.
+    Indices go to the rows of `first` and `second`, int64 [columns, at least the vectors of a column]. All float32 and
+    contiguous.
     """
+    main, residual, split, beam = books.main, books.residual, books.split, books.beam
     (columns, outputs), length = tile.shape, main.shape[1]
-    vectors, (part_entries, parts) = outputs // length, cut(split, parts)
+    vectors, (part_entries, parts) = outputs // length, cut(split, books.parts)
     tile, rounded, errors = tile.clone(), torch.empty_like(tile), torch.empty_like(tile)
     residuals, descent = 0 if residual is None else len(residual), values is not None
     beam = beam if residuals else 1
