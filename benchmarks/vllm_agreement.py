@@ -59,8 +59,8 @@ def ours(folder: Path, ids: list[int], device: str, rounded: torch.dtype | None 
     for block in model.blocks if rounded else ():
         for linear in (block.qkv, block.o, block.gate_up, block.down):
             assert linear is not None
-            segments: list[Any] = [lambda x, run=segment: run(x.to(rounded).to(x.dtype)) for segment in linear.segments]
-            linear.segments, linear.single = segments, segments[0] if len(segments) == 1 else None
+            linear.substitute(lambda x, segments=linear.segments: torch.cat(
+                [segment(x.to(rounded).to(x.dtype)) for segment in segments], -1))
     return torch.log_softmax(model.forward_whole(torch.tensor([ids], device=device))[0, :-1], -1).cpu()
 
 

@@ -86,6 +86,14 @@ class Linear:
         out = self.single(x) if self.single else torch.cat([segment(x) for segment in self.segments], -1)
         return out if self.bias is None else out.add_(self.bias)
 
+    def substitute(self, multiply: Callable[[Tensor], Tensor] | None) -> None:
+        """From now on `multiply` computes x Wᵀ: quantization tries weights out. The prepared ones are let go.
+
+        None: nothing does, until the next call of this.
+        """
+        self.segments = []
+        self.single = multiply
+
     @property
     def nbytes(self) -> int:
         return sum(segment.nbytes for segment in self.segments)

@@ -304,7 +304,7 @@ class Loop:
         context, block = self.context, work.build()
         outputs: dict[str, Callable[[Block, Tensor], Tensor]] = {
             "qkv": lambda b, x: b.attention(x, context),
-            "gate_up": lambda b, x: b.down(b.ops.silu_mul(b.gate_up(x))),
+            "gate_up": lambda b, x: b.mlp(x),
         }
         if group.name not in outputs:
             return None

@@ -130,7 +130,7 @@ def descend(work: WorkBlock, nudged: dict[Group, Nudged], inputs: ActivationCach
     together = max(1, TOKENS_TOGETHER // inputs[0].shape[1]) if work.device.type == "cuda" else 1
     for step in range(settings.steps):
         for group, item in nudged.items():
-            block.linears[group.name].single = functools.partial(F.linear, weight=item.make(work.dtype))
+            block.linears[group.name].substitute(functools.partial(F.linear, weight=item.make(work.dtype)))
         picked = torch.randperm(len(samples), generator=generator)[: settings.batch].tolist()
         for begin in range(0, len(picked), together):  # memory is bounded by so many tokens
             some = [samples[place] for place in picked[begin : begin + together]]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flyweight.kernels import reference
 from flyweight.models.decoder import Context
-from flyweight.quant.rounding import SAME_GRADIENTS, straight_round
+from flyweight.quant.rounding import SAME_GRADIENTS, straight_round, trainable
 from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
 from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
@@ -113,22 +113,19 @@ class TunedBlock:
         moving = [*self.norms.values(), *(field for part in self.parts.values() for field in part.moves.values())]
         self.adam = torch.optim.Adam([field.move for field in moving], lr=settings.rate, betas=(0.9, 0.95))
 
-        self.block = work.build()
-        self.block.ops = reference  # gradients pass through plain torch only
-        if self.block.experts is not None:
-            self.block.experts.ops = reference
+        self.block = trainable(work)
         for linear in self.block.linears.values():
-            linear.segments, linear.single = [], None  # their dense weights are made at every call
+            linear.substitute(None)  # their dense weights are made at every call
         work.unpacked.clear()
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.work.dtype
         for group in self.work.groups:
-            self.block.linears[group.name].single = self.joined(group.linears)
+            self.block.linears[group.name].substitute(self.joined(group.linears))
         self.block.input_norm.weight, self.block.post_norm.weight = (self.norms[name].value().to(dtype) for name in NORMS)
         out = self.block.forward(x, self.context)
         for linear in self.block.linears.values():
-            linear.single = None
+            linear.substitute(None)
         return out
 
     def joined(self, names: Sequence[str]) -> Callable[[Tensor], Tensor]:

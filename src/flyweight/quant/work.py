@@ -107,7 +107,7 @@ class WorkBlock:
         """Other weights for one group. Serving may choose among kernels by their speed; the same bytes need one and the same."""
         weight = torch.cat([part.to(self.dtype) for part in weights])
         quantize_input = input_quantizer([self.quantized.get(name) for name in group.linears])
-        block.linears[group.name].single = lambda x: F.linear(quantize_input(x), weight)
+        block.linears[group.name].substitute(lambda x: F.linear(quantize_input(x), weight))
 
     def statistics(self, batches: Iterable[Tensor], context: Context, groups: Iterable[Group], *,
                    see: Callable[[Group, Tensor], None] | None = None, relative: bool = False) -> dict[str, Statistics]:
