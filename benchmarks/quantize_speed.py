@@ -32,8 +32,8 @@ from flyweight.bench.rows import environment_row, make_row
 from flyweight.checkpoint.writer import CheckpointWriter
 from flyweight.models.config import ModelConfig
 from flyweight.models.presets import PresetWeights
-from flyweight.quant.calibrate import Event
 from flyweight.quant.calibration import Samples
+from flyweight.quant.events import Event
 from flyweight.quant.quantize import quantize
 
 GOALS = {"gptq-int4": 150, "awq-int4": 240, "w8a8-smooth-gptq": 180, "vptq:v8-k65536-256": 1800}  # seconds, Qwen3-8B on an H200

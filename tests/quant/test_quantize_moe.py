@@ -69,7 +69,6 @@ def test_a_quantized_folder_gives_the_logits_of_its_dequantized_weights_in_trans
 def test_experts_that_few_tokens_reached_are_rounded_to_nearest_and_counted(tmp_path, monkeypatch):
     save("qwen3", tmp_path / "base", **SMALL)
     monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 1 << 20)
-    monkeypatch.setattr("flyweight.quant.quantize.FEWEST_TOKENS", 1 << 20)
     summary = quantize(tmp_path / "base", "gptq-int4", tmp_path / "out", calibration=SAMPLES, device="cpu")
     assert summary.notes == ("12 of 12 expert linears saw fewer than 1048576 calibration tokens and were rounded to nearest",)
     first = {name: facts for name, facts in summary.layers.items() if name.startswith("model.layers.0.mlp.")}
@@ -81,7 +80,6 @@ def test_experts_that_few_tokens_reached_are_rounded_to_nearest_and_counted(tmp_
 def test_no_note_where_every_expert_saw_enough(tmp_path, monkeypatch):
     save("qwen2", tmp_path / "base", **SMALL)
     monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 0)
-    monkeypatch.setattr("flyweight.quant.quantize.FEWEST_TOKENS", 0)
     assert quantize(tmp_path / "base", "gptq-int4", tmp_path / "out", calibration=SAMPLES, device="cpu").notes == ()
 
 

@@ -15,8 +15,8 @@ from flyweight.commands.generate import Device, Dtype
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
-    from flyweight.quant.calibrate import Event
-    from flyweight.quant.quantize import Summary
+    from flyweight.quant.events import Event
+    from flyweight.quant.summary import Summary
 
 
 def quantize(

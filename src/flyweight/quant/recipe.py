@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -140,6 +141,10 @@ class Recipe:
         for changes in fitting:
             merged |= changes
         return dataclasses.replace(self.layer, **merged)
+
+    def layers_for(self, index: int, linears: Sequence[str]) -> list[Layer]:
+        """Of linears named inside the decoder layer `index`."""
+        return [self.layer_for(f"model.layers.{index}.{name}") for name in linears]
 
     def with_group_size(self, fit: Any) -> Recipe:
         """Every group size passed through `fit`: the model's widths decide."""

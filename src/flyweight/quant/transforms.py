@@ -1,0 +1,134 @@
+"""Equivalent changes of one float block before it is rounded: smoothing, then scale search, folded into its weights.
+
+Statistics follow by arithmetic instead of another pass over the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight.models.decoder import GROUPS, Block, Context, Group
+from flyweight.quant.awq import Judge, output_error, search_scales
+from flyweight.quant.cache import ActivationCache
+from flyweight.quant.inputs import GroupInputs
+from flyweight.quant.recipe import Layer, Recipe
+from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales, w8a8_error
+from flyweight.quant.work import WorkBlock
+
+JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
+SMOOTHED_TOKENS = 16384  # tokens of all samples that smoothing looks at: a few loud ones decide
+
+
+class Transforms:
+    """Of one block; `stored` is the dtype of the model's files."""
+
+    def __init__(
+        self,
+        work: WorkBlock,
+        recipe: Recipe,
+        hidden: ActivationCache,
+        context: Context,
+        stored: torch.dtype,
+    ) -> None:
+        self.work = work
+        self.recipe = recipe
+        self.context = context
+        self.stored = stored
+        tokens = len(hidden.samples) * hidden[0].shape[1]
+        every = max(1, tokens // SMOOTHED_TOKENS) if recipe.smooth == "search" else 0
+        self.inputs = GroupInputs(JUDGED_TOKENS, every=every)
+        # Experts and router share one norm, and a factor taken out of it would have to go into all
+        # of them: left alone.
+        self.groups = GROUPS if work.groups is GROUPS else GROUPS[:2]
+        self.statistics = work.statistics(hidden, context, self.groups, see=self.inputs.keep)
+
+    def run(self) -> dict[str, Any]:
+        """Change the block; returns what was chosen, by group."""
+        report: dict[str, Any] = {}
+        for group in self.groups:
+            if any(layer.solver == "keep" for layer in self.layers(group)):
+                continue
+            entry: dict[str, Any] = {}
+            if self.recipe.smooth is not None:
+                entry["alpha"] = self.smooth(group)
+            if self.recipe.scale_search:
+                entry["ratio"] = self.scale(group)
+            report[group.name] = entry
+        return report
+
+    def layers(self, group: Group) -> list[Layer]:
+        return self.recipe.layers_for(self.work.index, group.linears)
+
+    def weights(self, group: Group) -> list[Tensor]:
+        return [self.work.weights[name] for name in group.linears]
+
+    def smooth(self, group: Group) -> float:
+        weights = self.weights(group)
+        found = self.statistics[group.name]
+        layer = self.layers(group)[0]
+        sizes = (found.largest, found.importance.sqrt())
+
+        def allowed(scales: Tensor) -> Tensor:
+            return self.work.allowed(group, scales)
+
+        if self.recipe.smooth == "search" and layer.activations == "int8":
+            x = self.inputs.spread(group)
+            alpha, scales = search_alpha(w8a8_error(x[::4], weights), sizes, weights)
+            scales = refine(
+                x, weights, scales, largest=found.largest, tokens=found.tokens, allowed=allowed
+            )
+        elif self.recipe.smooth == "search":
+            error = output_error(
+                found, weights, layer.integers(self.stored), judge=self.judge(group)
+            )
+            alpha, scales = search_alpha(lambda s: error(allowed(s)), sizes, weights)
+        elif group.source.endswith("norm"):  # the published method smooths what follows a norm
+            alpha = float(self.recipe.smooth or 0)
+            scales = smooth_scales(found.largest, weights, alpha)
+        else:
+            return 0.0
+        self.fold(group, scales)
+        return alpha
+
+    def scale(self, group: Group) -> float:
+        layers = self.layers(group)
+        compensated = any(layer.solver == "gptq" for layer in layers)
+        ratio, scales = search_scales(
+            self.statistics[group.name],
+            self.weights(group),
+            layers[0].integers(self.stored),
+            judge=None if compensated else self.judge(group),
+            compensated=compensated,
+            allowed=lambda scales: self.work.allowed(group, scales),
+        )
+        self.fold(group, scales)
+        return ratio
+
+    def fold(self, group: Group, scales: Tensor) -> None:
+        scales = self.work.fold(group, self.work.allowed(group, scales))
+        self.statistics[group.name] = self.statistics[group.name].scaled(scales)
+        self.inputs.scale(group, scales)
+
+    def judge(self, group: Group) -> Judge | None:
+        """The error of attention's or the MLP's output, for groups whose own output is not yet it."""
+        block = self.work.build()
+        outputs: dict[str, Callable[[Block, Tensor], Tensor]] = {
+            "qkv": lambda block, x: block.attention(x, self.context),
+            "gate_up": lambda block, x: block.mlp(x),
+        }
+        if group.name not in outputs:
+            return None
+        run = outputs[group.name]
+        inputs = self.inputs.batches(group)
+        wanted = [run(block, x) for x in inputs]
+
+        def judge(weights: Sequence[Tensor]) -> float:
+            self.work.swap(block, group, weights)
+            differences = (run(block, x) - y for x, y in zip(inputs, wanted, strict=True))
+            return sum(float(d.float().square().sum(dtype=torch.float64)) for d in differences)
+
+        return judge
