@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "workshop"))
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
 import table
 from covered import latest, missing, provenance

@@ -84,7 +84,7 @@ piece() {
     vllm-prefill) for scheme in int4 w8a8 bf16; do flyweight vllm-prefill-$scheme 100 vllm-prefill.jsonl bench latency $q8:$scheme \
       --backend vllm --workload prefill_bound --workload long_context --option gpu_memory_utilization=0.6 \
       --option "$graphs"; done ;;
-    cross-check) script cross-check 200 cross-check-vllm.jsonl cross_check.py --option gpu_memory_utilization=0.6 "$graphs" ;;
+    cross-check) script cross-check 200 cross-check-vllm.jsonl workshop/cross_check.py --option gpu_memory_utilization=0.6 "$graphs" ;;
     profile) add profile 60 flyweight profile $q8:int4 "${profile[@]}" -o "$traces" ;;
     004) for size in "${sizes[@]}"; do speed 004-$size 200 $q2${size:+-}$size "${lengths[@]}"; done ;;
     004-transformers) for size in "${sizes[@]}"; do speed 004-transformers-$size 100 $q2${size:+-}$size --backend transformers \
@@ -131,4 +131,4 @@ if [[ $at_once = 1 && ${busy:-0} =~ ^[0-9]+$ && ${busy:-0} -gt 5 && -z "${BUSY:-
   echo "other processes keep the GPU $busy % busy (nvidia-smi names them): end them, or set BUSY=1 if times do not matter" >&2
   exit 1
 fi
-python3 "$root/benchmarks/commands.py" --at-once $at_once "$plan"
+python3 "$root/benchmarks/workshop/commands.py" --at-once $at_once "$plan"

@@ -13,7 +13,7 @@ import typer
 
 from flyweight import cli
 
-COMMANDS = Path(__file__).parents[2] / "benchmarks" / "commands.py"
+COMMANDS = Path(__file__).parents[2] / "benchmarks" / "workshop" / "commands.py"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_ending_the_plan_ends_what_it_started(scripts):
 
 def test_every_piece_becomes_a_command_line_that_the_package_knows(tmp_path):
     """The plan of all pieces, parsed by the commands themselves: a wrong option would cost time on the machine with the GPU."""
-    root = COMMANDS.parents[1]
+    root = COMMANDS.parents[2]
     stub = tmp_path / "python3"
     stub.write_text(f"#!/bin/sh\ncp \"$4\" {tmp_path}/plan\n")
     stub.chmod(0o755)

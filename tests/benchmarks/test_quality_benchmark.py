@@ -8,7 +8,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "quality"), str(ROOT / "tests" / "quant")]
+FOLDERS = ("benchmarks", "benchmarks/workshop", "benchmarks/quality", "tests/quant")
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 import peers  # noqa: E402
 import pieces  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "workshop"))
 
 from trials import Constants, assignments  # noqa: E402
 
@@ -37,8 +37,9 @@ def test_constants_go_back_and_what_was_kept_is_forgotten():
 @pytest.mark.parametrize("command", [
     ("cuts", "w8a8", "128x4096", "--try", "apart=False"), ("steps", "preset:tiny:w8a8", "--try", "gemm.SHARED_SMALL=61440")])
 def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path, command):
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/trials.py", *command, "--rows", "16", "--compile"], text=True,
-                          env=os.environ | {"FLYWEIGHT_CACHE": str(tmp_path)}, capture_output=True, check=True)
+    script = ROOT / "benchmarks" / "workshop" / "trials.py"
+    done = subprocess.run([sys.executable, script, *command, "--rows", "16", "--compile"], text=True, check=True,
+                          env=os.environ | {"FLYWEIGHT_CACHE": str(tmp_path)}, capture_output=True)
     products, kernels = (list((tmp_path / "kernels").glob(name)) for name in ("gemm-*", "*"))
     assert len(products) >= 2, "one as now, and one as tried"
     assert done.stdout.startswith(f"{len(kernels)} kernels, {len(kernels)} of them")

@@ -1,6 +1,6 @@
 """Do two clocks agree? The vLLM backend of `bench latency` against vLLM's own `vllm bench latency`, on one engine, by turns.
 
-    python benchmarks/cross_check.py OUT.jsonl [--model preset:qwen3-8b:bf16] [--batch 8 --input 256 --output 128] [--rounds 5]
+    python benchmarks/workshop/cross_check.py OUT.jsonl [--model preset:qwen3-8b:bf16] [--batch 8 --input 256] [--rounds 5]
 
 vLLM's command runs as it is, but is handed the engine that runs already, so that both time the same one under the same
 weather; both sample at temperature 1, as it does, and turn no tokens into text. Rows: `vllm` and `vllm bench latency`.

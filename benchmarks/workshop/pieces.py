@@ -1,7 +1,7 @@
 """Cut files and folders into pieces small enough to carry, and join them again where they arrive.
 
-    python benchmarks/pieces.py cut PIECES MODEL.gguf texts/ --megabytes 55
-    python benchmarks/pieces.py join PIECES TARGET
+    python benchmarks/workshop/pieces.py cut PIECES MODEL.gguf texts/ --megabytes 55
+    python benchmarks/workshop/pieces.py join PIECES TARGET
 
 The pieces are one tar stream cut at fixed places; `pieces.json` has each one's size and SHA-256. Joining writes nothing
 unless every piece is there and whole.

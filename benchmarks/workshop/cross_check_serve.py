@@ -1,6 +1,6 @@
 """Do two clients agree? `bench serve` and vLLM's `vllm bench serve`, by turns, against this package's server.
 
-    python benchmarks/cross_check_serve.py OUT.jsonl --vllm PYTHON [--model smollm2-135m] [--rounds 4] [--requests 8]
+    python benchmarks/workshop/cross_check_serve.py OUT.jsonl --vllm PYTHON [--model smollm2-135m] [--rounds 4] [--requests 8]
 
 PYTHON is an interpreter that has vLLM; one request at a time, the same lengths, greedy, end of text ignored. On a machine with
 other work two runs never meet the same weather, so each client is held against the server's own times of the very requests

@@ -1,6 +1,6 @@
 """Other people's serving benchmarks against our server, beside our own client: do they run, and do they say the same?
 
-    python benchmarks/serve_clients.py --vllm "vllm bench serve" --sglang "python bench_serving.py" --guidellm guidellm \
+    python benchmarks/workshop/serve_clients.py --vllm "vllm bench serve" --sglang "python bench_serving.py" --guidellm guidellm \
         [--model smollm2-135m] [--rounds 5] [-o benchmarks/cpu/serve_clients.jsonl]
 
 Each client is a command line, so that it can live in an environment of its own. All ask one server for the same work
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from http_stream import about, server
 
 from flyweight.bench.rows import environment_row, make_row
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--flag", action="append", default=[], help="what is wrong with this run, for the row")
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "cpu" / "serve_clients.jsonl")
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parents[1] / "cpu" / "serve_clients.jsonl")
     given = parser.parse_args()
     given.name = Path(given.model).name  # what the server calls it
     names = [name for name in CLIENTS if getattr(given, name)]

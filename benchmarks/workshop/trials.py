@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a kernel could do otherwise, before it becomes the rule: linears cut in other ways, or decode steps with other constants.
 
-    python benchmarks/trials.py cuts w8a8 6144x4096 --rows 16 32 --try "apart=False" "tokens=32, warpgroups=2, split=2, cluster=4"
-    python benchmarks/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "gemm.TEAMED={}" "gemm.SHARED_SMALL=102400"
+    python benchmarks/workshop/trials.py cuts w8a8 6144x4096 --rows 16 32 --try "apart=False" "tokens=32, warpgroups=2, split=2"
+    python benchmarks/workshop/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "gemm.TEAMED={}" "gemm.SHARED_SMALL=102400"
 
 `cuts` (FORMAT OUTPUTSxINPUTS) hands options to `gemm.multiply` and prints each one's relative error; `steps` sets constants of
 modules of flyweight.kernels (one that a module has imported is that module's own). What is chosen now comes first. All take

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time the ops around the linears, as a prefill or a large decode batch runs them, and attention over the paged cache.
 
-    python benchmarks/prefill_ops.py OUT.jsonl [--preset qwen3-8b] [--rows 1 64 2048 16384] [--tokens 2048 16384]
+    python benchmarks/workshop/prefill_ops.py OUT.jsonl [--preset qwen3-8b] [--rows 1 64 2048 16384] [--tokens 2048 16384]
                                      [--page 16] [--sweep]
 
 Each op runs over copies of its inputs that exceed the L2 cache, in one CUDA graph; bytes are those it must read and

@@ -3,7 +3,7 @@
 # all rows so far in $OUT/quality.jsonl. Put that file in the place of benchmarks/h200/quality.jsonl before a call on another
 # machine; finished jobs are not done again, and on the same machine a run goes on between calls.
 #
-#   OUT=/tmp/out bash benchmarks/quality/in_parts.sh PIECES SECONDS [more options of run.py]
+#   OUT=/tmp/out bash benchmarks/workshop/in_parts.sh PIECES SECONDS [more options of run.py]
 #
 # PIECES: a folder of `pieces.py cut` with smollm2-135m.gguf, valid.txt, train.txt, install.py and the peers' wheels.
 set -u
@@ -11,7 +11,7 @@ pieces=$1 seconds=$2; shift 2
 here=$(dirname "$(readlink -f "$0")") place=${PLACE:-/tmp/quality}
 rows=$place/rows.jsonl
 mkdir -p "$place"
-[ -d "$place/input" ] || python3 "$here/../pieces.py" join "$pieces" "$place/input" || exit 1
+[ -d "$place/input" ] || python3 "$here/pieces.py" join "$pieces" "$place/input" || exit 1
 [ -d "$place/site" ] || python3 "$place/input/install.py" "$place/input/wheels" "$place/site" > "$place/install.log" || exit 1
 [ -e "$rows" ] || cp "$here/../h200/quality.jsonl" "$rows"
 export PYTHONPATH="$place/code/src:$place/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1

@@ -1,6 +1,6 @@
 """Commands one after the other, each in a fresh process that has done its imports while the one before it ran.
 
-    benchmarks/commands.py [--at-once N] FILE      lines of `NAME SECONDS COMMAND ARGUMENTS…` in shell words; COMMAND is
+    benchmarks/workshop/commands.py [--at-once N] FILE      lines of `NAME SECONDS COMMAND ARGUMENTS…` in shell words; COMMAND is
                                                    `flyweight` or a script
 
 Importing torch takes longer than many a measurement, and a process for all of them would carry the memory of one into the

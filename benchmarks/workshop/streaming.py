@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Host memory while a model that is larger than a limit is loaded and quantized: one row with both peaks.
 
-    python benchmarks/streaming.py --out benchmarks/cpu/streaming.jsonl --model qwen2-7b --layers 8 --limit-gb 3
+    python benchmarks/workshop/streaming.py --out benchmarks/cpu/streaming.jsonl --model qwen2-7b --layers 8 --limit-gb 3
 
 A folder of random weights is written shard by shard. Then it is loaded: on a GPU whole, straight onto the device; on a CPU
 block by block, each dropped before the next, as calibration does it. Then it is quantized, block by block. What is counted
