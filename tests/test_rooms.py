@@ -1,7 +1,9 @@
-"""Rooms import downwards only, in the order that docs/architecture.md states, and no two files import each other.
+"""Rooms import downwards only, in the order that docs/architecture.md states, and no two files
+import each other.
 
-Imports inside functions and for type checkers count: a knot that is tied late is still a knot. An exception is a pair
-of modules with the reason beside it; one that is no longer needed fails the test, so the list can only shrink.
+Imports inside functions and for type checkers count: a knot that is tied late is still a knot. An
+exception is a pair of modules with the reason beside it; one that is no longer needed fails the
+test, so the list can only shrink.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ SOURCE = ROOT / "src" / "flyweight"
 UPWARDS: set[tuple[str, str]] = set()
 # Imports that close a circle; without them there is none.
 CIRCULAR = {
-    # the kernels of a weight and the table that chooses among them; a rebuilt kernels/ needs neither
+    # the kernels of a weight and the table that chooses among them; a rebuilt kernels/ needs
+    # neither
     ("flyweight.kernels.vptq", "flyweight.kernels.dispatch"),
     ("flyweight.kernels.cuda_linear", "flyweight.kernels.dispatch"),
 }
@@ -35,7 +38,7 @@ MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def imports(module: str) -> Iterator[str]:
-    """Every module of the package that a file names in an import, wherever in the file that stands."""
+    """Every module of the package that a file names in an import, wherever that stands."""
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
@@ -47,13 +50,17 @@ def imports(module: str) -> Iterator[str]:
 
 @functools.cache
 def edges() -> set[tuple[str, str]]:
-    """(who, whom). The package's own __init__ is imported with every module, and imports when it is asked: left out."""
+    """(who, whom). The package's own __init__ is imported with every module, and imports when it is
+    asked: left out.
+    """
     found = {(module, other) for module in MODULES for other in imports(module)}
     return {(who, whom) for who, whom in found if "flyweight" not in (who, whom) and who != whom}
 
 
 def stated_order() -> list[list[str]]:
-    """The rooms of docs/architecture.md, the highest first; the lines between the marks are the order."""
+    """The rooms of docs/architecture.md, the highest first; the lines between the marks are the
+    order.
+    """
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     block = text.split("<!-- order of rooms -->")[1].split("```")[1]
     lines = [line.split("—")[0] for line in block.splitlines() if line.strip()]
@@ -68,15 +75,23 @@ def test_every_room_has_its_place_in_the_order():
     stated = [name for line in stated_order() for name in line]
     assert len(stated) == len(set(stated))
     there = {room(module) for module in MODULES if module != "flyweight"}
-    assert there == set(stated), "docs/architecture.md, `The order of rooms`, names other rooms than there are"
+    assert there == set(stated), (
+        "docs/architecture.md, `The order of rooms`, names other rooms than there are"
+    )
 
 
 def test_rooms_import_downwards_only():
     height = {name: -line for line, names in enumerate(stated_order()) for name in names}
-    lowest = min(height.values())  # rooms of the last line may use each other; that they make no circle is tested below
-    upwards = {(who, whom) for who, whom in edges()
-               if room(who) != room(whom) and height[room(who)] <= height[room(whom)]
-               and not height[room(who)] == height[room(whom)] == lowest}
+    lowest = min(
+        height.values()
+    )  # rooms of the last line may use each other; that they make no circle is tested below
+    upwards = {
+        (who, whom)
+        for who, whom in edges()
+        if room(who) != room(whom)
+        and height[room(who)] <= height[room(whom)]
+        and not height[room(who)] == height[room(whom)] == lowest
+    }
     assert not upwards - UPWARDS, "these import upwards"
     assert not UPWARDS - upwards, "these exceptions are no longer needed"
 
@@ -94,7 +109,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     path = [min(left)]
     while path[-1] not in path[:-1]:
         path.append(min(left[path[-1]]))
-    return path[path.index(path[-1]):]
+    return path[path.index(path[-1]) :]
 
 
 def graph_of(pairs: set[tuple[str, str]]) -> dict[str, set[str]]:

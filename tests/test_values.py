@@ -17,7 +17,9 @@ def test_fake_and_meta_tensors_have_none():
 
 
 def test_values_decide_where_there_are_some():
-    assert known(torch.tensor(True), otherwise=False) and not known(torch.tensor(False), otherwise=True)
+    assert known(torch.tensor(True), otherwise=False) and not known(
+        torch.tensor(False), otherwise=True
+    )
     assert same(torch.ones(2), torch.ones(2)) and not same(torch.ones(2), torch.zeros(2))
 
 

@@ -1,4 +1,6 @@
-"""What the model sees of one step: the tokens of all sequences packed one after the other, and where their KV lives."""
+"""What the model sees of one step: the tokens of all sequences packed one after the other, and
+where their KV lives.
+"""
 
 from __future__ import annotations
 

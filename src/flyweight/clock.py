@@ -1,4 +1,5 @@
-"""The one clock, and what is written down by it: when the tokens of an answer came, and when a batch began and ended.
+"""The one clock, and what is written down by it: when the tokens of an answer came, and when a
+batch began and ended.
 
 Backends fill these in; what is made of the times is decided in `bench/timing.py` alone.
 """
@@ -15,7 +16,9 @@ clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Answer:
-    """One request: when it was due and sent, every chunk with tokens, and the tokens where they are known."""
+    """One request: when it was due and sent, every chunk with tokens, and the tokens where they are
+    known.
+    """
 
     arrival: float  # scheduled
     chunks: tuple[Chunk, ...]
@@ -66,8 +69,12 @@ class Run:
         return self.end - self.begin
 
     def window(self) -> tuple[float, int] | None:
-        """(seconds, tokens) in which the whole batch is decoding: last first token → first finish; None where there is none."""
+        """(seconds, tokens) in which the whole batch is decoding: last first token → first finish;
+        None where there is none.
+        """
         begin = max(answer.first for answer in self.answers)
         end = min(answer.last for answer in self.answers)
-        tokens = sum(count for answer in self.answers for when, count in answer.chunks if begin < when <= end)
+        tokens = sum(
+            count for answer in self.answers for when, count in answer.chunks if begin < when <= end
+        )
         return (end - begin, tokens) if end > begin and tokens else None

@@ -1,8 +1,9 @@
 """Python's collector of reference cycles, kept out of what is timed and of answers.
 
-A full collection looks at every object there is. Torch and transformers keep hundreds of thousands, so it takes as long as
-many steps of a decoder, in the middle of some answer. What is alive when an engine is ready stays alive as long as the engine,
-so it need never be looked at again. That is a decision for a whole process: the library by itself does not take it.
+A full collection looks at every object there is. Torch and transformers keep hundreds of thousands,
+so it takes as long as many steps of a decoder, in the middle of some answer. What is alive when an
+engine is ready stays alive as long as the engine, so it need never be looked at again. That is a
+decision for a whole process: the library by itself does not take it.
 """
 
 import gc

@@ -1,4 +1,6 @@
-"""What the machine is called and how fast it copies memory: measured, since data sheets promise more than programs get."""
+"""What the machine is called and how fast it copies memory: measured, since data sheets promise
+more than programs get.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ def device_name(device: torch.device) -> str:
 def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
 def copy_bandwidth(device: torch.device, *, size: int | None = None, rounds: int = 5) -> float:
-    """GB/s of a copy, bytes read and written both counted; the best of the rounds, after one to warm up."""
+    """GB/s of a copy, bytes read and written both counted; the best of the rounds, after one to
+    warm up.
+    """
     size = size or COPY_BYTES[device.type]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -1,6 +1,8 @@
-"""Between host and device without waiting: one copy for any number of small arrays, out of and into pinned memory.
+"""Between host and device without waiting: one copy for any number of small arrays, out of and into
+pinned memory.
 
-Torch's host allocator keeps a pinned buffer until the copies that use it are done, so nothing has to be held here.
+Torch's host allocator keeps a pinned buffer until the copies that use it are done, so nothing has
+to be held here.
 """
 
 from __future__ import annotations
@@ -12,21 +14,34 @@ from torch import Tensor
 ALIGNMENT = 16  # bytes; views of any type begin at a multiple of their size
 
 
-def upload(device: torch.device, *arrays: numpy.ndarray, into: Tensor | None = None) -> list[Tensor]:
-    """The arrays as tensors of the device, all in one copy; within `into` (bytes) where a captured graph reads them there."""
+def upload(
+    device: torch.device, *arrays: numpy.ndarray, into: Tensor | None = None
+) -> list[Tensor]:
+    """The arrays as tensors of the device, all in one copy; within `into` (bytes) where a captured
+    graph reads them there.
+    """
     if device.type == "cpu" and into is None:
         return [torch.from_numpy(numpy.ascontiguousarray(array)) for array in arrays]
-    starts, total = [], 0
+    starts = []
+    total = 0
     for array in arrays:
         starts.append(total)
         total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     staged = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = staged.numpy()
     for start, array in zip(starts, arrays, strict=True):
-        view[start : start + array.nbytes] = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-    moved = staged.to(device, non_blocking=True) if into is None else into[:total].copy_(staged, non_blocking=True)
-    return [moved[start : start + array.nbytes].view(torch_type(array)).view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)]
+        view[start : start + array.nbytes] = (
+            numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+        )
+    moved = (
+        staged.to(device, non_blocking=True)
+        if into is None
+        else into[:total].copy_(staged, non_blocking=True)
+    )
+    return [
+        moved[start : start + array.nbytes].view(torch_type(array)).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 def torch_type(array: numpy.ndarray) -> torch.dtype:
@@ -39,10 +54,15 @@ class Download:
     def __init__(self, *tensors: Tensor):
         self.event: torch.cuda.Event | None = None
         if tensors[0].device.type == "cpu":
-            self.tensors = [tensor.clone() for tensor in tensors]  # the originals are buffers of the next step
+            # the originals are buffers of the next step
+            self.tensors = [tensor.clone() for tensor in tensors]
             return
-        self.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                        for tensor in tensors]
+        self.tensors = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
+            for tensor in tensors
+        ]
         self.event = torch.cuda.Event()
         self.event.record()
 

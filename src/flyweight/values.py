@@ -1,7 +1,8 @@
 """Questions about the values of a tensor, for code that may also run on tensors without any.
 
-Torch's fake and meta tensors have a shape, a type and a device but no bytes; a dry run (`gpu.py`) is made of them. A
-choice that depends on values says here what is taken for granted where there are none.
+Torch's fake and meta tensors have a shape, a type and a device but no bytes; a dry run (`gpu.py`)
+is made of them. A choice that depends on values says here what is taken for granted where there are
+none.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Small model folders as a version writes them, with the numbers that it reads from them: tests/files/flyweight-VERSION.
+"""Small model folders as a version writes them, with the numbers that it reads from them:
+tests/files/flyweight-VERSION.
 
     git worktree add --detach ../released COMMIT
     PYTHONPATH=../released/src python tests/checkpoint/write_old_files.py
 
-Run it with the sources of the version to be remembered, once, when that version is released; the folders are
-committed and never written again. `test_old_files.py` checks that later versions read the same numbers from them.
+Run it with the sources of the version to be remembered, once, when that version is released; the
+folders are committed and never written again. `test_old_files.py` checks that later versions read
+the same numbers from them.
 """
 
 from __future__ import annotations
@@ -26,11 +28,23 @@ from flyweight.checkpoint.convert import quantized_modules
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.models.decoder import Decoder
 
-SMALL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-             dtype="float16")
+SMALL = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    dtype="float16",
+)
 EXPERTS = SMALL | dict(
-    model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=2, num_experts_per_tok=1,
-    moe_intermediate_size=32, norm_topk_prob=True, decoder_sparse_step=1)
+    model_type="qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+)
 TOKENS = [1, 40, 41, 50, 60, 70, 80, 90]
 
 FOLDERS = {  # name → (scheme, file format or the scheme's own, changes of the model)
@@ -66,9 +80,16 @@ def numbers(folder: Path) -> dict:
     logits = decoder.forward_whole(torch.tensor([TOKENS]))
     return {
         "version": flyweight.__version__,
-        "weights": {name: {"kind": weight.kind, "shape": list(weight.shape), "nbytes": weight.nbytes,
-                           "first": weight.dequantize()[0, :4].tolist(), "sha256": digest(weight.dequantize())}
-                    for name, weight in weights.items()},
+        "weights": {
+            name: {
+                "kind": weight.kind,
+                "shape": list(weight.shape),
+                "nbytes": weight.nbytes,
+                "first": weight.dequantize()[0, :4].tolist(),
+                "sha256": digest(weight.dequantize()),
+            }
+            for name, weight in weights.items()
+        },
         "logits": logits[0, -1, :16].tolist(),
     }
 
@@ -83,8 +104,16 @@ def main() -> None:
         for name, (scheme, format, changes) in FOLDERS.items():
             torch.manual_seed(0)
             model = make_tiny_model(work / f"model-{name}", **changes)
-            flyweight.quantize(model, scheme, work / name, format=format, calibration=str(text), samples=4, length=48,
-                               device="cpu")
+            flyweight.quantize(
+                model,
+                scheme,
+                work / name,
+                format=format,
+                calibration=str(text),
+                samples=4,
+                length=48,
+                device="cpu",
+            )
             kept = target / name
             kept.mkdir(parents=True, exist_ok=False)
             for path in sorted((work / name).glob("*.safetensors*")):

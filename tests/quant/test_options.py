@@ -38,9 +38,16 @@ def test_a_dtype_that_cannot_calculate_is_refused():
 
 
 def test_a_gpu_takes_more_and_longer_samples_unless_told_otherwise():
-    for options, device, expected in ((Options(), CPU, (16, 512, 1)), (Options(), GPU, (128, 2048, 8)),
-                                      (Options(samples=2, length=32, batch=4), GPU, (2, 32, 4))):
-        found = options.sample_count(device), options.sample_length(device), options.batch_size(device)
+    for options, device, expected in (
+        (Options(), CPU, (16, 512, 1)),
+        (Options(), GPU, (128, 2048, 8)),
+        (Options(samples=2, length=32, batch=4), GPU, (2, 32, 4)),
+    ):
+        found = (
+            options.sample_count(device),
+            options.sample_length(device),
+            options.batch_size(device),
+        )
         assert found == expected
 
 
@@ -55,7 +62,9 @@ def test_a_recipe_stands_before_a_scheme(tmp_path):
 def test_an_options_object_quantizes_as_the_same_options_one_by_one(tmp_path):
     options = Options(device="cpu", blocks=1)
     whole = flyweight.quantize("preset:smollm2-135m", "rtn-int4", tmp_path / "a", options)
-    single = flyweight.quantize("preset:smollm2-135m", "rtn-int4", tmp_path / "b", device="cpu", blocks=1)
+    single = flyweight.quantize(
+        "preset:smollm2-135m", "rtn-int4", tmp_path / "b", device="cpu", blocks=1
+    )
     assert whole.layers == single.layers and len(whole.layers) == 7 and not whole.finished
 
 
@@ -63,6 +72,13 @@ def test_no_function_takes_more_than_eight_parameters():
     """But the kernels themselves: the arguments of a launch cannot be an object."""
     for path in sorted(QUANT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(one) for one in node.decorator_list):
-                names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                assert len([name for name in names if name not in ("self", "cls")]) <= 8, f"{path.name}: {node.name}"
+            if isinstance(node, ast.FunctionDef) and not any(
+                "jit" in ast.unparse(one) for one in node.decorator_list
+            ):
+                names = [
+                    one.arg
+                    for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                ]
+                assert len([name for name in names if name not in ("self", "cls")]) <= 8, (
+                    f"{path.name}: {node.name}"
+                )

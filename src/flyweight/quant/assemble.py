@@ -1,4 +1,6 @@
-"""Finished blocks → a model folder in one of the file formats. The folder appears whole or not at all."""
+"""Finished blocks → a model folder in one of the file formats. The folder appears whole or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +78,12 @@ class Assembly:
         return found
 
     def tensors(self, form: Format) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in the order of the old model's parts: embedding, blocks, final norm, head."""
+        """Every tensor in the order of the old model: embedding, blocks, final norm, head."""
         yield self.kept("model.embed_tokens.weight")
         for index in range(self.config.layers):
-            block = self.store.load(tuned_name(index) if self.recipe.tune_steps else block_name(index))
+            block = self.store.load(
+                tuned_name(index) if self.recipe.tune_steps else block_name(index)
+            )
             prefix = f"model.layers.{index}."
             for name, tensor in block.linears.items():
                 yield from form.write(prefix + name, tensor).items()
@@ -107,4 +111,8 @@ class Assembly:
             return []
         gates = [ROUTER, *([SHARED_GATE] if moe.shared_intermediate_size else [])]
         sparse = [index for index in range(self.config.layers) if index not in moe.dense_layers]
-        return [f"model.layers.{index}.{gate.removesuffix('.weight')}" for index in sparse for gate in gates]
+        return [
+            f"model.layers.{index}.{gate.removesuffix('.weight')}"
+            for index in sparse
+            for gate in gates
+        ]

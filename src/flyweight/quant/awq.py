@@ -1,11 +1,14 @@
-"""AWQ: scale up the input channels that matter before rounding, so that their share of the rounding error falls.
+"""AWQ: scale up the input channels that matter before rounding, so that their share of the rounding
+error falls.
 
-s = mean|x|^r / mean|w|^(1−r), with r searched for the least error of the output; s is folded into the layer before,
-and the float function stays the same. The best s is refined channel by channel (noise.py) where that lowers the error.
-Then the range of every group is clipped where that lowers the output error.
+s = mean|x|^r / mean|w|^(1−r), with r searched for the least error of the output; s is folded into
+the layer before, and the float function stays the same. The best s is refined channel by channel
+(noise.py) where that lowers the error. Then the range of every group is clipped where that lowers
+the output error.
 
-The output error of a linear is E·H·Eᵀ with H the second moments of its input, so no sample has to be run through it;
-where a caller gives `judge` (the error of the whole attention or MLP output) that decides instead.
+The output error of a linear is E·H·Eᵀ with H the second moments of its input, so no sample has to
+be run through it; where a caller gives `judge` (the error of the whole attention or MLP output)
+that decides instead.
 """
 
 from __future__ import annotations
@@ -22,12 +25,22 @@ from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
 
 RATIOS = tuple(i / 20 for i in range(20))
-Judge = Callable[[Sequence[Tensor]], float]  # rounded weights of the siblings, in the original scale → output error
+Judge = Callable[
+    [Sequence[Tensor]], float
+]  # rounded weights of the siblings, in the original scale → output error
 
 
-def awq_scales(loudness: Tensor, weights: Sequence[Tensor], ratio: float, group_size: int, *,
-               use_weights: bool = True) -> Tensor:
-    """Scales [in] for one ratio from how loud the inputs [in] are, normalized by √(largest · smallest)."""
+def awq_scales(
+    loudness: Tensor,
+    weights: Sequence[Tensor],
+    ratio: float,
+    group_size: int,
+    *,
+    use_weights: bool = True,
+) -> Tensor:
+    """Scales [in] for one ratio from how loud the inputs [in] are, normalized by √(largest ·
+    smallest).
+    """
     size = weights[0].shape[1] if group_size == -1 else group_size
     stacked = torch.cat([weight.float().abs() for weight in weights])
     pieces = stacked.unflatten(1, (-1, size))
@@ -37,7 +50,9 @@ def awq_scales(loudness: Tensor, weights: Sequence[Tensor], ratio: float, group_
         scales = scales / (shares.pow(1 - ratio) + 1e-4)
     scales = scales.clamp(min=1e-4)
     scales = scales / (scales.max() * scales.min()).sqrt()
-    return torch.where(torch.isfinite(scales), scales, torch.ones_like(scales)).clamp(min=1e-4, max=1e4)
+    return torch.where(torch.isfinite(scales), scales, torch.ones_like(scales)).clamp(
+        min=1e-4, max=1e4
+    )
 
 
 def round_weight(weight: Tensor, settings: Integers, importance: Tensor | None = None) -> Tensor:
@@ -45,15 +60,24 @@ def round_weight(weight: Tensor, settings: Integers, importance: Tensor | None =
     return grid.values(grid.codes(weight))
 
 
-def output_error(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
-                 compensated: bool = False) -> Callable[[Tensor], float]:
+def output_error(
+    statistics: Statistics,
+    weights: Sequence[Tensor],
+    settings: Integers,
+    *,
+    judge: Judge | None = None,
+    compensated: bool = False,
+) -> Callable[[Tensor], float]:
     """Scales → the output error of the weights that are scaled and then rounded.
 
-    `compensated`: GPTQ follows and makes up for what errors have in common, so each column's own, weighted by its mean
-    square input, is what counts.
+    `compensated`: GPTQ follows and makes up for what errors have in common, so each column's own,
+    weighted by its mean square input, is what counts.
     """
-    weights, hessian = [weight.float() for weight in weights], statistics.hessian
-    settings = dataclasses.replace(settings, ranges="minmax")  # a range search inside another search would cost minutes
+    weights = [weight.float() for weight in weights]
+    hessian = statistics.hessian
+    settings = dataclasses.replace(
+        settings, ranges="minmax"
+    )  # a range search inside another search would cost minutes
 
     def error(scales: Tensor) -> float:
         rounded = [round_weight(weight * scales, settings) / scales for weight in weights]
@@ -67,27 +91,43 @@ def output_error(statistics: Statistics, weights: Sequence[Tensor], settings: In
     return error
 
 
-def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: Integers, *, judge: Judge | None = None,
-                  allowed: Allowed = lambda scales: scales, compensated: bool = False,
-                  ratios: Sequence[float] = RATIOS) -> tuple[float, Tensor]:
-    """(ratio, scales) with the least output error; leaving the weights as they are is always a candidate.
+def search_scales(
+    statistics: Statistics,
+    weights: Sequence[Tensor],
+    settings: Integers,
+    *,
+    judge: Judge | None = None,
+    allowed: Allowed = lambda scales: scales,
+    compensated: bool = False,
+    ratios: Sequence[float] = RATIOS,
+) -> tuple[float, Tensor]:
+    """(ratio, scales) with the least output error; leaving the weights as they are is always a
+    candidate.
 
     `allowed` maps scales to the nearest ones that the layer before can take.
     """
-    size, loudness = settings.group_columns(weights[0].shape[1]), statistics.mean_absolute
+    size = settings.group_columns(weights[0].shape[1])
+    loudness = statistics.mean_absolute
     if compensated:
         loudness = statistics.importance.sqrt()
     error = output_error(statistics, weights, settings, judge=judge, compensated=compensated)
     ones = torch.ones(statistics.columns, device=weights[0].device)
     best = (error(ones), 0.0, ones)
     for number, ratio in enumerate(ratios):
-        for use_weights in (True, False) if number % 2 else (True,):  # without the weights is rarely best: half as many tries
+        for use_weights in (
+            (True, False) if number % 2 else (True,)
+        ):  # without the weights is rarely best: half as many tries
             scales = allowed(awq_scales(loudness, weights, ratio, size, use_weights=use_weights))
             found = error(scales)
             if found < best[0]:
                 best = (found, ratio, scales)
     if not compensated:
-        noise = weight_noise(torch.cat(list(weights)), statistics.importance, group_size=size, symmetric=settings.symmetric)
+        noise = weight_noise(
+            torch.cat(list(weights)),
+            statistics.importance,
+            group_size=size,
+            symmetric=settings.symmetric,
+        )
         refined = quietest(noise, best[2], allowed)
         if error(refined) < best[0]:
             return best[1], refined
@@ -96,12 +136,20 @@ def search_scales(statistics: Statistics, weights: Sequence[Tensor], settings: I
 
 def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10) -> Grid:
     """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller."""
-    weight, grid = weight.float(), make_grid(weight, settings, statistics.importance)
-    size, hessian = grid.group_size, statistics.hessian
-    blocks = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)])
+    grid = make_grid(weight, settings, statistics.importance)
+    weight = weight.float()
+    size = grid.group_size
+    hessian = statistics.hessian
+    blocks = torch.stack(
+        [hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
+    )
 
     def errors(candidate: Grid) -> Tensor:
-        difference = (candidate.values(candidate.codes(weight)) - weight).unflatten(1, (-1, size)).transpose(0, 1)
+        difference = (
+            (candidate.values(candidate.codes(weight)) - weight)
+            .unflatten(1, (-1, size))
+            .transpose(0, 1)
+        )
         return ((difference @ blocks) * difference).sum(-1).T  # [rows, groups]
 
     best = errors(grid)
@@ -116,11 +164,22 @@ def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: i
         found = errors(candidate)
         better = found < best
         best = torch.where(better, found, best)
-        grid = Grid(torch.where(better, scales, grid.scales), torch.where(better, zeros, grid.zeros), settings, size)
+        grid = Grid(
+            torch.where(better, scales, grid.scales),
+            torch.where(better, zeros, grid.zeros),
+            settings,
+            size,
+        )
     return grid
 
 
-def awq_round(weight: Tensor, statistics: Statistics, settings: Integers, *, clipped: bool = True) -> IntGroup:
+def awq_round(
+    weight: Tensor, statistics: Statistics, settings: Integers, *, clipped: bool = True
+) -> IntGroup:
     """The rounding that follows the scaling: clipped ranges, nearest codes."""
-    grid = clip(weight, statistics, settings) if clipped else make_grid(weight, settings, statistics.importance)
+    grid = (
+        clip(weight, statistics, settings)
+        if clipped
+        else make_grid(weight, settings, statistics.importance)
+    )
     return grid.tensor(grid.codes(weight.float()))

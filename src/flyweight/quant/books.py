@@ -42,22 +42,48 @@ class Books:
         """The main entries that are tried: the nearest ones. (On a GPU: nearly always.)"""
         beam = min(self.beam, self.main.shape[0])
         scores = torch.addmm(self.main.square().sum(1), points, self.main.T, alpha=-2)
-        return scores.topk(beam, dim=1, largest=False).indices if beam > 1 else scores.argmin(1, keepdim=True)
+        return (
+            scores.topk(beam, dim=1, largest=False).indices
+            if beam > 1
+            else scores.argmin(1, keepdim=True)
+        )
 
-    def walk(self, tile: Tensor, matrix: Tensor, *, scale: Tensor, bias: Tensor, first: Tensor, second: Tensor,
-             values: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One block [columns, out] of GPTQ's recursion: the rounded columns, and the errors that the rest has to make up for.
+    def walk(
+        self,
+        tile: Tensor,
+        matrix: Tensor,
+        *,
+        scale: Tensor,
+        bias: Tensor,
+        first: Tensor,
+        second: Tensor,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One block [columns, out] of GPTQ's recursion: the rounded columns, and the errors that
+        the rest has to make up for.
 
-        With `values` it is a block of coordinate descent: the tile is the pull on these values, the errors are their moves.
-        `scale` and `bias` [columns] normalize; indices go to the rows of `first` and `second`.
+        With `values` it is a block of coordinate descent: the tile is the pull on these values, the
+        errors are their moves. `scale` and `bias` [columns] normalize; indices go to the rows of
+        `first` and `second`.
         """
         if fused(tile, self.main):
             from flyweight.quant.triton.vectors import Search, walk
 
             parts = parts_for(tile.shape[1] // self.main.shape[1], self.main)
             search = Search(self.main, self.residual, self.split, parts, self.beam)
-            return walk(tile, matrix.contiguous(), search, scale=scale, bias=bias, first=first, second=second, values=values)
-        tile, rounded, errors = tile.clone(), torch.empty_like(tile), torch.empty_like(tile)
+            return walk(
+                tile,
+                matrix.contiguous(),
+                search,
+                scale=scale,
+                bias=bias,
+                first=first,
+                second=second,
+                values=values,
+            )
+        rounded = torch.empty_like(tile)
+        errors = torch.empty_like(tile)
+        tile = tile.clone()
         for i, pivot in enumerate(matrix.diagonal()):
             x = tile[i] if values is None else values[i] + tile[i] / pivot
             main, residual = self.match(((x - bias[i]) / scale[i]).view(-1, self.main.shape[1]))
@@ -71,7 +97,11 @@ class Books:
 
     def decode(self, main: Tensor, residual: Tensor | None) -> Tensor:
         vectors = self.main[main]
-        return vectors if residual is None or self.residual is None else vectors + self.residual[residual]
+        return (
+            vectors
+            if residual is None or self.residual is None
+            else vectors + self.residual[residual]
+        )
 
     def stored(self, dtype: torch.dtype) -> Books:
         extra = None if self.residual is None else self.residual.to(dtype).float()

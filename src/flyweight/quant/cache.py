@@ -1,6 +1,8 @@
-"""Activations between two blocks: on the device while they fit a budget, then in host memory, then on disk.
+"""Activations between two blocks: on the device while they fit a budget, then in host memory, then
+on disk.
 
-A slot keeps its place for life, so each pass reads and writes the same buffers and nothing is allocated twice.
+A slot keeps its place for life, so each pass reads and writes the same buffers and nothing is
+allocated twice.
 """
 
 from __future__ import annotations
@@ -23,11 +25,18 @@ class Budget:
 
 
 class ActivationCache:
-    """A list of equally long batches [sequences, tokens, hidden]; `cache[i] = x` overwrites in place."""
+    """A list of equally long batches [sequences, tokens, hidden]; `cache[i] = x` overwrites in
+    place.
+    """
 
     def __init__(self, device: torch.device, budget: Budget, folder: Path, name: str) -> None:
-        self.device, self.folder, self.name = device, folder, name
-        self.left = {"device": budget.device_bytes if device.type != "cpu" else 0, "host": budget.host_bytes}
+        self.device = device
+        self.folder = folder
+        self.name = name
+        self.left = {
+            "device": budget.device_bytes if device.type != "cpu" else 0,
+            "host": budget.host_bytes,
+        }
         self.slots: list[Tensor | tuple[Path, torch.Size, torch.dtype]] = []
 
     def append(self, x: Tensor) -> None:
@@ -40,7 +49,9 @@ class ActivationCache:
             slot = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")
             self.slots.append(slot.copy_(x))
         else:
-            self.slots.append((self.folder / f"{self.name}-{len(self.slots)}.bin", x.shape, x.dtype))
+            self.slots.append(
+                (self.folder / f"{self.name}-{len(self.slots)}.bin", x.shape, x.dtype)
+            )
             self[len(self.slots) - 1] = x
 
     def __len__(self) -> int:
@@ -63,7 +74,9 @@ class ActivationCache:
     def sample(self, place: tuple[int, int]) -> Tensor:
         """One sequence [tokens, hidden], without moving its whole batch to the device."""
         slot = self.slots[place[0]]
-        return slot[place[1]].to(self.device) if isinstance(slot, Tensor) else self[place[0]][place[1]]
+        return (
+            slot[place[1]].to(self.device) if isinstance(slot, Tensor) else self[place[0]][place[1]]
+        )
 
     def __setitem__(self, i: int, x: Tensor) -> None:
         slot = self.slots[i]
@@ -74,8 +87,10 @@ class ActivationCache:
         try:
             x.detach().cpu().contiguous().view(torch.uint8).numpy().tofile(path)
         except OSError as error:
-            raise ResourceError(f"{path.parent}: cannot spill activations ({error}); free some disk, raise --cache-gb or use "
-                                "fewer samples, then --resume") from error
+            raise ResourceError(
+                f"{path.parent}: cannot spill activations ({error}); free some disk, raise "
+                "--cache-gb or use fewer samples, then --resume"
+            ) from error
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[i] for i in range(len(self)))

@@ -1,15 +1,19 @@
-"""The block loop: one decoder block in memory at a time, each calibrated on what the quantized blocks before it give.
+"""The block loop: one decoder block in memory at a time, each calibrated on what the quantized
+blocks before it give.
 
     tokens → embedding → [block 0] → [block 1] → …
-                            │ 1. transforms   smoothing and scale search on the float block, folded into its weights
-                            │ 2. solvers      group by group (q/k/v → o → gate/up → down), each seeing the ones
-                            │                 before it already quantized
-                            │ 3. learning     rounding tuned on the whole block's output (where the recipe asks for it)
-                            └ 4. save, then run the quantized block over all samples: input of the next
-    → predictions              5. tuning      scales and norms of all blocks together (where the recipe asks for it)
+                 │ 1. transforms   smoothing and scale search on the float block, folded into its
+                 │                 weights
+                 │ 2. solvers      group by group (q/k/v → o → gate/up → down), each seeing the ones
+                 │                 before it already quantized
+                 │ 3. learning     rounding tuned on the whole block's output (where the recipe asks
+                 │                 for it)
+                 └ 4. save, then run the quantized block over all samples: input of the next
+    → predictions
+                   5. tuning       scales and norms of all blocks together (where the recipe asks)
 
-A finished block is a file (`store.py`). Resuming runs the finished blocks over the samples again instead of storing
-activations; the arithmetic is the same, so the bytes are.
+A finished block is a file (`store.py`). Resuming runs the finished blocks over the samples again
+instead of storing activations; the arithmetic is the same, so the bytes are.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ def tuned_name(index: int) -> str:
 
 
 class Loop:
-    """All blocks of one model, one after the other; `accept` refuses a weight that cannot be written."""
+    """All blocks of one model, one after the other; `accept` refuses a weight that cannot be
+    written.
+    """
 
     def __init__(
         self,
@@ -72,7 +78,8 @@ class Loop:
         self.listen = setting.listen
         self.ops = decoder_ops(setting.device)
         self.hidden = self.cache("hidden")
-        # Learning and tuning aim at the original model, which therefore runs beside the quantized one.
+        # Learning and tuning aim at the original model, which therefore runs beside the quantized
+        # one.
         self.original = self.cache("original") if recipe.follows_original else None
         self.context: Context | None = None
 
@@ -111,7 +118,10 @@ class Loop:
                 if self.context is not None:
                     self.advance(index, work)
             # Only what the writer needs to know is kept in memory.
-            meta = {name: tensor.map(lambda t: t.to("meta")) for name, tensor in finished.linears.items()}
+            meta = {
+                name: tensor.map(lambda t: t.to("meta"))
+                for name, tensor in finished.linears.items()
+            }
             done.append(FinishedBlock(meta, {}, finished.report))
             self.listen(Event(kind, index, blocks, seconds=time.perf_counter() - started))
         return done
@@ -141,8 +151,8 @@ class Loop:
             x = block.forward(self.hidden[i], self.context)
             if not bool(torch.isfinite(x).all()):
                 raise NonFiniteError(
-                    f"layer {index} gives NaN or infinity in {self.dtype}; finished blocks are kept: "
-                    "try --dtype float32 or bfloat16"
+                    f"layer {index} gives NaN or infinity in {self.dtype}; finished blocks are "
+                    "kept: try --dtype float32 or bfloat16"
                 )
             self.hidden[i] = x
 
@@ -195,12 +205,16 @@ class Loop:
         if self.recipe.smooth is not None or self.recipe.scale_search:
             assert self.context is not None
             stored = self.setting.stored
-            report["scales"] = Transforms(work, self.recipe, self.hidden, self.context, stored).run()
+            report["scales"] = Transforms(
+                work, self.recipe, self.hidden, self.context, stored
+            ).run()
         floats: dict[str, Tensor] = {}
         if self.recipe.learn_steps:
             floats = {name: weight.clone() for name, weight in work.weights.items()}
         # Experts of a layer are calibrated in one pass: all gate/up, then all down.
-        for _, stage in itertools.groupby(work.groups, key=lambda group: group.name.rpartition(".")[2]):
+        for _, stage in itertools.groupby(
+            work.groups, key=lambda group: group.name.rpartition(".")[2]
+        ):
             self.solve(work, list(stage), report["layers"])
         if self.recipe.learn_steps and self.original is not None:
             work.weights |= floats
@@ -212,7 +226,8 @@ class Loop:
 
     def solve(self, work: WorkBlock, stage: list[Group], report: dict[str, Any]) -> None:
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # stages need pieces of other sizes: the last one's would only add up
+            # stages need pieces of other sizes: the last one's would only add up
+            torch.cuda.empty_cache()
         found: dict[str, Statistics] = {}
         needing = [group for group in stage if self.needs_statistics(work, group)]
         if self.context is not None and needing:

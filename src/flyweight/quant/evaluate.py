@@ -1,14 +1,16 @@
-"""Perplexity: how well a model predicts a text, exp of the mean negative log-likelihood of its tokens; and agreement:
-how close a quantized model stays to its original, token by token.
+"""Perplexity: how well a model predicts a text, exp of the mean negative log-likelihood of its
+tokens; and agreement: how close a quantized model stays to its original, token by token.
 
-    text      │ w i n d o w │                      stride = window: every token but each window's first is
-              │             │ w i n d o w │        scored, once, with what stands before it in its window
+    text      │ w i n d o w │                      stride = window: every token but each window's
+              │             │ w i n d o w │        first is scored, once, with what stands before it
+                                                   in its window
     stride =  │ w i n d o w │
-    window/2        │ . . . s c o r e d │          smaller: later windows score only their last `stride` tokens,
-                          │ . . . s c o r e d │    so each has at least window − stride tokens before it
+    window/2        │ . . . s c o r e d │          smaller: later windows score only their last
+                          │ . . . s c o r e d │    `stride` tokens, so each has at least window −
+                                                   stride tokens before it
 
-A model whose tokenizer begins texts with a BOS token sees one at the beginning of every window (as an addition to
-it, never scored). The number depends on all three, so a result states them.
+A model whose tokenizer begins texts with a BOS token sees one at the beginning of every window (as
+an addition to it, never scored). The number depends on all three, so a result states them.
 """
 
 from __future__ import annotations
@@ -54,12 +56,18 @@ class Perplexity:
         return self.tokens / self.seconds
 
 
-def cut_windows(tokens: Sequence[int], *, window: int, stride: int | None = None, bos: int | None = None) -> list[Window]:
+def cut_windows(
+    tokens: Sequence[int], *, window: int, stride: int | None = None, bos: int | None = None
+) -> list[Window]:
     stride = stride or window
     if window < 2 or not 0 < stride <= window:
-        raise OptionError(f"a window of {window} and a stride of {stride} do not fit: 2 ≤ window, 1 ≤ stride ≤ window")
+        raise OptionError(
+            f"a window of {window} and a stride of {stride} do not fit: 2 ≤ window, "
+            "1 ≤ stride ≤ window"
+        )
     head = [] if bos is None else [bos]
-    windows, done = [], 0
+    windows = []
+    done = 0
     for begin in range(0, len(tokens), stride):
         end = min(begin + window, len(tokens))
         part = [*head, *tokens[begin:end]]
@@ -74,27 +82,38 @@ def cut_windows(tokens: Sequence[int], *, window: int, stride: int | None = None
     return windows
 
 
-def token_losses(model: WholeModel, windows: Sequence[Window], *, batch: int = 1) -> Iterator[Tensor]:
-    """The negative log-likelihood of each scored token, [scored] float64 for each window; equal windows run together."""
+def token_losses(
+    model: WholeModel, windows: Sequence[Window], *, batch: int = 1
+) -> Iterator[Tensor]:
+    """The negative log-likelihood of each scored token, [scored] float64 for each window; equal
+    windows run together.
+    """
     i = 0
     while i < len(windows):
         j = i + 1
-        while j < len(windows) and j - i < batch and len(windows[j].tokens) == len(windows[i].tokens):
+        while (
+            j < len(windows) and j - i < batch and len(windows[j].tokens) == len(windows[i].tokens)
+        ):
             j += 1
         ids = torch.tensor([window.tokens for window in windows[i:j]], device=model.device)
         logits = model.forward_whole(ids)
         for row, window in enumerate(windows[i:j]):
             rows = logits[row, -window.scored - 1 : -1]
-            losses = torch.nn.functional.cross_entropy(rows.float(), ids[row, -window.scored :], reduction="none")
+            losses = torch.nn.functional.cross_entropy(
+                rows.float(), ids[row, -window.scored :], reduction="none"
+            )
             yield losses.double().cpu()
         i = j
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a model's predictions are from those of the original it was made from, at every scored token."""
+    """How far a model's predictions are from those of the original it was made from, at every
+    scored token.
+    """
 
-    kl: float  # mean Kullback-Leibler divergence from the original's distribution to this one, in nats
+    # mean Kullback-Leibler divergence from the original's distribution to this one, in nats
+    kl: float
     kl_error: float  # its standard error
     top1: float  # share of tokens where both find the same next token likeliest
     log_ratio: float  # mean difference of the losses: log of the ratio of the perplexities
@@ -102,15 +121,22 @@ class Agreement:
 
 
 class Mean:
-    """Mean and standard error of values that come in pieces: Chan's update, exact however many there are."""
+    """Mean and standard error of values that come in pieces: Chan's update, exact however many
+    there are.
+    """
 
     def __init__(self) -> None:
-        self.count, self.value, self.squares = 0, 0.0, 0.0
+        self.count = 0
+        self.value = 0.0
+        self.squares = 0.0
 
     def add(self, values: Tensor) -> None:
         values = values.double()
-        n, part = len(values), float(values.mean())
-        self.squares += float(((values - part) ** 2).sum()) + (part - self.value) ** 2 * self.count * n / (self.count + n)
+        n = len(values)
+        part = float(values.mean())
+        self.squares += float(((values - part) ** 2).sum()) + (
+            part - self.value
+        ) ** 2 * self.count * n / (self.count + n)
         self.value += (part - self.value) * n / (self.count + n)
         self.count += n
 
@@ -119,11 +145,23 @@ class Mean:
         return math.sqrt(self.squares / max(self.count - 1, 1) / self.count)
 
 
-def perplexity(model: WholeModel, tokens: Sequence[int], *, window: int = 512, stride: int | None = None, bos: int | None = None,
-               batch: int = 1, progress: Callable[[int, int, float], None] | None = None) -> Perplexity:
-    """`progress` is called with (tokens scored, tokens in all, perplexity so far) after each window."""
+def perplexity(
+    model: WholeModel,
+    tokens: Sequence[int],
+    *,
+    window: int = 512,
+    stride: int | None = None,
+    bos: int | None = None,
+    batch: int = 1,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Perplexity:
+    """`progress` is called with (tokens scored, tokens in all, perplexity so far) after each
+    window.
+    """
     windows = cut_windows(tokens, window=window, stride=stride, bos=bos)
-    total, begin, mean = sum(item.scored for item in windows), time.perf_counter(), Mean()
+    total = sum(item.scored for item in windows)
+    begin = time.perf_counter()
+    mean = Mean()
     for losses in token_losses(model, windows, batch=batch):
         mean.add(losses)
         if progress:
@@ -131,23 +169,44 @@ def perplexity(model: WholeModel, tokens: Sequence[int], *, window: int = 512, s
     return _perplexity(mean, window, stride, bos, time.perf_counter() - begin)
 
 
-def _perplexity(mean: Mean, window: int, stride: int | None, bos: int | None, seconds: float) -> Perplexity:
+def _perplexity(
+    mean: Mean, window: int, stride: int | None, bos: int | None, seconds: float
+) -> Perplexity:
     value = math.exp(mean.value)
-    return Perplexity(value, value * mean.error, mean.count, window, stride or window, bos is not None, seconds)
+    return Perplexity(
+        value, value * mean.error, mean.count, window, stride or window, bos is not None, seconds
+    )
 
 
-def compare(original: WholeModel, model: WholeModel, tokens: Sequence[int], *, window: int = 512, stride: int | None = None,
-            bos: int | None = None, progress: Callable[[int, int, float], None] | None = None) -> tuple[Perplexity, Agreement]:
-    """The perplexity of `model`, and its agreement with `original`, both run side by side on every window."""
+def compare(
+    original: WholeModel,
+    model: WholeModel,
+    tokens: Sequence[int],
+    *,
+    window: int = 512,
+    stride: int | None = None,
+    bos: int | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> tuple[Perplexity, Agreement]:
+    """The perplexity of `model`, and its agreement with `original`, both run side by side on every
+    window.
+    """
     windows = cut_windows(tokens, window=window, stride=stride, bos=bos)
-    total, begin = sum(item.scored for item in windows), time.perf_counter()
-    losses, divergence, same, ratio = Mean(), Mean(), Mean(), Mean()
+    total = sum(item.scored for item in windows)
+    begin = time.perf_counter()
+    losses = Mean()
+    divergence = Mean()
+    same = Mean()
+    ratio = Mean()
     for item in windows:
         ids = torch.tensor([item.tokens], device=model.device)
         wanted = ids[0, -item.scored :, None]
-        expected, found = (torch.log_softmax(each.forward_whole(ids)[0, -item.scored - 1 : -1].float(), -1)
-                           for each in (original, model))
-        loss, loss_before = -found.gather(1, wanted)[:, 0], -expected.gather(1, wanted)[:, 0]
+        expected, found = (
+            torch.log_softmax(each.forward_whole(ids)[0, -item.scored - 1 : -1].float(), -1)
+            for each in (original, model)
+        )
+        loss = -found.gather(1, wanted)[:, 0]
+        loss_before = -expected.gather(1, wanted)[:, 0]
         losses.add(loss.cpu())
         ratio.add((loss - loss_before).cpu())
         divergence.add((expected.exp() * (expected - found)).sum(1).cpu())

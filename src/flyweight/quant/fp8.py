@@ -1,7 +1,9 @@
-"""Float8 (e4m3) weights: per channel or per tensor; activations per token at run time, or one static scale.
+"""Float8 (e4m3) weights: per channel or per tensor; activations per token at run time, or one
+static scale.
 
-Three bits of mantissa make an error of 2.6 % of a weight whatever its size (int8 per channel: 1 %). Between one power of two
-and the next the scale decides which weights come to lie where the steps are coarse: the best of a few saves 3 to 5 % of it.
+Three bits of mantissa make an error of 2.6 % of a weight whatever its size (int8 per channel: 1 %).
+Between one power of two and the next the scale decides which weights come to lie where the steps
+are coarse: the best of a few saves 3 to 5 % of it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from flyweight.errors import OptionError
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, Float8
 
-SCALES = tuple(2 ** (k / 8) for k in (0, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7))  # tried, times the one that just clips nothing
+SCALES = tuple(
+    2 ** (k / 8) for k in (0, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7)
+)  # tried, times the one that just clips nothing
 AT_ONCE = 1 << 24  # weights: the search holds several copies of what it looks at
 
 
@@ -28,12 +32,18 @@ class FP8:
         if self.scales not in ("channel", "tensor"):
             raise OptionError(f"fp8 scales are 'channel' or 'tensor', not {self.scales!r}")
         if self.activation not in ("token", "static", "none"):
-            raise OptionError(f"fp8 activation is 'token', 'static' or 'none', not {self.activation!r}")
+            raise OptionError(
+                f"fp8 activation is 'token', 'static' or 'none', not {self.activation!r}"
+            )
 
 
 def fp8(weight: Tensor, settings: FP8, statistics: Statistics | None = None) -> Float8:
     weight = weight.float()
-    largest = weight.abs().amax(1, keepdim=True) if settings.scales == "channel" else weight.abs().amax().reshape(1, 1)
+    largest = (
+        weight.abs().amax(1, keepdim=True)
+        if settings.scales == "channel"
+        else weight.abs().amax().reshape(1, 1)
+    )
     scales = fit_scales(weight, (largest / FLOAT8_MAX).clamp(min=1e-12))
     input_scale = None
     if settings.activation == "static":
@@ -57,8 +67,10 @@ def fit_scales(weight: Tensor, scales: Tensor) -> Tensor:
         found = torch.cat([difference.square_().sum(1, keepdim=True) for difference in differences])
         return found if len(tried) > 1 else found.sum().reshape(1, 1)
 
-    best, least = scales, torch.full_like(scales, torch.inf)
+    best = scales
+    least = torch.full_like(scales, torch.inf)
     for factor in SCALES:
         found = error(scales * factor)
-        best, least = torch.where(found < least, scales * factor, best), torch.minimum(found, least)
+        best = torch.where(found < least, scales * factor, best)
+        least = torch.minimum(found, least)
     return best

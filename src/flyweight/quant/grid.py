@@ -1,9 +1,10 @@
 """Integer grids: where the 2^bits levels of each group of columns lie.
 
-Conventions are those of compressed-tensors: symmetric scale = largest / ((2^bits − 1) / 2), asymmetric ranges always
-hold zero. Scales are rounded to their stored dtype before any weight is, so that no solver works with a scale that
-the file cannot hold. Searched ranges try shrunken ones (and, symmetric, the mirrored grid −7…8 as a negative scale),
-then refit the scale to the codes by least squares.
+Conventions are those of compressed-tensors: symmetric scale = largest / ((2^bits − 1) / 2),
+asymmetric ranges always hold zero. Scales are rounded to their stored dtype before any weight is,
+so that no solver works with a scale that the file cannot hold. Searched ranges try shrunken ones
+(and, symmetric, the mirrored grid −7…8 as a negative scale), then refit the scale to the codes by
+least squares.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from flyweight.tensors import IntGroup
 RANGES = {
     "minmax": "the whole range, as compressed-tensors does",
     "mse": "the range with the least squared error of the weights",
-    "importance": "the range with the least squared error, each column weighted by its mean square input",
+    "importance": "the range with the least squared error, each column weighted by its mean square "
+    "input",
 }
 
 
@@ -38,7 +40,10 @@ class Integers:
         if not 2 <= self.bits <= 8:
             raise OptionError(f"bits must be 2 to 8, not {self.bits}")
         if self.group_size != -1 and self.group_size < 1:
-            raise OptionError(f"group_size must be positive, or -1 for one group per channel, not {self.group_size}")
+            raise OptionError(
+                "group_size must be positive, or -1 for one group per channel, not "
+                f"{self.group_size}"
+            )
         if self.ranges not in RANGES:
             raise OptionError(unknown("ranges", self.ranges, RANGES))
 
@@ -47,7 +52,9 @@ class Integers:
 
 
 def fit_group_size(wanted: int, widths: list[int]) -> int:
-    """The largest group size not above `wanted` that divides every width: 128 on widths 576 and 1536 is 64."""
+    """The largest group size not above `wanted` that divides every width: 128 on widths 576 and
+    1536 is 64.
+    """
     size = wanted
     while size > 1 and any(width % size for width in widths):
         size //= 2
@@ -63,7 +70,9 @@ class Grid:
 
     def expand(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point of every weight, [rows, columns]."""
-        return self.scales.repeat_interleave(self.group_size, 1), self.zeros.repeat_interleave(self.group_size, 1)
+        return self.scales.repeat_interleave(self.group_size, 1), self.zeros.repeat_interleave(
+            self.group_size, 1
+        )
 
     def codes(self, weight: Tensor) -> Tensor:
         """Nearest codes, float32 [rows, columns]."""
@@ -76,12 +85,19 @@ class Grid:
 
     def tensor(self, codes: Tensor) -> IntGroup:
         zeros = None if self.settings.symmetric else self.zeros
-        return IntGroup.from_values(codes.to(torch.int32), self.scales.to(self.settings.scale_dtype), zeros,
-                                    bits=self.settings.bits, group_size=self.group_size)
+        return IntGroup.from_values(
+            codes.to(torch.int32),
+            self.scales.to(self.settings.scale_dtype),
+            zeros,
+            bits=self.settings.bits,
+            group_size=self.group_size,
+        )
 
 
 def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as the file will hold them; never zero, so that an all-zero group stays zero instead of NaN."""
+    """Scales as the file will hold them; never zero, so that an all-zero group stays zero instead
+    of NaN.
+    """
     info = torch.finfo(dtype)
     least = max(info.tiny * info.eps, 1e-30)
     rounded = scales.to(dtype).float()
@@ -99,31 +115,46 @@ def ranged(low: Tensor, high: Tensor, settings: Integers) -> tuple[Tensor, Tenso
 
 
 def make_grid(weight: Tensor, settings: Integers, importance: Tensor | None = None) -> Grid:
-    """Ranges of `weight` [rows, columns] by `settings.ranges`; `importance` [columns] weights the columns."""
+    """Ranges of `weight` [rows, columns] by `settings.ranges`; `importance` [columns] weights the
+    columns.
+    """
     size = settings.group_columns(weight.shape[1])
     pieces = weight.float().unflatten(1, (-1, size))  # [rows, groups, size]
-    low, high = pieces.amin(-1).clamp(max=0), pieces.amax(-1).clamp(min=0)
+    low = pieces.amin(-1).clamp(max=0)
+    high = pieces.amax(-1).clamp(min=0)
     scales, zeros = ranged(low, high, settings)
     if settings.ranges != "minmax":
         weights = None
         if settings.ranges == "importance" and importance is not None:
             weights = importance.float().unflatten(0, (-1, size))  # [groups, size]
-            weights = weights / weights.mean(-1, keepdim=True).clamp(min=1e-30) + 1e-4  # dead columns still count a little
+            weights = (
+                weights / weights.mean(-1, keepdim=True).clamp(min=1e-30) + 1e-4
+            )  # dead columns still count a little
         scales, zeros = search(pieces, (scales, zeros), (low, high), settings, weights)
     return Grid(scales, zeros, settings, size)
 
 
 def smallest_share(bits: int, least: float) -> float:
-    """Of a range that is worth trying: `least` at 4 bits; at 8 hardly anything may clip, and tries are better spent near 1."""
+    """Of a range that is worth trying: `least` at 4 bits; at 8 hardly anything may clip, and tries
+    are better spent near 1.
+    """
     return max(least, 1 - 9 / 2**bits)
 
 
-def search(pieces: Tensor, start: tuple[Tensor, Tensor], span: tuple[Tensor, Tensor], settings: Integers,
-           weights: Tensor | None, steps: int = 24) -> tuple[Tensor, Tensor]:
+def search(
+    pieces: Tensor,
+    start: tuple[Tensor, Tensor],
+    span: tuple[Tensor, Tensor],
+    settings: Integers,
+    weights: Tensor | None,
+    steps: int = 24,
+) -> tuple[Tensor, Tensor]:
     """Shrink the range step by step and keep, group by group, the one with the least error."""
     best_scales, best_zeros = start
     best = rounding_error(pieces, best_scales, best_zeros, settings, weights)
-    largest = 2**settings.bits / (2**settings.bits - 1)  # beyond 1: the shorter side of a symmetric grid clips nothing
+    largest = 2**settings.bits / (
+        2**settings.bits - 1
+    )  # beyond 1: the shorter side of a symmetric grid clips nothing
     least = smallest_share(settings.bits, 0.45)
     signs = (1, -1) if settings.symmetric and settings.mirrored else (1,)
 
@@ -132,7 +163,8 @@ def search(pieces: Tensor, start: tuple[Tensor, Tensor], span: tuple[Tensor, Ten
         error = rounding_error(pieces, scales, zeros, settings, weights)
         better = error < best
         best = torch.where(better, error, best)
-        best_scales, best_zeros = torch.where(better, scales, best_scales), torch.where(better, zeros, best_zeros)
+        best_scales = torch.where(better, scales, best_scales)
+        best_zeros = torch.where(better, zeros, best_zeros)
 
     for share in torch.linspace(largest if settings.symmetric else 1.0, least, steps).tolist():
         scales, zeros = ranged(span[0] * share, span[1] * share, settings)
@@ -146,20 +178,27 @@ def search(pieces: Tensor, start: tuple[Tensor, Tensor], span: tuple[Tensor, Ten
 def nearest(pieces: Tensor, scales: Tensor, zeros: Tensor, settings: Integers) -> Tensor:
     """Codes less their zero point, [rows, groups, size]."""
     rounded = torch.div(pieces, scales[..., None]).round_()
-    if settings.symmetric:  # the same bounds everywhere, and numbers clamp several times faster than tensors
+    if (
+        settings.symmetric
+    ):  # the same bounds everywhere, and numbers clamp several times faster than tensors
         middle = 2 ** (settings.bits - 1)
         return rounded.clamp_(-middle, middle - 1)
     return rounded.clamp_(-zeros[..., None], 2**settings.bits - 1 - zeros[..., None])
 
 
-def rounding_error(pieces: Tensor, scales: Tensor, zeros: Tensor, settings: Integers, weights: Tensor | None) -> Tensor:
+def rounding_error(
+    pieces: Tensor, scales: Tensor, zeros: Tensor, settings: Integers, weights: Tensor | None
+) -> Tensor:
     # In place: a search calls this seventy times on every weight.
     difference = nearest(pieces, scales, zeros, settings).mul_(scales[..., None]).sub_(pieces)
-    difference.square_()  # the usual power of 2.4 would cost a CPU more than all the rest of the search
+    # the usual power of 2.4 would cost a CPU more than all the rest of the search
+    difference.square_()
     return difference.sum(-1) if weights is None else difference.mul_(weights).sum(-1)
 
 
-def refit_scales(pieces: Tensor, scales: Tensor, zeros: Tensor, settings: Integers, weights: Tensor | None) -> Tensor:
+def refit_scales(
+    pieces: Tensor, scales: Tensor, zeros: Tensor, settings: Integers, weights: Tensor | None
+) -> Tensor:
     """The least-squares scale of the codes that `scales` gives."""
     codes = nearest(pieces, scales, zeros, settings)
     weighted = codes if weights is None else codes * weights

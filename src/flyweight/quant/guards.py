@@ -1,4 +1,6 @@
-"""What surrounds the work on a model: the same bytes every time, and memory errors that say what to do."""
+"""What surrounds the work on a model: the same bytes every time, and memory errors that say what to
+do.
+"""
 
 from __future__ import annotations
 

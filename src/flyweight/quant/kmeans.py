@@ -1,8 +1,9 @@
 """Weighted k-means that gives the same bytes every time, on any number of threads and on a GPU.
 
-Float sums depend on their order, and a GPU adds in any order. So all sums here are of whole numbers: values are put on
-a fixed-point scale and added as int64, which is exact. Seeding is k-means++ in rounds: each round draws many centroids
-at once with probability weight · distance², so that a book of 65536 is seeded at the price of one iteration.
+Float sums depend on their order, and a GPU adds in any order. So all sums here are of whole
+numbers: values are put on a fixed-point scale and added as int64, which is exact. Seeding is
+k-means++ in rounds: each round draws many centroids at once with probability weight · distance², so
+that a book of 65536 is seeded at the price of one iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ CHUNK = 1 << 25  # distances held at a time
 
 
 def fixed_point(values: Tensor, count: int) -> tuple[Tensor, float]:
-    """int64 values and the factor that turns them back, such that `count` of them add up without overflow."""
+    """int64 values and the factor that turns them back, such that `count` of them add up without
+    overflow.
+    """
     largest = float(values.abs().max()) if values.numel() else 0.0
     if largest == 0.0 or not math.isfinite(largest):
         return torch.zeros_like(values, dtype=torch.int64), 0.0
@@ -29,8 +32,11 @@ def fixed_point(values: Tensor, count: int) -> tuple[Tensor, float]:
 
 @contextlib.contextmanager
 def any_order() -> Iterator[None]:
-    """Lets a GPU add as it likes: to be deterministic with floats too, torch would sort everything by its index first."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Lets a GPU add as it likes: to be deterministic with floats too, torch would sort everything
+    by its index first.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
         yield
@@ -74,26 +80,35 @@ def fused(points: Tensor, book: Tensor) -> bool:
 
 
 def split_book(book: Tensor) -> Any:
-    """What the fused kernel reads of a book; worth keeping where it is searched column by column."""
+    """What the fused kernel reads of a book; worth keeping where columns come one by one."""
     from flyweight.quant.triton.nearest import Split
 
     return Split.of(book)
 
 
 def parts_for(points: int, book: Tensor) -> int:
-    """Into how many parts a book is cut so that a GPU has work for all its cores: about 512 tiles of 64 points."""
+    """Into how many parts a book is cut so that a GPU has work for all its cores: about 512 tiles
+    of 64 points.
+    """
     return max(1, min(512 * 64 // max(points, 1), len(book) // 512))
 
 
 def draw(mass: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` indices with probability ∝ mass [n]; the random numbers come from the CPU so that devices agree."""
+    """`count` indices with probability ∝ mass [n]; the random numbers come from the CPU so that
+    devices agree.
+    """
     whole, _ = fixed_point(mass, mass.numel())
     total = whole.cumsum(0)
-    marks = torch.rand(count, generator=generator, dtype=torch.float64).to(mass.device) * total[-1].double()
+    marks = (
+        torch.rand(count, generator=generator, dtype=torch.float64).to(mass.device)
+        * total[-1].double()
+    )
     return torch.searchsorted(total, marks.long(), right=True).clamp(max=mass.numel() - 1)
 
 
-def seed_centroids(points: Tensor, weights: Tensor, count: int, generator: torch.Generator, rounds: int = 32) -> Tensor:
+def seed_centroids(
+    points: Tensor, weights: Tensor, count: int, generator: torch.Generator, rounds: int = 32
+) -> Tensor:
     book = points[draw(weights, 1, generator)]
     distance = nearest(points, book)[1]
     batch = math.ceil(count / rounds)
@@ -104,13 +119,25 @@ def seed_centroids(points: Tensor, weights: Tensor, count: int, generator: torch
     return book
 
 
-def kmeans(points: Tensor, weights: Tensor, count: int, *, seed: int = 0, iterations: int = 20, samples: int = 0) -> Tensor:
-    """Centroids [count, v] of points [n, v] with weights [n]; with `samples` only so many points, drawn at random, are used."""
+def kmeans(
+    points: Tensor,
+    weights: Tensor,
+    count: int,
+    *,
+    seed: int = 0,
+    iterations: int = 20,
+    samples: int = 0,
+) -> Tensor:
+    """Centroids [count, v] of points [n, v] with weights [n]; with `samples` only so many points,
+    drawn at random, are used.
+    """
     generator = torch.Generator().manual_seed(seed)
-    points, weights = points.float(), weights.float().clamp(min=0)
+    points = points.float()
+    weights = weights.float().clamp(min=0)
     if samples and points.shape[0] > samples:
         picked = torch.randperm(points.shape[0], generator=generator)[:samples].to(points.device)
-        points, weights = points[picked], weights[picked]
+        points = points[picked]
+        weights = weights[picked]
     if not bool((weights > 0).any()):
         weights = torch.ones_like(weights)
     book = seed_centroids(points, weights, count, generator)
@@ -125,7 +152,9 @@ def kmeans(points: Tensor, weights: Tensor, count: int, *, seed: int = 0, iterat
         empty = (total[:, 0] <= 0).nonzero()[:, 0]
         if len(empty):  # a centroid without points starts anew where the error is
             book[empty] = points[draw(weights * distance, len(empty), generator)]
-        if now >= before * (1 - 5e-4):  # books are fitted to the output later: the last thousandth is not worth the time
+        if now >= before * (
+            1 - 5e-4
+        ):  # books are fitted to the output later: the last thousandth is not worth the time
             break
         before = now
     return book

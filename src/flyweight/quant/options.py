@@ -1,6 +1,7 @@
 """The options of a run of `quantize`, and what they mean for one model on one device.
 
-`Options` is what a user may say; `Setting` is what follows from it once the model and the device are known.
+`Options` is what a user may say; `Setting` is what follows from it once the model and the device
+are known.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from flyweight.quant.events import Listener, ignore
 from flyweight.quant.recipe import Recipe
 
 DTYPES = ("float32", "float16", "bfloat16")
-POSITIONAL = ("model", "scheme", "output")  # of `quantize` itself, for the hint where a name is misspelled
+POSITIONAL = (
+    "model",
+    "scheme",
+    "output",
+)  # of `quantize` itself, for the hint where a name is misspelled
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    recipe: Recipe | str | Path | None = None  # a recipe of one's own, or its file, instead of a named scheme
-    calibration: str | Samples = BUILT_IN  # a text (`read_text`) to draw samples from, or the samples themselves
+    recipe: Recipe | str | Path | None = (
+        None  # a recipe of one's own, or its file, instead of a named scheme
+    )
+    calibration: str | Samples = (
+        BUILT_IN  # a text (`read_text`) to draw samples from, or the samples themselves
+    )
     samples: int | None = None  # windows of the text; 128 on a GPU, 16 on a CPU
     length: int | None = None  # tokens of each; 2048 on a GPU, 512 on a CPU
     seed: int = 0  # which samples are drawn, and everything else that is random
@@ -38,7 +47,9 @@ class Options:
     dtype: str | None = None  # of the activations during calibration
     batch: int | None = None  # sequences in a forward pass; 8 on a GPU, 1 on a CPU
     cache_gb: float = 4.0  # host memory for activations; the rest goes to disk
-    blocks: int | None = None  # stop after so many decoder blocks, to time a model; no model is written then
+    blocks: int | None = (
+        None  # stop after so many decoder blocks, to time a model; no model is written then
+    )
     listen: Listener = ignore
 
     def __post_init__(self) -> None:
@@ -46,7 +57,9 @@ class Options:
             raise OptionError(f"--dtype is float32, float16 or bfloat16, not {self.dtype!r}")
 
     def changed(self, changes: dict[str, Any]) -> Options:
-        """These options with some of them replaced; an unknown name is an error that says which one was meant."""
+        """These options with some of them replaced; an unknown name is an error that says which one
+        was meant.
+        """
         known = [field.name for field in dataclasses.fields(self)]
         for name in changes:
             if name not in known:

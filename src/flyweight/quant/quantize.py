@@ -1,8 +1,8 @@
 """From a model to a smaller model folder: what `flyweight quantize` and `flyweight.quantize` do.
 
-Blocks are made one by one into `.OUT.work` (see calibrate.py), then assembled in the file format that most engines
-read. OUT appears whole or not at all. Everything needed to make it again is in OUT/flyweight.json, which has no dates
-or durations in it: the same command gives the same bytes.
+Blocks are made one by one into `.OUT.work` (see calibrate.py), then assembled in the file format
+that most engines read. OUT appears whole or not at all. Everything needed to make it again is in
+OUT/flyweight.json, which has no dates or durations in it: the same command gives the same bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def quantize(
 ) -> Summary:
     """Quantize `model` by a named scheme (or a recipe of one's own) into the folder `output`.
 
-    Everything else is a field of `Options`, given as such or one by one: `quantize("m", output="o", samples=64)`.
+    Everything else is a field of `Options`, given as such or one by one: `quantize("m", output="o",
+    samples=64)`.
     """
     started = time.perf_counter()
     options = (options or Options()).changed(changes)
@@ -82,7 +83,9 @@ def quantize(
     except ResourceError as error:
         if "--resume" in str(error):
             raise
-        raise ResourceError(f"{error}; finished blocks are kept: run again with --resume") from error
+        raise ResourceError(
+            f"{error}; finished blocks are kept: run again with --resume"
+        ) from error
     finally:
         store.close(remove=form is not None)
     layers = layer_figures(finished)
@@ -132,7 +135,9 @@ class Job:
         if self.output.is_file():
             raise OptionError(f"{self.output} is a file; choose another name for the folder")
         if self.output.exists() and not self.options.overwrite and any(self.output.iterdir()):
-            raise OptionError(f"{self.output} exists already; pass --overwrite or choose another folder")
+            raise OptionError(
+                f"{self.output} exists already; pass --overwrite or choose another folder"
+            )
 
     def samples(self) -> Samples | None:
         """Calibration windows, or None where the recipe needs no text."""
@@ -155,7 +160,9 @@ class Job:
         return draw_samples(ids, count=count, length=length, seed=seed, source=source, bos=bos)
 
     def fingerprint(self, samples: Samples | None) -> dict[str, Any]:
-        """What the output depends on. The file name alone says nothing of a model: sizes and a sample of bytes do."""
+        """What the output depends on. The file name alone says nothing of a model: sizes and a
+        sample of bytes do.
+        """
         return {
             "flyweight": __version__,
             "model": self.model,
@@ -221,7 +228,9 @@ class Job:
         form.expect(name, dense)
 
     def head(self, loop: Loop, store: BlockStore) -> FinishedBlock:
-        """lm_head, quantized only where the recipe names it; the last block's output through the final norm is its input."""
+        """lm_head, quantized only where the recipe names it; the last block's output through the
+        final norm is its input.
+        """
         layer = self.recipe.layer_for("lm_head")
         if layer.solver == "keep":
             return FinishedBlock()
@@ -235,7 +244,9 @@ class Job:
                 [weight], [layer], statistics, dtype=self.stored, seed=self.options.seed
             )
             tensor = solved[0]
-            error = layer_error(weight, tensor.dequantize(), statistics.hessian if statistics else None)
+            error = layer_error(
+                weight, tensor.dequantize(), statistics.hessian if statistics else None
+            )
             figures = {"error": error, "bits_per_weight": tensor.bits_per_weight}
             report = {"layers": {"lm_head": figures}}
             store.save("head", FinishedBlock({"lm_head": tensor}, {}, report))
@@ -273,7 +284,9 @@ def linear_widths(config: ModelConfig) -> list[int]:
 
 
 def weights_digest(source: Any) -> str:
-    """Which weights these are, without reading all of them: names, sizes, and the first and last megabyte of each file."""
+    """Which weights these are, without reading all of them: names, sizes, and the first and last
+    megabyte of each file.
+    """
     digest = hashlib.sha256(json.dumps(source.config, sort_keys=True, default=str).encode())
     for file in getattr(source, "files", ()):
         size = file.stat().st_size

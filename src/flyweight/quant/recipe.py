@@ -1,16 +1,16 @@
-"""Recipes: what is done to which layer. `--scheme` names one of schemes.toml, `--recipe` a file of the same form.
+"""Recipes: what is done to which layer. `--scheme` names one of schemes.toml, `--recipe` a file of
+the same form.
 
-    name = "mine"
-    base = "gptq-int4"            # start from a named scheme
-    smooth = 0.8                  # keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, embeddings
+name = "mine" base = "gptq-int4"            # start from a named scheme smooth = 0.8
+# keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, embeddings
 
-    [[layers]]                    # the last line that fits a layer's full name wins, key by key
-    match = "*.mlp.down_proj"
-    bits = 8
+[[layers]]                    # the last line that fits a layer's full name wins, key by key
+match = "*.mlp.down_proj"
+bits = 8
 
-    [[layers]]
-    match = "lm_head"             # the head stays as it is unless a line names it
-    solver = "rtn"
+[[layers]]
+match = "lm_head"             # the head stays as it is unless a line names it
+solver = "rtn"
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ VPTQ_NAME = re.compile(r"vptq:v(\d+)-k(\d+)(?:-(\d+))?(?:-o(\d+(?:\.\d+)?))?")
 
 @dataclass(frozen=True)
 class Layer:
-    """What is done to one linear. Keys that its solver has no use for are ignored, so that lines can be shared."""
+    """What is done to one linear. Keys that its solver has no use for are ignored, so that lines
+    can be shared.
+    """
 
     solver: str = "gptq"
     bits: int = 4
@@ -64,30 +66,51 @@ class Layer:
             raise OptionError(unknown("solver", self.solver, SOLVERS))
         if self.activations not in ("none", "int8"):
             raise OptionError(unknown("activations", self.activations, ("none", "int8")))
-        if self.activations == "int8" and (self.bits, self.group_size, self.symmetric) != (8, -1, True):
+        if self.activations == "int8" and (self.bits, self.group_size, self.symmetric) != (
+            8,
+            -1,
+            True,
+        ):
             raise OptionError("int8 activations go with symmetric 8-bit weights and group_size -1")
         self.integers(torch.float16), self.fp8()  # their own checks
 
     @property
     def needs_statistics(self) -> bool:
         plain = self.solver == "rtn" and self.ranges != "importance"
-        return not (plain or self.solver == "keep" or (self.solver == "fp8" and self.fp8_activation != "static"))
+        return not (
+            plain
+            or self.solver == "keep"
+            or (self.solver == "fp8" and self.fp8_activation != "static")
+        )
 
     def integers(self, dtype: torch.dtype) -> Integers:
-        """`dtype` is that of the model: scales in bfloat16 for a bfloat16 model, whose engines would round them to it."""
+        """`dtype` is that of the model: scales in bfloat16 for a bfloat16 model, whose engines
+        would round them to it.
+        """
         whole = self.activations == "int8"
-        scale_dtype = torch.float32 if whole else torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
-        return Integers(self.bits, self.group_size, self.symmetric, self.ranges, not whole, scale_dtype)
+        scale_dtype = (
+            torch.float32 if whole else torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+        )
+        return Integers(
+            self.bits, self.group_size, self.symmetric, self.ranges, not whole, scale_dtype
+        )
 
     def gptq(self) -> GPTQ:
         return GPTQ(act_order=self.act_order, damping=self.damping, sweeps=self.sweeps)
 
     def vptq(self, dtype: torch.dtype, seed: int) -> VPTQ:
         book = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
-        shared = dict(outliers=self.outliers, refits=self.refits, damping=self.damping, seed=seed, dtype=book)
+        shared: dict[str, Any] = dict(
+            outliers=self.outliers, refits=self.refits, damping=self.damping, seed=seed, dtype=book
+        )
         if not self.vector_length:
-            return VPTQ(bits=self.bits, **shared)  # type: ignore[arg-type]
-        return VPTQ(length=self.vector_length, main=self.centroids, residual=self.residual_centroids, **shared)  # type: ignore[arg-type]
+            return VPTQ(bits=self.bits, **shared)
+        return VPTQ(
+            length=self.vector_length,
+            main=self.centroids,
+            residual=self.residual_centroids,
+            **shared,
+        )
 
     def fp8(self) -> FP8:
         return FP8(self.fp8_scales, self.fp8_activation)
@@ -110,14 +133,20 @@ class Recipe:
     tune_batch: int = 8
     tune_rate: float = 1e-3
     tune_rounding: float = 0.0  # how far codes may travel with them
-    relative: bool = False  # an error counts by its share of the hidden state that it is added to, token by token
+    # an error counts by its share of the hidden state that it is added to, token by token
+    relative: bool = False
     embeddings: str = "keep"  # or a dtype to store embeddings and norms in
 
     def __post_init__(self) -> None:
         if isinstance(self.smooth, str) and self.smooth != "search":
-            raise OptionError(f"recipe {self.name!r}: smooth is a number or \"search\", not {self.smooth!r}")
+            raise OptionError(
+                f'recipe {self.name!r}: smooth is a number or "search", not {self.smooth!r}'
+            )
         if self.embeddings not in ("keep", "float16", "bfloat16", "float32"):
-            raise OptionError(f"recipe {self.name!r}: {unknown('embeddings', self.embeddings, ('keep', 'float16', 'bfloat16'))}")
+            raise OptionError(
+                f"recipe {self.name!r}: "
+                + unknown("embeddings", self.embeddings, ("keep", "float16", "bfloat16"))
+            )
 
     @property
     def follows_original(self) -> bool:
@@ -127,9 +156,18 @@ class Recipe:
     @property
     def calibrated(self) -> bool:
         """Whether a text is needed at all."""
-        if self.smooth is not None or self.scale_search or self.sparse or self.learn_steps or self.tune_steps:
+        if (
+            self.smooth is not None
+            or self.scale_search
+            or self.sparse
+            or self.learn_steps
+            or self.tune_steps
+        ):
             return True
-        layers = [self.layer, *(dataclasses.replace(self.layer, **changes) for _, changes in self.lines)]
+        layers = [
+            self.layer,
+            *(dataclasses.replace(self.layer, **changes) for _, changes in self.lines),
+        ]
         return any(layer.needs_statistics for layer in layers)
 
     def layer_for(self, name: str) -> Layer:
@@ -148,16 +186,30 @@ class Recipe:
 
     def with_group_size(self, fit: Any) -> Recipe:
         """Every group size passed through `fit`: the model's widths decide."""
-        lines = tuple((pattern, changes | {"group_size": fit(changes["group_size"])} if "group_size" in changes else changes)
-                      for pattern, changes in self.lines)
+        lines = tuple(
+            (
+                pattern,
+                changes | {"group_size": fit(changes["group_size"])}
+                if "group_size" in changes
+                else changes,
+            )
+            for pattern, changes in self.lines
+        )
         layer = dataclasses.replace(self.layer, group_size=fit(self.layer.group_size))
         return dataclasses.replace(self, layer=layer, lines=lines)
 
     def to_dict(self) -> dict[str, Any]:
         """As a recipe file would say it; `from_dict` reads it back."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                if field.name not in ("layer", "lines") and getattr(self, field.name) != field.default}
-        data |= {key: value for key, value in dataclasses.asdict(self.layer).items() if value != getattr(Layer, key)}
+        data = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("layer", "lines") and getattr(self, field.name) != field.default
+        }
+        data |= {
+            key: value
+            for key, value in dataclasses.asdict(self.layer).items()
+            if value != getattr(Layer, key)
+        }
         if self.lines:
             data["layers"] = [{"match": pattern, **changes} for pattern, changes in self.lines]
         return data
@@ -170,18 +222,30 @@ class Recipe:
         except OptionError as error:
             raise OptionError(f"{where}: {error}") from None
         lines = data.pop("layers", [])
-        known = {field.name: field for field in dataclasses.fields(cls) if field.name not in ("layer", "lines")}
+        known = {
+            field.name: field
+            for field in dataclasses.fields(cls)
+            if field.name not in ("layer", "lines")
+        }
         layer_keys = {field.name: field for field in dataclasses.fields(Layer)}
         own: dict[str, Any] = {}
         layer: dict[str, Any] = {}
         for key, value in data.items():
             if key not in known and key not in layer_keys:
-                raise OptionError(f"{where}: {unknown('key', key, [*known, *layer_keys, 'base', 'layers'])}")
-            (own if key in known else layer)[key] = checked(where, key, value, str((known | layer_keys)[key].type))
+                raise OptionError(
+                    f"{where}: {unknown('key', key, [*known, *layer_keys, 'base', 'layers'])}"
+                )
+            (own if key in known else layer)[key] = checked(
+                where, key, value, str((known | layer_keys)[key].type)
+            )
         own.setdefault("name", Path(where).stem)
         try:
-            return dataclasses.replace(base, **own, layer=dataclasses.replace(base.layer, **layer),
-                                       lines=base.lines + tuple(parse_line(where, line, base.layer) for line in lines))
+            return dataclasses.replace(
+                base,
+                **own,
+                layer=dataclasses.replace(base.layer, **layer),
+                lines=base.lines + tuple(parse_line(where, line, base.layer) for line in lines),
+            )
         except OptionError as error:
             raise OptionError(f"{where}: {error}") from None
 
@@ -189,11 +253,15 @@ class Recipe:
 def parse_line(where: str, line: Any, base: Layer) -> tuple[str, dict[str, Any]]:
     layer_keys = {field.name: field for field in dataclasses.fields(Layer)}
     if not isinstance(line, dict) or not isinstance(line.get("match"), str):
-        raise OptionError(f"{where}: every [[layers]] table needs `match`, a pattern such as \"*.down_proj\"")
+        raise OptionError(
+            f'{where}: every [[layers]] table needs `match`, a pattern such as "*.down_proj"'
+        )
     changes = {key: value for key, value in line.items() if key != "match"}
     for key, value in changes.items():
         if key not in layer_keys:
-            raise OptionError(f"{where}: layers {line['match']!r}: {unknown('key', key, ['match', *layer_keys])}")
+            raise OptionError(
+                f"{where}: layers {line['match']!r}: {unknown('key', key, ['match', *layer_keys])}"
+            )
         checked(where, key, value, str(layer_keys[key].type))
     dataclasses.replace(base, **changes)  # its own checks
     return line["match"], changes
@@ -213,19 +281,36 @@ def checked(where: str, key: str, value: Any, kind: str) -> Any:
 @functools.cache
 def named() -> dict[str, Recipe]:
     """Every scheme by name, in the order of the file."""
-    data = tomllib.loads(files("flyweight.quant").joinpath("schemes.toml").read_text(encoding="utf-8"))
-    return {name: Recipe.from_dict({"name": name, **keys}, f"scheme {name}") for name, keys in data.items()}
+    data = tomllib.loads(
+        files("flyweight.quant").joinpath("schemes.toml").read_text(encoding="utf-8")
+    )
+    return {
+        name: Recipe.from_dict({"name": name, **keys}, f"scheme {name}")
+        for name, keys in data.items()
+    }
 
 
 def find(scheme: str) -> Recipe:
-    """A named scheme, or `vptq:v8-k65536-256` (vector length, centroids, residual centroids; `-o2` for 2 % outlier columns)."""
+    """A named scheme, or `vptq:v8-k65536-256` (vector length, centroids, residual centroids; `-o2`
+    for 2 % outlier columns).
+    """
     if scheme.startswith("vptq:"):
         if not (parts := VPTQ_NAME.fullmatch(scheme)):
             raise OptionError(f"scheme {scheme!r} is not of the form vptq:v8-k65536-256")
         length, main, residual, outliers = parts.groups()
-        layer = Layer("vptq", vector_length=int(length), centroids=int(main), residual_centroids=int(residual or 0),
-                      outliers=float(outliers or 0) / 100)
-        return Recipe(scheme, layer, engines="Flyweight, transformers with vptq", summary="codebooks of a chosen shape")
+        layer = Layer(
+            "vptq",
+            vector_length=int(length),
+            centroids=int(main),
+            residual_centroids=int(residual or 0),
+            outliers=float(outliers or 0) / 100,
+        )
+        return Recipe(
+            scheme,
+            layer,
+            engines="Flyweight, transformers with vptq",
+            summary="codebooks of a chosen shape",
+        )
     if scheme not in named():
         raise OptionError(unknown("scheme", scheme, [*named(), "vptq:v8-k65536-256"]))
     return named()[scheme]

@@ -1,4 +1,6 @@
-"""Round to nearest: no statistics needed, though importance can weight the ranges. The baseline of every solver."""
+"""Round to nearest: no statistics needed, though importance can weight the ranges. The baseline of
+every solver.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from torch import Tensor
 from flyweight.quant.grid import Integers, make_grid
 from flyweight.tensors import Int8Channel, IntGroup, merge
 
-AT_ONCE = 1 << 24  # weights: rows do not depend on each other, and a search holds several copies of what it looks at
+AT_ONCE = (
+    1 << 24
+    # weights: rows do not depend on each other, and a search holds several copies of them
+)
 
 
 def rtn(weight: Tensor, settings: Integers, importance: Tensor | None = None) -> IntGroup:
@@ -23,5 +28,7 @@ def rtn(weight: Tensor, settings: Integers, importance: Tensor | None = None) ->
 
 
 def to_int8_channel(tensor: IntGroup) -> Int8Channel:
-    """An 8-bit symmetric weight with one group per channel as W8A8: the same numbers, activations in int8 too."""
+    """An 8-bit symmetric weight with one group per channel as W8A8: the same numbers, activations
+    in int8 too.
+    """
     return Int8Channel(tensor.integers().to(torch.int8), tensor.scales.float())

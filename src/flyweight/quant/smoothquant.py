@@ -1,8 +1,10 @@
-"""SmoothQuant: move the outliers of the activations into the weights, where a scale per row can bear them.
+"""SmoothQuant: move the outliers of the activations into the weights, where a scale per row can
+bear them.
 
-s_j = max|x_j|^α / max|w_j|^(1−α) over all linears that read x; the layer before gives x / s, the linears take W · s.
-The float function stays the same. α is one number, or searched per group for the least output error of what is rounded:
-int8 tokens and channels, or weights alone. For int8 tokens the scales found are then refined one by one, by gradient.
+s_j = max|x_j|^α / max|w_j|^(1−α) over all linears that read x; the layer before gives x / s, the
+linears take W · s. The float function stays the same. α is one number, or searched per group for
+the least output error of what is rounded: int8 tokens and channels, or weights alone. For int8
+tokens the scales found are then refined one by one, by gradient.
 """
 
 from __future__ import annotations
@@ -21,20 +23,27 @@ UNSEEN = 4  # one token in so many judges what was learned on the others
 
 
 def smooth_scales(largest: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
-    """Scales [in] from the largest inputs [in] and the weights [out, in] that share them; dead columns get 1."""
-    heaviest = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0).clamp(min=1e-5)
+    """Scales [in] from the largest inputs [in] and the weights [out, in] that share them; dead
+    columns get 1.
+    """
+    heaviest = (
+        torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0).clamp(min=1e-5)
+    )
     scales = largest.clamp(min=1e-5).pow(alpha) / heaviest.pow(1 - alpha)
     return torch.where(largest > 0, scales, torch.ones_like(scales)).clamp(min=1e-4, max=1e4)
 
 
 def w8a8_error(x: Tensor, weights: Sequence[Tensor]) -> Callable[[Tensor], float]:
-    """Scales → squared output error over all siblings with int8 tokens x [tokens, in] and int8 channels."""
+    """Scales → squared output error over all siblings with int8 tokens x [tokens, in] and int8
+    channels.
+    """
     x = x.float()
     wanted = [x @ weight.float().T for weight in weights]
 
     def error(scales: Tensor) -> float:
         codes, steps = quantize_int8_rows(x / scales)
-        tokens, total = codes * steps, 0.0
+        tokens = codes * steps
+        total = 0.0
         for weight, output in zip(weights, wanted, strict=True):
             scaled = weight.float() * scales
             width = (scaled.abs().amax(1, keepdim=True) / 127.5).clamp(min=1e-12)
@@ -45,12 +54,16 @@ def w8a8_error(x: Tensor, weights: Sequence[Tensor]) -> Callable[[Tensor], float
     return error
 
 
-def search_alpha(error: Callable[[Tensor], float], sizes: Sequence[Tensor], weights: Sequence[Tensor],
-                 alphas: Sequence[float] = ALPHAS) -> tuple[float, Tensor]:
+def search_alpha(
+    error: Callable[[Tensor], float],
+    sizes: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    alphas: Sequence[float] = ALPHAS,
+) -> tuple[float, Tensor]:
     """(α, scales) with the least error; no smoothing at all is a candidate too (α = 0).
 
-    `sizes` are measures of the input columns [in] to try: the largest values come from a few tokens that say little of the
-    others, for which the root mean square speaks.
+    `sizes` are measures of the input columns [in] to try: the largest values come from a few tokens
+    that say little of the others, for which the root mean square speaks.
     """
     ones = torch.ones_like(sizes[0])
     best = (error(ones), 0.0, ones)
@@ -63,14 +76,23 @@ def search_alpha(error: Callable[[Tensor], float], sizes: Sequence[Tensor], weig
     return best[1], best[2]
 
 
-def refine(x: Tensor, weights: Sequence[Tensor], scales: Tensor, *, largest: Tensor, tokens: int,
-           allowed: Allowed = lambda scales: scales) -> Tensor:
+def refine(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Tensor,
+    *,
+    largest: Tensor,
+    tokens: int,
+    allowed: Allowed = lambda scales: scales,
+) -> Tensor:
     """Scales near `scales` with less noise for int8 tokens and channels, or `scales`.
 
-    x [sample, in] is a sample of `tokens` whose largest values are `largest` [in]; some of it learns, the rest judges.
+    x [sample, in] is a sample of `tokens` whose largest values are `largest` [in]; some of it
+    learns, the rest judges.
     """
     judges = torch.arange(x.shape[0], device=x.device) % UNSEEN == 0
-    seen, weight = x[~judges].float(), torch.cat([w.float() for w in weights])
+    seen = x[~judges].float()
+    weight = torch.cat([w.float() for w in weights])
     rounding = weight_noise(weight, seen.square().sum(0), group_size=weight.shape[1])
     reading = token_noise(seen, weight, largest, tokens=tokens)
     refined = quietest(lambda s: rounding(s) + reading(s), scales, allowed, steps=REFINE_STEPS)

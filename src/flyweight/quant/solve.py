@@ -1,4 +1,5 @@
-"""From a group of sibling linears and the statistics of their input to QuantTensors: which solver, on which rows.
+"""From a group of sibling linears and the statistics of their input to QuantTensors: which solver,
+on which rows.
 
 Solvers of integers treat rows independently, so siblings under one rule are solved as one matrix.
 """
@@ -22,19 +23,37 @@ from flyweight.quant.vptq import vptq
 from flyweight.tensors import IntGroup, Plain, QuantTensor, Sparse24
 
 
-def solve_group(weights: Sequence[Tensor], layers: Sequence[Layer], statistics: Statistics | None, *, dtype: torch.dtype,
-                sparse: bool = False, seed: int = 0) -> list[QuantTensor]:
-    """One QuantTensor per weight [out, in]; `dtype` is that of the model and of what stays plain."""
+def solve_group(
+    weights: Sequence[Tensor],
+    layers: Sequence[Layer],
+    statistics: Statistics | None,
+    *,
+    dtype: torch.dtype,
+    sparse: bool = False,
+    seed: int = 0,
+) -> list[QuantTensor]:
+    """One QuantTensor per weight [out, in]; `dtype` is that of the model and of plain weights."""
     if len(set(layers)) == 1 and layers[0].solver in ("rtn", "gptq", "awq"):
-        joined = solve_integers(torch.cat(list(weights)), layers[0], statistics, dtype=dtype, sparse=sparse)
+        joined = solve_integers(
+            torch.cat(list(weights)), layers[0], statistics, dtype=dtype, sparse=sparse
+        )
         parts = split_rows(joined, [weight.shape[0] for weight in weights])
         return [finish(part, layers[0], sparse=sparse) for part in parts]
-    return [solve_one(weight, layer, statistics, dtype=dtype, sparse=sparse, seed=seed)
-            for weight, layer in zip(weights, layers, strict=True)]
+    return [
+        solve_one(weight, layer, statistics, dtype=dtype, sparse=sparse, seed=seed)
+        for weight, layer in zip(weights, layers, strict=True)
+    ]
 
 
-def solve_one(weight: Tensor, layer: Layer, statistics: Statistics | None, *, dtype: torch.dtype, sparse: bool = False,
-              seed: int = 0) -> QuantTensor:
+def solve_one(
+    weight: Tensor,
+    layer: Layer,
+    statistics: Statistics | None,
+    *,
+    dtype: torch.dtype,
+    sparse: bool = False,
+    seed: int = 0,
+) -> QuantTensor:
     if layer.solver == "keep":
         return Plain(weight.to(dtype))
     if layer.solver == "fp8":
@@ -42,17 +61,30 @@ def solve_one(weight: Tensor, layer: Layer, statistics: Statistics | None, *, dt
     if layer.solver == "vptq":
         assert statistics is not None
         return vptq(weight, statistics, layer.vptq(dtype, seed))
-    return finish(solve_integers(weight, layer, statistics, dtype=dtype, sparse=sparse), layer, sparse=sparse)
+    return finish(
+        solve_integers(weight, layer, statistics, dtype=dtype, sparse=sparse), layer, sparse=sparse
+    )
 
 
-def solve_integers(weight: Tensor, layer: Layer, statistics: Statistics | None, *, dtype: torch.dtype, sparse: bool) -> IntGroup:
-    settings, original, mask = layer.integers(dtype), weight, None
+def solve_integers(
+    weight: Tensor, layer: Layer, statistics: Statistics | None, *, dtype: torch.dtype, sparse: bool
+) -> IntGroup:
+    settings = layer.integers(dtype)
+    original = weight
+    mask = None
     if sparse:
         assert statistics is not None
         weight, mask, _ = prune24(weight, statistics, damping=layer.damping)
     if layer.solver == "gptq":
         assert statistics is not None
-        return gptq(weight, statistics, settings, layer.gptq(), mask=mask, target=original if sparse else None)
+        return gptq(
+            weight,
+            statistics,
+            settings,
+            layer.gptq(),
+            mask=mask,
+            target=original if sparse else None,
+        )
     if layer.solver == "awq":
         assert statistics is not None
         return awq_round(weight, statistics, settings)  # zeros stay zeros: every grid holds zero
@@ -69,10 +101,17 @@ def finish(tensor: IntGroup, layer: Layer, *, sparse: bool) -> QuantTensor:
 
 
 def split_rows(tensor: IntGroup, sizes: Sequence[int]) -> list[IntGroup]:
-    parts, begin = [], 0
+    parts = []
+    begin = 0
     for size in sizes:
         rows = slice(begin, begin + size)
-        parts.append(dataclasses.replace(tensor, codes=tensor.codes[rows].contiguous(), scales=tensor.scales[rows].contiguous(),
-                                         zeros=None if tensor.zeros is None else tensor.zeros[rows].contiguous()))
+        parts.append(
+            dataclasses.replace(
+                tensor,
+                codes=tensor.codes[rows].contiguous(),
+                scales=tensor.scales[rows].contiguous(),
+                zeros=None if tensor.zeros is None else tensor.zeros[rows].contiguous(),
+            )
+        )
         begin += size
     return parts

@@ -1,7 +1,9 @@
-"""What a solver knows of a layer's input: second moments (the Hessian of the output error), means and extremes.
+"""What a solver knows of a layer's input: second moments (the Hessian of the output error), means
+and extremes.
 
-Sums are taken in float32 batch by batch in a fixed order, so that the same samples give the same bytes. Everything
-a solver derives from the Hessian (the factor of its inverse) is made once and shared by siblings such as q, k and v.
+Sums are taken in float32 batch by batch in a fixed order, so that the same samples give the same
+bytes. Everything a solver derives from the Hessian (the factor of its inverse) is made once and
+shared by siblings such as q, k and v.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class NonFiniteError(FlyweightError):
 
 @contextlib.contextmanager
 def matmul_precision(kind: str) -> Iterator[None]:
-    """float32 products: "highest" as they are, "high" in TF32 (eight times as fast on a GPU, ten bits)."""
+    """float32 products: "highest" as they are, "high" in TF32 (eight times as fast on a GPU, ten
+    bits).
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(kind)
     try:
@@ -33,7 +37,9 @@ def matmul_precision(kind: str) -> Iterator[None]:
 
 
 def gram(x: Tensor) -> Tensor:
-    """xᵀ · x in float32; half-precision inputs multiply on tensor cores, whose sums are float32 too."""
+    """xᵀ · x in float32; half-precision inputs multiply on tensor cores, whose sums are float32
+    too.
+    """
     if x.dtype in (torch.float16, torch.bfloat16) and x.is_cuda:
         return torch.mm(x.T, x, out_dtype=torch.float32)
     return x.float().T @ x.float()
@@ -51,8 +57,14 @@ class Statistics:
 
     def __post_init__(self) -> None:
         if not self.sums:
-            shape = {"hessian": (self.columns, self.columns), "absolute": (self.columns,), "largest": (self.columns,)}
-            self.sums = {name: torch.zeros(size, device=self.device) for name, size in shape.items()}
+            shape = {
+                "hessian": (self.columns, self.columns),
+                "absolute": (self.columns,),
+                "largest": (self.columns,),
+            }
+            self.sums = {
+                name: torch.zeros(size, device=self.device) for name, size in shape.items()
+            }
 
     def add(self, x: Tensor) -> None:
         """One batch of inputs [..., in]."""
@@ -83,22 +95,36 @@ class Statistics:
 
     def check(self, where: str) -> None:
         if self.tokens == 0:
-            raise FlyweightError(f"{where}: no calibration token reached this layer; use more samples")
+            raise FlyweightError(
+                f"{where}: no calibration token reached this layer; use more samples"
+            )
         if not bool(torch.isfinite(self.sums["hessian"]).all()):
-            raise NonFiniteError(f"{where}: the input holds NaN or infinity; the model overflows here in this dtype "
-                                 "(try --dtype float32) or its weights are damaged")
+            raise NonFiniteError(
+                f"{where}: the input holds NaN or infinity; the model overflows here in this dtype "
+                "(try --dtype float32) or its weights are damaged"
+            )
 
     @classmethod
     def uniform(cls, columns: int, device: torch.device | str) -> Statistics:
         """Of inputs that are alike and independent: with these every solver rounds to nearest."""
         tokens = 1000 * columns  # so many that nothing is damped for want of samples
         ones = torch.ones(columns, device=device)
-        sums = {"hessian": tokens * torch.eye(columns, device=device), "absolute": tokens * ones, "largest": ones}
+        sums = {
+            "hessian": tokens * torch.eye(columns, device=device),
+            "absolute": tokens * ones,
+            "largest": ones,
+        }
         return cls(columns, device, tokens, sums)
 
     def scaled(self, scales: Tensor) -> Statistics:
-        """The statistics of x / scales: what a layer sees once `scales` are folded into its columns."""
-        divisors = {"hessian": scales[:, None] * scales[None], "absolute": scales, "largest": scales}
+        """The statistics of x / scales: what a layer sees once `scales` are folded into its
+        columns.
+        """
+        divisors = {
+            "hessian": scales[:, None] * scales[None],
+            "absolute": scales,
+            "largest": scales,
+        }
         sums = {name: value / divisors[name] for name, value in self.sums.items()}
         return dataclasses.replace(self, sums=sums, factors={})
 
@@ -109,7 +135,8 @@ class Statistics:
         return torch.arange(self.columns, device=self.sums["hessian"].device)
 
     def factor(self, *, act_order: bool, damping: float) -> tuple[Tensor, Tensor]:
-        """(order, U) with U upper triangular and UᵀU = H⁻¹ of the ordered, damped Hessian. Kept for siblings.
+        """(order, U) with U upper triangular and UᵀU = H⁻¹ of the ordered, damped Hessian. Kept for
+        siblings.
 
         The damping grows tenfold until the Hessian is positive definite.
         """
@@ -122,14 +149,19 @@ class Statistics:
         return self.factors[key]
 
     def ridge(self, damping: float) -> float:
-        """What is added to the diagonal: `damping` times its mean, or columns / tokens times where samples are few.
+        """What is added to the diagonal: `damping` times its mean, or columns / tokens times where
+        samples are few.
 
-        Few samples leave directions unseen that other texts use. On held-out text the best share was 0.15 for 4,096 tokens
-        of 576 columns and 0.04 for 16,384: columns / tokens.
+        Few samples leave directions unseen that other texts use. On held-out text the best share
+        was 0.15 for 4,096 tokens of 576 columns and 0.04 for 16,384: columns / tokens.
         """
         importance = self.importance
         alive = importance[importance > 0]
-        return max(damping, self.columns / max(self.tokens, 1)) * float(alive.mean()) if len(alive) else 1.0
+        return (
+            max(damping, self.columns / max(self.tokens, 1)) * float(alive.mean())
+            if len(alive)
+            else 1.0
+        )
 
     def damped(self, damping: float) -> Tensor:
         hessian = self.hessian
@@ -138,7 +170,9 @@ class Statistics:
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """Upper U with UᵀU = (H + λI)⁻¹, from one Cholesky of H read backwards: H = R·Rᵀ with R upper, U = R⁻¹."""
+    """Upper U with UᵀU = (H + λI)⁻¹, from one Cholesky of H read backwards: H = R·Rᵀ with R upper,
+    U = R⁻¹.
+    """
     with matmul_precision("highest"):  # errors of TF32 would pile up over thousands of columns
         for _ in range(8):
             damped = hessian.flip(0, 1)
@@ -147,20 +181,28 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             del damped  # each is 600 MB where an 8B model has 12288 columns
             if int(failed) == 0:
                 lower = lower.flip(0, 1)
-                upper = torch.linalg.solve_triangular(lower, torch.eye(len(lower), device=lower.device), upper=True)
+                upper = torch.linalg.solve_triangular(
+                    lower, torch.eye(len(lower), device=lower.device), upper=True
+                )
                 if bool(torch.isfinite(upper).all()):
                     return upper
             damping = max(damping, 1e-6 * float(hessian.diagonal().mean())) * 10
-    raise NonFiniteError("the Hessian stays singular however much it is damped; use more calibration samples")
+    raise NonFiniteError(
+        "the Hessian stays singular however much it is damped; use more calibration samples"
+    )
 
 
 def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor | None) -> float:
-    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²; of the weight where nothing is known of X."""
+    """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²; of the weight where
+    nothing is known of X.
+    """
+
     def power(of: Tensor) -> Tensor:
         return ((of if hessian is None else of @ hessian) * of).sum(dtype=torch.float64)
 
     above = below = torch.zeros((), dtype=torch.float64, device=weight.device)
     rows = max(1, (1 << 24) // weight.shape[1])  # at a time: the sum is taken of a copy in float64
     for part, other in zip(weight.split(rows), quantized.split(rows), strict=True):
-        above, below = above + power((part - other).float()), below + power(part.float())
+        above = above + power((part - other).float())
+        below = below + power(part.float())
     return float(above / below.clamp(min=1e-30))

@@ -21,19 +21,25 @@ class Subject:
     bos: int | None
 
 
-def load_subject(model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True) -> Subject:
+def load_subject(
+    model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True
+) -> Subject:
     from flyweight.engine.llm import choose_dtype
     from flyweight.models.decoder import Decoder
 
     place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
     ids, bos = encode(checkpoint.tokenizer(), text)
-    decoder = Decoder.load(checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact)
+    decoder = Decoder.load(
+        checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact
+    )
     return Subject(checkpoint, decoder, ids, bos)
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
     """The text's own tokens, and the BOS id if this tokenizer begins texts with one."""
-    begins_with_bos = tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    begins_with_bos = (
+        tokenizer.bos_token_id is not None and tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    )
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return ids, tokenizer.bos_token_id if begins_with_bos else None

@@ -39,7 +39,9 @@ class Summary:
 
 
 def full_names(finished: Sequence[FinishedBlock]) -> Iterable[tuple[str, FinishedBlock]]:
-    """(prefix of the names inside it, block); the head, which comes after the blocks, has its name already."""
+    """(prefix of the names inside it, block); the head, which comes after the blocks, has its name
+    already.
+    """
     for index, part in enumerate(finished):
         yield "" if "lm_head" in part.linears else f"model.layers.{index}.", part
 

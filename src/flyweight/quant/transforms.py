@@ -1,4 +1,5 @@
-"""Equivalent changes of one float block before it is rounded: smoothing, then scale search, folded into its weights.
+"""Equivalent changes of one float block before it is rounded: smoothing, then scale search, folded
+into its weights.
 
 Statistics follow by arithmetic instead of another pass over the samples.
 """
@@ -114,7 +115,7 @@ class Transforms:
         self.inputs.scale(group, scales)
 
     def judge(self, group: Group) -> Judge | None:
-        """The error of attention's or the MLP's output, for groups whose own output is not yet it."""
+        """The error of attention's or the MLP's output, for groups whose own is not yet it."""
         block = self.work.build()
         outputs: dict[str, Callable[[Block, Tensor], Tensor]] = {
             "qkv": lambda block, x: block.attention(x, self.context),

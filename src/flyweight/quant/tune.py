@@ -1,13 +1,15 @@
-"""Tuning of the whole: what is not a code (scales, codebooks, norms) moves until the model predicts what the original does.
+"""Tuning of the whole: what is not a code (scales, codebooks, norms) moves until the model predicts
+what the original does.
 
     loss = KL(original ‖ quantized), the mean over calibration tokens
 
     forward    h₀ → block 0 → h₁ → … → hₙ        hidden states are kept, nothing else
     backward   … ← h₁ ← block i once more, with gradients; what it is made of moves at once
 
-No gradient outlives its block: memory holds the packed weights, the hidden states of one batch and one dense block. With
-`rounding` codes move too, by sign-SGD: a code becomes its neighbour where the gradient keeps pointing there. Some samples
-are held out; the result is kept only if their loss falls.
+No gradient outlives its block: memory holds the packed weights, the hidden states of one batch and
+one dense block. With `rounding` codes move too, by sign-SGD: a code becomes its neighbour where the
+gradient keeps pointing there. Some samples are held out; the result is kept only if their loss
+falls.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
 ROWS = 1024  # tokens whose logits are held at a time
 HELD_OUT = 16  # one sample of so many
 FIELDS = {  # kind → what may move
-    "int": ("scales",), "w8a8": ("scales",), "vptq": ("codebook", "residual", "outlier_codebook", "scale", "bias")}
+    "int": ("scales",),
+    "w8a8": ("scales",),
+    "vptq": ("codebook", "residual", "outlier_codebook", "scale", "bias"),
+}
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 BOOKS = ("codebook", "residual", "outlier_codebook", "bias")
 
@@ -48,8 +53,9 @@ class Movable:
     """A tensor that is stored in some dtype, and its float32 move in units of its own size."""
 
     def __init__(self, stored: Tensor, *, alike: bool = False) -> None:
-        """`alike`: entries that share one unit, their root mean square; otherwise each has its own."""
-        self.stored, self.start = stored, stored.float()
+        """`alike`: entries that share one unit, their root mean square; else each has its own."""
+        self.stored = stored
+        self.start = stored.float()
         size = self.start.square().mean().sqrt()
         self.unit = size if alike else self.start.abs().clamp(min=1e-3 * float(size) + 1e-30)
         self.move = torch.zeros_like(self.start, requires_grad=True)
@@ -62,56 +68,104 @@ class Movable:
 
 
 class Part:
-    """One quantized weight with what may move in it; codes lie unpacked, one byte each (indices of vectors: eight)."""
+    """One quantized weight with what may move in it; codes lie unpacked, one byte each (indices of
+    vectors: eight).
+    """
 
     def __init__(self, tensor: QuantTensor, *, rounding: bool) -> None:
         self.tensor = tensor
-        self.moves = {name: Movable(getattr(tensor, name), alike=name in BOOKS)
-                      for name in FIELDS.get(tensor.kind, ()) if getattr(tensor, name) is not None}
+        self.moves = {
+            name: Movable(getattr(tensor, name), alike=name in BOOKS)
+            for name in FIELDS.get(tensor.kind, ())
+            if getattr(tensor, name) is not None
+        }
         self.integers = self.indices = self.nudge = None
         if isinstance(tensor, IntGroup):
             self.integers = tensor.integers().to(torch.int8 if tensor.bits < 8 else torch.int16)
             if rounding:
-                self.nudge = torch.zeros(tensor.matrix_shape, dtype=torch.float16, device=tensor.device, requires_grad=True)
+                self.nudge = torch.zeros(
+                    tensor.matrix_shape,
+                    dtype=torch.float16,
+                    device=tensor.device,
+                    requires_grad=True,
+                )
         elif isinstance(tensor, VectorQuant):
             self.indices = tensor.split_indices()
 
     def nudged(self, round_to: Callable[[Tensor], Tensor]) -> Tensor:
-        """Codes less their zero points [out, in], each moved to a neighbour where its nudge is beyond a half."""
+        """Codes less their zero points [out, in], each moved to a neighbour where its nudge is
+        beyond a half.
+        """
         assert isinstance(self.tensor, IntGroup) and self.integers is not None
         if self.nudge is None:
             return self.integers.float()
-        zeros = 2 ** (self.tensor.bits - 1) if self.tensor.zeros is None else self.tensor.zeros.float()[..., None]
-        pieces = (self.integers + round_to(self.nudge.float())).unflatten(1, (self.tensor.groups, -1))
-        return torch.clamp(pieces, -torch.as_tensor(zeros), 2**self.tensor.bits - 1 - torch.as_tensor(zeros)).flatten(1)
+        zeros = (
+            2 ** (self.tensor.bits - 1)
+            if self.tensor.zeros is None
+            else self.tensor.zeros.float()[..., None]
+        )
+        pieces = (self.integers + round_to(self.nudge.float())).unflatten(
+            1, (self.tensor.groups, -1)
+        )
+        return torch.clamp(
+            pieces, -torch.as_tensor(zeros), 2**self.tensor.bits - 1 - torch.as_tensor(zeros)
+        ).flatten(1)
 
     def weight(self) -> Tensor:
         values = {name: field.value() for name, field in self.moves.items()}
         if isinstance(self.tensor, IntGroup) and self.tensor.g_idx is None:
-            return (self.nudged(straight_round).unflatten(1, (self.tensor.groups, -1)) * values["scales"][..., None]).flatten(1)
+            return (
+                self.nudged(straight_round).unflatten(1, (self.tensor.groups, -1))
+                * values["scales"][..., None]
+            ).flatten(1)
         tensor = dataclasses.replace(self.tensor, **values)
-        return tensor.decode(*self.indices) if isinstance(tensor, VectorQuant) and self.indices else tensor.dequantize()
+        return (
+            tensor.decode(*self.indices)
+            if isinstance(tensor, VectorQuant) and self.indices
+            else tensor.dequantize()
+        )
 
     @torch.no_grad()
     def result(self) -> QuantTensor:
-        made = dataclasses.replace(self.tensor, **{name: field.result() for name, field in self.moves.items()})
+        made = dataclasses.replace(
+            self.tensor, **{name: field.result() for name, field in self.moves.items()}
+        )
         if self.nudge is None or not isinstance(made, IntGroup):
             return made
-        zeros = 2 ** (made.bits - 1) if made.zeros is None else made.zeros.int()[:, made.group_of_column()]
-        return IntGroup.from_values(self.nudged(torch.round).int() + zeros, made.scales, made.zeros, bits=made.bits,
-                                    group_size=made.group_size)
+        zeros = (
+            2 ** (made.bits - 1)
+            if made.zeros is None
+            else made.zeros.int()[:, made.group_of_column()]
+        )
+        return IntGroup.from_values(
+            self.nudged(torch.round).int() + zeros,
+            made.scales,
+            made.zeros,
+            bits=made.bits,
+            group_size=made.group_size,
+        )
 
 
 class TunedBlock:
     """A finished block whose weights are computed from what moves, at every call."""
 
     def __init__(self, work: WorkBlock, context: Context, settings: Tuning) -> None:
-        self.work, self.context, self.settings = work, context, settings
-        self.parts = {name: Part(tensor, rounding=settings.rounding > 0) for name, tensor in work.quantized.items()
-                      if tensor.kind in FIELDS}
+        self.work = work
+        self.context = context
+        self.settings = settings
+        self.parts = {
+            name: Part(tensor, rounding=settings.rounding > 0)
+            for name, tensor in work.quantized.items()
+            if tensor.kind in FIELDS
+        }
         self.norms = {name: Movable(work.others[name]) for name in NORMS}
-        moving = [*self.norms.values(), *(field for part in self.parts.values() for field in part.moves.values())]
-        self.adam = torch.optim.Adam([field.move for field in moving], lr=settings.rate, betas=(0.9, 0.95))
+        moving = [
+            *self.norms.values(),
+            *(field for part in self.parts.values() for field in part.moves.values()),
+        ]
+        self.adam = torch.optim.Adam(
+            [field.move for field in moving], lr=settings.rate, betas=(0.9, 0.95)
+        )
 
         self.block = trainable(work)
         for linear in self.block.linears.values():
@@ -122,14 +176,19 @@ class TunedBlock:
         dtype = self.work.dtype
         for group in self.work.groups:
             self.block.linears[group.name].substitute(self.joined(group.linears))
-        self.block.input_norm.weight, self.block.post_norm.weight = (self.norms[name].value().to(dtype) for name in NORMS)
+        self.block.input_norm.weight, self.block.post_norm.weight = (
+            self.norms[name].value().to(dtype) for name in NORMS
+        )
         out = self.block.forward(x, self.context)
         for linear in self.block.linears.values():
             linear.substitute(None)
         return out
 
     def joined(self, names: Sequence[str]) -> Callable[[Tensor], Tensor]:
-        dense = [self.parts[name].weight() if name in self.parts else self.work.dense(name) for name in names]
+        dense = [
+            self.parts[name].weight() if name in self.parts else self.work.dense(name)
+            for name in names
+        ]
         weight = torch.cat([part.to(self.work.dtype) for part in dense])
         quantize_input = input_quantizer([self.work.quantized.get(name) for name in names])
 
@@ -161,21 +220,41 @@ class TunedBlock:
 
 
 class Predictions:
-    """Final norm and head: how far the predictions from one hidden state are from those of the other."""
+    """Final norm and head: how far the predictions from one hidden state are from those of the
+    other.
+    """
 
     def __init__(self, norm: Tensor, head: Tensor, epsilon: float) -> None:
-        self.norm, self.head, self.epsilon = norm, head, epsilon
+        self.norm = norm
+        self.head = head
+        self.epsilon = epsilon
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        return torch.log_softmax(F.linear(reference.rms_norm(hidden, self.norm, self.epsilon), self.head).float(), -1)
+        return torch.log_softmax(
+            F.linear(reference.rms_norm(hidden, self.norm, self.epsilon), self.head).float(), -1
+        )
 
-    def divergence(self, hidden: Tensor, wanted: Tensor, *, gradient: bool) -> tuple[float, Tensor | None]:
+    def divergence(
+        self, hidden: Tensor, wanted: Tensor, *, gradient: bool
+    ) -> tuple[float, Tensor | None]:
         """(mean KL over tokens, its gradient by hidden [sequences, tokens, size])"""
-        total, parts, count = 0.0, [], hidden[..., 0].numel()
-        for x, y in zip(hidden.flatten(0, 1).split(ROWS), wanted.flatten(0, 1).split(ROWS), strict=True):
+        total = 0.0
+        parts = []
+        count = hidden[..., 0].numel()
+        for x, y in zip(
+            hidden.flatten(0, 1).split(ROWS), wanted.flatten(0, 1).split(ROWS), strict=True
+        ):
             x = x.detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):
-                loss = F.kl_div(self.log_probabilities(x), self.log_probabilities(y), reduction="sum", log_target=True) / count
+                loss = (
+                    F.kl_div(
+                        self.log_probabilities(x),
+                        self.log_probabilities(y),
+                        reduction="sum",
+                        log_target=True,
+                    )
+                    / count
+                )
             total += float(loss.detach())
             if gradient:
                 loss.backward()
@@ -184,10 +263,19 @@ class Predictions:
 
 
 @torch.no_grad()
-def tune(works: Sequence[WorkBlock], inputs: Callable[[int], Tensor], targets: Callable[[int], Tensor], samples: int,
-         predictions: Predictions, context: Context, settings: Tuning,
-         listen: Callable[[int], None] = lambda step: None) -> dict[str, float]:
-    """Improve finished blocks in place. `inputs` and `targets` give a sample's embedding and the original's last hidden state."""
+def tune(
+    works: Sequence[WorkBlock],
+    inputs: Callable[[int], Tensor],
+    targets: Callable[[int], Tensor],
+    samples: int,
+    predictions: Predictions,
+    context: Context,
+    settings: Tuning,
+    listen: Callable[[int], None] = lambda step: None,
+) -> dict[str, float]:
+    """Improve finished blocks in place. `inputs` and `targets` give a sample's embedding and the
+    original's last hidden state.
+    """
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(settings.seed)).tolist()
     held_out = order[: samples // HELD_OUT] or order
     used = order[len(held_out) :] or order
@@ -208,11 +296,15 @@ def tune(works: Sequence[WorkBlock], inputs: Callable[[int], Tensor], targets: C
             total += len(picked) * predictions.divergence(x, wanted, gradient=False)[0]
         return total / len(held_out)
 
-    before, generator = loss(), torch.Generator().manual_seed(settings.seed)
+    before = loss()
+    generator = torch.Generator().manual_seed(settings.seed)
     blocks = [TunedBlock(work, context, settings) for work in works]
     with matmul_precision("high"), SAME_GRADIENTS():
         for step in range(settings.steps):
-            picked = [used[i] for i in torch.randperm(len(used), generator=generator)[: settings.batch].tolist()]
+            picked = [
+                used[i]
+                for i in torch.randperm(len(used), generator=generator)[: settings.batch].tolist()
+            ]
             x, wanted = batch(picked)
             hidden = [x]
             for block in blocks:
@@ -227,6 +319,7 @@ def tune(works: Sequence[WorkBlock], inputs: Callable[[int], Tensor], targets: C
     after = loss()
     if not after < before:
         for work, (quantized, others) in zip(works, originals, strict=True):
-            work.quantized, work.others = quantized, others
+            work.quantized = quantized
+            work.others = others
         after = before
     return {"before": before, "after": after}

@@ -1,13 +1,18 @@
-"""VPTQ: `length` neighbouring outputs of one input column become one entry of a codebook, plus one of a residual book.
+"""VPTQ: `length` neighbouring outputs of one input column become one entry of a codebook, plus one
+of a residual book.
 
-1. Columns are normalized where that pays for itself, books made by k-means weighted with the columns' importance.
-2. The recursion of GPTQ, one column at a time: its segments take their nearest entries, later columns make up.
-   Main and residual entry are chosen together: the best pair over the few nearest main entries.
-3. Given the assignments, both books are fitted to the layer's output by conjugate gradients (a linear least-squares
-   problem); coordinate descent then reassigns, column by column. Each step is kept only if the error falls.
+1. Columns are normalized where that pays for itself, books made by k-means weighted with the
+   columns' importance.
+2. The recursion of GPTQ, one column at a time: its segments take their nearest entries, later
+   columns make up. Main and residual entry are chosen together: the best pair over the few nearest
+   main entries.
+3. Given the assignments, both books are fitted to the layer's output by conjugate gradients (a
+   linear least-squares problem); coordinate descent then reassigns, column by column. Each step is
+   kept only if the error falls.
 
-Shapes are chosen so that all stored bits, books and norms included, stay within the named bits + 0.25: a big book fits
-a big layer. Column order costs nothing where there are neither outlier columns nor column groups: it is not stored then.
+Shapes are chosen so that all stored bits, books and norms included, stay within the named bits +
+0.25: a big book fits a big layer. Column order costs nothing where there are neither outlier
+columns nor column groups: it is not stored then.
 """
 
 from __future__ import annotations
@@ -26,13 +31,16 @@ from flyweight.quant.kmeans import exact_sums, kmeans, nearest
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import VectorQuant
 
-ALLOWANCE = 0.25  # bits above the named ones that books, norms, permutation and outliers may take: as groups of 64 do
+# bits above the named ones that books, norms, permutation and outliers may take: as groups of 64 do
+ALLOWANCE = 0.25
 POINTS_PER_CENTROID = 48
 
 
 @dataclass(frozen=True)
 class VPTQ:
-    """With `bits` the shape comes from the layer's size; otherwise `length`, `main` and `residual` (0: none) say it."""
+    """With `bits` the shape comes from the layer's size; otherwise `length`, `main` and `residual`
+    (0: none) say it.
+    """
 
     bits: float = 0.0
     length: int = 8
@@ -50,16 +58,26 @@ class VPTQ:
 
     def __post_init__(self) -> None:
         if not self.bits and (self.length < 1 or self.main < 2):
-            raise OptionError(f"vptq needs a vector length and at least two centroids, not v{self.length}-k{self.main}")
+            raise OptionError(
+                "vptq needs a vector length and at least two centroids, not "
+                f"v{self.length}-k{self.main}"
+            )
 
     def stored_bits(self, rows: int, columns: int) -> float:
         """Bits per weight on disk."""
         wide = round(self.outliers * columns)
-        index = (self.main - 1).bit_length() + ((self.residual - 1).bit_length() if self.residual else 0)
+        index = (self.main - 1).bit_length() + (
+            (self.residual - 1).bit_length() if self.residual else 0
+        )
         blocks = math.ceil(rows / self.length)
-        total = blocks * 32 * math.ceil((columns - wide) * index / 32) + 16 * self.length * (self.main + self.residual)
+        total = blocks * 32 * math.ceil((columns - wide) * index / 32) + 16 * self.length * (
+            self.main + self.residual
+        )
         if wide:
-            total += 16 * math.ceil(rows / self.outlier_length) * wide + 16 * self.outlier_length * self.outlier_centroids
+            total += (
+                16 * math.ceil(rows / self.outlier_length) * wide
+                + 16 * self.outlier_length * self.outlier_centroids
+            )
             total += 16 * columns
         return (total + (32 * columns if self.normalize else 0)) / (rows * columns)
 
@@ -76,17 +94,28 @@ def choose_shape(settings: VPTQ, rows: int, columns: int) -> VPTQ:
             if main_bits > 16 or main_bits < 1:
                 continue
             for normalize in (settings.normalize, False):
-                shape = replace(settings, bits=0.0, length=length, main=1 << main_bits, normalize=normalize,
-                                residual=1 << residual_bits if residual_bits else 0)
+                shape = replace(
+                    settings,
+                    bits=0.0,
+                    length=length,
+                    main=1 << main_bits,
+                    normalize=normalize,
+                    residual=1 << residual_bits if residual_bits else 0,
+                )
                 if shape.stored_bits(rows, columns) <= settings.bits + ALLOWANCE:
                     found.append((shape_score(shape), shape))
     if not found:
-        raise OptionError(f"no codebook for {settings.bits:g} bits fits a layer of {rows} × {columns}; leave it out")
+        raise OptionError(
+            f"no codebook for {settings.bits:g} bits fits a layer of {rows} × {columns}; "
+            "leave it out"
+        )
     return max(found, key=lambda item: item[0])[1]
 
 
 def shape_score(shape: VPTQ) -> tuple[int, ...]:
-    """On real layers the size of the main book counts most, then the norms, then the length of the vectors."""
+    """On real layers the size of the main book counts most, then the norms, then the length of the
+    vectors.
+    """
     return shape.main, int(shape.normalize), shape.length
 
 
@@ -103,26 +132,39 @@ def vptq(weight: Tensor, statistics: Statistics, settings: VPTQ) -> VectorQuant:
 
 
 class Solver:
-    """The state of one layer: columns in the order of importance, [in, out padded to whole vectors]."""
+    """The state of one layer: columns in the order of importance, [in, out padded to whole
+    vectors].
+    """
 
     def __init__(self, weight: Tensor, statistics: Statistics, shape: VPTQ) -> None:
-        self.shape, (self.rows, self.width) = shape, weight.shape
+        self.shape = shape
+        (self.rows, self.width) = weight.shape
         self.order, self.upper = statistics.factor(act_order=True, damping=shape.damping)
         hessian = statistics.damped(shape.damping)[self.order][:, self.order]
-        self.importance = hessian.diagonal().clamp(min=1e-6 * float(hessian.diagonal().mean()) + 1e-30)
+        self.importance = hessian.diagonal().clamp(
+            min=1e-6 * float(hessian.diagonal().mean()) + 1e-30
+        )
         self.hessian = hessian
         self.outliers = round(shape.outliers * self.width)
-        step = shape.length * (shape.outlier_length if self.outliers else 1) // math.gcd(
-            shape.length, shape.outlier_length if self.outliers else 1)
-        self.target = torch.nn.functional.pad(weight.T[self.order], (0, -self.rows % step)).contiguous()
+        step = (
+            shape.length
+            * (shape.outlier_length if self.outliers else 1)
+            // math.gcd(shape.length, shape.outlier_length if self.outliers else 1)
+        )
+        self.target = torch.nn.functional.pad(
+            weight.T[self.order], (0, -self.rows % step)
+        ).contiguous()
         self.scale, self.bias = self.normalization()
 
     def normalization(self) -> tuple[Tensor, Tensor]:
         """Per column: the mean, and the spread, both as the file will hold them."""
         real = self.target[:, : self.rows]
         if not self.shape.normalize:
-            return torch.ones(self.width, device=real.device), torch.zeros(self.width, device=real.device)
-        scale, bias = real.std(1, correction=0), real.mean(1)
+            return torch.ones(self.width, device=real.device), torch.zeros(
+                self.width, device=real.device
+            )
+        scale = real.std(1, correction=0)
+        bias = real.mean(1)
         scale = scale.clamp(min=1e-4 * float(scale.mean()) + 1e-8)
         return scale.to(self.shape.dtype).float(), bias.to(self.shape.dtype).float()
 
@@ -130,15 +172,22 @@ class Solver:
         return self.shape.outlier_length if j < self.outliers else self.shape.length
 
     def points(self, values: Tensor, begin: int, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """Segments [n, length] of columns begin…end of normalized `values`, and their weights [n]."""
+        """Segments [n, length] of columns begin…end of normalized `values`; their weights [n]."""
         segments = values[begin:end].unflatten(1, (-1, length))
         heft = self.importance[begin:end] * self.scale[begin:end].square()
         return segments.flatten(0, 1), heft[:, None].expand(-1, segments.shape[1]).flatten()
 
     def make_books(self) -> None:
-        shape, real = self.shape, (self.target - self.bias[:, None]) / self.scale[:, None]
+        shape = self.shape
+        real = (self.target - self.bias[:, None]) / self.scale[:, None]
         points, heft = self.points(real, self.outliers, self.width, shape.length)
-        main = kmeans(points, heft, shape.main, seed=shape.seed, samples=max(1 << 14, POINTS_PER_CENTROID * shape.main))
+        main = kmeans(
+            points,
+            heft,
+            shape.main,
+            seed=shape.seed,
+            samples=max(1 << 14, POINTS_PER_CENTROID * shape.main),
+        )
         residual = None
         if shape.residual:
             left = points - main[nearest(points, main)[0]]
@@ -148,12 +197,17 @@ class Solver:
         self.wide: Books | None = None
         if self.outliers:
             points, heft = self.points(real, 0, self.outliers, shape.outlier_length)
-            book = kmeans(points, heft, min(shape.outlier_centroids, points.shape[0]), seed=shape.seed + 2)
+            book = kmeans(
+                points, heft, min(shape.outlier_centroids, points.shape[0]), seed=shape.seed + 2
+            )
             self.wide = Books(book, None, 1).stored(shape.dtype)
 
     def blocks(self) -> Iterator[tuple[slice, Books]]:
         """Some columns at a time, and their books; outlier columns share no block with others."""
-        for begin, end, books in ((0, self.outliers, self.wide), (self.outliers, self.width, self.books)):
+        for begin, end, books in (
+            (0, self.outliers, self.wide),
+            (self.outliers, self.width, self.books),
+        ):
             for start in range(begin, end, BLOCK):
                 assert books is not None
                 yield slice(start, min(start + BLOCK, end)), books
@@ -163,10 +217,23 @@ class Solver:
         zeros = torch.zeros(self.width, most, dtype=torch.int64, device=self.target.device)
         return zeros, zeros.clone()
 
-    def walk(self, books: Books, block: slice, tile: Tensor, matrix: Tensor, values: Tensor | None = None,
-             ) -> tuple[Tensor, Tensor]:
-        return books.walk(tile, matrix[block, block], scale=self.scale[block], bias=self.bias[block], first=self.main[block],
-                          second=self.residual[block], values=values)
+    def walk(
+        self,
+        books: Books,
+        block: slice,
+        tile: Tensor,
+        matrix: Tensor,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return books.walk(
+            tile,
+            matrix[block, block],
+            scale=self.scale[block],
+            bias=self.bias[block],
+            first=self.main[block],
+            second=self.residual[block],
+            values=values,
+        )
 
     def assign(self) -> None:
         """The recursion of GPTQ: later columns make up for the errors of earlier ones."""
@@ -177,7 +244,9 @@ class Solver:
             self.values[block.stop :] -= self.upper[block, block.stop :].T @ errors
 
     def descend(self, values: Tensor) -> Tensor:
-        """A round of coordinate descent on ‖(W − Q)·X‖²: each column moves to its own best rounding, given all others."""
+        """A round of coordinate descent on ‖(W − Q)·X‖²: each column moves to its own best
+        rounding, given all others.
+        """
         self.main, self.residual = self.empty_indices()
         found = torch.empty_like(values)
         pull = self.hessian @ (self.target - values)  # [in, out]: minus half the gradient
@@ -191,36 +260,61 @@ class Solver:
         return float(((self.hessian @ difference) * difference).sum(dtype=torch.float64))
 
     def improve(self) -> None:
-        """Refit the books to the assignments, then reassign by coordinate descent; each is kept where the error falls."""
-        books, wide, before = self.books, self.wide, self.error(self.values)
+        """Refit the books to the assignments, then reassign by coordinate descent; each is kept
+        where the error falls.
+        """
+        books = self.books
+        wide = self.wide
+        before = self.error(self.values)
         self.refit()
         values = self.decode()
         if self.error(values) > before:
-            self.books, self.wide, values = books, wide, self.values
+            self.books = books
+            self.wide = wide
+            values = self.values
         indices = self.main, self.residual
         self.values = self.descend(values)
         if self.error(self.values) > self.error(values):
-            (self.main, self.residual), self.values = indices, values
+            (self.main, self.residual) = indices
+            self.values = values
 
     def decode(self) -> Tensor:
         blocks = self.target.shape[1] // self.shape.length
-        normal = self.books.decode(self.main[self.outliers :, :blocks], self.residual[self.outliers :, :blocks]).flatten(1)
+        normal = self.books.decode(
+            self.main[self.outliers :, :blocks], self.residual[self.outliers :, :blocks]
+        ).flatten(1)
         if self.wide:
             wide = self.target.shape[1] // self.shape.outlier_length
-            normal = torch.cat([self.wide.main[self.main[: self.outliers, :wide]].flatten(1), normal])
+            normal = torch.cat(
+                [self.wide.main[self.main[: self.outliers, :wide]].flatten(1), normal]
+            )
         return normal * self.scale[:, None] + self.bias[:, None]
 
     def refit(self, steps: int = 12) -> None:
-        """Conjugate gradients on the entries of the main and residual book, the outlier columns held as they are."""
-        blocks, length, begin = self.target.shape[1] // self.shape.length, self.shape.length, self.outliers
+        """Conjugate gradients on the entries of the main and residual book, the outlier columns
+        held as they are.
+        """
+        blocks = self.target.shape[1] // self.shape.length
+        length = self.shape.length
+        begin = self.outliers
         main = self.main[begin:, :blocks].flatten()
-        residual = self.residual[begin:, :blocks].flatten() if self.books.residual is not None else None
+        residual = (
+            self.residual[begin:, :blocks].flatten() if self.books.residual is not None else None
+        )
 
         def gather(gradient: Tensor) -> Tensor:
             """Adjoint of decode: what each entry of both books gets from a gradient [in, out]."""
-            parts = (gradient * self.scale[:, None])[begin:].unflatten(1, (blocks, length)).flatten(0, 1)
+            parts = (
+                (gradient * self.scale[:, None])[begin:]
+                .unflatten(1, (blocks, length))
+                .flatten(0, 1)
+            )
             sums = [exact_sums(main, parts, self.shape.main)]
-            return torch.cat(sums if residual is None else [*sums, exact_sums(residual, parts, self.shape.residual)])
+            return torch.cat(
+                sums
+                if residual is None
+                else [*sums, exact_sums(residual, parts, self.shape.residual)]
+            )
 
         def spread(entries: Tensor) -> Tensor:
             """A change of the entries as a change of the columns [in, out]."""
@@ -231,31 +325,61 @@ class Solver:
             moved[begin:] = parts.view(self.width - begin, -1) * self.scale[begin:, None]
             return moved
 
-        entries = self.books.main if self.books.residual is None else torch.cat([self.books.main, self.books.residual])
+        entries = (
+            self.books.main
+            if self.books.residual is None
+            else torch.cat([self.books.main, self.books.residual])
+        )
         left = gather(self.hessian @ (self.target - self.decode()))
-        counts = gather(self.importance[:, None] * self.scale[:, None] * torch.ones_like(self.target)).clamp(min=1e-30)
-        entries = entries + conjugate_gradients(lambda e: gather(self.hessian @ spread(e)), left, counts, steps)
-        parts = entries.split([self.shape.main, self.shape.residual]) if self.shape.residual else (entries, None)
+        counts = gather(
+            self.importance[:, None] * self.scale[:, None] * torch.ones_like(self.target)
+        ).clamp(min=1e-30)
+        entries = entries + conjugate_gradients(
+            lambda e: gather(self.hessian @ spread(e)), left, counts, steps
+        )
+        parts = (
+            entries.split([self.shape.main, self.shape.residual])
+            if self.shape.residual
+            else (entries, None)
+        )
         self.books = Books(parts[0], parts[1], self.shape.beam).stored(self.shape.dtype)
 
     def tensor(self) -> VectorQuant:
-        shape, blocks, begin = self.shape, math.ceil(self.rows / self.shape.length), self.outliers
+        shape = self.shape
+        blocks = math.ceil(self.rows / self.shape.length)
+        begin = self.outliers
         dtype = shape.dtype
-        back = torch.argsort(self.order) if not begin else None  # no outliers: columns go back to their places, no perm stored
+        back = (
+            torch.argsort(self.order) if not begin else None
+        )  # no outliers: columns go back to their places, no perm stored
 
         def placed(per_column: Tensor) -> Tensor:
             return per_column if back is None else per_column[back]
 
         main = placed(self.main)[begin:, :blocks].T[None]  # [1, row blocks, columns]
-        residual = placed(self.residual)[begin:, :blocks].T[None] if self.books.residual is not None else None
-        indices = VectorQuant.join_indices(main, residual, main_bits=(shape.main - 1).bit_length(),
-                                           residual_bits=(shape.residual - 1).bit_length() if shape.residual else 0)
+        residual = (
+            placed(self.residual)[begin:, :blocks].T[None]
+            if self.books.residual is not None
+            else None
+        )
+        indices = VectorQuant.join_indices(
+            main,
+            residual,
+            main_bits=(shape.main - 1).bit_length(),
+            residual_bits=(shape.residual - 1).bit_length() if shape.residual else 0,
+        )
         wide_blocks = math.ceil(self.rows / shape.outlier_length)
         original = torch.argsort(self.order)
         extra = self.books.residual
         return VectorQuant(
-            indices, self.books.main.to(dtype)[None], None if extra is None else extra.to(dtype)[None], self.width, self.rows,
-            outlier_indices=self.main[:begin, :wide_blocks].T.to(torch.int32).contiguous() if begin else None,
+            indices,
+            self.books.main.to(dtype)[None],
+            None if extra is None else extra.to(dtype)[None],
+            self.width,
+            self.rows,
+            outlier_indices=self.main[:begin, :wide_blocks].T.to(torch.int32).contiguous()
+            if begin
+            else None,
             outlier_codebook=self.wide.main.to(dtype) if self.wide else None,
             perm=self.order.to(torch.int32) if begin else None,
             scale=self.scale[original].to(dtype) if shape.normalize else None,
@@ -264,15 +388,20 @@ class Solver:
 
 
 def conjugate_gradients(apply, right: Tensor, diagonal: Tensor, steps: int) -> Tensor:
-    """x with apply(x) ≈ right for a symmetric positive operator, preconditioned by its rough diagonal."""
-    x, left = torch.zeros_like(right), right.clone()
+    """x with apply(x) ≈ right for a symmetric positive operator, preconditioned by its rough
+    diagonal.
+    """
+    x = torch.zeros_like(right)
+    left = right.clone()
     direction = ready = left / diagonal
     product = (left * ready).sum(dtype=torch.float64)
     for _ in range(steps):
         image = apply(direction)
         step = (product / (direction * image).sum(dtype=torch.float64).clamp(min=1e-300)).float()
-        x, left = x + step * direction, left - step * image
+        x = x + step * direction
+        left = left - step * image
         ready = left / diagonal
-        before, product = product, (left * ready).sum(dtype=torch.float64)
+        before = product
+        product = (left * ready).sum(dtype=torch.float64)
         direction = ready + (product / before.clamp(min=1e-300)).float() * direction
     return x

@@ -1,7 +1,8 @@
 """WorkBlock: one decoder block while it is being quantized.
 
-It holds float32 weights, what has been quantized so far, and builds from both a real `models.decoder.Block`, so the
-activations that calibrate a layer are those that the finished model will see.
+It holds float32 weights, what has been quantized so far, and builds from both a real
+`models.decoder.Block`, so the activations that calibrate a layer are those that the finished model
+will see.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from flyweight.tensors import Float8, Int8Channel, Plain, QuantTensor, Sparse24,
 
 
 def input_quantizer(siblings: Sequence[QuantTensor | None]) -> Callable[[Tensor], Tensor]:
-    """What happens to the input before the matmul: nothing, unless the siblings quantize activations (then all do alike)."""
+    """What happens to the input before the matmul: nothing, unless the siblings quantize
+    activations (then all do alike).
+    """
     tensor = siblings[0]
     if isinstance(tensor, Sparse24):
         tensor = tensor.inner
@@ -44,34 +47,69 @@ class Enough(Exception):
 
 
 class WorkBlock:
-    def __init__(self, config: ModelConfig, index: int, *, weights: dict[str, Tensor], others: dict[str, Tensor],
-                 device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.index, self.device, self.dtype = config, index, device, dtype
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        weights: dict[str, Tensor],
+        others: dict[str, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.index = index
+        self.device = device
+        self.dtype = dtype
         self.groups = groups_of(config, index)
         self.weights = weights  # float32 [out, in] by name inside the block
         self.others = others  # norms, biases and routers, as they are stored
         self.quantized: dict[str, QuantTensor] = {}
-        self.unpacked: dict[str, tuple[QuantTensor, Tensor]] = {}  # what `dense` has made, and of what
+        self.unpacked: dict[
+            str, tuple[QuantTensor, Tensor]
+        ] = {}  # what `dense` has made, and of what
 
     @classmethod
-    def load(cls, source: Any, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> WorkBlock:
+    def load(
+        cls,
+        source: Any,
+        config: ModelConfig,
+        index: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> WorkBlock:
         prefix = f"model.layers.{index}."
         # Clones: float32 weights of a checkpoint are views of its file, and folding works in place.
         names = [name for group in groups_of(config, index) for name in group.linears]
-        weights = {name: source.linear(prefix + name).to(device).dequantize().clone() for name in names}
-        others = {name.removeprefix(prefix): source.tensor(name).to(device) for name in source.names()
-                  if name.startswith(prefix) and name.endswith(("norm.weight", ".bias", ROUTER, SHARED_GATE))}
+        weights = {
+            name: source.linear(prefix + name).to(device).dequantize().clone() for name in names
+        }
+        others = {
+            name.removeprefix(prefix): source.tensor(name).to(device)
+            for name in source.names()
+            if name.startswith(prefix)
+            and name.endswith(("norm.weight", ".bias", ROUTER, SHARED_GATE))
+        }
         return cls(config, index, weights=weights, others=others, device=device, dtype=dtype)
 
     @classmethod
-    def restore(cls, finished: FinishedBlock, config: ModelConfig, index: int, *, device: torch.device,
-                dtype: torch.dtype) -> WorkBlock:
+    def restore(
+        cls,
+        finished: FinishedBlock,
+        config: ModelConfig,
+        index: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> WorkBlock:
         others = {name: tensor.to(device) for name, tensor in finished.tensors.items()}
         block = cls(config, index, weights={}, others=others, device=device, dtype=dtype)
         block.quantized = {name: tensor.to(device) for name, tensor in finished.linears.items()}
         return block
 
-    # -- the Weights protocol of models.layers ----------------------------------------------------------------
+    # -- the Weights protocol of models.layers
+    # ----------------------------------------------------------------
 
     def has(self, name: str) -> bool:
         return self._short(name) in self.others
@@ -88,7 +126,8 @@ class WorkBlock:
     def _short(self, name: str) -> str:
         return name.removeprefix(f"model.layers.{self.index}.")
 
-    # -- running ----------------------------------------------------------------------------------------------
+    # -- running
+    # ----------------------------------------------------------------------------------------------
 
     def dense(self, name: str) -> Tensor:
         if name not in self.quantized:
@@ -98,35 +137,54 @@ class WorkBlock:
         return self.unpacked[name][1]
 
     def build(self) -> Block:
-        block = Block.load(self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True)
+        block = Block.load(
+            self, self.config, self.index, device=self.device, dtype=self.dtype, exact=True
+        )
         for group in self.groups:
             self.swap(block, group, [self.dense(name) for name in group.linears])
         return block
 
     def swap(self, block: Block, group: Group, weights: Iterable[Tensor]) -> None:
-        """Other weights for one group. Serving may choose among kernels by their speed; the same bytes need one and the same."""
+        """Other weights for one group. Serving may choose among kernels by their speed; the same
+        bytes need one and the same.
+        """
         weight = torch.cat([part.to(self.dtype) for part in weights])
         quantize_input = input_quantizer([self.quantized.get(name) for name in group.linears])
         block.linears[group.name].substitute(lambda x: F.linear(quantize_input(x), weight))
 
-    def statistics(self, batches: Iterable[Tensor], context: Context, groups: Iterable[Group], *,
-                   see: Callable[[Group, Tensor], None] | None = None, relative: bool = False) -> dict[str, Statistics]:
-        """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last group asked for.
+    def statistics(
+        self,
+        batches: Iterable[Tensor],
+        context: Context,
+        groups: Iterable[Group],
+        *,
+        see: Callable[[Group, Tensor], None] | None = None,
+        relative: bool = False,
+    ) -> dict[str, Statistics]:
+        """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last
+        group asked for.
 
-        `relative` divides what adds to the hidden state by that state's size: a few tokens have one a hundred times as large
-        as the others, which the next norm takes out again.
+        `relative` divides what adds to the hidden state by that state's size: a few tokens have one
+        a hundred times as large as the others, which the next norm takes out again.
         """
         wanted = {group.name: group for group in groups}
         last = [group for group in self.groups if group.name in wanted][-1]
-        found = {name: Statistics(self.weights[group.linears[0]].shape[1], self.device) for name, group in wanted.items()}
+        found = {
+            name: Statistics(self.weights[group.linears[0]].shape[1], self.device)
+            for name, group in wanted.items()
+        }
 
         def watch(group: Group, x: Tensor) -> None:
             if group.name in wanted:
-                plain = group.source.endswith("norm") or x.ndim < 3  # an expert sees only some of the tokens
+                plain = (
+                    group.source.endswith("norm") or x.ndim < 3
+                )  # an expert sees only some of the tokens
                 found[group.name].add(x if sizes is None or plain else (x / sizes).to(x.dtype))
                 if see is not None:
                     see(group, x)
-            if group is last and not group.routed:  # the last expert need not be asked last, or at all
+            if (
+                group is last and not group.routed
+            ):  # the last expert need not be asked last, or at all
                 raise Enough
 
         block = self.build()
@@ -143,29 +201,38 @@ class WorkBlock:
                 statistics.check(f"model.layers.{self.index} ({name})")
         return found
 
-    # -- equivalent changes -----------------------------------------------------------------------------------
+    # -- equivalent changes
+    # -----------------------------------------------------------------------------------
 
     def allowed(self, group: Group, scales: Tensor) -> Tensor:
-        """The nearest scales that can be folded: one per channel of the source, shared by the query heads that read it."""
+        """The nearest scales that can be folded: one per channel of the source, shared by the query
+        heads that read it.
+        """
         if group.source != "self_attn.v_proj" or self.config.heads == self.config.kv_heads:
             return scales
-        heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
+        heads = self.config.heads
+        kv_heads = self.config.kv_heads
+        size = self.config.head_dim
         shared = scales.log().view(kv_heads, heads // kv_heads, size).mean(1, keepdim=True).exp()
         return shared.expand(kv_heads, heads // kv_heads, size).reshape(-1)
 
     def fold(self, group: Group, scales: Tensor) -> Tensor:
-        """Divide the group's input by `scales` at its source, multiply the linears; returns the scales that took effect."""
+        """Divide the group's input by `scales` at its source, multiply the linears; returns the
+        scales that took effect.
+        """
         if group.source.endswith("norm"):
             name = f"{group.source}.weight"
             old = self.others[name]
             new = (old.float() / scales).to(old.dtype)
-            # A norm in half precision cannot hold every quotient: the linears take what it really became.
+            # A norm in half precision cannot hold every quotient: the linears take what it really
+            # became.
             scales = torch.where(new == 0, torch.ones_like(scales), old.float() / new.float())
             self.others[name] = torch.where(new == 0, old, new)
         else:
             rows = scales
             if group.source == "self_attn.v_proj":
-                heads, kv_heads = self.config.heads, self.config.kv_heads
+                heads = self.config.heads
+                kv_heads = self.config.kv_heads
                 rows = scales.view(kv_heads, heads // kv_heads, -1)[:, 0].reshape(-1)
             self.weights[group.source] /= rows[:, None]
             if (bias := self.others.get(f"{group.source}.bias")) is not None:
@@ -175,7 +242,9 @@ class WorkBlock:
         return scales
 
     def finished(self, report: dict[str, Any]) -> FinishedBlock:
-        missing = [name for group in self.groups for name in group.linears if name not in self.quantized]
+        missing = [
+            name for group in self.groups for name in group.linears if name not in self.quantized
+        ]
         if missing:
             raise FlyweightError(f"layer {self.index}: {', '.join(missing)} were never quantized")
         return FinishedBlock(dict(self.quantized), dict(self.others), report)

@@ -1,1 +1,3 @@
-"""Kernels of the solvers, in Triton: imported only where there is a GPU, or an interpreter in a test."""
+"""Kernels of the solvers, in Triton: imported only where there is a GPU, or an interpreter in a
+test.
+"""

@@ -1,14 +1,16 @@
-"""The nearest entry of a large codebook for each of many vectors, without ever writing the distances down.
+"""The nearest entry of a large codebook for each of many vectors, without ever writing the
+distances down.
 
     distance(x, b) = |x|² + |b|² − 2 · x·b,   x·b ≈ hi(x)·hi(b) + hi(x)·lo(b) + lo(x)·hi(b)
 
-hi and lo are the leading and the following eleven bits (float16), so tensor cores give twenty-two: float32 products would
-be ten times slower, TF32's ten bits would pick neighbours. A program holds VECTORS vectors and walks its part of the
-book; the running minimum stays in registers, lane by lane, and is reduced once at the end.
+hi and lo are the leading and the following eleven bits (float16), so tensor cores give twenty-two:
+float32 products would be ten times slower, TF32's ten bits would pick neighbours. A program holds
+VECTORS vectors and walks its part of the book; the running minimum stays in registers, lane by
+lane, and is reduced once at the end.
 
              book entries →   part 0     part 1    …
       vectors ↓             ┌─────────┬─────────┐
-                            │ program │ program │      few vectors: many parts, so that the GPU is full
+                            │ program │ program │      few vectors: many parts, to fill the GPU
                             └─────────┴─────────┘
 
 Written out, the distances of one 65536-entry k-means step on 3 million vectors would be 800 GB.
@@ -23,30 +25,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-VECTORS, ENTRIES, WIDTH = 64, 128, 16
+VECTORS = 64
+ENTRIES = 128
+WIDTH = 16
 
 
 @triton.jit
 def load_column(tile_at, values_at, matrix_at, at, inside, row, columns, DESCENT: tl.constexpr):
-    """What column `row` of a block asks for: itself, or in coordinate descent its value and the pull on it."""
+    """What column `row` of a block asks for: itself, or in coordinate descent its value and the
+    pull on it.
+    """
     x = tl.load(tile_at + at, inside, 0.0)
     if DESCENT:
-        x = tl.load(values_at + at, inside, 0.0) + tl.div_rn(x, tl.load(matrix_at + row * (columns + 1)))
+        x = tl.load(values_at + at, inside, 0.0) + tl.div_rn(
+            x, tl.load(matrix_at + row * (columns + 1))
+        )
     return x
 
 
 @triton.jit(do_not_specialize=["row"])
-def _nearest(points_at, values_at, matrix_at, scale_at, bias_at, row, columns, high_at, low_at, squares_at, least_at, index_at,
-             vectors, length, entries, part_entries, parts, COLUMN: tl.constexpr, DESCENT: tl.constexpr, KEEP: tl.constexpr,
-             VECTORS: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
+def _nearest(
+    points_at,
+    values_at,
+    matrix_at,
+    scale_at,
+    bias_at,
+    row,
+    columns,
+    high_at,
+    low_at,
+    squares_at,
+    least_at,
+    index_at,
+    vectors,
+    length,
+    entries,
+    part_entries,
+    parts,
+    COLUMN: tl.constexpr,
+    DESCENT: tl.constexpr,
+    KEEP: tl.constexpr,
+    VECTORS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
-    part, lane, place = tl.program_id(1), tl.arange(0, ENTRIES), tl.arange(0, WIDTH)
+    part = tl.program_id(1)
+    lane = tl.arange(0, ENTRIES)
+    place = tl.arange(0, WIDTH)
     inside = (vector < vectors)[:, None] & (place < length)[None]
     own = vector[:, None] * length + place[None]
     if COLUMN:
         own += row.to(tl.int64) * vectors * length
         points = load_column(points_at, values_at, matrix_at, own, inside, row, columns, DESCENT)
-        points = tl.where(inside, tl.div_rn(points - tl.load(bias_at + row), tl.load(scale_at + row)), 0.0)
+        points = tl.where(
+            inside, tl.div_rn(points - tl.load(bias_at + row), tl.load(scale_at + row)), 0.0
+        )
     else:
         points = tl.load(points_at + own, inside, 0.0)
     high = points.to(tl.float16)
@@ -66,7 +100,9 @@ def _nearest(points_at, values_at, matrix_at, scale_at, bias_at, row, columns, h
         where = tl.where(distance < best, begin, where)
         best = tl.minimum(best, distance)
     square = tl.sum(points * points, 1)
-    for keep in tl.static_range(KEEP):  # of each lane only its nearest: two of the best rarely share one
+    for keep in tl.static_range(
+        KEEP
+    ):  # of each lane only its nearest: two of the best rarely share one
         least = tl.min(best, 1)
         # The lowest index wins a tie, whatever the lanes do.
         index = tl.min(tl.where(best == least[:, None], where + lane[None], 2147483647), 1)
@@ -78,7 +114,9 @@ def _nearest(points_at, values_at, matrix_at, scale_at, bias_at, row, columns, h
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A book [entries, length ≤ 16] as its two float16 halves [entries, 16], and the squares of its entries."""
+    """A book [entries, length ≤ 16] as its two float16 halves [entries, 16], and the squares of its
+    entries.
+    """
 
     high: Tensor
     low: Tensor
@@ -100,12 +138,37 @@ def cut(book: Split, parts: int) -> tuple[int, int]:
 
 
 def nearest_by_part(points: Tensor, book: Split, *, parts: int) -> tuple[Tensor, Tensor]:
-    """(squared distance, int32 index), each [vectors, parts]: the nearest entry of each part, about `parts` of them."""
-    vectors, (part_entries, parts) = points.shape[0], cut(book, parts)
+    """(squared distance, int32 index), each [vectors, parts]: the nearest entry of each part, about
+    `parts` of them.
+    """
+    vectors = points.shape[0]
+    part_entries, parts = cut(book, parts)
     least = torch.empty(vectors, parts, device=points.device)
     index = torch.empty(vectors, parts, dtype=torch.int32, device=points.device)
     _nearest[(triton.cdiv(vectors, VECTORS), parts)](
-        points.contiguous(), None, None, None, None, 0, 0, book.high, book.low, book.squares, least, index, vectors, book.length,
-        book.high.shape[0], part_entries, parts, COLUMN=False, DESCENT=False, KEEP=1, VECTORS=VECTORS, ENTRIES=ENTRIES,
-        WIDTH=WIDTH, num_warps=4)
+        points.contiguous(),
+        None,
+        None,
+        None,
+        None,
+        0,
+        0,
+        book.high,
+        book.low,
+        book.squares,
+        least,
+        index,
+        vectors,
+        book.length,
+        book.high.shape[0],
+        part_entries,
+        parts,
+        COLUMN=False,
+        DESCENT=False,
+        KEEP=1,
+        VECTORS=VECTORS,
+        ENTRIES=ENTRIES,
+        WIDTH=WIDTH,
+        num_warps=4,
+    )
     return least, index

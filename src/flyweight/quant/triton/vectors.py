@@ -1,14 +1,17 @@
-"""One block of VPTQ's column recursions: two launches a column, where plain torch takes twenty-five.
+"""One block of VPTQ's column recursions: two launches a column, where plain torch takes
+twenty-five.
 
-    x = w_i                 (recursion)        x = v_i + w_i / m_ii        (descent: v the values so far, w the pull on them)
-    (m, r) = the pair of entries with the least |(x − bias_i) / scale_i − m − r|²,  m one of the BEAM nearest main entries
+    x = w_i                 (recursion)        x = v_i + w_i / m_ii        (descent)
+    m, r = the pair of entries with the least |(x − bias_i) / scale_i − m − r|²
     q = (m + r) · scale_i + bias_i
     e = (x − q) / m_ii      (recursion)        e = q − v_i                 (descent)
     w_j −= m_ij · e         for every later column j of the block
 
-`nearest.py` finds the nearest entries of each part of the main book (one, or BEAM where parts are few); `_pair` does the
-rest. Outputs are independent, so the program that rounds VECTORS vectors also brings the later columns of the same outputs up
-to date. The columns of an 8B model's block are gone through a hundred thousand times: the host's time per launch limits.
+m is one of the BEAM nearest main entries; in descent v are the values so far, w the pull on them.
+`nearest.py` finds the nearest entries of each part of the main book (one, or BEAM where parts are
+few); `_pair` does the rest. Outputs are independent, so the program that rounds VECTORS vectors
+also brings the later columns of the same outputs up to date. The columns of an 8B model's block are
+gone through a hundred thousand times: the host's time per launch limits.
 """
 
 from __future__ import annotations
@@ -23,19 +26,48 @@ from torch import Tensor
 from flyweight.quant.triton.nearest import ENTRIES, WIDTH, Split, _nearest, cut, load_column
 from flyweight.quant.triton.nearest import VECTORS as SEARCHED
 
-VECTORS, LATER = 16, 16  # vectors of a program; later columns that it moves at a time
+# vectors of a program; later columns that it moves at a time
+VECTORS = 16
+LATER = 16
 
 
 @triton.jit(do_not_specialize=["row"])
-def _pair(tile_at, values_at, matrix_at, scale_at, bias_at, row, columns, least_at, index_at, main_at, residual_at, first_at,
-          second_at, rounded_at, errors_at, vectors, parts, residuals, most, BEAM: tl.constexpr, LENGTH: tl.constexpr,
-          WIDE: tl.constexpr, PARTS: tl.constexpr, RESIDUALS: tl.constexpr, DESCENT: tl.constexpr, VECTORS: tl.constexpr,
-          LATER: tl.constexpr):
+def _pair(
+    tile_at,
+    values_at,
+    matrix_at,
+    scale_at,
+    bias_at,
+    row,
+    columns,
+    least_at,
+    index_at,
+    main_at,
+    residual_at,
+    first_at,
+    second_at,
+    rounded_at,
+    errors_at,
+    vectors,
+    parts,
+    residuals,
+    most,
+    BEAM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    RESIDUALS: tl.constexpr,
+    DESCENT: tl.constexpr,
+    VECTORS: tl.constexpr,
+    LATER: tl.constexpr,
+):
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
-    real, part = vector < vectors, tl.arange(0, PARTS)
+    real = vector < vectors
+    part = tl.arange(0, PARTS)
     outputs = vectors * LENGTH
     begin = row.to(tl.int64) * outputs
-    scale, bias = tl.load(scale_at + row), tl.load(bias_at + row)
+    scale = tl.load(scale_at + row)
+    bias = tl.load(bias_at + row)
     inside = real[:, None] & (part < parts)[None]
     least = tl.load(least_at + vector[:, None] * parts + part[None], inside, float("inf"))
     index = tl.load(index_at + vector[:, None] * parts + part[None], inside, 0)
@@ -50,9 +82,21 @@ def _pair(tile_at, values_at, matrix_at, scale_at, bias_at, row, columns, least_
             entry = tl.arange(0, RESIDUALS)
             distance = tl.zeros((VECTORS, RESIDUALS), tl.float32)
             for place in tl.static_range(LENGTH):
-                x = load_column(tile_at, values_at, matrix_at, begin + vector * LENGTH + place, real, row, columns, DESCENT)
+                x = load_column(
+                    tile_at,
+                    values_at,
+                    matrix_at,
+                    begin + vector * LENGTH + place,
+                    real,
+                    row,
+                    columns,
+                    DESCENT,
+                )
                 left = tl.div_rn(x - bias, scale) - tl.load(main_at + candidate * LENGTH + place)
-                gap = left[:, None] - tl.load(residual_at + entry * LENGTH + place, entry < residuals, 0.0)[None]
+                gap = (
+                    left[:, None]
+                    - tl.load(residual_at + entry * LENGTH + place, entry < residuals, 0.0)[None]
+                )
                 distance += gap * gap
             distance = tl.where((entry < residuals)[None], distance, float("inf"))
             found = tl.min(distance, 1)
@@ -87,7 +131,11 @@ def _pair(tile_at, values_at, matrix_at, scale_at, bias_at, row, columns, least_
         share = tl.load(matrix_at + row * columns + later, later < columns, 0.0)
         at = later.to(tl.int64)[:, None, None] * outputs + output[None]
         there = (later < columns)[:, None, None] & whole[None]
-        tl.store(tile_at + at, tl.load(tile_at + at, there, 0.0) - share[:, None, None] * error[None], there)
+        tl.store(
+            tile_at + at,
+            tl.load(tile_at + at, there, 0.0) - share[:, None, None] * error[None],
+            there,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,16 +160,25 @@ def walk(
     second: Tensor,
     values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rounded, errors), each [columns, out], of a tile [columns, out] under `matrix` [columns, columns]; `values`: descent.
+    """(rounded, errors), each [columns, out], of a tile [columns, out] under `matrix` [columns,
+    columns]; `values`: descent.
 
-    Indices go to the rows of `first` and `second`, int64 [columns, at least the vectors of a column]. All float32 and
-    contiguous.
+    Indices go to the rows of `first` and `second`, int64 [columns, at least the vectors of a
+    column]. All float32 and contiguous.
     """
-    main, residual, split, beam = books.main, books.residual, books.split, books.beam
-    (columns, outputs), length = tile.shape, main.shape[1]
-    vectors, (part_entries, parts) = outputs // length, cut(split, books.parts)
-    tile, rounded, errors = tile.clone(), torch.empty_like(tile), torch.empty_like(tile)
-    residuals, descent = 0 if residual is None else len(residual), values is not None
+    main = books.main
+    residual = books.residual
+    split = books.split
+    beam = books.beam
+    columns, outputs = tile.shape
+    length = main.shape[1]
+    vectors = outputs // length
+    part_entries, parts = cut(split, books.parts)
+    rounded = torch.empty_like(tile)
+    errors = torch.empty_like(tile)
+    tile = tile.clone()
+    residuals = 0 if residual is None else len(residual)
+    descent = values is not None
     beam = beam if residuals else 1
     keep = beam if parts < 8 * beam else 1
     least = torch.empty(vectors, parts * keep, device=tile.device)
@@ -130,12 +187,60 @@ def walk(
     search = _nearest[(triton.cdiv(vectors, SEARCHED), parts)]
     choose = _pair[(triton.cdiv(vectors, VECTORS),)]
     for row in range(columns):
-        search(tile, values, matrix, scale, bias, row, columns, split.high, split.low, split.squares, least, index, vectors,
-               length, split.high.shape[0], part_entries, parts, COLUMN=True, DESCENT=descent, KEEP=keep, VECTORS=SEARCHED,
-               ENTRIES=ENTRIES, WIDTH=WIDTH, num_warps=4)
-        choose(tile, values, matrix, scale, bias, row, columns, least, index, main, residual, first, second, rounded, errors,
-               vectors, parts * keep, residuals, first.stride(0), BEAM=beam, LENGTH=length,
-               WIDE=triton.next_power_of_2(length), PARTS=triton.next_power_of_2(parts * keep),
-               RESIDUALS=triton.next_power_of_2(residuals) if residuals else 0, DESCENT=descent, VECTORS=VECTORS, LATER=LATER,
-               num_warps=4)
+        search(
+            tile,
+            values,
+            matrix,
+            scale,
+            bias,
+            row,
+            columns,
+            split.high,
+            split.low,
+            split.squares,
+            least,
+            index,
+            vectors,
+            length,
+            split.high.shape[0],
+            part_entries,
+            parts,
+            COLUMN=True,
+            DESCENT=descent,
+            KEEP=keep,
+            VECTORS=SEARCHED,
+            ENTRIES=ENTRIES,
+            WIDTH=WIDTH,
+            num_warps=4,
+        )
+        choose(
+            tile,
+            values,
+            matrix,
+            scale,
+            bias,
+            row,
+            columns,
+            least,
+            index,
+            main,
+            residual,
+            first,
+            second,
+            rounded,
+            errors,
+            vectors,
+            parts * keep,
+            residuals,
+            first.stride(0),
+            BEAM=beam,
+            LENGTH=length,
+            WIDE=triton.next_power_of_2(length),
+            PARTS=triton.next_power_of_2(parts * keep),
+            RESIDUALS=triton.next_power_of_2(residuals) if residuals else 0,
+            DESCENT=descent,
+            VECTORS=VECTORS,
+            LATER=LATER,
+            num_warps=4,
+        )
     return rounded, errors
