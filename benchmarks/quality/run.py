@@ -37,7 +37,7 @@ QUANT = Path(__file__).parents[2] / "src" / "flyweight" / "quant"
 
 def solvers_digest() -> str:
     """Which solvers and schemes made a row: ours are made again when they change, a peer's are not."""
-    files = sorted(path for path in QUANT.iterdir() if path.suffix in (".py", ".toml"))
+    files = sorted(path for path in QUANT.rglob("*") if path.suffix in (".py", ".toml"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 

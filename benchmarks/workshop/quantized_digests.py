@@ -1,15 +1,17 @@
-"""SHA-256 of the tensor files that schemes make of the default model: the same bytes before and after a change.
+"""SHA-256 of the tensor files that schemes make of the default model: the same bytes before and
+after a change.
 
     git worktree add --detach ../before COMMIT
     PYTHONPATH=../before/src python benchmarks/workshop/quantized_digests.py --out before.json
     PYTHONPATH=src           python benchmarks/workshop/quantized_digests.py --against before.json
 
-Only what both versions share is used: the function `flyweight.quantize` with keyword arguments. The digest covers the
-`*.safetensors` files and config.json; flyweight.json names paths and versions. Floating-point sums depend on the number
-of threads and on the CPU, so compare runs of one machine; threads are set to one.
+Only what both versions share is used: the function `flyweight.quantize` with keyword arguments. The
+digest covers the `*.safetensors` files and config.json; flyweight.json names paths and versions.
+Floating-point sums depend on the number of threads and on the CPU, so compare runs of one machine;
+threads are set to one.
 
-Schemes that learn are slow on a CPU. They run on the model's first layers with a few steps (`CASES`);
-`--layers 0 --steps 0` runs every scheme whole, as its users do.
+Schemes that search or learn are slow on a CPU. They run on the model's first layers, with a few
+steps where they learn (`CASES`); `--layers 0 --steps 0` runs every scheme whole, as its users do.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Case:
 CASES = (
     Case("rtn-int4"),
     Case("gptq-int4"),
-    Case("awq-int4"),
-    Case("w8a8-smooth-gptq"),
+    Case("awq-int4", layers=2, steps=6),
+    Case("w8a8-smooth-gptq", layers=2, steps=6),
     Case("vptq-3bit", layers=2, steps=6),
     Case("int4-best", layers=2, steps=6),
 )
@@ -93,8 +95,16 @@ def digests(case: Case, source: Path, work: Path, options: argparse.Namespace) -
     model = first_layers(source, case.layers, work / f"layers-{case.layers}")
     output = work / case.scheme
     begun = time.perf_counter()
-    flyweight.quantize(str(model), case.scheme, output, recipe=recipe_of(case, work), device=options.device,
-                       samples=options.samples, length=options.length, overwrite=True)
+    flyweight.quantize(
+        str(model),
+        case.scheme,
+        output,
+        recipe=recipe_of(case, work),
+        device=options.device,
+        samples=options.samples,
+        length=options.length,
+        overwrite=True,
+    )
     files = sorted([*output.glob("*.safetensors"), output / "config.json"])
     return {
         "layers": case.layers,
@@ -115,12 +125,15 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
             continue
         for key in ("layers", "steps", "samples", "length", "files"):
             if found[scheme][key] != expected[scheme][key]:
-                lines.append(f"{scheme}: other {key}: {expected[scheme][key]} before, {found[scheme][key]} now")
+                before = expected[scheme][key]
+                lines.append(f"{scheme}: other {key}: {before} before, {found[scheme][key]} now")
     return lines
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--schemes", nargs="*", default=[case.scheme for case in CASES])
     parser.add_argument("--layers", type=int, help="for every scheme, instead of what CASES says")
@@ -129,7 +142,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="where the digests go")
-    parser.add_argument("--against", type=Path, help="digests of another version; exit 1 where they differ")
+    parser.add_argument(
+        "--against", type=Path, help="digests of another version; exit 1 where they differ"
+    )
     return parser.parse_args()
 
 
@@ -152,7 +167,9 @@ def main() -> int:
     if options.against is None:
         return 0
     expected = json.loads(options.against.read_text())
-    lines = differences(found, {scheme: expected[scheme] for scheme in expected if scheme in options.schemes})
+    lines = differences(
+        found, {scheme: expected[scheme] for scheme in expected if scheme in options.schemes}
+    )
     print("\n".join(lines) if lines else f"the same bytes in {len(found)} schemes")
     return 1 if lines else 0
 
