@@ -14,11 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from quantize_speed import watch_memory
 
 from flyweight.bench.rows import environment_row, make_row
