@@ -1,10 +1,10 @@
-"""Which way to multiply is the fastest, by format and number of rows: the borders of kernels/choices.py, measured.
+"""Which kernel is the fastest, by format and number of rows: the borders of kernels/tuned/*.toml, measured.
 
     python benchmarks/crossovers.py OUT.jsonl [--formats w8a8,w8a8-2:4,fp8] [--shapes 4096x6144] [--rows 1,4,8,16,64,4096]
 
-Every way that takes a weight is timed as `flyweight bench kernel` does it (cold, by graph replay, the quantization of x
-included), torch's own bf16 product beside them. One row for each; what is printed is the fastest way of each format and number
-of rows, what the table chooses, and how a 2:4 weight compares with the dense one. Kernels are compiled first, by all cores.
+Every kernel that takes a weight is timed as `flyweight bench kernel` does it (cold, by graph replay, the quantization of x
+included), torch's own bf16 product beside them. One row for each; what is printed is the fastest of each format and number
+of rows, what `choose` takes, and how a 2:4 weight compares with the dense one. Kernels are compiled first, by all cores.
 """
 
 from __future__ import annotations
@@ -20,28 +20,33 @@ from typing import Any
 
 import torch
 
+from flyweight import gpu
 from flyweight.bench import replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile
-from flyweight.kernels import batch, few, gemm, gemv, gemv_split, jit
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels import dispatch, jit
+from flyweight.kernels.linear import gemm, gemm_small, gemv, gemv_cluster, gemv_splitk
+from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.kernels.linear.tiles import TiledWeight
+from flyweight.tensors import QuantTensor
 
 CHECKED = 256  # rows of a result that are compared with float64
 DEVICE = torch.device("cuda", 0)
 
 
-def ways_for(weight: gemv.Gemv, rows: int) -> Iterator[str]:
-    cut = (weight.kind, weight.out_features, weight.in_features, weight.group, rows, gemv.processors(DEVICE.index or 0))
-    if rows in gemv.ROWS and weight.fits(rows):
+def kernels_for(weight: TiledWeight, rows: int) -> Iterator[str]:
+    matrix = weight.matrix
+    device = gpu.of(DEVICE)
+    if rows in gemv.ROWS and gemv.fits(matrix, rows, device):
         yield "gemv"
-    if gemv_split.choose(*cut) is not None:
-        yield "split"
-    if few.why_not(weight, rows, DEVICE) is None:
-        yield "few"
-    if batch.choose(*cut) is not None:
-        yield "batch"
-    if gemm.why_not(weight, gemm.padded_rows(rows), DEVICE) is None:
+    if gemv_splitk.choose(matrix, rows, device) is not None:
+        yield "gemv_splitk"
+    if gemv_cluster.unsupported_reason(weight, rows, device) is None:
+        yield "gemv_cluster"
+    if gemm_small.choose(matrix, rows, device) is not None:
+        yield "gemm_small"
+    if gemm.unsupported_reason(matrix, rows, device) is None:
         yield "gemm"
     if rows > 8:
         yield "cublas"
@@ -54,7 +59,7 @@ class Recorder:
         self.wanted: set[tuple] = set()
 
     def __call__(self, file: str, *, defines: dict | None = None, registers: int | None = None) -> Recorder:
-        self.wanted.add((file, tuple(sorted((defines or {}).items())), registers, jit.architecture()))
+        self.wanted.add((file, tuple(sorted((defines or {}).items())), registers, gpu.of(DEVICE).architecture))
         return self
 
     def kernel(self, name: str) -> Recorder:
@@ -69,46 +74,48 @@ def compile_one(job: tuple) -> None:
     jit.compile_cubin(file, dict(defines), architecture, registers)
 
 
-def compile_all(linears: list[tuple[CudaLinear, list[int]]]) -> int:
+def compile_all(linears: list[tuple[TiledLinear, list[int]]]) -> int:
     load, jit.load = jit.load, (record := Recorder())
     for linear, counts in linears:
         for rows in counts:
             x = torch.empty(rows, linear.weight.in_features, dtype=torch.bfloat16, device=DEVICE)
-            for way in ways_for(linear.weight, rows):
-                linear.fused(x, way=way)
+            for kernel in kernels_for(linear.weight, rows):
+                linear.multiply(x, kernel=kernel)
         linear.weight.calls.clear()  # of kernels that launch nothing
     jit.load = load
-    for kernels in (gemm.kernels, batch.kernels, few.kernel):
-        kernels.cache_clear()
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, sorted(record.wanted, key=str), chunksize=4))
     return len(record.wanted)
 
 
-def linear_of(case: Case) -> CudaLinear:
-    return CudaLinear(FORMATS[case.format](case, (case.out_features, case.in_features), DEVICE), dtype=case.dtype)
+def linear_of(case: Case, tensor: QuantTensor | None = None) -> TiledLinear:
+    tensor = tensor or FORMATS[case.format](case, (case.out_features, case.in_features), DEVICE)
+    return TiledLinear(tensor, dtype=case.dtype, ops=dispatch.decoder_ops(DEVICE))
 
 
 def measure(case: Case, counts: list[int], samples: int) -> Iterator[Row]:
     tensor = FORMATS[case.format](case, (case.out_features, case.in_features), DEVICE)
-    first = CudaLinear(tensor, dtype=case.dtype)
-    copies = [first, *(CudaLinear(tensor, dtype=case.dtype) for _ in range(replay.copies_for(first.weight.nbytes, DEVICE) - 1))]
+    first = linear_of(case, tensor)
+    count = replay.copies_for(first.nbytes, DEVICE)
+    copies = [first, *(linear_of(case, tensor) for _ in range(count - 1))]
     plain = [torch.randn(case.out_features, case.in_features, device=DEVICE).to(case.dtype)
              for _ in range(replay.copies_for(2 * case.out_features * case.in_features, DEVICE))]
     for rows in counts:
         x = torch.randn(rows, case.in_features, device=DEVICE).to(case.dtype)
         want = reference(tensor, x[:CHECKED])
-        works = {way: replay.Work(lambda i, way=way, x=x: copies[i].fused(x, way=way), len(copies))
-                 for way in ways_for(first.weight, rows)}
-        errors = {way: relative_error(first.fused(x, way=way)[:CHECKED], want) for way in works}
+        works = {kernel: replay.Work(lambda i, kernel=kernel, x=x: copies[i].multiply(x, kernel=kernel), count)
+                 for kernel in kernels_for(first.weight, rows)}
+        errors = {kernel: relative_error(first.multiply(x, kernel=kernel)[:CHECKED], want) for kernel in works}
         works["torch"] = replay.Work(lambda i, x=x: torch.nn.functional.linear(x, plain[i]), len(plain))
-        times = {way: percentile(found, 50) for way, found in replay.measure(works, DEVICE, samples=samples).items()}
-        for way in errors:
-            yield {"format": case.format, "kernel": way, "rows": rows, "in_features": case.in_features,
+        measured = replay.measure(works, DEVICE, samples=samples)
+        times = {name: percentile(found, 50) for name, found in measured.items()}
+        chosen = first.kernel_for(rows)
+        for kernel in errors:
+            yield {"format": case.format, "kernel": kernel, "rows": rows, "in_features": case.in_features,
                    "out_features": case.out_features, "dtype": "bfloat16", "zero_points": case.fields()["zero_points"],
-                   "us": times[way], "torch_us": times["torch"],
-                   "ratio": times[way] / times["torch"], "relative_error": errors[way],
-                   "chosen": way == first.way(rows, DEVICE), "nbytes": first.weight.nbytes}
+                   "us": times[kernel], "torch_us": times["torch"],
+                   "ratio": times[kernel] / times["torch"], "relative_error": errors[kernel],
+                   "chosen": kernel == chosen, "nbytes": first.nbytes}
 
 
 def show(rows: list[Row]) -> None:

@@ -108,7 +108,7 @@ def token_gap(one: list[Request], other: list[Request]) -> float:
 
 def set_to_zero(llm: LLM) -> None:
     for block in llm.decoder.blocks:
-        for tensor in tensors_of([block.qkv, block.o, block.gate_up, block.down], depth=8):
+        for tensor in tensors_of(list(block.linears.values()), depth=8):
             if tensor.is_cuda and tensor.nbytes >= 1 << 16:  # what is smaller is a counter or a norm's weight
                 tensor.zero_()
 

@@ -110,7 +110,7 @@ class Checks:
         worst = float((logs.amax(-1) - logs.gather(1, got.argmax(-1)[:, None])[:, 0]).max())
         bound, gap = self.bounds(name)
         means = {"error_prefill": float(error[:-DECODED].mean()), "error_decode": float(error[-DECODED:].mean())}
-        return {"kernel": decoder.blocks[0].down.segments[0].kernel, "positions": POSITIONS, "bound": bound, "gap_bound": gap,
+        return {"kernel": decoder.blocks[0].linears["down"].fused.kernel, "positions": POSITIONS, "bound": bound, "gap_bound": gap,
                 **means, "error_most": float(error.max()), "same_argmax": int((~parted).sum()),
                 "largest_gap_at_difference": worst, "agrees": max(means.values()) < bound and worst < gap}
 

@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 CHECKS = {"memcheck": ["--report-api-errors", "no"],
           "racecheck": ["--racecheck-report", "analysis", "--racecheck-indirect-barrier-dependency"]}
@@ -37,11 +38,21 @@ LIMIT_S = 60
 FOUND = 3  # the tool's exit code where it found something
 
 
+def tiled(tensor: Any, **options: Any) -> Any:
+    """A linear on the GPU."""
+    import torch
+
+    from flyweight.kernels import reference
+    from flyweight.kernels.linear.tiled import TiledLinear
+
+    return TiledLinear(tensor.to("cuda"), dtype=torch.bfloat16, ops=reference, **options)
+
+
 def linear(kind: str, rows: int, *, gated: bool = True) -> float:
     """Relative error of a linear with norm and silu·mul, or (`gated` off) the residual."""
     import torch
 
-    from flyweight.kernels.cuda_linear import CudaLinear
+    from flyweight.kernels.linear.fused import Norm
     from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
     make = {"plain": Plain.random, "w8a8": Int8Channel.random, "fp8": Float8.random, "sparse-w8a8": Sparse24.random,
@@ -50,35 +61,34 @@ def linear(kind: str, rows: int, *, gated: bool = True) -> float:
     tensor, x, norm = make((384, 576)), torch.randn(rows, 576).bfloat16(), torch.ones(576).bfloat16()
     normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
     want = tensor.matmul_reference(normed)
-    module = CudaLinear(tensor.to("cuda"), dtype=torch.bfloat16, gated=gated)
+    module, before = tiled(tensor, gated=gated), Norm(norm.cuda(), 1e-6)
     if gated:
         gate, up = want.chunk(2, -1)
-        return error(module.fused(x.cuda(), norm=norm.cuda()), torch.nn.functional.silu(gate) * up)
+        return error(module.multiply(x.cuda(), norm=before), torch.nn.functional.silu(gate) * up)
     residual = torch.randn(rows, 384).bfloat16()
-    return error(module.fused(x.cuda(), norm=norm.cuda(), residual=residual.cuda()), want + residual.double())
+    return error(module.multiply(x.cuda(), norm=before, residual=residual.cuda()), want + residual.double())
 
 
 def in_registers() -> float:
     """Eight rows that stay in registers, which no linear by itself asks for."""
     import torch
 
-    from flyweight.kernels import gemv
+    from flyweight.kernels.linear import gemv
     from flyweight.tensors import IntGroup
 
     tensor, x = IntGroup.random((384, 1152), group_size=128), torch.randn(8, 1152).bfloat16()
-    return error(gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda(), alone=True), tensor.matmul_reference(x))
+    return error(gemv.multiply(tiled(tensor).weight, x.cuda(), alone=True), tensor.matmul_reference(x))
 
 
 def eight_rows(*, quantized: bool = False) -> float:
     """Two tiles for each pair of CTAs: with more the tool takes minutes. A residual."""
     import torch
 
-    from flyweight.kernels.cuda_linear import CudaLinear
     from flyweight.tensors import Int8Channel, IntGroup
 
     tensor = Int8Channel.random((2112, 4096)) if quantized else IntGroup.random((2112, 4096), group_size=128)
     x, residual = torch.randn(7, 4096).bfloat16(), torch.randn(7, 2112).bfloat16()
-    got = CudaLinear(tensor.to("cuda"), dtype=torch.bfloat16).fused(x.cuda(), residual=residual.cuda(), way="few")
+    got = tiled(tensor).multiply(x.cuda(), residual=residual.cuda(), kernel="gemv_cluster")
     return error(got, tensor.matmul_reference(x) + residual.double())
 
 
@@ -86,12 +96,13 @@ def integers() -> float:
     """x in planes, two teams, clusters, a residual."""
     import torch
 
-    from flyweight.kernels import gemm, gemv
+    from flyweight.kernels.linear import gemm
+    from flyweight.kernels.linear.gemm_shape import CLUSTERS, Forced
     from flyweight.tensors import IntGroup
 
     tensor, x, residual = IntGroup.random((200, 1792), group_size=128), *(torch.randn(12, n).bfloat16() for n in (1792, 200))
-    weight, cut = gemv.prepare(tensor.to("cuda"), dtype=torch.bfloat16), dict(split=gemm.CLUSTERS, cluster=2, beside=False)
-    got = gemm.multiply(weight, x.cuda(), residual=residual.cuda(), warpgroups=1, teams=2, **cut)
+    forced = Forced(split=CLUSTERS, cluster=2, beside=False, warpgroups=1, teams=2)
+    got = gemm.multiply(tiled(tensor).weight, x.cuda(), residual=residual.cuda(), forced=forced)
     return error(got, tensor.matmul_reference(x) + residual.double())
 
 
@@ -99,18 +110,20 @@ def layer_of_experts(tokens: int) -> float:
     """One expert, chosen by everyone: then the layer is that expert."""
     import torch
 
-    from flyweight.kernels import experts
-    from flyweight.kernels.cuda_linear import CudaLinear
+    from flyweight.kernels.linear import experts
+    from flyweight.kernels.linear.experts import GroupedExperts, Routing
+    from flyweight.kernels.linear.fused import Norm
     from flyweight.tensors import IntGroup
 
     first, second = IntGroup.random((384, 320), group_size=64), IntGroup.random((320, 192), group_size=64)
-    gate_up = experts.stack([CudaLinear(first.to("cuda"), dtype=torch.bfloat16, gated=True) for _ in range(4)])
-    down = experts.stack([CudaLinear(second.to("cuda"), dtype=torch.bfloat16) for _ in range(4)])
-    layer = experts.Grouped(gate_up, down, torch.randn(4, 320).cuda(), torch.zeros(1, dtype=torch.int32).cuda(), 4, 2, True)
-    x, norm = torch.randn(tokens, 320).bfloat16(), torch.ones(320).bfloat16().cuda()
+    gate_up = experts.stack([tiled(first, gated=True) for _ in range(4)])
+    down = experts.stack([tiled(second) for _ in range(4)])
+    ready = torch.zeros(1, dtype=torch.int32).cuda()
+    layer = GroupedExperts(gate_up, down, torch.randn(4, 320).cuda(), ready, Routing(4, 2, normalize=True))
+    x, norm = torch.randn(tokens, 320).bfloat16(), Norm(torch.ones(320).bfloat16().cuda(), 1e-6)
     given, out = x.cuda(), torch.empty_like(x.cuda())
-    route = layer.route(given, norm=norm, epsilon=1e-6)
-    layer.combine(layer.multiply(given, route, norm=norm, epsilon=1e-6), route, given, out)
+    route = layer.route(given, norm=norm)
+    layer.combine(layer.multiply(given, route, norm=norm), route, given, out)
     normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
     gate, up = first.matmul_reference(normed).chunk(2, -1)
     return error(out, x.double() + second.matmul_reference((torch.nn.functional.silu(gate) * up).bfloat16()))
@@ -120,40 +133,45 @@ def vectors_of_parts(rows: int, columns: int, *, silu: bool = False) -> float:
     """Two weights with one input, normed."""
     import torch
 
-    from flyweight.kernels import vptq
-    from flyweight.kernels.reference import rms_norm
+    from flyweight.kernels import reference
+    from flyweight.kernels.linear.fused import Norm
+    from flyweight.kernels.vptq import linear as vptq
     from flyweight.tensors import VectorQuant
 
     tensors = [VectorQuant.random((64, columns), seed, length=8, main=256, residual=16) for seed in range(2)]
-    weight = vptq.join([vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16) for tensor in tensors])
+    weight = vptq.join([vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16, ops=reference) for tensor in tensors])
     x, norm = torch.randn(rows, columns).bfloat16(), torch.ones(columns).bfloat16()
-    first, second = (tensor.matmul_reference(rms_norm(x.float(), norm.float(), 1e-6)) for tensor in tensors)
+    first, second = (tensor.matmul_reference(reference.rms_norm(x.float(), norm.float(), 1e-6)) for tensor in tensors)
     want = torch.nn.functional.silu(first) * second if silu else torch.cat([first, second], -1)
-    return error(weight.fused(x.cuda(), norm=norm.cuda(), silu=silu), want)
+    run = weight.silu if silu else weight.project
+    return error(run(x.cuda(), norm=Norm(norm.cuda(), 1e-6)), want)
 
 
 def vector_quantized(rows: int) -> float:
     import torch
 
-    from flyweight.kernels import vptq
+    from flyweight.kernels import reference
+    from flyweight.kernels.vptq import linear as vptq
     from flyweight.tensors import VectorQuant
 
     tensor = VectorQuant.random((256, 512), length=8, main=256, residual=16)
     x = torch.randn(rows, 512).bfloat16()
-    return error(vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda()), tensor.matmul_reference(x))
+    return error(vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16, ops=reference)(x.cuda()), tensor.matmul_reference(x))
 
 
 def written_out() -> float:
     """A weight as cuBLAS takes it, multiplied on the CPU: under racecheck cuBLAS does not run, whichever kernels are watched."""
     import torch
 
-    from flyweight.kernels import vptq, vptq_decode
+    from flyweight.kernels import reference
+    from flyweight.kernels.vptq import decode
+    from flyweight.kernels.vptq import linear as vptq
     from flyweight.tensors import VectorQuant
 
     tensor, x = VectorQuant.random((256, 512), length=8, main=256, residual=16), torch.randn(4, 512).bfloat16()
-    parts = vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16).parts
-    weight = vptq_decode.dequantize(parts).cpu().double()
-    return error(vptq_decode.stored_x(parts[0], x.cuda()).cpu().double() @ weight.T, tensor.matmul_reference(x))
+    parts = vptq.prepare(tensor.to("cuda"), dtype=torch.bfloat16, ops=reference).parts
+    weight = decode.dequantize(parts).cpu().double()
+    return error(decode.stored_x(parts[0], x.cuda()).cpu().double() @ weight.T, tensor.matmul_reference(x))
 
 
 def attention(fused: bool) -> float:
@@ -161,9 +179,8 @@ def attention(fused: bool) -> float:
     import torch
 
     from flyweight.batch import KVStorage
-    from flyweight.engine.graphs import Activations, Step
+    from flyweight.engine.graphs import DecodeGraphs
     from flyweight.engine.rows import Rows
-    from flyweight.kernels.attention import rope_pairs
     from flyweight.models.decoder import Decoder
     from flyweight.models.presets import PRESETS, PresetWeights
 
@@ -176,11 +193,11 @@ def attention(fused: bool) -> float:
     caches = [KVStorage(*(torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(2))) for _ in range(2)]
     rows = Rows(1, pages=4, vocabulary=256, device=device)
     rows.tables[:] = torch.arange(4, dtype=torch.int32)
-    step = Step(decoder, caches, rows, size=1, rope=rope_pairs(*decoder.tables), activations=Activations(decoder, 1),
-                apart=None if fused else "asked for")
-    for i, token in enumerate(tokens.tolist()):
-        rows.tokens[0], rows.lengths[0] = token, i + 1
-        step.launch()
+    step = DecodeGraphs(decoder, caches, rows, separate=None if fused else "asked for").step(1)
+    with decoder.active():
+        for i, token in enumerate(tokens.tolist()):
+            rows.tokens[0], rows.lengths[0] = token, i + 1
+            step.launch()
     return error(step.logits, want.double())
 
 
@@ -188,7 +205,7 @@ def prompt(paged: bool) -> float:
     """A prompt, or a chunk of one over pages, against float64 on the CPU."""
     import torch
 
-    from flyweight.kernels.prefill_attention import BASE_2, Heads, Span, Units, attend
+    from flyweight.kernels.attention.prefill import BASE_2, Heads, Span, Units, attend
 
     heads, length, new = Heads(4, 2, 64, torch.bfloat16), 300, 170 if paged else 300
     query, keys, values = (torch.randn(length, count, 64).bfloat16() for count in (4, 2, 2))

@@ -57,8 +57,7 @@ def ours(folder: Path, ids: list[int], device: str, rounded: torch.dtype | None 
     torch.set_float32_matmul_precision("highest")
     model = Decoder.load(Checkpoint(folder), device=device, dtype=torch.float32, exact=True)
     for block in model.blocks if rounded else ():
-        for linear in (block.qkv, block.o, block.gate_up, block.down):
-            assert linear is not None
+        for linear in block.linears.values():
             linear.substitute(lambda x, segments=linear.segments: torch.cat(
                 [segment(x.to(rounded).to(x.dtype)) for segment in segments], -1))
     return torch.log_softmax(model.forward_whole(torch.tensor([ids], device=device))[0, :-1], -1).cpu()

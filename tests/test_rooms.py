@@ -21,12 +21,7 @@ SOURCE = ROOT / "src" / "flyweight"
 
 UPWARDS: set[tuple[str, str]] = set()
 # Imports that close a circle; without them there is none.
-CIRCULAR = {
-    # the kernels of a weight and the table that chooses among them; a rebuilt kernels/ needs
-    # neither
-    ("flyweight.kernels.vptq", "flyweight.kernels.dispatch"),
-    ("flyweight.kernels.cuda_linear", "flyweight.kernels.dispatch"),
-}
+CIRCULAR: set[tuple[str, str]] = set()
 
 
 def module_name(path: Path) -> str:

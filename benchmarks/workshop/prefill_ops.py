@@ -28,8 +28,9 @@ from torch.nn.attention.bias import causal_lower_right
 from flyweight.batch import Batch, KVStorage
 from flyweight.bench.replay import graph_sampler
 from flyweight.bench.rows import environment_row, make_row
-from flyweight.kernels import reference, triton_attention, triton_ops
-from flyweight.kernels.triton_attention import Tile
+from flyweight.kernels import reference, triton_ops
+from flyweight.kernels.attention import triton as triton_attention
+from flyweight.kernels.attention.triton import Tile
 from flyweight.models.presets import PRESETS
 
 DTYPE = torch.bfloat16
@@ -73,16 +74,12 @@ def ops_at(rows: int, preset: str):
     def row(width: int) -> Callable[[], tuple]:
         return lambda: (random(rows, width),)
 
-    def pair() -> tuple:
-        return random(rows, hidden), random(rows, hidden)
-
     def both(name: str, *extra, **options) -> list[Callable]:
         functions = getattr(triton_ops, name), getattr(reference, name)
         return [lambda *x, function=function: function(*x, *extra, **options) for function in functions]
 
     rope = dict(cos=cos, sin=sin, heads=heads, norm=qk_norm, epsilon=1e-6)
     yield "rms_norm", hidden, 4 * hidden * rows, row(hidden), *both("rms_norm", norm, 1e-6)
-    yield "add_rms_norm", hidden, 8 * hidden * rows, pair, *both("add_rms_norm", norm, epsilon=1e-6)
     yield "silu_mul", middle, 6 * middle * rows, row(2 * middle), *both("silu_mul")
     moved = (2 * all_heads * size + 2 * (heads + 3 * kv_heads) * size + 8 * size) * rows
     yield ("rope_norm_write", all_heads * size, moved, lambda: (random(rows, all_heads, size), cache, slots),

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""What a kernel could do otherwise, before it becomes the rule: linears cut in other ways, or decode steps with other constants.
+r"""What a kernel could do otherwise, before it becomes the rule: linears cut in other ways, or decode steps with other constants.
 
-    python benchmarks/workshop/trials.py cuts w8a8 6144x4096 --rows 16 32 --try "apart=False" "tokens=32, warpgroups=2, split=2"
-    python benchmarks/workshop/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "gemm.TEAMED={}" "gemm.SHARED_SMALL=102400"
+    python benchmarks/workshop/trials.py cuts w8a8 6144x4096 --rows 16 32 \
+        --try "separate_exchange=False" "tokens=32, warpgroups=2, split=2"
+    python benchmarks/workshop/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "formats.w8a8.gemm_team_tokens=(0, 64)" \
+        "gemm_shape.RESERVED_BESIDE=8192"
 
-`cuts` (FORMAT OUTPUTSxINPUTS) hands options to `gemm.multiply` and prints each one's relative error; `steps` sets constants of
-modules of flyweight.kernels (one that a module has imported is that module's own). What is chosen now comes first. All take
+`cuts` (FORMAT OUTPUTSxINPUTS) forces parts of the cut (`gemm_shape.Forced`) and prints each one's relative error; `steps`
+sets numbers of kernels/tuned (`formats.FORMAT.NAME`, `steps.NAME`) or constants of modules (one that a module has imported is
+that module's own). What is chosen now comes first. All take
 turns; medians in microseconds. A linear that is faster by itself often makes steps slower: what runs beside it counts.
 
 `--compile` runs nothing: it compiles what the same command will time (not its prompts), on a machine without a GPU, into
@@ -17,7 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import copy
+import dataclasses
 import functools
 import gc
 import importlib
@@ -30,19 +33,25 @@ import torch
 
 from flyweight import gpu
 from flyweight.bench import replay
-from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
+from flyweight.bench.kernels import FORMATS, Case, copied, reference, relative_error
 from flyweight.bench.profile import Profiler, Workload
 from flyweight.bench.steps import timed
 from flyweight.bench.timing import turns
 from flyweight.engine import ahead
 from flyweight.engine.llm import LLM
-from flyweight.kernels import gemm, gemv, jit, precompile
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels import dispatch, jit, precompile, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run
+from flyweight.kernels.linear import gemm
+from flyweight.kernels.linear.gemm_shape import Forced
+from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.kernels.linear.tiles import TiledWeight
 
-MODULES = ("batch", "choices", "cuda_linear", "few", "gemm", "gemv", "gemv_split", "vptq_rows")
+LINEAR = ("choose", "gemm", "gemm_shape", "gemm_small", "gemv", "gemv_cluster", "gemv_splitk")
+MODULES = {name: f"linear.{name}" for name in LINEAR} | {
+    "rows": "vptq.rows", "linear": "vptq.linear", "qkv": "attention.qkv"}
+TABLES = ("steps", "formats")  # of tuned numbers
 INPUT, OUTPUT = 256, 66
-DOTTED = re.compile(r"\.(?=\w+\s*=)")
+DOTTED = re.compile(r"\.(?=[\w.]+\s*=)")
 
 
 def assignments(text: str) -> dict[str, Any]:
@@ -60,14 +69,19 @@ class Constants:
     """Sets constants of modules, and back; whatever was kept by shape is forgotten."""
 
     def __init__(self) -> None:
-        self.modules = {name: importlib.import_module(f"flyweight.kernels.{name}") for name in MODULES}
+        self.modules = {name: importlib.import_module(f"flyweight.kernels.{path}") for name, path in MODULES.items()}
         self.before: dict[str, Any] = {}
+        self.measured = tuned.of
 
     def set(self, wanted: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in wanted.items() if name.partition(".")[0] in TABLES}
+        tuned.of = functools.partial(retuned, self.measured, numbers)
         for name, value in (self.before | wanted).items():
+            if name in numbers:
+                continue
             module, _, constant = name.partition(".")
             if not hasattr(self.modules.get(module), constant):
-                raise SystemExit(f"there is no constant {name}; modules are {', '.join(MODULES)}")
+                raise SystemExit(f"there is no constant {name}; modules are {', '.join([*MODULES, *TABLES])}")
             self.before.setdefault(name, getattr(self.modules[module], constant))
             setattr(self.modules[module], constant, value)
         for module in self.modules.values():
@@ -75,26 +89,42 @@ class Constants:
                 if hasattr(thing, "cache_clear"):
                     thing.cache_clear()
         for thing in gc.get_objects():
-            if type(thing) is gemv.Gemv:
+            if type(thing) is TiledWeight:
                 thing.calls.clear()
 
 
-def cut_linear(options: argparse.Namespace, device: torch.device) -> tuple[Any, CudaLinear]:
+def retuned(measured: Callable[[gpu.Gpu], tuned.Tuning], numbers: dict[str, Any], device: gpu.Gpu) -> tuned.Tuning:
+    """The tuned numbers of a GPU with some of them otherwise: "steps.packed_ahead", "formats.int4.ticket_rows"."""
+    found = measured(device)
+    for name, value in numbers.items():
+        table, *place, number = name.split(".")
+        try:
+            if table == "steps":
+                found = dataclasses.replace(found, steps=dataclasses.replace(found.steps, **{number: value}))
+            else:
+                changed = dataclasses.replace(found.formats[place[0]], **{number: value})
+                found = dataclasses.replace(found, formats=found.formats | {place[0]: changed})
+        except (KeyError, IndexError, TypeError):
+            raise SystemExit(f"there is no number {name} in kernels/tuned") from None
+    return found
+
+
+def cut_linear(options: argparse.Namespace, device: torch.device) -> tuple[Any, TiledLinear]:
     outputs, inputs = map(int, options.shape.split("x"))
     case = Case(options.format, 1, inputs, outputs, torch.bfloat16, zero_points=not options.symmetric)
     tensor = FORMATS[case.format](case, (outputs, inputs), torch.device("cpu") if gpu.is_pretended() else device).to(device)
-    return tensor, CudaLinear(tensor, dtype=case.dtype)
+    return tensor, TiledLinear(tensor, dtype=case.dtype, ops=dispatch.decoder_ops(device))
 
 
-def multiplied(linear: CudaLinear, cut: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return functools.partial(gemm.multiply, linear.weight, **cut) if cut else linear
+def multiplied(linear: TiledLinear, cut: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return functools.partial(gemm.multiply, linear.weight, forced=Forced(**cut)) if cut else linear
 
 
 def cuts(options: argparse.Namespace) -> None:
     device = torch.device("cuda")
     tensor, linear = cut_linear(options, device)
     count = replay.copies_for(linear.weight.nbytes, device)
-    copies = [linear, *(copy.deepcopy(linear) for _ in range(count - 1))]
+    copies = [linear, *(copied(linear, lambda: linear) for _ in range(count - 1))]
     for rows in options.rows:
         x = torch.randn(rows, tensor.matrix_shape[1], device=device).bfloat16()
         want, works, errors = reference(tensor, x), {}, {}

@@ -5,11 +5,16 @@ import json
 import pytest
 import torch
 
-from flyweight import cli
+from flyweight import cli, gpu
 from flyweight.bench import attention, chain, kernels, peers, replay, shapes
 from flyweight.bench.kernels import FORMATS, Case, cases_of, measure_case
 from flyweight.errors import OptionError
+from flyweight.gpu import GPUS
+from flyweight.kernels import reference
 from flyweight.kernels.cpu_integer import sums_exactly
+from flyweight.kernels.linear.choose import Choice
+from flyweight.kernels.linear.fused import TorchLinear
+from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.models import presets
 from flyweight.report import figures
 from flyweight.report.read import read
@@ -46,6 +51,26 @@ def test_p10_and_p90_need_ten_samples():
     figures = kernels.figures([float(i) for i in range(11)], hot=None, torch_times=[10.0], nbytes=5000, bandwidth=2.0)
     assert (figures["us"], figures["us_p10"], figures["us_p90"], figures["ratio"], figures["gb_s"]) == (5, 1, 9, 0.5, 1)
     assert kernels.figures([1.0], hot=[2.0], torch_times=None, nbytes=1, bandwidth=1)["us_p10"] is None
+
+
+def test_rows_name_the_kernel_that_runs(monkeypatch):
+    monkeypatch.setattr(gpu, "of", lambda device: GPUS["sm_90a"])
+    linear = TiledLinear(IntGroup.random((4096, 4096), group_size=128), dtype=torch.bfloat16, ops=reference)
+    found = [kernels.chosen(linear, rows) for rows in (1, 8, 64)]
+    assert [one.kernel for one in found] == ["gemv", "gemv_cluster", "gemm"] and all(one.why for one in found)
+    assert kernels.chosen(linear, 8, norm=True).kernel == "gemm_small"
+    plain = TorchLinear(torch.relu, ops=reference, why="nothing else")
+    assert kernels.chosen(plain, 8) == Choice("torch.linear", "nothing else")
+    layer = {"qkv": linear, "o": linear, "gate_up": linear, "down": plain}
+    assert chain.kernels_of(layer, 8) == "gemm_small + gemv_cluster + torch.linear"
+
+
+def test_a_copy_of_a_linear_shares_all_but_its_weight():
+    linear = TiledLinear(IntGroup.random((64, 128), group_size=64), dtype=torch.bfloat16, ops=reference)
+    again = kernels.copied(linear, lambda: linear)
+    assert again.ops is linear.ops and again.weight.matrix == linear.weight.matrix
+    assert torch.equal(again.weight.weights, linear.weight.weights)
+    assert not {t.data_ptr() for t in kernels.tensors_of(again)} & {t.data_ptr() for t in kernels.tensors_of(linear)}
 
 
 def test_cold_launches_walk_over_copies_of_their_own():

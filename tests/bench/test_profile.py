@@ -64,8 +64,8 @@ def test_cold_profiles_the_first_run(tiny, monkeypatch):
 def test_layers_are_unmarked_again(tiny):
     llm = LLM(tiny, device="cpu", max_model_len=32, max_num_seqs=1)
     with marked_layers(llm.decoder.blocks):
-        assert "step" in vars(llm.decoder.blocks[0])
-    assert "step" not in vars(llm.decoder.blocks[0])
+        assert "run" in vars(llm.decoder.blocks[0])
+    assert "run" not in vars(llm.decoder.blocks[0])
 
 
 class Averages:

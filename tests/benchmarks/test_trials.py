@@ -12,30 +12,44 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "workshop"))
 
 from trials import Constants, assignments  # noqa: E402
 
-from flyweight.kernels import gemm  # noqa: E402
+from flyweight.gpu import GPUS  # noqa: E402
+from flyweight.kernels.linear import gemm_shape  # noqa: E402
+from flyweight.kernels.linear.format import FORMATS  # noqa: E402
+from flyweight.kernels.linear.tiles import Matrix  # noqa: E402
 
 
 def test_options_and_constants_are_told_by_name():
-    assert assignments("apart=False, split=2") == {"apart": False, "split": 2} and assignments("") == {}
-    assert assignments("gemm.LONE=('a.b', 0.5), gemm.SHARED=102400") == {"gemm.LONE": ("a.b", 0.5), "gemm.SHARED": 102400}
+    assert assignments("separate_exchange=False, split=2") == {"separate_exchange": False, "split": 2} and assignments("") == {}
+    assert assignments("gemm.LONE=('a.b', 0.5), formats.int4.x=102400") == {"gemm.LONE": ("a.b", 0.5), "formats.int4.x": 102400}
     for wrong in ("apart", "a=", "a=print(1)"):
         with pytest.raises((SystemExit, ValueError)):
             assignments(wrong)
 
 
 def test_constants_go_back_and_what_was_kept_is_forgotten():
-    constants, before = Constants(), gemm.TEAMED
-    shape = ("int4", 6144, 4096, 128, 32, 132)
-    constants.set({"gemm.TEAMED": {}})
-    assert gemm.shape_for(*shape).teams == 1
+    constants, before = Constants(), gemm_shape.RESERVED
+    product = gemm_shape.Product(Matrix(FORMATS["int4"], 6144, 4096, 128), 32)
+
+    def shape():
+        return gemm_shape.shape_for(product, GPUS["sm_90a"])
+
+    constants.set({"formats.int4.gemm_team_tokens": (1, 0)})
+    assert shape().teams == 1
+    constants.set({"gemm_shape.RESERVED": before + 1})
+    assert before + 1 == gemm_shape.RESERVED and shape().teams == 2
     constants.set({})
-    assert gemm.TEAMED is before and gemm.shape_for(*shape).teams == 2
+    assert before == gemm_shape.RESERVED
     with pytest.raises(SystemExit, match=r"no constant gemm\.TEAM;"):
         constants.set({"gemm.TEAM": {}})
+    with pytest.raises(SystemExit, match=r"no number formats\.int5\.ticket_rows"):
+        constants.set({"formats.int5.ticket_rows": 1})
+        shape()
+    constants.set({})
 
 
 @pytest.mark.parametrize("command", [
-    ("cuts", "w8a8", "128x4096", "--try", "apart=False"), ("steps", "preset:tiny:w8a8", "--try", "gemm.SHARED_SMALL=61440")])
+    ("cuts", "w8a8", "128x4096", "--try", "separate_exchange=False"),
+    ("steps", "preset:tiny:w8a8", "--try", "gemm_shape.RESERVED_BESIDE=61440")])
 def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path, command):
     script = ROOT / "benchmarks" / "workshop" / "trials.py"
     done = subprocess.run([sys.executable, script, *command, "--rows", "16", "--compile"], text=True, check=True,

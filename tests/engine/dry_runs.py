@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from flyweight.engine import ahead
-from flyweight.engine.graphs import DecodeGraphs, Step
+from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.memory import dummy_batch
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.sampling import GREEDY
@@ -45,20 +45,21 @@ def wanted_and_asked(model):
 
 def columns_in_order(model):
     """Whether VPTQ's layouts take the columns of x as they are, by a dry run and by values."""
-    from flyweight.kernels.vptq_layout import lay_out
+    from flyweight.kernels.vptq.layout import lay_out
 
     found = [lay_out(ahead.open_weights(model).linear("model.layers.0.mlp.down_proj"), dtype=torch.bfloat16).source is None]
     with dry_run(TARGET.gpu):
         decoder = Decoder.load(ahead.open_weights(model), device=DEVICE, dtype=torch.bfloat16, layers=[0])
-        return [*found, decoder.blocks[0].down.single.layout.source is None]
+        return [*found, decoder.blocks[0].linears["down"].fused.layout.source is None]
 
 
 def forget():
     """What was asked for once is asked for again."""
-    from flyweight.kernels import batch, few, gemm, prefill_attention, rope, vptq_decode
+    from flyweight.kernels.attention import prefill, rope
+    from flyweight.kernels.vptq import decode
 
-    for kept in (batch.kernels, few.kernel, gemm.kernels, prefill_attention._kernel, rope._kernel, vptq_decode._kernel):
-        kept.cache_clear()
+    for module in (prefill, rope, decode):
+        module._kernel.cache_clear()
 
 
 def decode(decoder):
@@ -67,10 +68,11 @@ def decode(decoder):
     rows = Rows(TARGET.sequences, pages=64, vocabulary=config.vocab_size, device=DEVICE)
     graphs = DecodeGraphs(decoder, ahead.make_caches(decoder), rows)
     assert graphs.sizes == [size for size in SIZES if size <= TARGET.sequences]
-    for size in graphs.sizes:
-        step = Step(decoder, graphs.caches, rows, size=size, rope=graphs.rope, activations=graphs.activations)
-        step.launch()
-        step.advance(GREEDY)
+    with decoder.active():
+        for size in graphs.sizes:
+            step = graphs.step(size)
+            step.launch()
+            step.advance(GREEDY)
 
 
 def wanted_by(model, part=0, parts=1):

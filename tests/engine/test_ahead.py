@@ -66,8 +66,8 @@ def test_layers_of_one_kind_are_asked_once():
 
 
 def test_numbers_of_rows_end_at_the_most_that_there_are():
-    assert ahead.row_counts(20) == list(range(1, 18)) + [20]
-    counts = ahead.row_counts(16640)
+    assert ahead.row_counts(20, GPUS["sm_90a"]) == list(range(1, 18)) + [20]
+    counts = ahead.row_counts(16640, GPUS["sm_90a"])
     assert {1, 16, 64, 256, 1023, 1024, 4095, 4096, 16640} <= set(counts) and counts[-1] == 16640
 
 
@@ -108,6 +108,7 @@ def test_an_unknown_architecture_is_named():
     with pytest.raises(OptionError, match="unknown architecture 'sm_90'; did you mean 'sm_90a'"):
         pick_gpu("sm_90", None)
     assert pick_gpu("sm_89", 128)[0].multi_processor_count == 128 != GPUS["sm_89"].multi_processor_count
+    assert pick_gpu("sm_90a:78", None) == (GPUS["sm_90a:78"], "sm_90a"), "an H20 is compiled for as an H100 is"
 
 
 def test_biases_of_zeros_and_tied_heads_count_as_none():

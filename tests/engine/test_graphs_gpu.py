@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tuning import retune
 
 from flyweight.batch import Batch, KVStorage
-from flyweight.engine.graphs import DecodeGraphs, why_not
+from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import Rows
-from flyweight.kernels import choices
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
 
@@ -22,29 +22,29 @@ def whole_batch(tokens, table):
                  block_tables=table[None], query_starts=[0, len(tokens)], kv_lengths=[len(tokens)], output_rows=positions)
 
 
-@pytest.mark.parametrize("apart", [None, "asked for"])
+@pytest.mark.parametrize("separate", [None, "asked for"])
 @pytest.mark.parametrize("scheme", BOUND)
 @pytest.mark.parametrize(("preset", "dtype"), [("smollm2-135m", torch.float16), ("qwen3-0.6b", torch.bfloat16),
                                                ("qwen2-0.5b", torch.bfloat16)])
-def test_fused_decode_follows_the_float32_model(preset, dtype, scheme, apart):
+def test_fused_decode_follows_the_float32_model(preset, dtype, scheme, separate):
     device = torch.device("cuda", 0)
     tokens = torch.randint(10, 1000, (90,), device=device, generator=torch.Generator(device).manual_seed(1))
     reference = Decoder.load(PresetWeights(preset, scheme, device=device), device=device, dtype=torch.float32, exact=True)
     want = reference.forward_whole(tokens[None])[0]
     decoder = Decoder.load(PresetWeights(preset, scheme, device=device), device=device, dtype=dtype)
-    assert why_not(decoder, PAGE) is None
+    assert unsupported_reason(decoder, PAGE) is None
     config = decoder.config
     caches = [KVStorage(*(torch.zeros(64, PAGE, config.kv_heads, config.head_dim, dtype=dtype, device=device) for _ in range(2)))
               for _ in range(config.layers)]
     rows = Rows(2, pages=8, vocabulary=config.vocab_size, device=device)
-    graphs = DecodeGraphs(decoder, caches, rows, apart=apart)
+    graphs = DecodeGraphs(decoder, caches, rows, separate=separate)
     table = torch.randperm(64, device=device)[:8].int()
     got = [decoder.forward(whole_batch(tokens[:66], table), caches)]
     rows.tables[:] = table
     for i in range(66, 90):  # alone, then beside a row that nobody uses
         rows.tokens[0], rows.lengths[0] = tokens[i], i + 1
         got.append(graphs.logits(1 + i % 2)[:1].float())
-    assert all(step.apart == apart for step in graphs.steps.values())
+    assert all(step.decode.separate == separate for step in graphs.steps.values())
     error = (torch.cat(got) - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < BOUND[scheme]
 
@@ -58,7 +58,7 @@ def test_x_that_is_packed_ahead_changes_no_bit(scheme, monkeypatch):
     tokens = torch.randint(10, 1000, (300,), device=device, generator=torch.Generator(device).manual_seed(1))
     tables = torch.arange(64 * 2, device=device).view(64, 2).int()
     for ahead in (False, True):
-        monkeypatch.setattr(choices, "PACKED_AHEAD", ahead)
+        retune(monkeypatch, packed_ahead=ahead)
         caches = [KVStorage(*(torch.zeros(128, PAGE, config.kv_heads, config.head_dim, dtype=torch.bfloat16, device=device)
                               for _ in range(2))) for _ in range(config.layers)]
         found = [decoder.forward(whole_batch(tokens, torch.arange(100, 119, device=device).int()), caches)]

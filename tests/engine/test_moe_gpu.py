@@ -5,7 +5,7 @@ import torch
 from gpu_models import CUDA, make_engine, params, prompts, run
 
 from flyweight.batch import KVStorage
-from flyweight.engine.graphs import DecodeGraphs, why_not
+from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import Rows
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
@@ -29,7 +29,7 @@ def load(model, scheme, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("model", MODELS)
 def test_captured_steps_with_experts_are_those_of_the_launches_and_of_float32(model, scheme):
     decoder = load(model, scheme)
-    assert why_not(decoder, PAGE) is None
+    assert unsupported_reason(decoder, PAGE) is None
     config, steps = decoder.config, 24
     tokens = torch.randint(10, 1000, (32, steps), device=CUDA, generator=torch.Generator(CUDA).manual_seed(1))
     want = load(model, scheme, torch.float32, exact=True).forward_whole(tokens)
@@ -42,7 +42,8 @@ def test_captured_steps_with_experts_are_those_of_the_launches_and_of_float32(mo
         for i in range(steps):
             rows.tokens[:], rows.lengths[:] = tokens[:size, i], i + 1
             got = graphs.logits(size).float()
-            graphs.steps[size].launch()
+            with decoder.active():
+                graphs.steps[size].launch()
             assert torch.equal(graphs.steps[size].logits.float(), got)
             errors.append((got - want[:size, i]).norm(dim=-1) / want[:size, i].norm(dim=-1))
         assert torch.cat(errors).median() < BOUND[scheme]

@@ -16,8 +16,14 @@ from padded_story import Story, request_of
 from flyweight.engine import passes
 from flyweight.engine.packed import SIZES, padded_tokens
 from flyweight.engine.scheduler import Work
-from flyweight.kernels import gemm
+from flyweight.gpu import GPUS
+from flyweight.kernels import dispatch
+from flyweight.kernels.linear import gemm
+from flyweight.kernels.linear.format import FORMATS
+from flyweight.kernels.linear.gemm_shape import LEAST_TOKENS, Product, shape_for
+from flyweight.kernels.linear.tiles import Matrix
 from flyweight.models import decoder as decoders
+from flyweight.models import layer as layers
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 
@@ -44,11 +50,12 @@ def test_a_step_runs_as_the_next_size_or_is_not_captured(spans):
         assert size == min(each for each in SIZES if each >= total)
 
 
-@given(st.integers(gemm.LEAST + 1, SIZES[-1]))  # the least pass is twice the least tile
+@given(st.integers(LEAST_TOKENS + 1, SIZES[-1]))  # the least pass is twice the least tile
 def test_padding_gives_the_matrix_kernels_nothing_more_to_do(count):
     size = padded_tokens(works_of([(0, count)]))
     assert gemm.padded_rows(size) == gemm.padded_rows(count)
-    shape = gemm.shape_for("w8a8", 4096, 4096, 64, gemm.padded_rows(count), 132)
+    matrix = Matrix(FORMATS["w8a8"], 4096, 4096, 64)
+    shape = shape_for(Product(matrix, gemm.padded_rows(count)), GPUS["sm_90a"])
     assert -(-size // shape.tokens) == -(-count // shape.tokens)
 
 
@@ -79,8 +86,8 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch, request):
-    """Captures are played, and decoders get the ops of CUDA devices once `decoders.decoder_ops` is set to what this gives."""
-    attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
+    """Captures are played, and decoders that are loaded once this is called get the ops of CUDA devices."""
+    attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
     request.getfixturevalue("interpreted_loops")
     from flyweight.kernels import cuda_ops
 
@@ -90,7 +97,12 @@ def played(monkeypatch, request):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(passes.PassGraphs, "_capture", lambda self, batch, plans: Played(self, batch, plans))
     monkeypatch.setattr(Played, "made", 0)
-    return lambda device: cuda_ops
+
+    def play():
+        for module in (decoders, layers, dispatch):
+            monkeypatch.setattr(module, "decoder_ops", lambda device: cuda_ops)
+
+    return play
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
@@ -101,7 +113,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compi
 @pytest.mark.parametrize("config, dtype", [(CONFIG | dict(num_hidden_layers=1), torch.float16), (WINDOWED, torch.float32)])
 def test_a_captured_pass_serves_every_step_of_its_kind(config, dtype, played, monkeypatch):
     story = Story(load(config, dtype), tolerance=1e-4 if dtype == torch.float32 else 3e-2)
-    monkeypatch.setattr(decoders, "decoder_ops", played)
+    played()
     graphs = passes.PassGraphs(load(config, dtype), story.padded, story.rows)
     story.forward = graphs.forward
     for spans in STEPS:
@@ -116,7 +128,7 @@ def test_warmed_up_passes_take_the_first_prompts(played, monkeypatch):
     monkeypatch.setattr(passes, "SIZES", (16, 32))
     config = CONFIG | dict(num_hidden_layers=1)
     story = Story(load(config, torch.float16), tolerance=3e-2)
-    monkeypatch.setattr(decoders, "decoder_ops", played)
+    played()
     graphs = passes.PassGraphs(load(config, torch.float16), story.padded, story.rows)
     graphs.warm_up()
     assert Played.made == 2 and not story.padded[0].keys[: story.blocks].any(), "no sequence's block was written to"

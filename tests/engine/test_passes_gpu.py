@@ -5,7 +5,7 @@ import torch
 from gpu_models import CUDA, PAGE, load, make_engine, params, prompts, run
 from padded_story import Story
 
-from flyweight.engine.passes import PassGraphs, why_not
+from flyweight.engine.passes import PassGraphs, unsupported_reason
 
 pytestmark = pytest.mark.gpu
 BOUND = {"bf16": 0.03, "int4": 0.03, "w8a16": 0.03, "w8a8": 0.1}  # W8A8 rounds otherwise where attention's last bit differs
@@ -19,7 +19,7 @@ STEPS = [  # prompts alone, below and above where torch's attention takes them; 
 @pytest.mark.parametrize("scheme", BOUND)
 def test_captured_passes_are_the_passes_launched_one_by_one(scheme):
     decoder = load("tiny", scheme, CUDA, torch.bfloat16)
-    assert why_not(decoder, PAGE) is None
+    assert unsupported_reason(decoder, PAGE) is None
     story = Story(decoder, tolerance=BOUND[scheme], page=PAGE, length=640)
     graphs = PassGraphs(decoder, story.padded, story.rows)
 

@@ -6,11 +6,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flyweight.kernels import triton_attention, triton_ops
+from flyweight.kernels import triton_ops
+from flyweight.kernels.attention import triton as triton_attention
 from flyweight.quant.triton import columns, nearest, vectors
 
 FLOAT, SCALES, TABLE = "*bf16", "*fp32", "*i32"
-NORM = dict(x=FLOAT, residual=FLOAT, weight=FLOAT, out=FLOAT, total=FLOAT)
+NORM = dict(x=FLOAT, weight=FLOAT, out=FLOAT)
 ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, positions="*i64", slots="*i64", norm=FLOAT, keys=FLOAT, values=FLOAT, HEADS=32,
             KV_HEADS=8, HEAD_DIM=128, HALF=64, BLOCK=64, REST_BLOCK=1, HEAD_BLOCK=16)
 ATTEND = dict(query=FLOAT, keys=FLOAT, values=FLOAT, out=FLOAT, tables=TABLE, tiles=TABLE, GROUP=4, HEAD_DIM=128, BLOCK=128,
@@ -60,7 +61,7 @@ def compile_case(kernel, given: dict, arch: int) -> bytes:
     for i, parameter in enumerate(kernel.params):
         value = given.get(parameter.name)
         pointer = parameter.name.endswith("_at") or parameter.name in (
-            "residual", "scales", "parts", "sums", "norm", "positions", "total")
+            "scales", "parts", "sums", "norm", "positions")
         if pointer and value is None:
             constants[(i,)], signature[parameter.name] = None, "constexpr"
         elif isinstance(value, str):

@@ -4,6 +4,8 @@ import dataclasses
 
 import torch
 
+from flyweight.kernels import reference, workspace
+from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -39,6 +41,17 @@ def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
     if sparse:
         return Sparse24.random(shape, seed, "cuda", inner=IntGroup, **options)
     return IntGroup.random(shape, seed, "cuda", **options)
+
+
+def linear_of(tensor: QuantTensor, *, dtype=torch.bfloat16, **options) -> TiledLinear:
+    return TiledLinear(tensor, dtype=dtype, ops=reference, **options)
+
+
+def mailboxes_are_empty() -> bool:
+    """Whether every word that was left has been taken."""
+    buffers = workspace.current(torch.device("cuda", 0))._buffers
+    boxes = [held for (name, _), held in buffers.items() if name == "mailbox"]
+    return all((box == -1).all() for box in boxes)
 
 
 def replayed(multiply, weights, start, *, replays: int) -> list[torch.Tensor]:

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 
 import torch
 
-from flyweight.kernels import gemv, jit
+from flyweight import gpu
+from flyweight.kernels import jit
+from flyweight.kernels.attention import prefill, rope
+from flyweight.kernels.vptq import decode
 
 INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh"}
-PROCESSORS = 5  # as many CTAs as a launch has for a whole GPU
+HOST = gpu.Gpu(9, 0, 5, 232448, 233472)  # Hopper, with as many processors as a launch has CTAs for a whole GPU
 OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
 COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None
 FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread",
@@ -74,8 +77,6 @@ def pretend(monkeypatch, folder: Path) -> None:
     """From here on kernels run on the CPU, as on a Hopper GPU with few processors."""
     monkeypatch.setattr(jit, "load", Host(folder).load)
     monkeypatch.setattr(jit, "tensor_map", tensor_map)
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS, shared_memory_per_block_optin=232448,
-                                 shared_memory_per_multiprocessor=233472)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    gemv.processors.cache_clear()
+    monkeypatch.setattr(gpu, "of", lambda device: HOST)
+    for module in (prefill, rope, decode):  # which keep their kernels
+        monkeypatch.setattr(module, "_kernel", module._kernel.__wrapped__)

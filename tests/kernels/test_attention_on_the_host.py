@@ -8,8 +8,8 @@ import torch
 from test_kernels_on_the_host import folder, host  # noqa: F401 (fixtures)
 
 from flyweight.batch import KVStorage
-from flyweight.kernels import attention
-from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
+from flyweight.kernels.attention import decode
+from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows, Workspace, decode_attention, rope_pairs
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=64, rotary=64, page=16, qk_norm=True)
@@ -18,7 +18,7 @@ CONTEXT, EPSILON = 600, 1e-6
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch):
-    monkeypatch.setattr(attention, "SHORTEST", 48)
+    monkeypatch.setattr(decode, "SHORTEST", 48)
 
 
 def normed(x, weight):
@@ -58,11 +58,11 @@ def attend(shape, lengths, splits, dtype):
         for side in (cache.keys, cache.values):
             side.flatten(0, 1)[slots[row][max(length - 1, 0) :]] = float("nan")
     before = [side.clone() for side in (cache.keys, cache.values)]
-    workspace = Workspace.make(shape, sequences, splits, "cpu")
+    workspace = Workspace.make(shape, sequences, torch.device("cpu"), splits)
+    rows = Rows(rope_pairs(angles.cos(), angles.sin()), torch.tensor(lengths, dtype=torch.int32), tables)
     out = torch.full((sequences, shape.heads * shape.head_dim), float("nan")).to(dtype)
-    decode_attention(qkv.flatten(1), out, cache, shape=shape, norms=norms, rope=rope_pairs(angles.cos(), angles.sin()),
-                     lengths=torch.tensor(lengths, dtype=torch.int32), tables=tables, workspace=workspace, splits=splits,
-                     epsilon=EPSILON, scale=shape.head_dim**-0.5)
+    decode_attention(qkv.flatten(1), out, cache, rows, shape=shape, norms=HeadNorms(*norms or (), epsilon=EPSILON),
+                     workspace=workspace, scale=shape.head_dim**-0.5)
     assert not workspace.tickets.any()
     for row, length in enumerate(lengths):
         if length == 0:
@@ -87,7 +87,7 @@ def test_sequences_of_ragged_lengths_cut_into_runs(dtype):
 
 
 def test_more_runs_than_a_warp_has_lanes(monkeypatch):
-    monkeypatch.setattr(attention, "SHORTEST", 8)
+    monkeypatch.setattr(decode, "SHORTEST", 8)
     attend(SHAPE, [590, 17, 300], 39, torch.bfloat16)
 
 

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
-from gpu_linears import TOLERANCE, make, relative_error, replayed
+from gpu_linears import TOLERANCE, linear_of, mailboxes_are_empty, make, relative_error, replayed
 
-from flyweight.kernels import batch, gemv, gemv_split
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels.linear import gemm_small, gemv_splitk, tiles
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 FORMATS = ["plain", "w8a8", "int4:128", "int8:128", "sparse-int8:64", "sparse-int4:128"]
@@ -23,11 +23,11 @@ def poisoned(rows, width, dtype=torch.bfloat16):
 @pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:64", "fp8", "sparse-int4:64"])
 def test_every_number_of_rows_from_1_to_65(kind):
     tensor = make(kind, (1000, 576), 1)
-    linear = CudaLinear(tensor, dtype=torch.bfloat16)
+    linear = linear_of(tensor)
     x = torch.randn(65, 576, device="cuda").bfloat16()
     want = tensor.matmul_reference(x)
     for rows in range(1, 66):
-        assert relative_error(linear.fused(x[:rows], poisoned(rows, 1000)), want[:rows]) < 1e-2, rows
+        assert relative_error(linear.multiply(x[:rows], poisoned(rows, 1000)), want[:rows]) < 1e-2, rows
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [
@@ -36,18 +36,18 @@ def test_slices_and_steps_of_ragged_shapes(kind, dtype):
     thorough = kind in FORMATS and dtype == torch.bfloat16  # the others differ in sizes of groups or in a scale
     for seed, shape in enumerate(SHAPES if thorough else [*SHAPES][:1]):
         tensor = make(kind, shape, seed, dtype)
-        weight = gemv.prepare(tensor, dtype=dtype)
+        weight = tiles.prepare(tensor, dtype=dtype)
         x = torch.randn(64, shape[1], device="cuda").to(dtype)
         want = tensor.matmul_reference(x)
         cuts = ((9, None), (7, 1), (32, 2), (64, 1)) if thorough and seed == 0 else ((50, SHAPES[shape]),)
-        ways = [(batch.multiply, rows, slices) for rows, slices in cuts]
-        if weight.kind in gemv_split.KINDS:
+        ways = [(gemm_small.multiply, rows, slices) for rows, slices in cuts]
+        if "gemv_splitk" in weight.format.kernels:
             cuts = ((3, None), (8, 2), (16, 5)) if thorough and seed == 0 else ((8, 3),)
-            ways += [(gemv_split.multiply, rows, slices) for rows, slices in cuts]
+            ways += [(gemv_splitk.multiply, rows, slices) for rows, slices in cuts]
         for multiply, rows, slices in ways:
             got = multiply(weight, x[:rows], poisoned(rows, shape[0], dtype), slices=slices)
             assert relative_error(got, want[:rows]) < TOLERANCE[dtype], (shape, rows, slices)
-    assert all((box == -1).all() for box in gemv_split._mail.values()), "every word that was left was taken"
+    assert mailboxes_are_empty(), "every word that was left was taken"
 
 
 @pytest.mark.parametrize("kind", ["plain", "w8a8", "int4:128", "int8:64"])
@@ -55,37 +55,37 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
     tensor = make(kind, (512, 1536), 3)
     bias = torch.randn(512, device="cuda").bfloat16()
     norm = (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
-    linear, gated = (gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=gate) for gate in (False, True))
+    linear, gated = (tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=gate) for gate in (False, True))
     bound = 3e-2 if kind == "w8a8" else 1e-2  # the reference's norm is rounded
-    ways = [(batch.multiply, 12), (batch.multiply, 33)] + [(gemv_split.multiply, 6)] * (kind != "w8a8")
+    ways = [(gemm_small.multiply, 12), (gemm_small.multiply, 33)] + [(gemv_splitk.multiply, 6)] * (kind != "w8a8")
     for multiply, rows in ways:
         x, residual = (torch.randn(rows, width, device="cuda").bfloat16() for width in (1536, 512))
         normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).bfloat16()
         want = tensor.matmul_reference(normed) + bias.double()
         gate, up = want.chunk(2, -1)
         for slices in (None,) if rows == 12 else (2,):
-            got = multiply(linear, x, poisoned(rows, 512), norm=norm, residual=residual, slices=slices)
+            got = multiply(linear, x, poisoned(rows, 512), norm=Norm(norm, 1e-6), residual=residual, slices=slices)
             assert relative_error(got, want + residual.double()) < bound
-            got = multiply(gated, x, poisoned(rows, 256), norm=norm, slices=slices)
+            got = multiply(gated, x, poisoned(rows, 256), norm=Norm(norm, 1e-6), slices=slices)
             assert relative_error(got, torch.nn.functional.silu(gate) * up) < bound
 
 
-@pytest.mark.parametrize("multiply, rows", [(gemv_split.multiply, 8), (batch.multiply, 32)])
+@pytest.mark.parametrize("multiply, rows", [(gemv_splitk.multiply, 8), (gemm_small.multiply, 32)])
 def test_a_thousand_dependent_replays_agree_bit_for_bit(multiply, rows):
-    weights = [gemv.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
+    weights = [tiles.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
     norm, start = torch.ones(1024, device="cuda").bfloat16(), torch.randn(rows, 1024, device="cuda").bfloat16()
-    product = functools.partial(multiply, norm=norm, slices=4)
+    product = functools.partial(multiply, norm=Norm(norm, 1e-6), slices=4)
     results = replayed(product, weights, start, replays=1000)
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
 
 
 @pytest.mark.parametrize("end", ["store", "residual", "silu"])
 def test_w8a8_gives_the_same_numbers_in_any_batch(end):
-    weight = CudaLinear(make("w8a8", (1008, 1536), 2), dtype=torch.bfloat16, gated=end == "silu")
+    weight = linear_of(make("w8a8", (1008, 1536), 2), gated=end == "silu")
     x, residual = torch.randn(65, 1536, device="cuda").bfloat16(), torch.randn(65, 1008, device="cuda").bfloat16()
 
     def first(rows):
-        return weight.fused(x[:rows], **({"residual": residual[:rows]} if end == "residual" else {}))[:1]
+        return weight.multiply(x[:rows], **({"residual": residual[:rows]} if end == "residual" else {}))[:1]
 
     for rows in (2, 4, 7, 8, 16, 31, 64, 65):
         assert torch.equal(first(rows), first(1)), rows

@@ -3,9 +3,10 @@
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host, make, norm_of  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, folder, host, mailboxes_are_empty, make, norm_of  # noqa: F401 (fixtures)
 
-from flyweight.kernels import batch, gemv, gemv_split
+from flyweight.kernels.linear import gemm_small, gemv, gemv_splitk, tiles
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
@@ -26,41 +27,43 @@ BATCH = [("plain", 16, (40, 200), 2), ("w8a8", 9, (56, 328), 3), ("int4:128", 33
 
 @pytest.mark.parametrize(("kind", "rows", "shape", "slices"), SPLIT)
 def test_inputs_cut_into_slices(kind, rows, shape, slices):
-    check(gemv_split.multiply, kind, rows, shape, slices)
+    check(gemv_splitk.multiply, kind, rows, shape, slices)
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape", "slices"), BATCH)
 def test_inputs_that_stream_beside_the_weights(kind, rows, shape, slices):
-    check(batch.multiply, kind, rows, shape, slices)
+    check(gemm_small.multiply, kind, rows, shape, slices)
 
 
 def check(multiply, kind, rows, shape, slices):
     tensor = make(kind, shape, 1)
-    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
+    weight, x = tiles.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
     want = tensor.matmul_reference(x)
     for _ in range(2):  # the second time with the mail that the first has emptied
         assert error(multiply(weight, x, poisoned(rows, shape[0]), slices=slices), want) < 1e-2
-    assert all((box == -1).all() for box in gemv_split._mail.values()), "every word was taken"
+    assert mailboxes_are_empty(), "every word was taken"
 
 
 @pytest.mark.parametrize(("multiply", "kind", "rows", "slices"), [
-    (gemv_split.multiply, "int4:64", 6, 2), (batch.multiply, "w8a8", 10, 1), (batch.multiply, "int4:64", 10, 2)])
+    (gemv_splitk.multiply, "int4:64", 6, 2), (gemm_small.multiply, "w8a8", 10, 1), (gemm_small.multiply, "int4:64", 10, 2)])
 def test_norm_bias_residual_and_silu_are_fused(multiply, kind, rows, slices):
     tensor, bias = make(kind, (64, 320), 1), torch.randn(64).bfloat16()
     x, residual = torch.randn(rows, 320).bfloat16(), torch.randn(rows, 64).bfloat16()
     norm = (1 + 0.1 * torch.randn(320)).bfloat16()
     want = tensor.matmul_reference(norm_of(x, norm)) + bias.double()
-    weight = gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias)
-    got = multiply(weight, x, poisoned(rows, 64), norm=norm, residual=residual, slices=slices)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias)
+    got = multiply(weight, x, poisoned(rows, 64), norm=Norm(norm, 1e-6), residual=residual, slices=slices)
     assert error(got, want + residual.double()) < 2e-2
     gate, up = want.chunk(2, -1)
-    gated = gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)
-    assert error(multiply(gated, x, poisoned(rows, 32), norm=norm, slices=slices), torch.nn.functional.silu(gate) * up) < 3e-2
+    gated = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)
+    got = multiply(gated, x, poisoned(rows, 32), norm=Norm(norm, 1e-6), slices=slices)
+    assert error(got, torch.nn.functional.silu(gate) * up) < 3e-2
 
 
 def test_w8a8_gives_the_same_numbers_in_any_batch():
     """Whole sums are integers: a row comes out the same, bit for bit, alone and beside others."""
     tensor = make("w8a8", (24, 320), 2)
-    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(33, 320).bfloat16()
+    weight, x = tiles.prepare(tensor, dtype=torch.bfloat16), torch.randn(33, 320).bfloat16()
+    alone = gemv.multiply(weight, x[:1].contiguous())
     for rows, slices in ((2, 2), (33, 1)):
-        assert torch.equal(batch.multiply(weight, x[:rows].contiguous(), slices=slices)[:1], weight(x[:1].contiguous()))
+        assert torch.equal(gemm_small.multiply(weight, x[:rows].contiguous(), slices=slices)[:1], alone)

@@ -1,15 +1,28 @@
 """Every CUDA source compiles for every architecture it promises, with NVRTC alone: no GPU and no nvcc needed."""
 
 import io
+import re
 
 import pytest
+import torch
 
-from flyweight.kernels import gemm, jit
+from flyweight.gpu import GPUS
+from flyweight.kernels import jit
+from flyweight.kernels.attention import prefill
+from flyweight.kernels.linear import gemm, gemv_cluster, tiles
+from flyweight.kernels.linear.format import FORMATS
+from flyweight.kernels.linear.gemm_shape import Product, shape_for
+from flyweight.kernels.linear.tiles import Matrix, TiledWeight
+from flyweight.kernels.vptq import rows as vptq_rows
+from flyweight.kernels.vptq.layout import lay_out
+from flyweight.tensors import IntGroup, VectorQuant
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+NEWER = ("sm_100a", "sm_120a")
+HOPPER = {"gemm.cu", "few.cu", "prefill_attention.cu", "vptq_rows.cu"}  # without a body elsewhere
 LINEAR = dict(FP16=0, SCALE_FP16=0, KDIM=4096, NDIM=6144, GROUP=128)
 GEMV = LINEAR | dict(ROWS=1, NORM=1, EPILOGUE=0, BIAS=0, WARPS=16, STAGES=4, STAGE_BLOCKS=16, SLOTS=3, HELD=2,
                      SHARED_BYTES=220_000)
@@ -108,6 +121,33 @@ def test_kernels_compile_without_a_gpu(arch, tmp_path, monkeypatch):
         assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("arch", NEWER)
+def test_kernels_that_need_no_warpgroups_compile_for_newer_gpus(arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
+    for file, defines in {file: defines for file, defines in CASES if file not in HOPPER}.items():
+        assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
+
+
+def test_kernels_without_a_body_before_hopper_are_known():
+    found = {path.name for path in jit.SOURCES.glob("*.cu") if re.search(r"#if __CUDA_ARCH__ >= 900", path.read_text())}
+    assert found == HOPPER
+
+
+@pytest.mark.parametrize("device", GPUS.values(), ids=GPUS.keys())
+def test_kernels_without_a_body_for_a_gpu_are_not_planned_for_it(device, monkeypatch):
+    weight = tiles.prepare(IntGroup.random((4096, 4096), group_size=128), dtype=torch.bfloat16)
+    vectors = (lay_out(VectorQuant.random((64, 512), main=256, residual=256), dtype=torch.bfloat16),)
+    heads = prefill.Heads(32, 8, 128, torch.bfloat16)
+    monkeypatch.setattr(prefill.gpu, "of", lambda _: device)
+    planned = {
+        "gemm.cu": gemm.unsupported_reason(weight.matrix, 64, device) is None,
+        "few.cu": gemv_cluster.unsupported_reason(weight, 8, device) is None,
+        "vptq_rows.cu": vptq_rows.takes(vectors, 8, device),
+        "prefill_attention.cu": prefill.takes(heads, torch.device("cuda", 0), prefill.BASE_2),
+    }
+    assert planned == dict.fromkeys(HOPPER, device.major == 9)
+
+
 @pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8", "fp8"])
 def test_products_of_many_rows_have_registers_enough(kind, monkeypatch):
     """Where they do not, the compiler keeps sums in memory or does one product after the other: right, and twice as slow."""
@@ -126,10 +166,10 @@ def test_products_of_many_rows_have_registers_enough(kind, monkeypatch):
     monkeypatch.setattr(jit, "load", load)
     for outputs, inputs, rows in ((4096, 12288, 16), (24576, 4096, 32), (6144, 4096, 32), (4096, 4096, 64), (6144, 4096, 256),
                                   (4096, 12288, 512), (24576, 4096, 2048)):
-        group = 128 if kind in gemm.GROUPED else inputs
-        shape = gemm.shape_for(kind, outputs, inputs, group, rows, 132)
-        gemm.kernels.__wrapped__(kind, outputs, inputs, group, False, False, shape, norm=False, epilogue="store", bias=False,
-                                 packing=(8, 8, 1), static=False, symmetric=True)
+        matrix = Matrix(FORMATS[kind], outputs, inputs, 128 if FORMATS[kind].grouped else inputs)
+        shape = shape_for(Product(matrix, rows), GPUS["sm_90a"])
+        weight = TiledWeight(matrix, torch.empty(0), torch.bfloat16, symmetric=FORMATS[kind].grouped)
+        gemm.kernels(weight, shape, gemm.Packing(8, 8, 1), gemm.Ends())
 
 
 def test_a_cubin_is_compiled_once_and_then_read_from_disk(tmp_path, monkeypatch):

@@ -5,10 +5,13 @@ torch fills what it hands out uninitialized with NaN here, so an output that nob
 
 import pytest
 import torch
-from gpu_linears import make, relative_error
+from gpu_linears import linear_of, make, relative_error
 
-from flyweight.kernels import experts, gemm
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight import gpu
+from flyweight.kernels import workspace
+from flyweight.kernels.linear import experts
+from flyweight.kernels.linear.experts import GroupedExperts, Routing
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 HIDDEN, WIDTH, EPSILON = 320, 192, 1e-6
@@ -27,12 +30,13 @@ def poisoned_memory():
 def make_layer(kind, *, count=12, chosen=3, gate=True, normalize=False, dtype=torch.bfloat16):
     """(the layer, its weights one by one)"""
     tensors = [(make(kind, (2 * WIDTH, HIDDEN), 2 * i, dtype), make(kind, (HIDDEN, WIDTH), 2 * i, dtype)) for i in range(count)]
-    gate_up = [CudaLinear(first, dtype=dtype, gated=True) for first, _ in tensors]
-    down = [CudaLinear(second, dtype=dtype) for _, second in tensors]
-    assert experts.why_not(gate_up, gate_up[0].weight.weights.device) is None
+    gate_up = [linear_of(first, dtype=dtype, gated=True) for first, _ in tensors]
+    down = [linear_of(second, dtype=dtype) for _, second in tensors]
+    assert experts.unsupported_reason(gate_up, gpu.of(0)) is None
     ready = torch.zeros(1, dtype=torch.int32, device="cuda")
     router = torch.randn(count + gate, HIDDEN, device="cuda") * HIDDEN**-0.5
-    return experts.Grouped(experts.stack(gate_up), experts.stack(down), router, ready, count, chosen, normalize), tensors
+    routing = Routing(count, chosen, normalize)
+    return GroupedExperts(experts.stack(gate_up), experts.stack(down), router, ready, routing), tensors
 
 
 def make_input(tokens, load, dtype=torch.bfloat16):
@@ -62,8 +66,8 @@ def norm_of(x, norm):
 
 def expected_route(layer, normed):
     logits = normed.double() @ layer.router.double().T
-    shares, chosen = logits[:, : layer.experts].softmax(-1).topk(layer.chosen)
-    if layer.normalize:
+    shares, chosen = logits[:, : layer.routing.experts].softmax(-1).topk(layer.routing.chosen)
+    if layer.routing.normalize:
         shares = shares / shares.sum(-1, keepdim=True)
     return shares, chosen, logits[:, -1].sigmoid()
 
@@ -75,7 +79,7 @@ def test_every_token_has_a_place_with_each_of_its_experts(count, chosen, gate, n
     layer, _ = make_layer("plain", count=count, chosen=chosen, gate=gate, normalize=normalize)
     for tokens in (1, 2, 3, 4, 8, 17, 100, 1000):
         x, norm = make_signs(tokens, load)
-        route = layer.route(x, norm=norm, epsilon=EPSILON)
+        route = layer.route(x, norm=Norm(norm, EPSILON))
         shares, wanted, gates = expected_route(layer, norm_of(x, norm))
         tiles, place = int(route.tiles), route.place.long()
         assert 0 < tiles <= len(route.expert_of) and int(place.max()) < tiles * route.tile
@@ -90,7 +94,7 @@ def test_every_token_has_a_place_with_each_of_its_experts(count, chosen, gate, n
             assert int((route.source[: tiles * route.tile] >= 0).sum()) == place.numel()
         if gate:
             assert (route.gates - gates).abs().max() < 1e-5
-        assert not gemm.buffer("tickets", 4 * -(-tokens // 8) + 4, x.device).any()
+        assert not workspace.current(x.device).bytes("route tickets", 4 * -(-tokens // 8) + 4).any()
 
 
 def test_of_equal_experts_the_first_is_chosen():
@@ -98,7 +102,7 @@ def test_of_equal_experts_the_first_is_chosen():
     layer.router[1::2] = layer.router[::2]
     for tokens in (4, 100):
         x, norm = make_signs(tokens, "any")
-        chosen = experts_of(layer.route(x, norm=norm, epsilon=EPSILON))
+        chosen = experts_of(layer.route(x, norm=Norm(norm, EPSILON)))
         assert (chosen[:, ::2] % 2 == 0).all() and torch.equal(chosen[:, 1::2], chosen[:, :4:2] + 1)
 
 
@@ -108,10 +112,10 @@ def test_rows_that_nobody_uses_need_no_expert():
         x, norm = make_signs(tokens, "any")
         lengths = (torch.arange(tokens, device="cuda") < used).int()
         out = torch.full_like(x, float("nan"))
-        route = layer.route(x, norm=norm, epsilon=EPSILON, lengths=lengths)
+        route = layer.route(x, norm=Norm(norm, EPSILON), lengths=lengths)
         wanted = expected_route(layer, norm_of(x, norm))[1][: max(used, 1)]  # the first row is there in any case
         assert set(route.expert_of[: int(route.tiles)].tolist()) == set(wanted.flatten().tolist())
-        layer.combine(layer.multiply(x, route, norm=norm, epsilon=EPSILON), route, x, out, shared=x)
+        layer.combine(layer.multiply(x, route, norm=Norm(norm, EPSILON)), route, x, out, shared=x)
         assert torch.equal(out[max(used, 1) :], x[max(used, 1) :]) and out.isfinite().all()
 
 
@@ -122,8 +126,8 @@ def test_a_layer_adds_up_its_experts_by_their_shares(kind, load):
     for tokens in (1, 2, 4, 8, 9, 40, 333):
         x, norm = make_input(tokens, load)
         shared, out = torch.randn_like(x), torch.full_like(x, float("nan"))
-        route = layer.route(x, norm=norm, epsilon=EPSILON)
-        y = layer.multiply(x, route, norm=norm, epsilon=EPSILON)
+        route = layer.route(x, norm=Norm(norm, EPSILON))
+        y = layer.multiply(x, route, norm=Norm(norm, EPSILON))
         layer.combine(y, route, x, out, shared=shared)
         normed, chosen, shares = norm_of(x, norm), experts_of(route), route.shares.double()
         want = route.gates.double()[:, None] * shared.double()
@@ -147,8 +151,8 @@ def test_a_captured_layer_follows_its_input_and_repeats_its_bits(kind):
         out = torch.empty_like(x)
 
         def run(x=x, norm=norm, out=out):
-            route = layer.route(x, norm=norm, epsilon=EPSILON)
-            layer.combine(layer.multiply(x, route, norm=norm, epsilon=EPSILON), route, x, out, shared=x)
+            route = layer.route(x, norm=Norm(norm, EPSILON))
+            layer.combine(layer.multiply(x, route, norm=Norm(norm, EPSILON)), route, x, out, shared=x)
 
         run()
         torch.cuda.synchronize()

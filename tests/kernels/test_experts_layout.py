@@ -3,16 +3,19 @@
 import pytest
 import torch
 
-from flyweight.kernels import experts, gemv
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.gpu import GPUS
+from flyweight.kernels import reference
+from flyweight.kernels.linear import experts, tiles
+from flyweight.kernels.linear.fused import TorchLinear
+from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.tensors import Int8Channel, IntGroup, Plain
 
 
 @pytest.mark.parametrize("kind", [Plain, Int8Channel, IntGroup])
 def test_stacked_experts_follow_each_other_tile_by_tile(kind):
     tensors = [kind.random((64, 128), seed) for seed in range(3)]
-    alone = [gemv.prepare(tensor, dtype=torch.bfloat16, interleave=True) for tensor in tensors]
-    linears = [CudaLinear(tensor, dtype=torch.bfloat16, gated=True) for tensor in tensors]
+    alone = [tiles.prepare(tensor, dtype=torch.bfloat16, interleave=True) for tensor in tensors]
+    linears = [TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, gated=True) for tensor in tensors]
     stacked = experts.stack(linears)
     assert stacked.out_features == 64 and stacked.weights.shape[0] == 3
     for i, linear in enumerate(linears):
@@ -25,9 +28,13 @@ def test_stacked_experts_follow_each_other_tile_by_tile(kind):
 
 
 def test_experts_of_several_schemes_are_not_stacked():
-    linears = [CudaLinear(tensor, dtype=torch.bfloat16) for tensor in (Plain.random((64, 128)), Int8Channel.random((64, 128)))]
-    assert "more than one scheme" in experts.why_not(linears, torch.device("cpu"))
-    assert "no kernel" in experts.why_not([linears[0], None], torch.device("cpu"))
+    tensors = (Plain.random((64, 128)), Int8Channel.random((64, 128)))
+    linears = [TiledLinear(tensor, dtype=torch.bfloat16, ops=reference) for tensor in tensors]
+    device = GPUS["sm_90a"]
+    assert "more than one scheme" in experts.unsupported_reason(linears, device)
+    assert "no kernel" in experts.unsupported_reason([linears[0], TorchLinear(torch.relu, ops=reference)], device)
+    assert experts.unsupported_reason(linears[:1], device) is None
+    assert "Hopper" in experts.unsupported_reason(linears[:1], GPUS["sm_89"])
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 16, 100, 256, 2048, 8192])

@@ -4,11 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from gpu_linears import TOLERANCE, make, relative_error, replayed
+from gpu_linears import TOLERANCE, linear_of, make, relative_error, replayed
 
 from flyweight import gpu
-from flyweight.kernels import batch, few, gemv
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels import tuned
+from flyweight.kernels.linear import gemm_small, gemv, gemv_cluster, tiles
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 # o and down of an 8-billion model; tiles that do not divide among clusters; 8, 9, 10 and 12 warps, the last of them in two turns
@@ -17,8 +18,12 @@ SHAPES = [(4096, 4096), (4096, 12288), (2128, 2048), (2128, 2304), (4880, 2560),
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if gpu.capability(torch.device("cuda", 0))[0] != 9:
+    if not gpu.of(0).has_warpgroups:
         pytest.skip("few.cu needs Hopper's clusters")
+
+
+def most_rows(kind):
+    return 8 * max(ring.sets for ring in tuned.of(gpu.of(0)).formats[kind.split(":")[0]].cluster_rings)
 
 
 def run(multiply, x, outputs, **options):
@@ -36,51 +41,54 @@ def test_5_to_16_rows_with_bias_and_residual(kind, seed, dtype):
     for outputs, columns in SHAPES:
         if kind == "w8a8" and columns > 4096:
             continue
-        most = few.MOST_ROWS[kind.split(":")[0]]
+        most = most_rows(kind)
         tensor, bias = make(kind, (outputs, columns), seed, dtype), torch.randn(outputs, device="cuda").to(dtype)
-        plain, biased = (gemv.prepare(tensor, dtype=dtype, bias=given) for given in (None, bias))
+        plain, biased = (tiles.prepare(tensor, dtype=dtype, bias=given) for given in (None, bias))
         x, residual = (torch.randn(most, width, device="cuda").to(dtype) for width in (columns, outputs))
         want = tensor.matmul_reference(x)
         for rows in range(5, most + 1):
-            got = run(partial(few.multiply, plain), x[:rows], outputs)
+            got = run(partial(gemv_cluster.multiply, plain), x[:rows], outputs)
             assert relative_error(got, want[:rows]) < TOLERANCE[dtype], (outputs, columns, rows)
             if kind == "w8a8":
-                assert torch.equal(got, run(partial(batch.multiply, plain), x[:rows], outputs)), "other bits than from batch.cu"
+                other = run(partial(gemm_small.multiply, plain), x[:rows], outputs)
+                assert torch.equal(got, other), "other bits than from batch.cu"
         for rows in range(5, most + 1, 4):
-            got = run(partial(few.multiply, biased), x[:rows], outputs, residual=residual[:rows])
+            got = run(partial(gemv_cluster.multiply, biased), x[:rows], outputs, residual=residual[:rows])
             ended = want[:rows] + bias.double() + residual[:rows].double()
             assert relative_error(got, ended) < TOLERANCE[dtype], (outputs, columns, rows)
 
 
-@pytest.mark.parametrize(("kind", "shape", "way"), [
-    ("int4:128", (4096, 4096), "few"), ("int4:128", (2560, 9728), "batch"), ("int4:128", (1000, 4096), "batch"),
-    ("int4:64", (4096, 4096), "batch"), ("int8:128", (4096, 4096), "few"), ("int8:64", (4096, 4096), "batch"),
-    ("w8a8", (4096, 4096), "few"), ("w8a8", (4096, 12288), "batch"), ("w8a8-static", (4096, 4096), "batch"),
+@pytest.mark.parametrize(("kind", "shape", "kernel"), [
+    ("int4:128", (4096, 4096), "gemv_cluster"), ("int4:128", (2560, 9728), "gemm_small"),
+    ("int4:128", (1000, 4096), "gemm_small"),
+    ("int4:64", (4096, 4096), "gemm_small"), ("int8:128", (4096, 4096), "gemv_cluster"), ("int8:64", (4096, 4096), "gemm_small"),
+    ("w8a8", (4096, 4096), "gemv_cluster"), ("w8a8", (4096, 12288), "gemm_small"), ("w8a8-static", (4096, 4096), "gemm_small"),
     ("int4:128", (4096, 1536), "gemv")])
-def test_linears_that_few_does_not_take_go_another_way(kind, shape, way):
+def test_linears_that_few_does_not_take_go_another_way(kind, shape, kernel):
     tensor = make(kind, shape, 1)
-    linear, x = CudaLinear(tensor, dtype=torch.bfloat16), torch.randn(8, shape[1], device="cuda").bfloat16()
+    linear, x = linear_of(tensor), torch.randn(8, shape[1], device="cuda").bfloat16()
     residual = torch.randn(8, shape[0], device="cuda").bfloat16()
-    assert linear.way(8, x.device, residual=True).replace("split", "gemv") == way and linear.way(8, x.device, norm=True) != "few"
+    assert linear.choose(8, residual=True).kernel.removesuffix("_splitk") == kernel
+    assert linear.choose(8, norm=True).kernel != "gemv_cluster"
     want = tensor.matmul_reference(x) + residual.double()
-    assert relative_error(run(linear.fused, x, shape[0], residual=residual), want) < 1e-2
+    assert relative_error(run(linear.multiply, x, shape[0], residual=residual), want) < 1e-2
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("int4:128", 4096), ("int4:128", 6144), ("int8:128", 4096), ("w8a8", 4096)])
-@pytest.mark.parametrize(("rows", "others"), [(8, None), (8, "batch"), (8, "gemv"), (16, None), (16, "batch")])
+@pytest.mark.parametrize(("rows", "others"), [(8, None), (8, "gemm_small"), (8, "gemv"), (16, None), (16, "gemm_small")])
 def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, columns, rows, others):
     """Behind itself, or by turns with kernels that have an SM each or leave room."""
-    if rows > few.MOST_ROWS[kind.split(":")[0]]:
+    if rows > most_rows(kind):
         pytest.skip("more rows than it takes")
-    weights = [gemv.prepare(make(kind, (columns, columns), i), dtype=torch.bfloat16) for i in range(6)]
+    weights = [tiles.prepare(make(kind, (columns, columns), i), dtype=torch.bfloat16) for i in range(6)]
     norm, start = torch.ones(columns, device="cuda").bfloat16(), torch.randn(rows, columns, device="cuda").bfloat16()
-    between = {"batch": batch.multiply, "gemv": gemv.Gemv.__call__}
+    between = {"gemm_small": gemm_small.multiply, "gemv": gemv.multiply}
 
     def product(step, x, out, pdl):
         i, weight = step
         if others and i % 2:
-            return between[others](weight, x, out, norm=norm, pdl=pdl)
-        return few.multiply(weight, x, out, residual=start if i % 3 else None, pdl=pdl)
+            return between[others](weight, x, out, norm=Norm(norm, 1e-6), pdl=pdl)
+        return gemv_cluster.multiply(weight, x, out, residual=start if i % 3 else None, pdl=pdl)
 
     results = replayed(product, list(enumerate(weights)), start, replays=1000)
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()
@@ -89,16 +97,16 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, columns, rows, oth
 @pytest.mark.parametrize(("kind", "rows", "shape"), [("int8:128", 16, (24576, 4096)), ("int4:128", 16, (24576, 4096))])
 def test_teams_that_do_not_divide_the_stages_wait_for_each_other(kind, rows, shape):
     """A team that was ahead once took a slot for full in which the stage before, another team's, had not arrived yet."""
-    weights = [gemv.prepare(make(kind, shape, i), dtype=torch.bfloat16) for i in range(2)]
-    chosen = few.choose(weights[0].kind, *shape, gemv.processors(0), rows)
+    weights = [tiles.prepare(make(kind, shape, i), dtype=torch.bfloat16) for i in range(2)]
+    chosen = gemv_cluster.choose(weights[0].matrix, rows, gpu.of(0))
     assert chosen.stages % (chosen.warps // chosen.team), "the case that was wrong"
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-    want = [few.multiply(weight, x, pdl=False) for weight in weights]
+    want = [gemv_cluster.multiply(weight, x, pdl=False) for weight in weights]
     out = [torch.empty_like(one) for one in want]
     for _ in range(20):
         for one in out:
             one.fill_(float("nan"))
         for _ in range(25):
             for weight, one in zip(weights, out, strict=True):
-                few.multiply(weight, x, one)
+                gemv_cluster.multiply(weight, x, one)
         assert all(torch.equal(*pair) for pair in zip(out, want, strict=True))

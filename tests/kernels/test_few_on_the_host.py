@@ -5,17 +5,21 @@ import itertools
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, folder, host, linear_of, make  # noqa: F401 (fixtures)
 
-from flyweight.kernels import batch, few, gemv
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.gpu import GPUS
+from flyweight.kernels import tuned
+from flyweight.kernels.linear import gemm_small, gemv_cluster, tiles
+from flyweight.kernels.linear.format import FORMATS
+from flyweight.kernels.linear.tiles import Matrix
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
+H200 = GPUS["sm_90a"]
 
 
 def multiply(weight, x, **options):
     out = torch.full((len(x) + 1, weight.out_features), float("nan")).to(x.dtype)
-    few.multiply(weight, x, out[:-1], **options)
+    gemv_cluster.multiply(weight, x, out[:-1], **options)
     assert out[-1].isnan().all(), "nothing is written beyond the rows"
     return out[:-1]
 
@@ -31,7 +35,7 @@ def multiply(weight, x, **options):
     ("w8a8", 8, (416, 4096)), ("w8a8", 6, (80, 2304)), ("w8a8", 7, (240, 2560))])
 def test_rows_are_multiplied(kind, rows, shape):
     tensor = make(kind, shape, 1)
-    weight, x = gemv.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
+    weight, x = tiles.prepare(tensor, dtype=torch.bfloat16), torch.randn(rows, shape[1]).bfloat16()
     first = multiply(weight, x)
     assert error(first, tensor.matmul_reference(x)) < 4e-3
     assert torch.equal(first, multiply(weight, x)), "the same bits every time"
@@ -43,52 +47,61 @@ def test_bias_and_residual_are_fused(dtype, rows):
     tensor, bias = make("int4:128", (96, 4096), 1), torch.randn(96).to(dtype)
     x, residual = torch.randn(rows, 4096).to(dtype), torch.randn(rows, 96).to(dtype)
     want = tensor.matmul_reference(x) + bias.double() + residual.double()
-    linear = CudaLinear(tensor, dtype=dtype, bias=bias)
-    assert linear.way(6, x.device) == "few"
+    linear = linear_of(tensor, dtype=dtype, bias=bias)
+    assert linear.choose(6).kernel == "gemv_cluster"
     assert error(multiply(linear.weight, x, residual=residual), want) < 4e-3
-    assert error(linear.fused(x, residual=residual, way="few"), want) < 4e-3
+    assert error(linear.multiply(x, residual=residual, kernel="gemv_cluster"), want) < 4e-3
 
 
 @pytest.mark.parametrize("kind", ["int4:128", "int8:128"])
 def test_a_row_has_the_same_bits_in_either_set(kind):
-    weight, x = gemv.prepare(make(kind, (112, 2048), 1), dtype=torch.bfloat16), torch.randn(8, 2048).bfloat16()
+    weight, x = tiles.prepare(make(kind, (112, 2048), 1), dtype=torch.bfloat16), torch.randn(8, 2048).bfloat16()
     first, second = multiply(weight, torch.cat([x, x])).split(8)
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("rows", [5, 8])
 def test_w8a8_has_the_same_bits_as_from_batch(rows):
-    weight, x = gemv.prepare(make("w8a8", (112, 2048), 1), dtype=torch.bfloat16), torch.randn(rows, 2048).bfloat16()
+    weight, x = tiles.prepare(make("w8a8", (112, 2048), 1), dtype=torch.bfloat16), torch.randn(rows, 2048).bfloat16()
     options = dict(residual=torch.randn(rows, 112).bfloat16())
-    assert torch.equal(multiply(weight, x, **options), batch.multiply(weight, x, **options))
+    assert torch.equal(multiply(weight, x, **options), gemm_small.multiply(weight, x, **options))
 
 
 @pytest.mark.parametrize("rows", [8, 16])
 def test_the_residual_may_be_what_is_written(rows):
     tensor, x, hidden = make("int4:128", (112, 2048), 1), torch.randn(rows, 2048).bfloat16(), torch.randn(rows, 112).bfloat16()
     want = tensor.matmul_reference(x) + hidden.double()
-    assert error(few.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x, hidden, residual=hidden), want) < 4e-3
+    assert error(gemv_cluster.multiply(tiles.prepare(tensor, dtype=torch.bfloat16), x, hidden, residual=hidden), want) < 4e-3
 
 
 def test_linears_of_a_model_are_cut_such_that_two_kernels_fit():
     shapes = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 14336), (2560, 4096), (3584, 3584), (5120, 5120))
-    for kind, rows, (outputs, columns) in itertools.product(few.MOST_ROWS, (8, 16), shapes):
+    kinds = [name for name, one in FORMATS.items() if "gemv_cluster" in one.kernels]
+    for kind, rows, (outputs, columns) in itertools.product(kinds, (8, 16), shapes):
+        matrix = Matrix(FORMATS[kind], outputs, columns, 128)
+        chosen = gemv_cluster.choose(matrix, rows, H200)
         if kind == "w8a8" and (rows > 8 or columns > 4096):
-            assert few.choose(kind, outputs, columns, 132, rows) is None
+            assert chosen is None
             continue
-        chosen = few.choose(kind, outputs, columns, 132, rows)
-        assert chosen is not None and chosen.warps <= few.MOST_WARPS and chosen.held < chosen.stages <= few.MOST_STAGES
+        assert chosen is not None and chosen.warps <= gemv_cluster.MOST_WARPS
+        assert chosen.late < chosen.stages <= gemv_cluster.MOST_STAGES
         assert chosen.stages * chosen.team >= (3 if kind == "int4" else 1.5) * chosen.warps
-        assert columns <= 5120 or chosen.stages * chosen.team <= few.RINGS[kind, chosen.sets].deep * chosen.warps
+        ring = next(ring for ring in tuned.of(H200).formats[kind].cluster_rings if ring.sets == chosen.sets)
+        assert columns <= 5120 or chosen.stages * chosen.team <= ring.deep * chosen.warps
     for outputs, columns in ((4096, 1536), (2560, 9728), (3584, 18944), (4096, 4224), (1024, 4096), (4104, 4096)):
-        assert few.choose("int4", outputs, columns, 132) is None
+        assert gemv_cluster.choose(Matrix(FORMATS["int4"], outputs, columns, 128), 8, H200) is None
 
 
 def test_what_does_not_fit_is_told():
-    weight = gemv.prepare(make("int4:128", (96, 1536), 1), dtype=torch.bfloat16)
+    weight = tiles.prepare(make("int4:128", (96, 1536), 1), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"8 rows of 1536 inputs do not go through few\.cu: 1536 inputs and 96 outputs"):
-        few.multiply(weight, torch.randn(8, 1536).bfloat16())
-    fitting, device = gemv.prepare(make("int4:128", (96, 2048), 1), dtype=torch.bfloat16), torch.device("cpu")
-    assert few.why_not(fitting, 8, device) is None
-    assert few.why_not(fitting, 16, device) is None
-    assert "up to 16 rows" in few.why_not(fitting, 17, device) and "norm" in few.why_not(fitting, 8, device, norm=True)
+        gemv_cluster.multiply(weight, torch.randn(8, 1536).bfloat16())
+    fitting = tiles.prepare(make("int4:128", (96, 2048), 1), dtype=torch.bfloat16)
+
+    def reason(rows, **options):
+        return gemv_cluster.unsupported_reason(fitting, rows, host_cuda.HOST, **options)
+
+    assert reason(8) is None and reason(16) is None
+    assert "up to 16 rows" in reason(17) and "norm" in reason(8, norm=True)
+    older = GPUS["sm_89"]
+    assert "Hopper" in gemv_cluster.unsupported_reason(fitting, 8, older)

@@ -1,127 +1,76 @@
-"""How the linear of many rows is cut into tiles, chosen on the host: no GPU needed."""
+"""How the linear of many rows is cut into tiles, chosen on the host: what holds on every GPU, and what was measured on one."""
 
 import itertools
+import math
 
 import pytest
 
-from flyweight.kernels import gemm
+from flyweight.gpu import GPUS, KB
+from flyweight.kernels import tuned
+from flyweight.kernels.linear import gemm, gemm_shape
+from flyweight.kernels.linear.format import FORMATS
+from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced, Product, fastest_tile, shape_for
+from flyweight.kernels.linear.tiles import Matrix
 
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4608, 3584), (37888, 3584), (3584, 18944), (1000, 576)]
-LIMIT = 227 * 1024  # what a CTA may have of an SM's shared memory
+ROWS = (8, 16, 32, 64, 128, 256, 320, 512, 1024, 16384)
+HOPPER = {name: one for name, one in GPUS.items() if one.has_warpgroups}
+H200 = GPUS["sm_90a"]
+NUMBERS = tuned.of(H200)
 
 
-@pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8"])
-@pytest.mark.parametrize("residual", [False, True])
-def test_every_shape_of_the_models_is_taken_at_any_number_of_rows(kind, residual):
-    for outputs, inputs in SHAPES:
-        for rows in (16, 32, 64, 128, 256, 512, 1024, 16384):
-            shape = gemm.shape_for(kind, outputs, inputs, 64, rows, 132, residual=residual)
-            assert shape is not None, (outputs, inputs, rows)
-            assert shape.shared <= LIMIT and shape.stages >= 2
-            assert shape.split != gemm.LINE or shape.tiles <= 2 * 132 or rows <= 64
+def matrix(name, outputs, inputs, group=None):
+    return Matrix(FORMATS[name], outputs, inputs, group or (128 if FORMATS[name].grouped and inputs % 128 == 0 else 64))
 
 
-def test_few_rows_are_cut_along_the_inputs_and_many_into_whole_tiles():
-    assert gemm.shape_for("w8a8", 4096, 4096, 64, 16, 132).split == gemm.CLUSTERS
-    assert gemm.fastest_tile("w8a8", 4096, 4096, 256, 132) == (128, 1, gemm.WHOLE, 1)  # 14.7 µs; 18.2 and 27.3 with larger ones
-    assert gemm.fastest_tile("w8a8", 24576, 4096, 2048, 132) == (256, 2, gemm.WHOLE, 1)
-    assert gemm.fastest_tile("w8a8", 2560, 9728, 4096, 132) == (224, 2, gemm.WHOLE, 1)  # three rounds like 256, of smaller tiles
-    assert gemm.fastest_tile("plain", 4096, 12288, 512, 132) == (256, 2, gemm.CLUSTERS, 2)
-    assert gemm.fastest_tile("int4", 4096, 12288, 256, 132) == (128, 2, gemm.CLUSTERS, 2)
-    assert gemm.fastest_tile("int4", 24576, 4096, 256, 132) == (128, 3, gemm.WHOLE, 1)
-    assert gemm.fastest_tile("int4", 4096, 4096, 100, 132) == (64, 1, gemm.WHOLE, 1)
+def shape(name, outputs, inputs, rows, group=None, *, forced=None, **options):
+    return shape_for(Product(matrix(name, outputs, inputs, group), rows, **options), H200, forced or Forced())
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-@pytest.mark.parametrize("rows", [128, 256, 512, 1024, 2048])
-def test_smaller_tiles_of_codes_have_stages_of_128_inputs(kind, rows):
-    for outputs, inputs in SHAPES[:4]:
-        shape = gemm.shape_for(kind, outputs, inputs, 128, rows, 132)
-        assert (shape.stage_blocks == 1) == (shape.tokens == 256) and shape.grid(132) <= 132 * 2
+# -- properties -------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_beside_64_answers_is_cut_into_two_tiles_of_tokens():
-    for kind in ("plain", "int4", "w8a8"):
-        shapes = [gemm.shape_for(kind, *shape, 64, gemm.padded_rows(320), 132, residual=True) for shape in SHAPES[:4]]
-        assert [(shape.tokens, shape.warpgroups) for shape in shapes] == [(160, 2), (160, 1), (160, 2), (160, 1)]
+@pytest.mark.parametrize("device", HOPPER.values(), ids=HOPPER.keys())
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_shape_fits_its_gpu_and_covers_all_outputs_in_whole_stages(name, device):
+    for (outputs, inputs), rows, residual in itertools.product(SHAPES, ROWS, (False, True)):
+        product = Product(matrix(name, outputs, inputs), rows, residual=residual)
+        found = shape_for(product, device)
+        assert found is not None, (outputs, inputs, rows)
+        assert found.shared <= device.shared_most and 2 <= found.stages <= gemm_shape.MOST_STAGES
+        assert found.tiles * 64 * found.warpgroups * found.tokens >= outputs * rows, "an output has no tile"
+        assert product.matrix.blocks % found.stage_blocks == 0, "inputs end within a stage"
+        assert product.matrix.blocks // found.stage_blocks >= found.cluster, "a CTA of a cluster has no stage"
+        assert 1 <= found.early_stages <= found.stages and 32 <= found.block <= 1024
+        grid = found.grid(device.processors)
+        assert found.split != MAILBOX or grid <= device.processors, "CTAs wait for each other: all have to be resident"
+        assert found.split not in (CLUSTERS, MAILBOX) or grid == found.tiles * found.cluster
+        assert found.cluster <= gemm_shape.MOST_CLUSTER
 
 
-def test_tiles_of_17_to_64_rows_have_an_sm_each_and_slices_of_the_inputs_take_those_left():
-    found = {6144: (1, 1), 4096: (1, 2), 2560: (1, 3), 24576: (3, 1), 4608: (2, 3)}  # warpgroups, slices
-    assert {outputs: gemm.lone_tiles(outputs, 132) for outputs in found} == found
-    assert gemm.lone_tiles(37888, 132) is None  # more tiles than SMs, whatever their size
-    shape = gemm.shape_for("plain", 2560, 9728, 64, 64, 132, residual=True)
-    assert (shape.split, shape.cluster, shape.grid(132)) == (gemm.MAIL, 3, 120) and shape.shared > LIMIT / 2
-    for outputs, inputs in SHAPES:
-        shape = gemm.shape_for("int8", outputs, inputs, 64, 64, 132)
-        assert shape.split != gemm.MAIL or shape.grid(132) <= 132, "CTAs wait for each other: all have to be resident"
+@pytest.mark.parametrize("device", HOPPER.values(), ids=HOPPER.keys())
+@pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.grouped])
+def test_stages_hold_whole_groups_or_whole_parts_of_one(name, device):
+    for (outputs, inputs), rows, group in itertools.product(SHAPES[:4], ROWS, (32, 64, 128, 256, 4096)):
+        found = shape_for(Product(matrix(name, outputs, inputs, group), rows), device)
+        if found is None or group >= inputs:
+            continue
+        span = 64 * found.stage_blocks
+        assert span % group == 0 or (group % span == 0 and not found.int16_inputs)
 
 
-def test_x_of_few_rows_becomes_integers_where_nobody_can_pack_it_ahead():
-    def planes(kind, outputs, columns, group, rows):
-        return gemm.shape_for(kind, outputs, columns, group, rows, 132).planes
-
-    assert planes("int4", 4096, 12288, 128, 16) and planes("int4", 24576, 4096, 128, 32) and planes("int8", 6144, 4096, 128, 32)
-    assert not planes("int4", 4096, 12288, 128, 32), "gate/up packs its x"
-    assert not planes("int4", 24576, 4096, 64, 16) and not planes("int4", 24576, 4096, 128, 64)
-    assert not planes("plain", 24576, 4096, 0, 16) and not planes("int4", 6144, 4096, 128, 32)
-    assert gemm.shape_for("int4", 4096, 12288, 128, 16, 132).teams == 2
+@pytest.mark.parametrize("device", HOPPER.values(), ids=HOPPER.keys())
+def test_kernels_beside_each_other_leave_room_for_two(device):
+    for name, (outputs, inputs), rows in itertools.product(FORMATS, SHAPES, (8, 16, 32, 64)):
+        found = shape_for(Product(matrix(name, outputs, inputs), rows), device)
+        if found.beside:
+            assert 2 * (found.shared + KB) <= device.shared_memory_per_multiprocessor, "1 KB of each is the system's"
 
 
-@pytest.mark.parametrize(("kind", "outputs", "columns", "group", "worth"), [
-    ("int4", 24576, 4096, 128, True), ("int4", 4096, 12288, 128, True), ("int4", 19456, 2560, 128, True),
-    ("int4", 24576, 4096, 64, False), ("int8", 6144, 4096, 128, True), ("int8", 24576, 4096, 128, True),
-    ("int8", 6144, 2560, 128, False), ("int8", 3584, 18944, 128, False)])
-def test_integers_are_worth_it_of_8_bits_where_no_sm_is_idle(kind, outputs, columns, group, worth):
-    assert gemm.worth_planes(kind, outputs, columns, group, 16, 132) == worth
-    assert not gemm.worth_planes(kind, outputs, columns, group, 8, 132)
-
-
-def test_sums_of_a_cluster_meet_beside_its_rings_where_that_costs_nothing():
-    def apart(kind, outputs, columns, rows, group=128):
-        return gemm.shape_for(kind, outputs, columns, group, rows, 132).apart
-
-    assert apart("w8a8", 6144, 4096, 32) and not apart("w8a8", 6144, 2560, 32) and not apart("w8a8", 4096, 12288, 64)
-    assert apart("fp8", 6144, 4096, 64) and not apart("w8a8", 6144, 4096, 64), "attention has the room beside qkv"
-    assert gemm.shape_for("w8a8", 6144, 4096, 128, 64, 132, bare=True).apart, "alone it is faster"
-    assert apart("int8", 4096, 4096, 64) and not apart("int4", 4096, 4096, 64), "for a stage less"
-    for kind, rows in (("w8a8", 32), ("fp8", 64), ("int4", 16)):
-        shape = gemm.shape_for(kind, 4096, 4096, 128, rows, 132)
-        limit = gemm.SHARED_SMALL if shape.beside else gemm.SHARED_CLUSTERS
-        assert shape.apart and shape.shared <= limit + 16 * shape.stages + 512
-
-
-def test_only_so_many_weights_are_fetched_early_as_arrive_while_x_is_packed():
-    def early(kind, rows, *, bare=False):
-        shape = gemm.shape_for(kind, 4096, 4096, 128, rows, 132, bare=bare)
-        return (shape.before * 64 * shape.stage_blocks, shape.before < shape.stages)
-
-    assert [early("int4", rows) for rows in (16, 32, 64)] == [(1024, True), (512, True), (512, True)]
-    assert early("w8a8", 64, bare=True) == early("fp8", 64, bare=True) == early("w8a8", 32, bare=True) == (768, True)
-    assert not early("w8a8", 64)[1] and not early("plain", 64)[1], "steps do not gain"
-    assert not early("w8a8", 16, bare=True)[1] and not early("int4", 256)[1]
-    for kind, rows in itertools.product(gemm.BLOCK_BYTES, (8, 16, 64, 300)):
-        for outputs, inputs in SHAPES:
-            shape = gemm.shape_for(kind, outputs, inputs, 64, rows, 132, bare=True)
-            assert shape is None or 1 <= shape.before <= shape.stages
-
-
-def test_two_teams_share_lone_tiles_of_64_outputs():
-    def teams(kind, outputs, rows, **cut):
-        return gemm.shape_for(kind, outputs, 4096, 128, rows, 132, **cut).teams
-
-    assert [teams("int4", outputs, 32) for outputs in (6144, 4096, 24576, 37888)] == [2, 2, 1, 1]
-    assert teams("int4", 4096, 64) == teams("int4", 4096, 100) == teams("int8", 6144, 32) == 2
-    assert [teams("fp8", 4096, rows) for rows in (32, 64)] == [1, 2]
-    assert teams("int8", 4096, 64) == teams("plain", 4096, 32) == teams("int4", 4096, 256) == teams("int4", 2560, 32) == 1
-    assert teams("int4", 4096, 512, tokens=64, warpgroups=1, split=gemm.WHOLE) == 1, "a CTA has more than one tile"
-
-
-@pytest.mark.parametrize("kind", ["plain", "int4", "int8", "w8a8"])
-@pytest.mark.parametrize("rows, attention", [(32, 22017), (64, 13569)])
-def test_a_thread_block_of_decode_attention_has_room_beside_a_tile_of_qkv(kind, rows, attention):
-    shape = gemm.shape_for(kind, 6144, 4096, 128, rows, 132)
-    assert shape.shared + attention + 2 * 1024 <= 228 * 1024, "1 KB of each is the system's"
+@pytest.mark.parametrize("device", [one for one in GPUS.values() if not one.has_warpgroups], ids=lambda one: one.architecture)
+def test_gpus_without_warpgroups_say_so(device):
+    for name, (outputs, inputs) in itertools.product(FORMATS, SHAPES):
+        assert "Hopper" in gemm.unsupported_reason(matrix(name, outputs, inputs), 64, device)
 
 
 @pytest.mark.parametrize("rows, alike", [(9, 16), (17, 32), (200, 256), (257, 320), (321, 384), (385, 512), (600, 640),
@@ -130,34 +79,87 @@ def test_calls_of_similar_numbers_of_rows_share_one_kernel(rows, alike):
     assert gemm.padded_rows(rows) == alike
 
 
-def test_rows_that_are_normed_are_packed_by_more_warps_and_quantized_ones_by_more_ctas():
-    def found(inputs, rows, norm=False, quantized=False):
-        return gemm.pack_shape(inputs, rows, norm=norm, quantized=quantized)
-
-    assert found(4096, 2048, norm=True) == (8, 12, 1)
-    assert [found(inputs, 2048, norm=True, quantized=True) for inputs in (4096, 2560, 1536)] == [(2, 8, 1), (2, 5, 1), (8, 8, 1)]
-    assert [found(inputs, 2048, quantized=True) for inputs in (4096, 9728, 12288, 18944)] == [
-        (4, 4, 1), (2, 19, 1), (4, 12, 1), (8, 24, 1)]
-    assert [found(inputs, 64, quantized=True) for inputs in (4096, 9728, 18944)] == [(2, 8, 1), (2, 8, 3), (2, 16, 3)]
-    assert found(4096, 64, norm=True) == (2, 8, 2) and found(4096, 64, norm=True, quantized=True) == (1, 8, 1)
-
-
-def test_rows_nobody_sums_up_and_few_rows_are_packed_in_parts():
-    for inputs in (192, 576, 1536, 4096, 7392, 12288, 18944, 29568):
+def test_rows_are_packed_by_ctas_that_hold_them():
+    for inputs, rows in itertools.product((192, 576, 1536, 4096, 7392, 12288, 18944, 29568), (8, 32, 64, 256, 2048)):
         eights = -(-inputs // 64) * 8
-        for rows in (8, 32, 64, 256, 2048):
-            each, warps, parts = gemm.pack_shape(inputs, rows, norm=False, quantized=False)
-            assert each == 8 and (parts == 1 or parts * warps * 4 == eights)
-            for norm, quantized in ((False, True), (True, False), (True, True)):
-                each, warps, parts = gemm.pack_shape(inputs, rows, norm=norm, quantized=quantized)
-                held = -(-eights * each // (32 * warps))
-                assert rows % each == 0 and parts <= held
-                assert rows > 32 or (each == 1 and parts == (1 if norm and quantized else held))
+        each, warps, parts = gemm.packing_for(inputs, rows, norm=False, quantized=False)
+        assert each == 8 and (parts == 1 or parts * warps * 4 == eights)
+        for norm, quantized in ((False, True), (True, False), (True, True)):
+            each, warps, parts = gemm.packing_for(inputs, rows, norm=norm, quantized=quantized)
+            held = -(-eights * each // (32 * warps))
+            assert rows % each == 0 and parts <= held and 32 * warps <= 1024
+            assert rows > 32 or (each == 1 and parts == (1 if norm and quantized else held))
+
+
+def test_forced_parts_of_a_shape_are_taken():
+    forced = Forced(tokens=64, warpgroups=1, split=WHOLE, stage_blocks=1, teams=1, early_stages=1)
+    found = shape("int4", 4096, 4096, 512, forced=forced)
+    assert (found.tokens, found.warpgroups, found.split, found.stage_blocks, found.early_stages) == (64, 1, WHOLE, 1, 1)
+
+
+# -- what was measured on an H200 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, numbers in NUMBERS.formats.items() if not numbers.gemm_one_tile_per_sm])
+def test_few_rows_are_cut_along_the_inputs_up_to_the_files_rows(name):
+    """`gemm_cluster_rows`, where tiles that have an SM each do not come before."""
+    numbers = NUMBERS.formats[name]
+    for large, (outputs, inputs) in enumerate(((4096, 4096), (24576, 4096))):
+        most = numbers.gemm_cluster_rows[large]
+        assert shape(name, outputs, inputs, most).split == CLUSTERS
+        if most < 64:
+            assert shape(name, outputs, inputs, 2 * most).split == LINE
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_take_a_tile_of_the_file(name):
+    numbers = NUMBERS.formats[name]
+    known = {tuple(tile[:2]) for tile in NUMBERS.gemm.tiles[numbers.gemm_tiles]} | {(256, 2)}
+    for (outputs, inputs), rows in itertools.product(SHAPES, (100, 256, 512, 1024, 2048, 4096)):
+        tokens, warpgroups, split, slices = fastest_tile(matrix(name, outputs, inputs), rows, H200)
+        assert (tokens, warpgroups) in known and (slices == 2) == (split == CLUSTERS)
+        assert split != CLUSTERS or numbers.gemm_halves_inputs
+    assert fastest_tile(matrix(name, 24576, 4096), 16384, H200)[2:] == (WHOLE, 1), "many rounds of whole tiles"
+
+
+def test_tiles_of_up_to_64_rows_have_an_sm_each_and_slices_of_the_inputs_take_those_left():
+    for outputs, processors in itertools.product((1024, 2560, 4096, 4608, 6144, 24576, 37888), (78, 114, 132)):
+        found = gemm_shape.one_tile_per_sm(outputs, processors)
+        if found is not None:
+            warpgroups, slices = found
+            resident = math.ceil(outputs / (64 * warpgroups)) * slices
+            assert 0.7 * processors <= resident <= processors
+    assert gemm_shape.one_tile_per_sm(37888, 132) is None, "more tiles than SMs, whatever their size"
+
+
+def test_x_becomes_integers_only_in_whole_groups_of_128():
+    for name, rows, group in itertools.product(FORMATS, ROWS, (64, 128)):
+        found = gemm_shape.takes_int16(matrix(name, 24576, 4096, group), rows, H200)
+        assert not found or ("gemm_int16" in FORMATS[name].kernels and group == 128 and rows <= 32)
+    assert gemm_shape.takes_int16(matrix("int4", 24576, 4096), 16, H200)
+    worth = {name: gemm_shape.int16_pays(matrix(name, 6144, 2560), 16, H200) for name in ("int4", "int8")}
+    assert worth == {name: NUMBERS.formats[name].int16_always for name in worth}
+    assert not gemm_shape.int16_pays(matrix("int4", 24576, 4096), 8, H200)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_two_teams_share_lone_tiles_for_the_files_numbers_of_tokens(name):
+    first, last = NUMBERS.formats[name].gemm_team_tokens
+    for (outputs, inputs), rows in itertools.product(SHAPES, ROWS):
+        found = shape(name, outputs, inputs, rows)
+        assert found.teams == 1 or (first <= found.tokens <= last and found.warpgroups == 1 and not found.beside)
+
+
+@pytest.mark.parametrize("name", ["plain", "int4", "int8", "w8a8"])
+@pytest.mark.parametrize("rows, attention", [(32, 22017), (64, 13569)])
+def test_a_thread_block_of_decode_attention_has_room_beside_a_tile_of_qkv(name, rows, attention):
+    found = shape(name, 6144, 4096, rows)
+    assert found.shared + attention + 2 * KB <= H200.shared_memory_per_multiprocessor, "1 KB of each is the system's"
 
 
 def test_three_warpgroups_get_no_tile_whose_sums_have_no_registers():
-    cut = dict(warpgroups=3, split=gemm.WHOLE)
-    found = {(kind, tokens): gemm.shape_for(kind, 24576, 4096, 128, 512, 132, tokens=tokens, **cut) is None
-             for kind in ("fp8", "int4") for tokens in (64, 128, 192)}
-    assert found == {("fp8", 64): False, ("fp8", 128): True, ("fp8", 192): True,
-                     ("int4", 64): False, ("int4", 128): False, ("int4", 192): True}
+    for name in ("fp8", "int4"):
+        border = NUMBERS.formats[name].gemm_register_tokens
+        for tokens in (64, 128, 192):
+            forced = Forced(warpgroups=3, split=WHOLE, tokens=tokens)
+            assert (shape(name, 24576, 4096, 512, forced=forced) is None) == (tokens >= border)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, make, relative_error, replayed
+from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make, relative_error, replayed
 
-from flyweight.kernels import gemv
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels.linear import gemv, tiles
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1000, 576), (1000, 7392), (192, 1536), (11008, 576)]
@@ -17,11 +17,11 @@ def test_rows_1_to_8_on_ragged_shapes(kind, dtype):
     thorough = kind in FORMATS and dtype == torch.bfloat16
     for seed, shape in enumerate(SHAPES if thorough else SHAPES[:2]):
         tensor = make(kind, shape, seed, dtype)
-        prepared = gemv.prepare(tensor, dtype=dtype)
+        prepared = tiles.prepare(tensor, dtype=dtype)
         for rows in (1, 2, 4, 8) if thorough and seed == 0 else (4,) if seed == 0 else (1,):
             x = torch.randn(rows, shape[1], device="cuda").to(dtype)
             out = torch.full((rows, shape[0]), float("nan"), device="cuda", dtype=dtype)
-            assert relative_error(prepared(x, out), tensor.matmul_reference(x)) < TOLERANCE[dtype]
+            assert relative_error(gemv.multiply(prepared, x, out), tensor.matmul_reference(x)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -30,7 +30,7 @@ def test_eight_rows_that_stay_in_registers(kind, dtype):
     for seed, shape in enumerate([(1000, 1600), (6144, 4096)]):
         tensor, x = make(kind, shape, seed, dtype), torch.randn(8, shape[1], device="cuda").to(dtype)
         out = torch.full((8, shape[0]), float("nan"), device="cuda", dtype=dtype)
-        gemv.prepare(tensor, dtype=dtype)(x, out, alone=True)
+        gemv.multiply(tiles.prepare(tensor, dtype=dtype), x, out, alone=True)
         assert relative_error(out, tensor.matmul_reference(x)) < TOLERANCE[dtype]
 
 
@@ -44,13 +44,14 @@ def test_norm_bias_residual_and_silu_are_fused(kind, dtype):
         x, residual = (torch.randn(rows, width, device="cuda").to(dtype) for width in (1536, 512))
         normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).to(dtype)
         want = tensor.matmul_reference(normed) + bias.double()
-        linear = gemv.prepare(tensor, dtype=dtype, bias=bias)
+        linear = tiles.prepare(tensor, dtype=dtype, bias=bias)
         # W8A8 and float8 quantize the float32 result of the norm, the reference one that was rounded to 16 bits first
         bound = TOLERANCE[dtype] * (3 if kind.endswith("w8a8") else 1) if not kind.startswith("fp8") else 4e-2
-        assert relative_error(linear(x, norm=norm, residual=residual), want + residual.double()) < bound
+        got = gemv.multiply(linear, x, norm=Norm(norm, 1e-6), residual=residual)
+        assert relative_error(got, want + residual.double()) < bound
         gate, up = want.chunk(2, -1)
-        gated = gemv.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
-        assert relative_error(gated(x, norm=norm), torch.nn.functional.silu(gate) * up) < bound
+        gated = tiles.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
+        assert relative_error(gemv.multiply(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up) < bound
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "int4:32", "int8:channel", "fp8-static", "w8a8-static"])
@@ -60,13 +61,13 @@ def test_many_rows_compute_the_same_function_as_few(kind):
     x = torch.randn(33, 1536, device="cuda").bfloat16()
     want = tensor.matmul_reference(x) + bias.double()
     for gated in (False, True):
-        linear = CudaLinear(tensor, dtype=torch.bfloat16, bias=bias, gated=gated)
+        linear = linear_of(tensor, bias=bias, gated=gated)
         assert relative_error(linear(x), want) < 1e-2
-    assert relative_error(CudaLinear(tensor, dtype=torch.bfloat16, bias=bias)(x[:5]), want[:5]) < 1e-2
+    assert relative_error(linear_of(tensor, bias=bias)(x[:5]), want[:5]) < 1e-2
 
 
 def test_a_dependent_chain_gives_the_same_bits_with_and_without_overlapping_launches():
-    weights = [gemv.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
+    weights = [tiles.prepare(make("int4:128", (1024, 1024), i), dtype=torch.bfloat16) for i in range(6)]
     start = torch.randn(1, 1024, device="cuda").bfloat16()
-    results = replayed(gemv.Gemv.__call__, weights, start, replays=500)
+    results = replayed(gemv.multiply, weights, start, replays=500)
     assert all(torch.equal(result, results[0]) for result in results) and results[0].isfinite().all()

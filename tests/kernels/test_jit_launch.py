@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flyweight import gpu
+from flyweight.gpu import GPUS
 from flyweight.kernels import jit
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -28,6 +30,7 @@ class Driver:
 def kernel(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(gpu, "of", lambda device: GPUS["sm_90a"])
     made = jit.Kernel(1234, "example")
     made._driver = Driver([ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float])
     return made
@@ -65,6 +68,12 @@ def test_launches_wait_for_their_turn_where_overlap_is_not_allowed(kernel):
         kernel.launch(1, 32, (None, None, 1, 1.0), pdl=True)
     kernel.launch(1, 32, (None, None, 1, 1.0), pdl=True)
     assert [config.numAttrs for config, _, _ in kernel._driver.launches] == [0, 1]
+
+
+def test_launches_wait_for_their_turn_on_a_gpu_before_hopper(kernel, monkeypatch):
+    monkeypatch.setattr(gpu, "of", lambda device: GPUS["sm_89"])
+    kernel.launch(1, 48, (None, None, 1, 1.0), pdl=True)
+    assert [config.numAttrs for config, _, _ in kernel._driver.launches] == [0]
 
 
 def test_a_launch_that_fails_says_what_was_asked_for(kernel):

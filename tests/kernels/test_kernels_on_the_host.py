@@ -5,9 +5,15 @@ import dataclasses
 import host_cuda
 import pytest
 import torch
+from tuning import retune
 
-from flyweight.kernels import experts, gemm, gemv
-from flyweight.kernels.cuda_linear import CudaLinear, untile
+from flyweight.kernels import reference, workspace
+from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
+from flyweight.kernels.linear.experts import GroupedExperts, Routing
+from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced
+from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.kernels.linear.untile import untile
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -22,12 +28,6 @@ def folder(tmp_path_factory):
 def host(monkeypatch, folder):
     torch.manual_seed(0)
     host_cuda.pretend(monkeypatch, folder)
-    caches = (gemv.processors, gemm.kernels, gemm._why_not)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 def make(kind, shape, seed=0):
@@ -43,6 +43,16 @@ def make(kind, shape, seed=0):
     bits, group, *zeros = kind.removeprefix("sparse-").split(":")
     options = dict(bits=int(bits[3:]), group_size=int(group), symmetric=bool(zeros), **grouped)
     return base.random(shape, seed, dtype=torch.bfloat16, **options)
+
+
+def linear_of(tensor, *, dtype=torch.bfloat16, **options):
+    return TiledLinear(tensor, dtype=dtype, ops=reference, **options)
+
+
+def mailboxes_are_empty():
+    """Whether every word that was left has been taken."""
+    buffers = workspace.current(torch.device("cpu"))._buffers
+    return all((box == -1).all() for (name, _), box in buffers.items() if name == "mailbox")
 
 
 def error(got, want):
@@ -61,78 +71,81 @@ CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 
 def test_few_rows_are_multiplied(kind, rows, shape):
     tensor = make(kind, shape, 1)
     x, out = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows, shape[0]), float("nan")).bfloat16()
-    assert error(gemv.prepare(tensor, dtype=torch.bfloat16)(x, out), tensor.matmul_reference(x)) < 1e-2
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    assert error(gemv.multiply(weight, x, out), tensor.matmul_reference(x)) < 1e-2
 
 
 @pytest.mark.parametrize("held", [1, 9])
 def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monkeypatch):
-    weight, x = gemv.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16), torch.randn(1, 640).bfloat16()
-    want = weight(x)
-    monkeypatch.setattr(gemv, "HELD", {"int4": held})
-    assert torch.equal(weight(x), want)
+    weight, x = tiles.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16), torch.randn(1, 640).bfloat16()
+    want = gemv.multiply(weight, x)
+    retune(monkeypatch, formats={"int4": dict(gemv_late_stages=held)})
+    assert torch.equal(gemv.multiply(weight, x), want)
 
 
 def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     tensor, bias, norm = make("fp8", (96, 192), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(192)).bfloat16()
     x = torch.randn(2, 192).bfloat16()
     gate, up = (tensor.matmul_reference(norm_of(x, norm)) + bias.double()).chunk(2, -1)
-    got = gemv.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)(x, norm=norm)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)
+    got = gemv.multiply(weight, x, norm=Norm(norm, 1e-6))
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
 
 
 @pytest.mark.parametrize(("kind", "rows", "choices"), [
     ("w8a8", 2, None), ("int4:128", 1, None), ("fp8", 8, None), ("w8a8", 20, {}), ("fp8", 9, {}),
-    ("int4:128", 16, dict(planes=True)), ("int8:64", 20, {})])
+    ("int4:128", 16, dict(int16_inputs=True)), ("int8:64", 20, {})])
 def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind, rows, choices):
-    weight, x = gemv.prepare(make(kind, (72, 512)), dtype=torch.bfloat16), torch.randn(rows, 512).bfloat16()
+    weight, x = tiles.prepare(make(kind, (72, 512)), dtype=torch.bfloat16), torch.randn(rows, 512).bfloat16()
     x[rows // 2, 200] = float("nan")
-    got = weight(x) if choices is None else gemm.multiply(weight, x, **choices)
+    got = gemv.multiply(weight, x) if choices is None else gemm.multiply(weight, x, forced=Forced(**choices))
     assert got[rows // 2].isnan().all() and got.isnan().any(-1).sum() == 1
 
 
 # Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
-MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=gemm.LINE)),
-        ("int8:64:symmetric", 20, (128, 192), dict(split=gemm.LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
-        ("plain", 50, (200, 512), dict(split=gemm.CLUSTERS, warpgroups=3, cluster=4)),
-        ("int4:64", 30, (256, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
-        ("w8a8", 60, (240, 1024), dict(split=gemm.CLUSTERS, warpgroups=4, cluster=8)),
-        ("int8:128:symmetric", 60, (200, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=4)),
-        ("w8a8", 20, (240, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=3)),
-        ("w8a8", 5, (136, 512), dict(split=gemm.CLUSTERS, tokens=8, warpgroups=1, cluster=2)),  # tiles of 16 rows, without work
-        *(("w8a8", 20, (136, 1024), dict(split=gemm.CLUSTERS, warpgroups=2, cluster=3, apart=apart)) for apart in (False, True)),
-        ("fp8", 60, (136, 1024), dict(split=gemm.CLUSTERS, warpgroups=1, cluster=2, apart=True)),
-        ("int8:64", 30, (72, 2048), dict(split=gemm.CLUSTERS, warpgroups=1, cluster=8, apart=True)),  # half of them own columns
-        ("int4:64", 200, (200, 512), dict(split=gemm.CLUSTERS, tokens=128, warpgroups=3, cluster=2)),
-        ("int8:128:symmetric", 150, (144, 768), dict(split=gemm.MAIL, tokens=128, warpgroups=2, cluster=3)),
-        ("w8a8", 260, (136, 512), dict(split=gemm.MAIL, tokens=256, warpgroups=2, cluster=2)),
-        ("w8a8", 70, (144, 320), dict(split=gemm.WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=gemm.LINE)),
-        ("fp8", 130, (144, 448), dict(split=gemm.WHOLE, tokens=128, warpgroups=2)),
-        ("plain", 200, (136, 192), dict(split=gemm.LINE, tokens=160, warpgroups=2)),
-        ("int4:64", 200, (144, 192), dict(split=gemm.WHOLE, tokens=192, warpgroups=2)),
-        ("w8a8", 230, (144, 320), dict(split=gemm.WHOLE, tokens=224, warpgroups=2)),
-        ("int4:64", 20, (72, 1152), dict(split=gemm.WHOLE, warpgroups=1, stage_blocks=2, teams=2)),  # 9 stages
-        ("plain", 50, (72, 1024), dict(split=gemm.CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
-        ("w8a8", 60, (72, 1024), dict(split=gemm.MAIL, cluster=3, warpgroups=1, stage_blocks=2, teams=2)),
-        ("fp8", 60, (72, 1152), dict(split=gemm.WHOLE, warpgroups=1, stage_blocks=2, teams=2, before=1)),
-        ("fp8", 60, (72, 1536), dict(split=gemm.CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
-        ("int8:128:symmetric", 100, (80, 768), dict(split=gemm.WHOLE, tokens=128, warpgroups=1, stage_blocks=2, teams=2)),
-        ("sparse-w8a8", 20, (72, 192), dict(split=gemm.LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=gemm.LINE))]
+MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=LINE)),
+        ("int8:64:symmetric", 20, (128, 192), dict(split=LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
+        ("plain", 50, (200, 512), dict(split=CLUSTERS, warpgroups=3, cluster=4)),
+        ("int4:64", 30, (256, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
+        ("w8a8", 60, (240, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
+        ("int8:128:symmetric", 60, (200, 1024), dict(split=MAILBOX, warpgroups=2, cluster=4)),
+        ("w8a8", 20, (240, 1024), dict(split=MAILBOX, warpgroups=2, cluster=3)),
+        ("w8a8", 5, (136, 512), dict(split=CLUSTERS, tokens=8, warpgroups=1, cluster=2)),  # tiles of 16 rows, without work
+        *(("w8a8", 20, (136, 1024), dict(split=CLUSTERS, warpgroups=2, cluster=3, separate_exchange=separate))
+          for separate in (False, True)),
+        ("fp8", 60, (136, 1024), dict(split=CLUSTERS, warpgroups=1, cluster=2, separate_exchange=True)),
+        ("int8:64", 30, (72, 2048), dict(split=CLUSTERS, warpgroups=1, cluster=8, separate_exchange=True)),  # half own columns
+        ("int4:64", 200, (200, 512), dict(split=CLUSTERS, tokens=128, warpgroups=3, cluster=2)),
+        ("int8:128:symmetric", 150, (144, 768), dict(split=MAILBOX, tokens=128, warpgroups=2, cluster=3)),
+        ("w8a8", 260, (136, 512), dict(split=MAILBOX, tokens=256, warpgroups=2, cluster=2)),
+        ("w8a8", 70, (144, 320), dict(split=WHOLE, tokens=64, warpgroups=1)), ("fp8", 20, (64, 192), dict(split=LINE)),
+        ("fp8", 130, (144, 448), dict(split=WHOLE, tokens=128, warpgroups=2)),
+        ("plain", 200, (136, 192), dict(split=LINE, tokens=160, warpgroups=2)),
+        ("int4:64", 200, (144, 192), dict(split=WHOLE, tokens=192, warpgroups=2)),
+        ("w8a8", 230, (144, 320), dict(split=WHOLE, tokens=224, warpgroups=2)),
+        ("int4:64", 20, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2)),  # 9 stages
+        ("plain", 50, (72, 1024), dict(split=CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
+        ("w8a8", 60, (72, 1024), dict(split=MAILBOX, cluster=3, warpgroups=1, stage_blocks=2, teams=2)),
+        ("fp8", 60, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2, early_stages=1)),
+        ("fp8", 60, (72, 1536), dict(split=CLUSTERS, cluster=2, warpgroups=1, beside=False, stage_blocks=2, teams=2)),
+        ("int8:128:symmetric", 100, (80, 768), dict(split=WHOLE, tokens=128, warpgroups=1, stage_blocks=2, teams=2)),
+        ("sparse-w8a8", 20, (72, 192), dict(split=LINE)), ("sparse-int4:32", 20, (72, 192), dict(split=LINE))]
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape", "choices"), MANY)
 def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, choices):
     tensor, x, residual = make(kind, shape, 1), torch.randn(rows, shape[1]).bfloat16(), torch.randn(rows, shape[0]).bfloat16()
     out = torch.full((rows, shape[0]), float("nan")).bfloat16()
-    got = gemm.multiply(gemv.prepare(tensor, dtype=torch.bfloat16), x, out, residual=residual, **choices)
+    got = gemm.multiply(tiles.prepare(tensor, dtype=torch.bfloat16), x, out, residual=residual, forced=Forced(**choices))
     assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
 
 
 # x as integers: tiles that are ragged, several stages, clusters, mail, two teams, more threads than inputs
-PLANES = [("int4:128", 20, (136, 512), dict(split=gemm.WHOLE, warpgroups=3)),
-          ("int4:128:symmetric", 9, (72, 1152), dict(split=gemm.WHOLE, warpgroups=1, stage_blocks=2, teams=2)),
-          ("int4:128", 16, (200, 1024), dict(split=gemm.CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2)),
-          ("int8:128", 32, (200, 1024), dict(split=gemm.MAIL, warpgroups=2, cluster=3)),
-          ("int8:128:symmetric", 5, (64, 640), dict(split=gemm.WHOLE, warpgroups=1))]
+PLANES = [("int4:128", 20, (136, 512), dict(split=WHOLE, warpgroups=3)),
+          ("int4:128:symmetric", 9, (72, 1152), dict(split=WHOLE, warpgroups=1, stage_blocks=2, teams=2)),
+          ("int4:128", 16, (200, 1024), dict(split=CLUSTERS, warpgroups=1, cluster=2, beside=False, teams=2)),
+          ("int8:128", 32, (200, 1024), dict(split=MAILBOX, warpgroups=2, cluster=3)),
+          ("int8:128:symmetric", 5, (64, 640), dict(split=WHOLE, warpgroups=1))]
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -141,10 +154,11 @@ def test_few_rows_become_integers(kind, rows, shape, choices, normed):
     tensor, x, residual = make(kind, shape, 1), torch.randn(rows, shape[1]).bfloat16(), torch.randn(rows, shape[0]).bfloat16()
     x[:, 7] *= 200  # one input of a group far from the others
     x[rows // 2, 128:256] = 0
-    norm = (1 + 0.1 * torch.randn(shape[1])).bfloat16() if normed else None
+    norm = (1 + 0.1 * torch.randn(shape[1])).bfloat16()
     out = torch.full((rows, shape[0]), float("nan")).bfloat16()
-    weight = gemv.prepare(tensor, dtype=torch.bfloat16)
-    got = gemm.multiply(weight, x, out, norm=norm, residual=residual, planes=True, **choices)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    got = gemm.multiply(weight, x, out, norm=Norm(norm, 1e-6) if normed else None, residual=residual,
+                        forced=Forced(int16_inputs=True, **choices))
     assert error(got, tensor.matmul_reference(norm_of(x, norm) if normed else x) + residual.double()) < 5e-3
 
 
@@ -154,14 +168,15 @@ def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, to
     monkeypatch.setitem(experts.WARPGROUPS, 16, warpgroups)
     count, chosen, hidden, width = 6, 2, 192, 64
     tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
-    gate_up = experts.stack([CudaLinear(first, dtype=torch.bfloat16, gated=True) for first, _ in tensors])
-    down = experts.stack([CudaLinear(second, dtype=torch.bfloat16) for _, second in tensors])
+    gate_up = experts.stack([linear_of(first, gated=True) for first, _ in tensors])
+    down = experts.stack([linear_of(second) for _, second in tensors])
     ready = torch.zeros(1, dtype=torch.int32)
-    layer = experts.Grouped(gate_up, down, torch.randn(count + 1, hidden) * hidden**-0.5, ready, count, chosen, normalize=True)
+    router = torch.randn(count + 1, hidden) * hidden**-0.5
+    layer = GroupedExperts(gate_up, down, router, ready, Routing(count, chosen, normalize=True))
     x, norm = torch.randn(tokens, hidden).bfloat16(), (1 + 0.1 * torch.randn(hidden)).bfloat16()
-    route = layer.route(x, norm=norm, epsilon=1e-6)
+    route = layer.route(x, norm=Norm(norm, 1e-6))
     assert check_route(layer, route, x, norm)
-    y, out, shared = layer.multiply(x, route, norm=norm, epsilon=1e-6), torch.empty_like(x), torch.randn_like(x)
+    y, out, shared = layer.multiply(x, route, norm=Norm(norm, 1e-6)), torch.empty_like(x), torch.randn_like(x)
     layer.combine(y, route, x, out, shared=shared)
     normed, want = norm_of(x, norm), route.gates.double()[:, None] * shared.double()
     for token in range(tokens):
@@ -174,15 +189,16 @@ def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, to
 
 @pytest.mark.parametrize("tokens", [5, 20])
 def test_many_tokens_are_sorted_by_expert(tokens):
-    weight = gemv.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
-    layer = experts.Grouped(weight, weight, torch.randn(12, 128), torch.zeros(1, dtype=torch.int32), 12, 3, normalize=False)
+    weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
+    ready = torch.zeros(1, dtype=torch.int32)
+    layer = GroupedExperts(weight, weight, torch.randn(12, 128), ready, Routing(12, 3, normalize=False))
     x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
     lengths = torch.ones(tokens, dtype=torch.int32)
     lengths[[0, 3]] = 0  # nobody uses the fourth; the first has experts all the same
-    route = layer.route(x, norm=norm, epsilon=1e-6, lengths=lengths)
+    route = layer.route(x, norm=Norm(norm, 1e-6), lengths=lengths)
     used = torch.arange(tokens) != 3
     assert check_route(layer, route, x, norm, used)
-    assert not route.shares[3].any() and not experts.gemm.buffer("tickets", 8, x.device).any()
+    assert not route.shares[3].any() and not workspace.current(x.device).bytes("route tickets", 8).any()
     rows = torch.arange(int(route.tiles) * route.tile)
     sources = route.source[rows]
     assert torch.equal(sources[route.place[used].long()].long(), torch.arange(tokens)[used, None].expand(-1, 3))
@@ -201,33 +217,35 @@ def experts_of(route):
 def check_route(layer, route, x, norm, used=slice(None)):
     """The experts, shares and gates of the reference."""
     logits = norm_of(x, norm).double() @ layer.router.double().T
-    shares, chosen = logits[:, : layer.experts].softmax(-1).topk(layer.chosen)
-    shares = shares / shares.sum(-1, keepdim=True) if layer.normalize else shares
+    shares, chosen = logits[:, : layer.routing.experts].softmax(-1).topk(layer.routing.chosen)
+    shares = shares / shares.sum(-1, keepdim=True) if layer.routing.normalize else shares
     same = torch.equal(experts_of(route)[used], chosen[used]) and (route.shares[used] - shares[used]).abs().max() < 1e-3
     return same and (not layer.gated or (route.gates[used] - logits[used, -1].sigmoid()).abs().max() < 1e-3)
 
 
 def tiles_by_rows(dense):
     """gemm.cu's BY_ROWS, gate and up by turns."""
-    order = (gemv.TILE, gemv.BLOCK, gemv.HALF, gemv.HALF_ROW, gemv.ROW, gemv.COLUMN, gemv.STEP, gemv.PAIR, gemv.WITHIN)
-    return gemv.blocks(dense, interleave=True).permute(order).flatten()
+    order = (format.TILE, format.BLOCK, format.HALF, format.HALF_ROW, format.ROW, format.COLUMN, format.STEP, format.PAIR,
+             format.WITHIN)
+    return tiles.blocks(dense, interleave=True).permute(order).flatten()
 
 
 @pytest.mark.parametrize("kind", ["int4:64", "int4:128:symmetric", "int8:32", "plain"])
 def test_a_weight_is_written_out_row_by_row_and_in_tiles(kind):
     tensor = make(kind, (96, 320), 1)
-    gated, single = (CudaLinear(tensor, dtype=torch.bfloat16, gated=gated).weight for gated in (True, False))
+    gated, single = (linear_of(tensor, gated=gated).weight for gated in (True, False))
     dense = tensor.dequantize().bfloat16()
     assert torch.equal(untile(single), dense) and torch.equal(untile(gated), dense)
     assert torch.equal(untile(gated, tiles=True), tiles_by_rows(dense))
 
 
 def test_of_equal_experts_the_first_is_chosen():
-    weight = gemv.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
+    weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     router = torch.randn(36, 128)
     router[1::2] = router[::2]
-    layer = experts.Grouped(weight, weight, router, torch.zeros(1, dtype=torch.int32), 36, 5, normalize=True)
-    chosen = experts_of(layer.route(torch.randn(4, 128).bfloat16(), norm=torch.ones(128).bfloat16(), epsilon=1e-6))
+    layer = GroupedExperts(weight, weight, router, torch.zeros(1, dtype=torch.int32), Routing(36, 5, normalize=True))
+    norm = Norm(torch.ones(128).bfloat16(), 1e-6)
+    chosen = experts_of(layer.route(torch.randn(4, 128).bfloat16(), norm=norm))
     assert (chosen[:, ::2] % 2 == 0).all() and torch.equal(chosen[:, 1::2], chosen[:, :4:2] + 1)
 
 
@@ -236,7 +254,7 @@ def test_of_equal_experts_the_first_is_chosen():
 def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, kv_heads, size, rotary, normed):
     pytest.importorskip("triton", reason="the Triton twin of this op is imported beside it")
     from flyweight.batch import KVStorage
-    from flyweight.kernels import reference, rope
+    from flyweight.kernels.attention import rope
 
     tokens, epsilon = 5, 1e-6
     qkv = torch.randn(tokens, heads + 2 * kv_heads, size).bfloat16()
@@ -246,9 +264,7 @@ def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, 
     cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(tokens))
     options = dict(heads=heads, norm=norm, epsilon=epsilon, cos=cos, sin=sin, query_scale=0.37)
     want = reference.rope_norm_write(qkv.clone(), caches[0], slots, **options)
-    rope._kernel.cache_clear()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     got = rope.rope_norm_write(qkv, caches[1], slots, **options)
-    rope._kernel.cache_clear()
     for ours, theirs in zip((*got, caches[1].keys, caches[1].values), (*want, caches[0].keys, caches[0].values), strict=True):
         assert error(ours, theirs.double()) < 5e-3

@@ -5,13 +5,20 @@ from types import SimpleNamespace
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host, make  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, folder, host, linear_of, make  # noqa: F401 (fixtures)
+from tuning import retune
 
 from flyweight.batch import KVStorage
-from flyweight.kernels import attention, choices, gemm, gemv, jit, vptq, vptq_layout, vptq_rows
-from flyweight.kernels.attention import HeadShape, Workspace, decode_attention, rope_pairs
-from flyweight.kernels.cuda_linear import CudaLinear
-from flyweight.kernels.vptq_parts import Ends
+from flyweight.kernels import jit, reference, workspace
+from flyweight.kernels.attention import decode
+from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows, Workspace, decode_attention, rope_pairs
+from flyweight.kernels.linear import gemm, tiles
+from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, WHOLE, Forced
+from flyweight.kernels.vptq import layout as vptq_layout
+from flyweight.kernels.vptq import linear as vptq
+from flyweight.kernels.vptq import rows as vptq_rows
+from flyweight.kernels.vptq.parts import Ends
 from flyweight.tensors import VectorQuant
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -20,7 +27,8 @@ CPU, HALF, BRAIN = torch.device("cpu"), torch.float16, torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch):
-    monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, **options: (8, 1, 1))  # every thread takes memory of the host
+    packing = gemm.Packing(8, 1, 1)  # every thread takes memory of the host
+    monkeypatch.setattr(gemm, "packing_for", lambda columns, padded, **options: packing)
 
 
 def rows_of(data, to, columns):
@@ -33,40 +41,46 @@ def rows_of(data, to, columns):
 
 def check(linear, x, write, rows=slice(None), **cut):
     """What `write` leaves behind is x as pack.cu packs it, and the product the same to the last bit."""
+    forced = Forced(**cut)
     residual = torch.randn(len(x), linear.out_features).to(x.dtype)
-    want = gemm.multiply(linear, x, residual=residual, **cut)
-    to = gemm.packed_input(linear, len(x), x.device, residual=True, **cut)
-    ours = gemm.buffer("packed", next(iter(linear.calls.values())).packed_bytes, CPU).clone()
+    want = gemm.multiply(linear, x, residual=residual, forced=forced)
+    to = gemm.packed_input(linear, len(x), x.device, residual=True, forced=forced)
+    call = next(call for call in linear.calls.values() if isinstance(call, gemm.Call))
+    ours = workspace.current(CPU).bytes("packed", call.packed_bytes).clone()
     to.data.fill_(0x55)
     write(to)
     packed, wanted = (rows_of(data, to, linear.in_features)[rows] for data in (to.data, ours))
     assert torch.equal(packed, wanted)
-    assert torch.equal(gemm.multiply(linear, to, residual=residual, **cut)[rows], want[rows])
+    assert torch.equal(gemm.multiply(linear, to, residual=residual, forced=forced)[rows], want[rows])
 
 
 # Straight from the registers and through shared memory, rows that fill 8 and that do not, tiles wider than the next one's and
 # narrower, warpgroups beyond the last output.
-CASES = [("int8:64", BRAIN, 9, dict(split=gemm.CLUSTERS), {}),
-         ("plain", HALF, 20, dict(split=gemm.LINE, tokens=32, staged=32), dict(tokens=16)),
-         ("int4:32", BRAIN, 41, dict(split=gemm.WHOLE, tokens=32, staged=32, warpgroups=3), dict(tokens=64, stage_blocks=1)),
-         ("plain", BRAIN, 170, dict(split=gemm.WHOLE, tokens=160), dict(tokens=64)),
-         ("int4:128", HALF, 300, dict(split=gemm.WHOLE, tokens=256, staged=64), dict(tokens=128))]  # a tile of prefill
+CASES = [("int8:64", BRAIN, 9, dict(split=CLUSTERS), {}),
+         ("plain", HALF, 20, dict(split=LINE, tokens=32, staged=32), dict(tokens=16)),
+         ("int4:32", BRAIN, 41, dict(split=WHOLE, tokens=32, staged=32, warpgroups=3), dict(tokens=64, stage_blocks=1)),
+         ("plain", BRAIN, 170, dict(split=WHOLE, tokens=160), dict(tokens=64)),
+         ("int4:128", HALF, 300, dict(split=WHOLE, tokens=256, staged=64), dict(tokens=128))]  # a tile of prefill
 
 
 @pytest.mark.parametrize(("kind", "dtype", "rows", "first", "second"), CASES)
 def test_gate_up_writes_the_packed_input_of_down(kind, dtype, rows, first, second):
-    gate_up = gemv.prepare(make(kind, (256, 128), 1), dtype=dtype, bias=torch.randn(256).to(dtype), interleave=True)
-    down, x = gemv.prepare(make(kind, (40, 128), 2), dtype=dtype), torch.randn(rows, 128).to(dtype)
-    gated = gemm.multiply(gate_up, x, **first)
-    check(down, gated, lambda to: gemm.multiply(gate_up, x, to=to, **first), split=gemm.WHOLE, warpgroups=1, **second)
+    gate_up = tiles.prepare(make(kind, (256, 128), 1), dtype=dtype, bias=torch.randn(256).to(dtype), interleave=True)
+    down, x = tiles.prepare(make(kind, (40, 128), 2), dtype=dtype), torch.randn(rows, 128).to(dtype)
+    forced = Forced(**first)
+    gated = gemm.multiply(gate_up, x, forced=forced)
+    check(down, gated, lambda to: gemm.multiply(gate_up, x, to=to, forced=forced), split=WHOLE, warpgroups=1,
+          **second)
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "int4:64"])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, kind):
     tensor, x, norm, found = make(kind, (40, 576), 1), torch.randn(21, 576).to(BRAIN), torch.rand(576).to(BRAIN), []
     for rows, parts in ((8, 1), (4, 1), (2, 1), (1, 1), (1, 2)):
-        monkeypatch.setattr(gemm, "pack_shape", lambda columns, padded, rows=rows, parts=parts, **options: (rows, 2, parts))
-        found.append(gemm.multiply(gemv.prepare(tensor, dtype=BRAIN), x, norm=norm, split=gemm.WHOLE, warpgroups=1))
+        packing = gemm.Packing(rows, 2, parts)
+        monkeypatch.setattr(gemm, "packing_for", lambda columns, padded, packing=packing, **options: packing)
+        forced = Forced(split=WHOLE, warpgroups=1)
+        found.append(gemm.multiply(tiles.prepare(tensor, dtype=BRAIN), x, norm=Norm(norm, 1e-6), forced=forced))
     assert all(torch.equal(y, found[0]) for y in found[1:])
 
 
@@ -75,7 +89,7 @@ LENGTHS = torch.tensor([1, 3, 0, 130, 17, 8, 66, 2, 70], dtype=torch.int32)  # r
 
 def attention_of(monkeypatch, kv_heads, dtype):
     """A function of where the results go."""
-    monkeypatch.setattr(attention, "SHORTEST", 64)
+    monkeypatch.setattr(decode, "SHORTEST", 64)
     sequences, splits = len(LENGTHS), 2
     shape = HeadShape(heads=2 * kv_heads, kv_heads=kv_heads, head_dim=64, rotary=64, page=16, qk_norm=False)
     tables = torch.randperm(9 * sequences).view(sequences, 9).int()
@@ -84,9 +98,9 @@ def attention_of(monkeypatch, kv_heads, dtype):
 
     def attend(to):
         out = torch.zeros(sequences, 128 * kv_heads, dtype=dtype)
-        return decode_attention(qkv, out, cache, shape=shape, norms=None, rope=rope_pairs(angles.cos(), angles.sin()), to=to,
-                                lengths=LENGTHS, tables=tables, workspace=Workspace.make(shape, sequences, splits, CPU),
-                                splits=splits, epsilon=1e-6, scale=0.125)
+        rows = Rows(rope_pairs(angles.cos(), angles.sin()), LENGTHS, tables)
+        return decode_attention(qkv, out, cache, rows, shape=shape, norms=HeadNorms(), to=to, scale=0.125,
+                                workspace=Workspace.make(shape, sequences, CPU, splits))
 
     return attend
 
@@ -94,8 +108,8 @@ def attention_of(monkeypatch, kv_heads, dtype):
 @pytest.mark.parametrize(("kind", "dtype"), [("plain", BRAIN), ("int4:64", HALF)])
 def test_decode_attention_writes_the_packed_input_of_o(monkeypatch, kind, dtype):
     attend = attention_of(monkeypatch, 1, dtype)
-    o = gemv.prepare(make(kind, (40, 128), 2), dtype=dtype)
-    check(o, attend(None), attend, rows=LENGTHS > 0, split=gemm.WHOLE, warpgroups=1)
+    o = tiles.prepare(make(kind, (40, 128), 2), dtype=dtype)
+    check(o, attend(None), attend, rows=LENGTHS > 0, split=WHOLE, warpgroups=1)
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, HALF])
@@ -103,15 +117,15 @@ def test_decode_attention_writes_the_packed_input_of_a_vptq_o(monkeypatch, dtype
     monkeypatch.setattr(vptq_layout, "schedule", lambda banks: torch.rand(banks.shape).argsort(2).to(torch.uint8))
     attend = attention_of(monkeypatch, 2, dtype)
     tensor = VectorQuant.random((72, 256), dtype=dtype, main=256, residual=256)
-    o, x, used = vptq.prepare(tensor, dtype=dtype), attend(None), LENGTHS > 0
-    packed = o.packed_results(len(x), 2)
+    o, x, used = vptq.prepare(tensor, dtype=dtype, ops=reference), attend(None), LENGTHS > 0
+    packed = o.packed_input(len(x), 2)
 
     def rows_here():
         pieces = packed.data[: packed.part_bytes].view(-1, packed.groups, 4 * packed.shape.steps, 8, 16)
         return pieces.permute(1, 3, 0, 2, 4).reshape(8 * packed.groups, -1)[: len(x)][used]
 
     attend(packed)
-    got, bits = o.fused(packed, torch.empty(len(x), 72, dtype=dtype)), rows_here()
+    got, bits = o.project(packed, torch.empty(len(x), 72, dtype=dtype)), rows_here()
     assert error(got[used], tensor.matmul_reference(x[used])) < (1e-2 if dtype == BRAIN else 2e-3)
     vptq_rows.pack(o.parts, x, Ends(), packed.shape, count=2, pdl=True)  # to the same place
     assert bits.equal(rows_here())
@@ -119,16 +133,16 @@ def test_decode_attention_writes_the_packed_input_of_a_vptq_o(monkeypatch, dtype
 
 def test_x_is_packed_ahead_where_both_linears_are_products_of_unquantized_rows(monkeypatch):
     monkeypatch.setattr(jit, "load", lambda file, **options: SimpleNamespace(kernel=lambda name: name))
-    monkeypatch.setattr(choices, "PACKED_AHEAD", True)
+    retune(monkeypatch, packed_ahead=True)
 
     def linears(*kinds):
         sizes = zip(kinds, ((512, 256), (192, 256)), (True, False), strict=True)
-        return (CudaLinear(make(kind, size, 1), dtype=BRAIN, gated=gated) for kind, size, gated in sizes)
+        return (linear_of(make(kind, size, 1), dtype=BRAIN, gated=gated) for kind, size, gated in sizes)
 
     gate_up, down = linears("int4:64", "plain")
-    assert down.packed_input(64, CPU, before=gate_up) and down.packed_input(64, CPU)
-    assert down.packed_input(4, CPU, before=gate_up) is None, "few rows go through other kernels"
+    assert down.negotiate(gate_up, 64).to and down.packed_input(64, 1)
+    assert down.negotiate(gate_up, 4).to is None, "few rows go through other kernels"
     quantized, last = linears("w8a8", "w8a8")
-    assert down.packed_input(100, CPU, before=quantized) is not None and last.packed_input(100, CPU, before=gate_up) is None
-    monkeypatch.setattr(choices, "PACKED_AHEAD", False)
-    assert down.packed_input(64, CPU, before=gate_up) is None
+    assert down.negotiate(quantized, 100).to is not None and last.negotiate(gate_up, 100).to is None
+    retune(monkeypatch, packed_ahead=False)
+    assert down.negotiate(gate_up, 64).to is None

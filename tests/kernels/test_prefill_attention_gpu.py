@@ -3,12 +3,14 @@ numbers where no token has been written."""
 
 import pytest
 import torch
+from tuning import retune
 
-from flyweight.kernels import choices, reference
-from flyweight.kernels.prefill_attention import BASE_2
+from flyweight import gpu
+from flyweight.kernels import reference
+from flyweight.kernels.attention.prefill import BASE_2
 
 pytestmark = pytest.mark.gpu
-attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
+attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
 from test_triton_ops_gpu import SPANS, make, poisoned  # noqa: E402, F401 (needs triton too; a fixture)
 
 LIMIT = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -17,9 +19,9 @@ SHAPES = [(32, 8, 128, torch.bfloat16), (28, 4, 128, torch.float16), (9, 3, 64, 
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    if torch.cuda.get_device_capability()[0] != 9:
+    if not gpu.of(0).has_warpgroups:
         pytest.skip("not a Hopper GPU")
-    monkeypatch.setattr(choices, "PREFILL_ATTENTION", True)
+    retune(monkeypatch, prefill_attention=True)
 
 
 def exact(query, cache, batch):

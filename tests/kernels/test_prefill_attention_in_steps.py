@@ -5,10 +5,11 @@ import pytest
 import torch
 from test_prefill_attention_on_the_host import folder, host  # noqa: F401 (fixtures)
 
-from flyweight.kernels import choices, prefill_attention, reference
-from flyweight.kernels.prefill_attention import BASE_2
+from flyweight.kernels import reference
+from flyweight.kernels.attention import prefill
+from flyweight.kernels.attention.prefill import BASE_2
 
-attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
+attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
 from test_triton_attention import make  # noqa: E402 (needs triton too)
 
 pytestmark = [pytest.mark.skipif(host_cuda.COMPILER is None or torch.cuda.is_available(), reason="no g++, or a GPU"),
@@ -19,8 +20,7 @@ MIXED = [(1, 20), (12, 0), (70, 14), (1, 0), (40, 0), (30, 5), (5, 9)]  # decodi
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_mixed_step_gives_the_same_with_the_switch_on(window, monkeypatch):
     monkeypatch.setattr(attention, "FRESH_FROM", 10)
-    monkeypatch.setattr(choices, "PREFILL_ATTENTION", True)
-    monkeypatch.setattr(prefill_attention, "is_hopper", lambda device: True)
+    monkeypatch.setattr(prefill, "takes", lambda heads, device, scale: scale == BASE_2)  # as on Hopper
     batch, cache, query, new = make(MIXED, heads=4, kv_heads=2, size=64, page=16)
     qkv = torch.cat([query / 8, *new], 1)
     query, *new = qkv.split([4, 2, 2], 1)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from test_kernels_on_the_host import folder  # noqa: F401 (a fixture)
 
-from flyweight.kernels import prefill_attention
-from flyweight.kernels.prefill_attention import BASE_2, Heads, Span, Tile, Units, attend
+from flyweight.kernels.attention.prefill import BASE_2, Heads, Span, Tile, Units, attend
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 CPU = torch.device("cpu")
@@ -18,12 +17,6 @@ PAGE = 16
 @pytest.fixture(autouse=True)
 def host(monkeypatch, folder):  # noqa: F811
     host_cuda.pretend(monkeypatch, folder)
-    caches = (prefill_attention._kernel, prefill_attention._counter)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 def exact(query, keys, values):

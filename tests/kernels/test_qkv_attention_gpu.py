@@ -4,12 +4,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from gpu_linears import make
+from gpu_linears import linear_of, make
 
+from flyweight import gpu
 from flyweight.batch import KVStorage
-from flyweight.kernels import gemv
-from flyweight.kernels.attention import HeadShape, Workspace, choose_splits, decode_attention, rope_pairs
-from flyweight.kernels.qkv_attention import linear_plan, mailbox_cycle, qkv_attention, why_not
+from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows, Workspace, decode_attention, rope_pairs
+from flyweight.kernels.attention.qkv import linear_plan, mailbox_cycle, qkv_attention, unsupported_reason
+from flyweight.kernels.linear import gemv, tiles
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -40,8 +42,8 @@ class Layer:
         width, size = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.head_dim
         self.tensor = make(self.kind, (width, self.hidden), 2, dtype)
         self.offset = torch.randn(width, device=DEVICE).to(dtype) if self.bias else None
-        self.weight = gemv.prepare(self.tensor, dtype=dtype, bias=self.offset)
-        assert why_not(self.weight, shape, self.rows) is None
+        self.linear = linear_of(self.tensor, dtype=dtype, bias=self.offset)
+        assert unsupported_reason(self.linear, shape, self.rows, gpu.of(DEVICE)) is None
         self.norm = (1 + 0.1 * torch.randn(self.hidden, device=DEVICE)).to(dtype)
         self.norms = tuple((1 + 0.1 * torch.randn(size, device=DEVICE)).to(dtype) for _ in range(2)) if shape.qk_norm else None
         angles = 6 * torch.rand(self.context, shape.rotary // 2, device=DEVICE)
@@ -54,23 +56,29 @@ class Layer:
         self.boxes = mailbox_cycle(shape, self.rows, 2, dtype=dtype, device=DEVICE)
         self.out = torch.empty(self.rows, shape.heads * size, device=DEVICE, dtype=dtype)
 
-    def common(self, lengths):
-        return dict(shape=self.shape, norms=self.norms, rope=self.rope, lengths=lengths, tables=self.pages, epsilon=EPSILON,
-                    scale=self.shape.head_dim**-0.5)
+    @property
+    def common(self):
+        return dict(shape=self.shape, norms=HeadNorms(*self.norms or (), epsilon=EPSILON), scale=self.shape.head_dim**-0.5)
+
+    def row_tables(self, lengths):
+        return Rows(self.rope, lengths, self.pages)
+
+    @property
+    def first_norm(self):
+        return Norm(self.norm, EPSILON)
 
     def fused(self, x, lengths):
         self.out.fill_(float("nan"))
-        qkv_attention(self.weight, x, self.out, self.cache, norm=self.norm, mailbox=self.boxes[0], next_mailbox=self.boxes[1],
-                      **self.common(lengths))
+        qkv_attention(self.linear, x, self.out, self.cache, self.row_tables(lengths), norm=self.first_norm,
+                      mailboxes=tuple(self.boxes), **self.common)
         self.boxes.reverse()
         return self.out.clone()
 
     def apart(self, x, lengths):
-        splits = choose_splits(self.rows, self.shape.kv_heads, gemv.processors(0))
-        qkv = self.weight(x, norm=self.norm, epsilon=EPSILON)
-        workspace = Workspace.make(self.shape, self.rows, splits, DEVICE)
-        return decode_attention(qkv, torch.full_like(self.out, float("nan")), self.cache, workspace=workspace, splits=splits,
-                                **self.common(lengths))
+        qkv = gemv.multiply(self.linear.weight, x, norm=self.first_norm)
+        workspace = Workspace.make(self.shape, self.rows, DEVICE)
+        return decode_attention(qkv, torch.full_like(self.out, float("nan")), self.cache, self.row_tables(lengths),
+                                workspace=workspace, **self.common)
 
     def slots(self, row, tokens):
         return self.pages[row].long()[tokens // self.shape.page] * self.shape.page + tokens % self.shape.page
@@ -145,7 +153,7 @@ def test_one_to_eight_sequences_of_ragged_lengths(kind, dtype):
 @pytest.mark.parametrize("kind", ["int4:128", "int8:128"])
 def test_eight_sequences_whose_inputs_stay_in_registers(kind, dtype):
     layer = Layer(kind, SHAPE, rows=8, context=700, dtype=dtype, hidden=2688)
-    assert linear_plan(layer.weight, SHAPE, 8, DEVICE).in_registers
+    assert linear_plan(layer.linear.weight, SHAPE, 8, gpu.of(DEVICE)).in_registers
     for lengths in ([1, 2, 15, 16, 17, 63, 64, 65], [600, 0, 1, 300, 64, 0, 129, 650]):
         layer.check(lengths)
 
@@ -189,7 +197,7 @@ def test_one_kernel_gives_what_two_give(kind):
 @pytest.mark.parametrize(("kind", "rows"), [("int4:128", 1), ("int4:128", 8), ("plain", 1), ("w8a8", 2)])
 def test_a_thousand_replays_of_a_dependent_chain_give_the_same_bits(kind, rows):
     layers = [Layer(kind, SHAPE, rows=rows, context=700) for _ in range(3)]
-    outs = [gemv.prepare(make(kind, (512, 4096), 1), dtype=torch.bfloat16) for _ in layers]
+    outs = [tiles.prepare(make(kind, (512, 4096), 1), dtype=torch.bfloat16) for _ in layers]
     boxes = mailbox_cycle(SHAPE, rows, len(layers), dtype=torch.bfloat16, device=DEVICE)
     start = torch.randn(rows, 512, device=DEVICE).bfloat16()
     hidden, attended = torch.empty_like(start), torch.empty_like(layers[0].out)
@@ -198,9 +206,9 @@ def test_a_thousand_replays_of_a_dependent_chain_give_the_same_bits(kind, rows):
     def chain(pdl: bool = True) -> None:
         x = start
         for i, layer in enumerate(layers):
-            qkv_attention(layer.weight, x, attended, layer.cache, norm=layer.norm, mailbox=boxes[i],
-                          next_mailbox=boxes[(i + 1) % len(boxes)], pdl=pdl, **layer.common(lengths))
-            x = outs[i](attended, hidden, pdl=pdl)
+            qkv_attention(layer.linear, x, attended, layer.cache, layer.row_tables(lengths), norm=layer.first_norm,
+                          mailboxes=(boxes[i], boxes[(i + 1) % len(boxes)]), pdl=pdl, **layer.common)
+            x = gemv.multiply(outs[i], attended, hidden, pdl=pdl)
 
     attended.zero_()
     chain(pdl=False)

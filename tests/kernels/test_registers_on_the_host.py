@@ -5,7 +5,8 @@ import pytest
 import torch
 from test_kernels_on_the_host import error, folder, host  # noqa: F401 (fixtures)
 
-from flyweight.kernels import gemv
+from flyweight.kernels.linear import gemv, tiles
+from flyweight.kernels.linear.fused import Norm
 from flyweight.tensors import IntGroup
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -18,9 +19,9 @@ def make(shape, dtype, *, bits=4, group=128, symmetric=False, scales=None):
 
 
 def run(weight, x, **options):
-    assert weight.plan(8, tiles=2, alone=True).in_registers
+    assert gemv.fitting_plan(weight.matrix, 8, host_cuda.HOST, tiles=2, alone=True).in_registers
     out = torch.full((8, weight.out_features // (2 if weight.interleaved else 1)), float("nan"), dtype=x.dtype)
-    return weight(x, out, alone=True, **options)
+    return gemv.multiply(weight, x, out, alone=True, **options)
 
 
 # Units that do not divide among warps, inputs that end inside one, groups of several units, symmetric codes, other scales.
@@ -32,7 +33,7 @@ CASES = [((40, 1024), BF16, {}), ((136, 1600), BF16, {}), ((72, 4096), FP16, dic
 @pytest.mark.parametrize(("shape", "dtype", "options"), CASES)
 def test_eight_rows_are_multiplied(shape, dtype, options):
     tensor, x = make(shape, dtype, **options), torch.randn(8, shape[1]).to(dtype)
-    assert error(run(gemv.prepare(tensor, dtype=dtype), x), tensor.matmul_reference(x.double())) < TOLERANCE[dtype]
+    assert error(run(tiles.prepare(tensor, dtype=dtype), x), tensor.matmul_reference(x.double())) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("columns", "dtype", "size"), [(2560, BF16, 1), (1024, FP16, 3000), (4096, FP16, 1e-3)])
@@ -42,8 +43,8 @@ def test_norm_residual_and_silu_are_fused_whatever_the_size_of_x(columns, dtype,
     x, residual = (size * torch.randn(8, columns)).to(dtype), torch.randn(8, 64).to(dtype)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     want = tensor.matmul_reference(normed)
-    got = run(gemv.prepare(tensor, dtype=dtype), x, norm=norm, residual=residual)
+    got = run(tiles.prepare(tensor, dtype=dtype), x, norm=Norm(norm, 1e-6), residual=residual)
     assert error(got, want + residual.double()) < TOLERANCE[dtype]
     gate, up = want.chunk(2, -1)
-    gated = gemv.prepare(tensor, dtype=dtype, interleave=True)
-    assert error(run(gated, x, norm=norm), torch.nn.functional.silu(gate) * up) < 2 * TOLERANCE[dtype]
+    gated = tiles.prepare(tensor, dtype=dtype, interleave=True)
+    assert error(run(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up) < 2 * TOLERANCE[dtype]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyweight.kernels.token import Choice, embed
+from flyweight.kernels.token import GreedyChoice, embed
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -12,7 +12,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 151936), (8, 49152), (4, 1000), (2, 8)])
 def test_the_first_of_the_largest_logits_is_chosen_again_and_again(rows, vocab, dtype):
-    choice, tokens = Choice(rows, DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    choice, tokens = GreedyChoice(rows, DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     lengths = torch.tensor([5, 0, 7, 1, 2, 0, 3, 9][:rows], dtype=torch.int32, device=DEVICE)
     for scale in (1, 100, -1):
         logits = (torch.randn(rows, vocab, device=DEVICE) * scale).to(dtype)

@@ -5,11 +5,12 @@ Tiles are made small, so that tiny sequences have several of them, and parts, an
 
 import pytest
 import torch
+from tuning import retune
 
 from flyweight.batch import Batch, KVStorage
-from flyweight.kernels import choices, reference
+from flyweight.kernels import reference
 
-attention = pytest.importorskip("flyweight.kernels.triton_attention", reason="triton is not installed")
+attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
 pytestmark = pytest.mark.usefixtures("interpreted_loops")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = attention.Tile(32, 16, 4, 2)
@@ -18,7 +19,7 @@ TILE = attention.Tile(32, 16, 4, 2)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(choices, "PREFILL_ATTENTION", False)  # or a Hopper GPU would have its own way
+    retune(monkeypatch, prefill_attention=False)  # or a Hopper GPU would have its own way
     monkeypatch.setattr(attention, "FRESH_FROM", 10)
     monkeypatch.setattr(attention, "SMALL_COLUMNS", 16)
 

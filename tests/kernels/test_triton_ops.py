@@ -8,6 +8,7 @@ import torch
 
 from flyweight.batch import KVStorage
 from flyweight.kernels import reference
+from flyweight.kernels.linear.fused import Norm
 
 ops = pytest.importorskip("flyweight.kernels.triton_ops", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,12 +26,13 @@ def random(*shape, dtype=HALF):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (HALF, 2e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("rows, size", [(1, 576), (5, 64), (3, 1000), (2, 1536)])
-def test_norm_with_and_without_residual(rows, size, dtype, tolerance):
-    x, residual, weight = random(rows, size, dtype=dtype), random(rows, size, dtype=dtype), random(size, dtype=dtype)
+def test_norm(rows, size, dtype, tolerance):
+    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype)
     want = reference.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), want, rtol=tolerance, atol=tolerance)
-    got, want = ops.add_rms_norm(x, residual, weight, epsilon=1e-5), reference.add_rms_norm(x, residual, weight, epsilon=1e-5)
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    for norm in (Norm(weight, 1e-5), Norm(weight, 1e-5, plus_one=True)):
+        got, want = ops.normalize(x, norm), reference.normalize(x, norm)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def test_norm_takes_weights_by_head_leading_dimensions_and_strided_rows():
@@ -46,6 +48,7 @@ def test_norm_takes_weights_by_head_leading_dimensions_and_strided_rows():
 def test_silu_mul(size):
     gate_up = random(3, 2, 2 * size)
     torch.testing.assert_close(ops.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=2e-3, atol=2e-3)
+    assert torch.equal(ops.gate(gate_up, "silu"), ops.silu_mul(gate_up))
 
 
 @pytest.mark.parametrize("by_table", [False, True])

@@ -5,6 +5,7 @@ import torch
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 ops = pytest.importorskip("flyweight.kernels.cuda_ops", reason="triton is not installed")
@@ -30,12 +31,12 @@ def relative_error(got, want):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows, size", [(1, 4096), (64, 4096), (2048, 4096), (300, 576), (33, 20480), (16384, 2560)])
 def test_norms(rows, size, dtype):
-    x, residual, weight = random(rows, size, dtype=dtype), random(rows, size, dtype=dtype), random(size, dtype=dtype)
+    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype)
     want = reference.rms_norm(x.float(), weight.float(), 1e-6)
     assert relative_error(ops.rms_norm(x, weight, 1e-6), want) < TOLERANCE[dtype]
-    got, total = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
-    assert torch.equal(total, x + residual)
-    assert relative_error(got, reference.rms_norm(total.float(), weight.float(), 1e-6)) < TOLERANCE[dtype]
+    assert torch.equal(ops.normalize(x, Norm(weight, 1e-6)), ops.rms_norm(x, weight, 1e-6))
+    want = reference.rms_norm(x.float(), weight.float() + 1, 1e-6)
+    assert relative_error(ops.normalize(x, Norm(weight, 1e-6, plus_one=True)), want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -121,18 +122,18 @@ def test_a_layer_of_a_step_never_waits_for_the_device():
     try:
         plan = ops.plan_attention(batch, cache, None)
         ops.paged_attention(query, cache, plan, scale=0.1, new=new)
-        ops.add_rms_norm(x, x, weight, epsilon=1e-6)
+        ops.normalize(x, Norm(weight, 1e-6))
         ops.silu_mul(gate_up)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_ops_are_captured_by_graphs():
-    x, residual, weight = random(16, 4096), random(16, 4096), random(4096)
+    x, weight = random(16, 4096), random(4096)
 
     def step():
-        normed, total = ops.add_rms_norm(x, residual, weight, epsilon=1e-6)
-        return normed, total, ops.silu_mul(normed)
+        normed = ops.normalize(x, Norm(weight, 1e-6))
+        return normed, ops.gate(normed, "silu")
 
     step()
     torch.cuda.synchronize()
@@ -140,7 +141,6 @@ def test_ops_are_captured_by_graphs():
     with torch.cuda.graph(graph):
         captured = step()
     for _ in range(3):
-        for fresh in (x, residual):
-            fresh.normal_()
+        x.normal_()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))

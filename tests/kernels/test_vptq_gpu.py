@@ -5,8 +5,14 @@ import math
 import pytest
 import torch
 
-from flyweight.kernels import dispatch, vptq, vptq_layout
-from flyweight.kernels.vptq import Launch
+from flyweight import gpu
+from flyweight.kernels import dispatch, reference
+from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.vptq import gather
+from flyweight.kernels.vptq import layout as vptq_layout
+from flyweight.kernels.vptq import linear as vptq
+from flyweight.kernels.vptq.gather import Launch
+from flyweight.kernels.vptq.parts import Ends
 from flyweight.tensors import VectorQuant
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,7 +39,7 @@ CASES = {
 
 def relative_error(weight, tensor, rows, *, dtype=torch.bfloat16, **options):
     x = torch.randn(rows, tensor.in_features, device="cuda").to(dtype)
-    if isinstance(weight, vptq.Vptq):
+    if isinstance(weight, vptq.VptqLinear):
         out = torch.full((rows, tensor.out_features), math.nan, device="cuda", dtype=dtype)
         weight(x, out, **options)
     else:
@@ -47,7 +53,7 @@ def relative_error(weight, tensor, rows, *, dtype=torch.bfloat16, **options):
 def test_matches_the_reference(case, dtype):
     options = dict(case)
     tensor = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", dtype=dtype, **options)
-    weight = vptq.prepare(tensor, dtype=dtype)
+    weight = vptq.prepare(tensor, dtype=dtype, ops=reference)
     for rows in (1, 3, 33, 130) if dtype == torch.bfloat16 else (1, 20):
         assert relative_error(weight, tensor, rows, dtype=dtype) < TOLERANCE[dtype], f"{rows} rows"
 
@@ -55,19 +61,19 @@ def test_matches_the_reference(case, dtype):
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 13, 16, 17, 65])
 def test_rows(rows):
     tensor = VectorQuant.random((4096, 4096), seed=rows, device="cuda")
-    assert relative_error(vptq.prepare(tensor, dtype=torch.bfloat16), tensor, rows) < 1e-2
+    assert relative_error(vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference), tensor, rows) < 1e-2
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40, 128, 150])
 def test_joined_weights_with_norm_and_residual(rows):
     tensors = [VectorQuant.random((outputs, 1536), seed, device="cuda") for seed, outputs in enumerate((1536, 264, 40))]
-    weight = vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16) for tensor in tensors])
+    weight = vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference) for tensor in tensors])
     x, residual = torch.randn(rows, 1536, device="cuda").bfloat16(), torch.randn(rows, 1840, device="cuda").bfloat16()
     norm = (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     expected = torch.cat([tensor.matmul_reference(normed) for tensor in tensors], -1) + residual.double()
     for _ in range(3):
-        out = weight.fused(x, torch.full_like(residual, math.nan), norm=norm, residual=residual)
+        out = weight.project(x, torch.full_like(residual, math.nan), norm=Norm(norm, 1e-6), residual=residual)
         assert (out.double() - expected).norm() / expected.norm() < 1e-2
 
 
@@ -76,21 +82,22 @@ def test_gate_and_up_are_multiplied_on_the_way_in(rows):
     tensor = VectorQuant.random((1000, 1536), device="cuda")
     gate, up = torch.randn(2, rows, 1536, device="cuda").bfloat16()
     expected = tensor.matmul_reference(torch.nn.functional.silu(gate.double()) * up.double())
-    out = vptq.prepare(tensor, dtype=torch.bfloat16).fused(torch.cat([gate, up], -1), gated=True)
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference)
+    out = weight.multiply(torch.cat([gate, up], -1), None, Ends(gated=True))
     assert (out.double() - expected).norm() / expected.norm() < 1e-2
 
 
 def test_gate_and_up_are_written_in_tiles_for_silu():
     tensors = [VectorQuant.random((1000, 1536), seed, device="cuda") for seed in range(2)]
-    weight = vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16) for tensor in tensors])
+    weight = vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference) for tensor in tensors])
     x, norm = torch.randn(300, 1536, device="cuda").bfloat16(), (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     gate, up = (tensor.matmul_reference(normed) for tensor in tensors)
     expected = torch.nn.functional.silu(gate) * up
     for _ in range(3):
-        out = weight.fused(x, torch.full((300, 1000), math.nan, device="cuda").bfloat16(), norm=norm, silu=True)
+        out = weight.silu(x, torch.full((300, 1000), math.nan, device="cuda").bfloat16(), norm=Norm(norm, 1e-6))
         assert (out.double() - expected).norm() / expected.norm() < 2e-2
-    assert weight.takes_silu(8192, x.device) and not weight.takes_silu(300, x.device)
+    assert weight.takes_silu(8192) and not weight.takes_silu(300)
 
 
 LAUNCHES = [Launch("staged"), Launch("staged", warps=32), Launch("staged", warps=8), Launch("staged", share=2),
@@ -102,9 +109,9 @@ LAUNCHES = [Launch("staged"), Launch("staged", warps=32), Launch("staged", warps
                                                      (1024, 256, True)])
 def test_every_launch_gives_the_same_weight(main, residual, doubled):
     tensor = VectorQuant.random((1544, 2048), seed=main, device="cuda", main=main, residual=residual)
-    weight = vptq.prepare(tensor, dtype=torch.bfloat16, doubled=doubled)
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, doubled=doubled)
     for launch in LAUNCHES if residual == 256 else LAUNCHES[::3]:
-        if weight.choose(1, tensor.device, launch):
+        if gather.choose(weight.parts, 1, gpu.of(tensor.device), launch):
             assert relative_error(weight, tensor, 1, launch=launch) < 1e-2, launch
 
 
@@ -123,7 +130,7 @@ def test_schedule_is_a_permutation_with_few_clashes(window, doubled, at_most):
 
 def test_the_weight_is_kept_once():
     tensor = VectorQuant.random((4096, 4096), device="cuda")
-    weight = vptq.prepare(tensor, dtype=torch.bfloat16)
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference)
     assert weight.nbytes < 1.2 * tensor.nbytes
     assert dispatch.prepare(tensor, dtype=torch.bfloat16).kernel == "vptq"
 
@@ -134,7 +141,7 @@ def test_the_weight_is_kept_once():
 def test_replays_of_a_dependent_chain_agree_bit_for_bit(shape, main, rows):
     """y of one launch is the x of the next; with and without dependent launch, 200 poisoned replays."""
     tensor = VectorQuant.random(shape, seed=1, device="cuda", main=main)
-    weight = vptq.prepare(tensor, dtype=torch.bfloat16)
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference)
     states = torch.zeros(5, rows, shape[0], device="cuda", dtype=torch.bfloat16)
     states[0].normal_()
     results = []

@@ -1,11 +1,20 @@
 """The VPTQ kernels' own sources, run on the CPU, against the float64 reference."""
 
+import dataclasses
+
 import host_cuda
 import pytest
 import torch
 from test_kernels_on_the_host import error, folder, tiles_by_rows  # noqa: F401 (a fixture)
 
-from flyweight.kernels import gemv, vptq, vptq_decode, vptq_layout, vptq_rows
+from flyweight import gpu
+from flyweight.kernels import reference as ops
+from flyweight.kernels.linear.fused import KvPrefetch, Norm
+from flyweight.kernels.vptq import decode as vptq_decode
+from flyweight.kernels.vptq import layout as vptq_layout
+from flyweight.kernels.vptq import linear as vptq
+from flyweight.kernels.vptq import rows as vptq_rows
+from flyweight.kernels.vptq.parts import Ends
 from flyweight.tensors import VectorQuant
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -16,23 +25,17 @@ def host(monkeypatch, folder):  # noqa: F811
     """Items of a lane in any order within their window, and any of two copies, as a GPU would put them."""
     torch.manual_seed(0)
     host_cuda.pretend(monkeypatch, folder)
-    caches = (gemv.processors, vptq.shared_limit, vptq_decode._kernel)
-    for cache in caches:
-        cache.cache_clear()
 
     def schedule(banks):
         from_copy = (torch.rand(banks.shape) < 0.5) & (banks >> 4 != banks & 15)
         return torch.rand(banks.shape).argsort(2).to(torch.uint8) + 128 * from_copy.to(torch.uint8)
 
     monkeypatch.setattr(vptq_layout, "schedule", schedule)
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 def make(*shapes, dtype=torch.bfloat16, bias=None, **options):
     tensors = [VectorQuant.random(shape, seed, dtype=dtype, **options) for seed, shape in enumerate(shapes)]
-    weight = vptq.join([vptq.prepare(tensor, dtype=dtype) for tensor in tensors], bias)
+    weight = vptq.join([vptq.prepare(tensor, dtype=dtype, ops=ops) for tensor in tensors], bias)
     return tensors, weight
 
 
@@ -76,7 +79,7 @@ def test_gate_and_up_are_written_in_tiles(case):
     x, norm = torch.randn(70, columns).bfloat16(), (1 + 0.1 * torch.randn(columns)).bfloat16()
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     gate, up = (normed @ dense.double().T).chunk(2, -1)
-    got = weight.fused(x, torch.full((70, outputs), float("nan")).bfloat16(), norm=norm, silu=True)
+    got = weight.silu(x, torch.full((70, outputs), float("nan")).bfloat16(), norm=Norm(norm, 1e-6))
     assert error(got, torch.nn.functional.silu(gate) * up) < 2e-2
 
 
@@ -87,7 +90,7 @@ def test_rows_are_multiplied(case, rows):
     x = torch.randn(rows, tensors[0].in_features).bfloat16()
     for _ in range(2 if rows == 3 else 1):  # thread blocks meet again
         out = torch.full((rows, weight.out_features), float("nan")).bfloat16()
-        assert error(weight.fused(x, out), reference(tensors, x)) < 1e-2
+        assert error(weight.project(x, out), reference(tensors, x)) < 1e-2
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (1, torch.float16), (18, torch.bfloat16), (70, torch.bfloat16),
@@ -99,7 +102,7 @@ def test_norm_bias_and_residual_are_fused(rows, dtype):
     residual = torch.randn(rows, 88).to(dtype)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     want = torch.cat([normed @ tensor.dequantize(torch.float64).T for tensor in tensors], -1) + bias.double() + residual.double()
-    assert error(weight.fused(x, residual.clone(), norm=norm, residual=residual), want) < 1e-2
+    assert error(weight.project(x, residual.clone(), norm=Norm(norm, 1e-6), residual=residual), want) < 1e-2
 
 
 @pytest.mark.parametrize("rows", [5, 12, 20, 40])
@@ -113,19 +116,21 @@ def test_rows_of_shared_and_whole_tiles_are_normed(shapes, rows):
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
     want = torch.cat([normed @ tensor.dequantize(torch.float64).T for tensor in tensors], -1) + residual.double()
     for _ in range(2):  # thread blocks meet again
-        assert error(weight.fused(x, torch.full_like(residual, float("nan")), norm=norm, residual=residual), want) < 1e-2
+        out = torch.full_like(residual, float("nan"))
+        assert error(weight.project(x, out, norm=Norm(norm, 1e-6), residual=residual), want) < 1e-2
 
 
 @pytest.mark.parametrize(("rows", "columns", "count"), [(16, 1024, 2), (20, 2048, 5), (40, 1024, 3), (40, 2048, 4),
                                                         (100, 4096, 9)])
 def test_pairs_of_thread_blocks_add_up(monkeypatch, rows, columns, count):
-    monkeypatch.setattr(vptq_rows, "processors", lambda _: count)
+    device = dataclasses.replace(host_cuda.HOST, multi_processor_count=count)
+    monkeypatch.setattr(gpu, "of", lambda _: device)
     tensors, weight = make((88, columns), **BOOKS)
-    assert vptq_rows.choose(weight.parts, rows, torch.device("cpu")).paired
+    assert vptq_rows.choose(weight.parts, rows, device).paired
     x, residual = torch.randn(rows, columns).bfloat16(), torch.randn(rows, 88).bfloat16()
     want, found = reference(tensors, x) + residual.double(), []
     for _ in range(2):  # thread blocks meet again
-        found.append(weight.fused(x, torch.full_like(residual, float("nan")), residual=residual))
+        found.append(weight.project(x, torch.full_like(residual, float("nan")), residual=residual))
         assert error(found[-1], want) < 1e-2
     assert torch.equal(*found)
 
@@ -134,8 +139,8 @@ def test_keys_and_values_that_are_asked_for_change_nothing():
     tensors, weight = make((72, 512), (24, 512), **BOOKS)
     x, lengths = torch.randn(20, 512).bfloat16(), torch.randint(0, 70, (20,)).int()
     keys, values = torch.randn(2, 110, 16, 2, 64).bfloat16()
-    coming = vptq_rows.Coming(lengths, torch.randperm(110)[:100].view(20, 5).int(), keys, values)
-    outs = [weight.fused(x, torch.full((20, 96), float("nan")).bfloat16(), coming=some) for some in (None, coming)]
+    wanted = KvPrefetch(lengths, torch.randperm(110)[:100].view(20, 5).int(), keys, values)
+    outs = [weight.project(x, torch.full((20, 96), float("nan")).bfloat16(), prefetch=some) for some in (None, wanted)]
     assert torch.equal(*outs) and error(outs[1], reference(tensors, x)) < 1e-2
 
 
@@ -149,13 +154,13 @@ def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, columns, rows, 
     x, residual = torch.cat([gate, up], -1), torch.randn(rows, 64).bfloat16()
     gated = torch.nn.functional.silu(gate.double()) * up.double()
     want = gated @ tensors[0].dequantize(torch.float64).T + residual.double()
-    assert error(weight.fused(x, residual, residual=residual, gated=True), want) < 1e-2
+    assert error(weight.multiply(x, residual, Ends(gated=True, residual=residual)), want) < 1e-2
 
 
 def test_what_is_not_alike_is_not_joined():
     assert make((64, 512), (64, 256), **BOOKS)[1] is None
-    assert vptq.join([vptq.prepare(VectorQuant.random((16, 512), length=24, main=16), dtype=torch.bfloat16)]) is None
-    assert vptq_rows.takes(make((64, 512))[1].parts, 2, torch.device("cpu"))
+    assert vptq.join([vptq.prepare(VectorQuant.random((16, 512), length=24, main=16), dtype=torch.bfloat16, ops=ops)]) is None
+    assert vptq_rows.takes(make((64, 512))[1].parts, 2, host_cuda.HOST)
 
 
 def test_tiles_are_cut_by_what_a_second_one_costs():

@@ -13,6 +13,9 @@ TINY = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_atten
 LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+           "mlp.down_proj")
+
 # name: (model_type, what differs from TINY)
 MODELS = {
     "llama": ("llama", {}),

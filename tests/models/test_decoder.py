@@ -1,12 +1,14 @@
 import pytest
 import torch
-from model_helpers import MODELS, DictWeights, assert_same_logits, load, run_paged, tokens_of, transformers_model
+from model_helpers import LINEARS, MODELS, DictWeights, assert_same_logits, load, run_paged, tokens_of, transformers_model
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import GROUPS, LINEARS, Block, Decoder
+from flyweight.models.decoder import Decoder
+from flyweight.models.layer import Block
+from flyweight.models.standard import plan_of
 from flyweight.tensors import Plain
 
 
@@ -88,7 +90,7 @@ def test_only_the_wanted_rows_go_on_from_the_last_attention(wanted):
                       [6], torch.tensor(outputs, dtype=torch.int64))
         found.append(decoder.forward(batch, cache))
         caches.append(torch.stack([torch.stack([each.keys, each.values]) for each in cache]))
-        for linear in (decoder.blocks[-1].qkv, decoder.blocks[-1].down, decoder.head):
+        for linear in (decoder.blocks[-1].qkv, decoder.blocks[-1].linears["down"], decoder.head):
             linear.watch = lambda x: seen.append(x.shape[0])
     torch.testing.assert_close(found[1], found[0][wanted], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(caches[1], caches[0], rtol=1e-5, atol=1e-6)
@@ -171,7 +173,7 @@ def test_groups_name_the_source_of_each_input():
     tokens, state = tokens_of(12), model.state_dict()
     expected = reference_logits(model, tokens).clone()
     for index in range(3):
-        for group in GROUPS:
+        for group in plan_of(ModelConfig.from_dict(model.config.to_dict())).layers[index].groups:
             source = state[f"model.layers.{index}.{group.source}.weight"]
             factors = torch.rand(source.shape[0], generator=torch.Generator().manual_seed(index)) + 0.5
             source.div_(factors if source.ndim == 1 else factors[:, None])

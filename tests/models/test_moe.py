@@ -13,8 +13,9 @@ from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import CheckpointError
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import Decoder, groups_of
+from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights, preset_config, tensor_shapes
+from flyweight.models.standard import plan_of
 
 TOLERANCE = 1e-5  # of the largest logit, float32
 TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -104,8 +105,8 @@ def test_the_presets_have_the_size_of_the_models(preset, parameters):
 
 def test_a_layer_without_experts_has_the_groups_of_a_dense_one():
     config = ModelConfig.from_dict(preset_config("qwen2-57b-a14b") | {"mlp_only_layers": [1]})
-    assert [group.name for group in groups_of(config, 1)] == ["qkv", "o", "gate_up", "down"]
-    names = [group.name for group in groups_of(config, 0)]
+    assert [group.name for group in plan_of(config).layers[1].groups] == ["qkv", "o", "gate_up", "down"]
+    names = [group.name for group in plan_of(config).layers[0].groups]
     assert names[2:4] == ["shared_expert.gate_up", "experts.0.gate_up"] and names[-1] == "experts.63.down"
 
 

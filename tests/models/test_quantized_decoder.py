@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from model_helpers import assert_same_logits, load, run_paged, tokens_of, transformers_model
+from model_helpers import LINEARS, assert_same_logits, load, run_paged, tokens_of, transformers_model
 
-from flyweight.models.decoder import GROUPS, LINEARS
+from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Linear
+from flyweight.models.standard import plan_of
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24, VectorQuant
 
 
@@ -109,4 +110,6 @@ def test_siblings_that_agree_are_one_call_and_the_rest_stay_apart():
 
 
 def test_every_linear_belongs_to_one_group():
-    assert len(set(LINEARS)) == len(LINEARS) == sum(len(group.linears) for group in GROUPS)
+    layer = plan_of(ModelConfig.from_dict(transformers_model("llama").config.to_dict())).layers[0]
+    names = [name for group in layer.groups for name in group.linears]
+    assert len(set(names)) == len(names) and set(names) == set(LINEARS)

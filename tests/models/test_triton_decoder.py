@@ -7,7 +7,7 @@ import torch
 from model_helpers import assert_same_logits, load, run_paged, tokens_of, transformers_model
 
 from flyweight.kernels import dispatch, reference
-from flyweight.models import decoder
+from flyweight.models import decoder, layer
 
 ops = pytest.importorskip("flyweight.kernels.cuda_ops", reason="triton is not installed")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here: CPU tensors are for the interpreter")
@@ -25,7 +25,8 @@ def forgotten():
 @pytest.mark.usefixtures("interpreted_loops")
 @pytest.mark.parametrize("name", ["llama odd heads", "mistral window", "qwen3 yarn"])
 def test_packed_chunks_match_transformers(name, monkeypatch):
-    monkeypatch.setattr(decoder, "decoder_ops", lambda device: ops)
+    for module in (decoder, layer, dispatch):
+        monkeypatch.setattr(module, "decoder_ops", lambda device: ops)
     model = transformers_model(name)
     sequences = [tokens_of(count, seed=count) for count in (9, 13, 1)]
     for found, tokens in zip(run_paged(load(model), sequences, [7, 1, 5]), sequences, strict=True):
@@ -34,7 +35,7 @@ def test_packed_chunks_match_transformers(name, monkeypatch):
 
 
 def test_cuda_devices_get_these_ops_and_others_the_plain_ones(monkeypatch):
-    monkeypatch.setattr(dispatch, "why_not_triton", lambda: None)
+    monkeypatch.setattr(dispatch, "unsupported_by_triton", lambda: None)
     assert dispatch.decoder_ops("cuda:0") is ops and dispatch.decoder_ops("cpu") is reference
 
 

@@ -19,7 +19,8 @@ from flyweight.checkpoint.writer import CheckpointWriter
 from flyweight.errors import FlyweightError, OptionError, ResourceError, UnsupportedError
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import GROUPS, LINEARS, Decoder, Whole
+from flyweight.models.attention import Whole
+from flyweight.models.decoder import Decoder
 from flyweight.models.rope import rope_tables
 from flyweight.quant import calibrate, store
 from flyweight.quant.quantize import quantize
@@ -27,6 +28,9 @@ from flyweight.quant.recipe import Layer, Recipe, named
 from flyweight.quant.work import WorkBlock
 
 LEARNED = 'base = "int4-best"\nlearn_steps = 4\nlearn_batch = 2\nsweeps = 1\ntune_steps = 2\ntune_batch = 2\n'
+
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+           "mlp.down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +141,7 @@ def test_folding_scales_leaves_the_float_function_unchanged(changes, dtype, tmp_
     context = Whole(20, rope_tables(config, torch.device("cpu")), reference)
     x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0))
     before = work.build().forward(x, context)
-    for group in GROUPS:
+    for group in work.groups:
         width = work.weights[group.linears[0]].shape[1]
         scales = work.allowed(group, torch.exp(torch.randn(width, generator=torch.Generator().manual_seed(1))))
         old = {name: weight.clone() for name, weight in work.weights.items()}

@@ -8,7 +8,7 @@ import torch
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import GROUPS, Whole
+from flyweight.models.attention import Whole
 from flyweight.models.rope import rope_tables
 from flyweight.quant.calibration import BUILT_IN, read_text
 from flyweight.quant.recipe import Layer
@@ -31,7 +31,7 @@ def block(smollm2):
         weight *= torch.exp(0.3 * torch.randn(weight.shape[1], generator=generator))
     context = Whole(256, rope_tables(config, device), reference)
     with torch.no_grad():
-        return work, work.statistics([x], context, GROUPS)
+        return work, work.statistics([x], context, work.groups)
 
 
 INTEGERS = dict(bits=4, group_size=64)
@@ -47,7 +47,7 @@ INTEGERS = dict(bits=4, group_size=64)
 @pytest.mark.parametrize("group", ["o", "qkv"])
 def test_no_solver_is_worse_than_rounding(group, solver, nearest, block):
     work, statistics = block
-    chosen = next(item for item in GROUPS if item.name == group)
+    chosen = next(item for item in work.groups if item.name == group)
     weights = [work.weights[name] for name in chosen.linears][-1:]
 
     def error(layer):

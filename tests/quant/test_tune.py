@@ -13,7 +13,7 @@ from tiny_model import TEXT, make_tiny_model
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.kernels import reference
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import Whole
+from flyweight.models.attention import Whole
 from flyweight.models.rope import rope_tables
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe

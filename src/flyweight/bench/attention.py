@@ -1,7 +1,8 @@
-"""Decode attention over the paged cache: how much of the copy bandwidth it reaches at long contexts.
+"""Decode attention over the paged cache: its share of the copy bandwidth at long contexts.
 
-One new token for each sequence, every sequence with the same context. GB/s counts the keys and values, which is all that
-matters at these lengths. Torch's own attention runs beside it on keys and values that lie in one piece.
+One new token for each sequence, every sequence with the same context. GB/s counts the keys and
+values, which is all that matters at these lengths. Torch's own attention runs beside it on keys and
+values that lie in one piece.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from flyweight.bench import replay
 from flyweight.bench.kernels import figures, relative_error
 from flyweight.bench.replay import Work
 from flyweight.bench.rows import Row
-from flyweight.kernels import attention, gemv, reference
+from flyweight.kernels import reference
+from flyweight.kernels.attention.decode import (
+    HeadNorms,
+    HeadShape,
+    Rows,
+    Workspace,
+    decode_attention,
+    rope_pairs,
+)
 from flyweight.models.config import ModelConfig
 from flyweight.models.presets import preset_config
 
@@ -39,8 +48,16 @@ class Heads:
         return cls(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
 
 
-def measure_attention(preset: str, *, batch: int, context: int, dtype: torch.dtype, device: torch.device, samples: int,
-                      bandwidth: float) -> Iterator[Row]:
+def measure_attention(
+    preset: str,
+    *,
+    batch: int,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    samples: int,
+    bandwidth: float,
+) -> Iterator[Row]:
     heads = Heads.of(preset)
     nbytes = 2 * batch * context * heads.kv_heads * heads.head_dim * dtype.itemsize
     pages = -(-context // PAGE)
@@ -51,71 +68,123 @@ def measure_attention(preset: str, *, batch: int, context: int, dtype: torch.dty
 
     caches = [cache() for _ in range(replay.copies_for(nbytes, device))]
     tables = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-    qkv = torch.randn(batch, (heads.heads + 2 * heads.kv_heads) * heads.head_dim, device=device, dtype=dtype)
-    run = fused(heads, qkv, tables, context) if device.type == "cuda" else eager(heads, qkv, tables, context)
+    qkv = torch.randn(
+        batch, (heads.heads + 2 * heads.kv_heads) * heads.head_dim, device=device, dtype=dtype
+    )
+    run = (
+        fused(heads, qkv, tables, context)
+        if device.type == "cuda"
+        else eager(heads, qkv, tables, context)
+    )
     expected = exact(heads, qkv, caches[0], context, run)
-    works = {"ours": Work(lambda i: run(caches[i]), len(caches)), "torch": torch_work(heads, qkv, caches[:2], context)}
+    works = {
+        "ours": Work(lambda i: run(caches[i]), len(caches)),
+        "torch": torch_work(heads, qkv, caches[:2], context),
+    }
     times = replay.measure(works, device, samples=samples)
-    yield {"format": "attention", "kernel": "attention" if device.type == "cuda" else "reference.paged_attention",
-           "rows": batch, "context": context, "shape": preset, "heads": heads.heads, "kv_heads": heads.kv_heads,
-           "head_dim": heads.head_dim, "dtype": str(dtype).removeprefix("torch."), "status": "ok",
-           "relative_error": expected} | figures(times["ours"], hot=None, torch_times=times["torch"], nbytes=nbytes,
-                                                 bandwidth=bandwidth)
+    yield {
+        "format": "attention",
+        "kernel": "attention" if device.type == "cuda" else "reference.paged_attention",
+        "rows": batch,
+        "context": context,
+        "shape": preset,
+        "heads": heads.heads,
+        "kv_heads": heads.kv_heads,
+        "head_dim": heads.head_dim,
+        "dtype": str(dtype).removeprefix("torch."),
+        "status": "ok",
+        "relative_error": expected,
+    } | figures(
+        times["ours"], hot=None, torch_times=times["torch"], nbytes=nbytes, bandwidth=bandwidth
+    )
 
 
 def torch_work(heads: Heads, qkv: Tensor, caches: list[KVStorage], context: int) -> Work:
-    """Torch's attention over two copies at least: contexts of this length do not fit into a cache twice."""
-    batch, size = qkv.shape[0], heads.head_dim
+    """Torch's attention over two copies at least: contexts of this length do not fit into a cache
+    twice.
+    """
+    batch = qkv.shape[0]
+    size = heads.head_dim
 
     def whole(side: Tensor) -> Tensor:
         return side.view(batch, -1, heads.kv_heads, size)[:, :context].transpose(1, 2).contiguous()
 
-    keys, values = [whole(one.keys) for one in caches], [whole(one.values) for one in caches]
+    keys = [whole(one.keys) for one in caches]
+    values = [whole(one.values) for one in caches]
     query = qkv.view(batch, -1, 1, size)[:, : heads.heads]
-    return Work(lambda i: F.scaled_dot_product_attention(query, keys[i], values[i], enable_gqa=True), len(caches))
+    return Work(
+        lambda i: F.scaled_dot_product_attention(query, keys[i], values[i], enable_gqa=True),
+        len(caches),
+    )
 
 
 def fused(heads: Heads, qkv: Tensor, tables: Tensor, context: int) -> Callable[[KVStorage], Tensor]:
     """The kernel of captured decode steps, positions left unrotated: it costs the same."""
-    batch, device = qkv.shape[0], qkv.device
-    shape = attention.HeadShape(heads.heads, heads.kv_heads, heads.head_dim, heads.head_dim, PAGE, heads.qk_norm)
-    splits = attention.choose_splits(batch, heads.kv_heads, gemv.processors(device.index or 0))
-    still = torch.ones(context, heads.head_dim // 2, device=device), torch.zeros(context, heads.head_dim // 2, device=device)
-    ones = torch.ones(heads.head_dim, device=device, dtype=qkv.dtype)
+    batch = qkv.shape[0]
+    device = qkv.device
+    size = heads.head_dim
+    shape = HeadShape(heads.heads, heads.kv_heads, size, size, PAGE, heads.qk_norm)
+    still = rope_pairs(
+        torch.ones(context, size // 2, device=device),
+        torch.zeros(context, size // 2, device=device),
+    )
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
+    ones = torch.ones(size, device=device, dtype=qkv.dtype)
+    norms = HeadNorms(ones, ones, 1e-6) if heads.qk_norm else HeadNorms()
     options: dict[str, Any] = dict(
-        shape=shape, norms=(ones, ones) if heads.qk_norm else None, rope=attention.rope_pairs(*still), tables=tables,
-        lengths=torch.full((batch,), context, dtype=torch.int32, device=device), splits=splits, epsilon=1e-6,
-        workspace=attention.Workspace.make(shape, batch, splits, device), scale=heads.head_dim**-0.5)
-    out = torch.empty(batch, heads.heads * heads.head_dim, device=device, dtype=qkv.dtype)
-    return lambda cache: attention.decode_attention(qkv, out, cache, **options)
+        shape=shape, norms=norms, workspace=Workspace.make(shape, batch, device), scale=size**-0.5
+    )
+    out = torch.empty(batch, heads.heads * size, device=device, dtype=qkv.dtype)
+    rows = Rows(still, lengths, tables)
+    return lambda cache: decode_attention(qkv, out, cache, rows, **options)
 
 
 def eager(heads: Heads, qkv: Tensor, tables: Tensor, context: int) -> Callable[[KVStorage], Tensor]:
     batch = tables.shape[0]
-    query, keys, values = qkv.view(batch, -1, heads.head_dim).split([heads.heads, heads.kv_heads, heads.kv_heads], 1)
+    query, keys, values = qkv.view(batch, -1, heads.head_dim).split(
+        [heads.heads, heads.kv_heads, heads.kv_heads], 1
+    )
     slots = tables[:, (context - 1) // PAGE].long() * PAGE + (context - 1) % PAGE
-    step = Batch(tokens=slots, positions=slots, slots=slots, block_tables=tables, query_starts=list(range(batch + 1)),
-                 kv_lengths=[context] * batch, output_rows=slots)
+    step = Batch(
+        tokens=slots,
+        positions=slots,
+        slots=slots,
+        block_tables=tables,
+        query_starts=list(range(batch + 1)),
+        kv_lengths=[context] * batch,
+        output_rows=slots,
+    )
     plans: list[Any] = []
     if heads.qk_norm:
-        query, keys = (reference.rms_norm(part, torch.ones(heads.head_dim, device=qkv.device), 1e-6) for part in (query, keys))
+        query, keys = (
+            reference.rms_norm(part, torch.ones(heads.head_dim, device=qkv.device), 1e-6)
+            for part in (query, keys)
+        )
 
     def run(cache: KVStorage) -> Tensor:
         if not plans:
             plans.append(reference.plan_attention(step, cache))
         reference.write_kv(cache, keys, values, step.slots)
-        return reference.paged_attention(query, cache, plans[0], scale=heads.head_dim**-0.5).flatten(1)
+        return reference.paged_attention(
+            query, cache, plans[0], scale=heads.head_dim**-0.5
+        ).flatten(1)
 
     return run
 
 
-def exact(heads: Heads, qkv: Tensor, cache: KVStorage, context: int, run: Callable[[KVStorage], Tensor]) -> float:
-    """The relative error of the first sequence, against float64 over the cache that the run has just written to."""
+def exact(
+    heads: Heads, qkv: Tensor, cache: KVStorage, context: int, run: Callable[[KVStorage], Tensor]
+) -> float:
+    """The relative error of the first sequence, against float64 over the cache that the run has
+    just written to.
+    """
     found = run(cache)[0].view(heads.heads, heads.head_dim)
     query = qkv[0].double().view(-1, heads.head_dim)[: heads.heads]
     if heads.qk_norm:
         query = query * (query.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    keys, values = (side.flatten(0, 1)[:context].double().transpose(0, 1) for side in (cache.keys, cache.values))
+    keys, values = (
+        side.flatten(0, 1)[:context].double().transpose(0, 1) for side in (cache.keys, cache.values)
+    )
     grouped = query.view(heads.kv_heads, -1, heads.head_dim)
     weights = (grouped @ keys.mT * heads.head_dim**-0.5).softmax(-1)
     return relative_error(found, (weights @ values).view(heads.heads, heads.head_dim))

@@ -88,7 +88,8 @@ def exact_logits(model: str, sequences: Sequence[Sequence[int]], *, device: torc
     head and a block in 16 bits are 7 GB for Qwen2-72B (and 4 GB more while a linear is dequantized) and 6 GB for 57B-A14B.
     """
     from flyweight.engine.llm import choose_dtype, open_model
-    from flyweight.models.decoder import Block, Decoder
+    from flyweight.models.decoder import Decoder
+    from flyweight.models.layer import Block
 
     weights, _ = open_model(model, device)
     computed = choose_dtype(dtype, weights.config, device)

@@ -80,8 +80,8 @@ def preset_facts(name: str) -> ModelFacts:
     import torch
 
     from flyweight.models.config import ModelConfig
-    from flyweight.models.decoder import groups_of
     from flyweight.models.presets import PresetWeights
+    from flyweight.models.standard import plan_of
 
     _, preset, *rest = name.split(":")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,7 +90,7 @@ def preset_facts(name: str) -> ModelFacts:
     sizes: dict[tuple[int, ...], int] = {}
     linear_bytes = linear_weights = 0
     read_bytes = 0.0  # of linears in a step of one sequence: of experts those that a token is sent to
-    for index, group in [(i, group) for i in range(config.layers) for group in groups_of(config, i)]:
+    for index, group in [(layer.index, group) for layer in plan_of(config).layers for group in layer.groups]:
         share = config.moe.experts_per_token / config.moe.experts if config.moe and group.routed else 1.0
         for linear in group.linears:
             shape = weights.shapes[f"model.layers.{index}.{linear}.weight"]

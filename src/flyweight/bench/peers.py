@@ -1,7 +1,8 @@
-"""Other people's kernels on the same weight, where they are installed: each builds from a QuantTensor and takes x.
+"""Other people's kernels on the same weight, where they are installed.
 
-`build` lays the weight out in fresh memory and returns a call; it raises where the weight, the rows or the machine does
-not suit, and that reason becomes the row. Activation quantization is part of the call, as it is of ours.
+`build` takes a QuantTensor, lays the weight out in fresh memory and returns a call; it raises where
+the weight, the rows or the machine does not suit, and that reason becomes the row. Activation
+quantization is part of the call, as it is of ours.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from torch import Tensor
 from flyweight.errors import MissingPackageError, OptionError, UnsupportedError, unknown
 from flyweight.kernels.cpu_integer import sums_exactly
 from flyweight.packing import pack
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, quantize_float8_rows, quantize_int8_rows
+from flyweight.tensors import (
+    Float8,
+    Int8Channel,
+    IntGroup,
+    Sparse24,
+    quantize_float8_rows,
+    quantize_int8_rows,
+)
 
 Run = Callable[[Tensor], Tensor]
 INSTALL = {"gemlite": "pip install gemlite", "vllm": "pip install vllm"}
@@ -45,22 +53,29 @@ def need(fits: bool, reason: str) -> None:
         raise UnsupportedError(reason)
 
 
-# -- torch ----------------------------------------------------------------------------------------------------
+# -- torch ----------------------------------------------------------------------------------------
 
 
 def torch_int4(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
     """tinygemm: W = (q − 8) · scale + offset, so that offset = (8 − zero point) · scale."""
-    need(tensor.bits == 4 and tensor.g_idx is None and tensor.group_size in (32, 64, 128, 256), "groups of 32 to 256 only")
+    need(
+        tensor.bits == 4 and tensor.g_idx is None and tensor.group_size in (32, 64, 128, 256),
+        "groups of 32 to 256 only",
+    )
     need(tensor.device.type == "cpu" or dtype == torch.bfloat16, "bfloat16 only")
-    codes, scales = tensor.values(), tensor.scales.to(dtype)
+    codes = tensor.values()
+    scales = tensor.scales.to(dtype)
     zeros = 8 if tensor.zeros is None else tensor.zeros.to(dtype)
-    pairs = torch.stack([scales, (8 - zeros) * scales], -1).transpose(0, 1).contiguous()  # [groups, out, 2]
+    pairs = (
+        torch.stack([scales, (8 - zeros) * scales], -1).transpose(0, 1).contiguous()
+    )  # [groups, out, 2]
     if tensor.device.type == "cpu":
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         op = torch.ops.aten._weight_int4pack_mm_for_cpu
     else:
         halves = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).contiguous()
-        packed, op = torch.ops.aten._convert_weight_to_int4pack(halves, 8), torch.ops.aten._weight_int4pack_mm
+        packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
+        op = torch.ops.aten._weight_int4pack_mm
     return functools.partial(_run_int4, op=op, packed=packed, group=tensor.group_size, pairs=pairs)
 
 
@@ -70,8 +85,13 @@ def _run_int4(x: Tensor, *, op: Any, packed: Tensor, group: int, pairs: Tensor) 
 
 def torch_int8(tensor: Int8Channel, *, rows: int, dtype: torch.dtype) -> Run:
     need(tensor.input_scale is None, "dynamic activations only")
-    need(tensor.device.type != "cpu" or sums_exactly(), "this processor has no VNNI, and without it the sums are cut off")
-    return functools.partial(_run_int8, weight=tensor.codes.clone(), scales=tensor.scales.float().flatten().clone())
+    need(
+        tensor.device.type != "cpu" or sums_exactly(),
+        "this processor has no VNNI, and without it the sums are cut off",
+    )
+    return functools.partial(
+        _run_int8, weight=tensor.codes.clone(), scales=tensor.scales.float().flatten().clone()
+    )
 
 
 def _run_int8(x: Tensor, *, weight: Tensor, scales: Tensor) -> Tensor:
@@ -82,21 +102,32 @@ def _run_int8(x: Tensor, *, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def torch_fp8(tensor: Float8, *, rows: int, dtype: torch.dtype) -> Run:
-    need(tensor.block is None and tensor.activation == "token", "one scale per output and dynamic activations only")
+    need(
+        tensor.block is None and tensor.activation == "token",
+        "one scale per output and dynamic activations only",
+    )
     scales = tensor.scales.float().expand(tensor.matrix_shape[0], 1).t().contiguous()  # [1, out]
     return functools.partial(_run_fp8, weight=tensor.weight.clone(), scales=scales)
 
 
 def _run_fp8(x: Tensor, *, weight: Tensor, scales: Tensor) -> Tensor:
     codes, scale = quantize_float8_rows(x)
-    return torch._scaled_mm(codes, weight.t(), scale_a=scale, scale_b=scales, out_dtype=x.dtype, use_fast_accum=True)
+    return torch._scaled_mm(
+        codes, weight.t(), scale_a=scale, scale_b=scales, out_dtype=x.dtype, use_fast_accum=True
+    )
 
 
 def cusparselt(tensor: Sparse24, *, rows: int, dtype: torch.dtype) -> Run:
-    need(isinstance(tensor.inner, Int8Channel) and tensor.device.type == "cuda", "int8 on a GPU only")
+    need(
+        isinstance(tensor.inner, Int8Channel) and tensor.device.type == "cuda", "int8 on a GPU only"
+    )
     dense = tensor.to_dense()
     assert isinstance(dense, Int8Channel)
-    return functools.partial(_run_cusparselt, packed=torch._cslt_compress(dense.codes), scales=dense.scales.float().flatten())
+    return functools.partial(
+        _run_cusparselt,
+        packed=torch._cslt_compress(dense.codes),
+        scales=dense.scales.float().flatten(),
+    )
 
 
 def _run_cusparselt(x: Tensor, *, packed: Tensor, scales: Tensor) -> Tensor:
@@ -106,36 +137,72 @@ def _run_cusparselt(x: Tensor, *, packed: Tensor, scales: Tensor) -> Tensor:
     return (sums.t()[: len(x)].float() * scale * scales).to(x.dtype)
 
 
-# -- packages ---------------------------------------------------------------------------------------------------
+# -- packages -------------------------------------------------------------------------------------
 
 
 def gemlite(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
     core = package("gemlite.core")
     need(tensor.g_idx is None, "no act-order")
     kind = {torch.float16: core.DType.FP16, torch.bfloat16: core.DType.BF16}[dtype]
-    layer = core.GemLiteLinearTriton(tensor.bits, group_size=tensor.group_size, in_features=tensor.in_features,
-                                     out_features=tensor.matrix_shape[0], input_dtype=kind, output_dtype=kind)
-    zeros = torch.full_like(tensor.scales, 1 << (tensor.bits - 1)) if tensor.zeros is None else tensor.zeros
-    layer.pack(tensor.values().to(torch.uint8), tensor.scales.to(dtype).clone(), zeros.to(dtype).clone(), None)
+    layer = core.GemLiteLinearTriton(
+        tensor.bits,
+        group_size=tensor.group_size,
+        in_features=tensor.in_features,
+        out_features=tensor.matrix_shape[0],
+        input_dtype=kind,
+        output_dtype=kind,
+    )
+    zeros = (
+        torch.full_like(tensor.scales, 1 << (tensor.bits - 1))
+        if tensor.zeros is None
+        else tensor.zeros
+    )
+    layer.pack(
+        tensor.values().to(torch.uint8),
+        tensor.scales.to(dtype).clone(),
+        zeros.to(dtype).clone(),
+        None,
+    )
     return layer
 
 
 def marlin(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
-    """vLLM's, with its own repacking. Symmetric weights only: its zero points are packed in yet another order."""
+    """vLLM's, with its own repacking. Symmetric weights only: its zero points are packed in yet
+    another order.
+    """
     utils = package("vllm.model_executor.layers.quantization.utils.marlin_utils")
     types = package("vllm.scalar_type").scalar_types
-    need(tensor.zeros is None and tensor.g_idx is None and tensor.bits in (4, 8), "symmetric, without act-order; add --symmetric")
+    need(
+        tensor.zeros is None and tensor.g_idx is None and tensor.bits in (4, 8),
+        "symmetric, without act-order; add --symmetric",
+    )
     outputs, inputs = tensor.matrix_shape
-    device, empty = tensor.device, torch.empty(0, dtype=torch.int32, device=tensor.device)
-    packed = pack(tensor.values(), tensor.bits).t().contiguous()  # GPTQ's order: [in · bits / 32, out]
-    weight = package("vllm._custom_ops").gptq_marlin_repack(packed, empty, inputs, outputs, tensor.bits)
+    device = tensor.device
+    empty = torch.empty(0, dtype=torch.int32, device=device)
+    packed = (
+        pack(tensor.values(), tensor.bits).t().contiguous()
+    )  # GPTQ's order: [in · bits / 32, out]
+    weight = package("vllm._custom_ops").gptq_marlin_repack(
+        packed, empty, inputs, outputs, tensor.bits
+    )
     group = tensor.group_size if tensor.group_size < inputs else -1
-    scales = utils.marlin_permute_scales(tensor.scales.t().to(dtype).contiguous(), inputs, outputs, group)
-    return functools.partial(_run_marlin, apply=utils.apply_gptq_marlin_linear, weight=weight, weight_scale=scales,
-                             weight_zp=empty, g_idx=empty, g_idx_sort_indices=empty,
-                             workspace=utils.marlin_make_workspace_new(device),
-                             wtype=types.uint4b8 if tensor.bits == 4 else types.uint8b128,
-                             output_size_per_partition=outputs, input_size_per_partition=inputs, is_k_full=True)
+    scales = utils.marlin_permute_scales(
+        tensor.scales.t().to(dtype).contiguous(), inputs, outputs, group
+    )
+    return functools.partial(
+        _run_marlin,
+        apply=utils.apply_gptq_marlin_linear,
+        weight=weight,
+        weight_scale=scales,
+        weight_zp=empty,
+        g_idx=empty,
+        g_idx_sort_indices=empty,
+        workspace=utils.marlin_make_workspace_new(device),
+        wtype=types.uint4b8 if tensor.bits == 4 else types.uint8b128,
+        output_size_per_partition=outputs,
+        input_size_per_partition=inputs,
+        is_k_full=True,
+    )
 
 
 def _run_marlin(x: Tensor, *, apply: Any, **options: Any) -> Tensor:
@@ -143,18 +210,32 @@ def _run_marlin(x: Tensor, *, apply: Any, **options: Any) -> Tensor:
 
 
 def machete(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
-    """vLLM's for Hopper, with its own repacking; codes less zero point, which it wants as −scale · zero point."""
-    ops, types = package("vllm._custom_ops"), package("vllm.scalar_type").scalar_types
+    """vLLM's for Hopper, with its own repacking; codes less zero point, which it wants as −scale ·
+    zero point.
+    """
+    ops = package("vllm._custom_ops")
+    types = package("vllm.scalar_type").scalar_types
     need(tensor.g_idx is None and tensor.bits in (4, 8), "4 or 8 bits without act-order")
     names = ("uint4b8", "uint8b128") if tensor.zeros is None else ("uint4", "uint8")
     kind = getattr(types, names[tensor.bits == 8])
-    packed = pack(tensor.values(), tensor.bits)  # [out, in · bits / 32]: as GPTQ's, column by column
-    weight = ops.machete_prepack_B(packed.contiguous().t(), a_type=dtype, b_type=kind, group_scales_type=dtype)
+    packed = pack(
+        tensor.values(), tensor.bits
+    )  # [out, in · bits / 32]: as GPTQ's, column by column
+    weight = ops.machete_prepack_B(
+        packed.contiguous().t(), a_type=dtype, b_type=kind, group_scales_type=dtype
+    )
     scales = tensor.scales.t().to(dtype).contiguous()  # [groups, out]
     zeros = None if tensor.zeros is None else (-scales * tensor.zeros.t().to(dtype)).contiguous()
     group = tensor.group_size if tensor.group_size < tensor.in_features else -1
-    return functools.partial(_run_machete, apply=ops.machete_mm, b_q=weight, b_type=kind, b_group_scales=scales,
-                             b_group_zeros=zeros, b_group_size=group)
+    return functools.partial(
+        _run_machete,
+        apply=ops.machete_mm,
+        b_q=weight,
+        b_type=kind,
+        b_group_scales=scales,
+        b_group_zeros=zeros,
+        b_group_size=group,
+    )
 
 
 def _run_machete(x: Tensor, *, apply: Any, **options: Any) -> Tensor:
@@ -166,7 +247,10 @@ def cutlass(tensor: Int8Channel | Float8, *, rows: int, dtype: torch.dtype) -> R
     if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
         package("vllm._custom_ops")
     whole = isinstance(tensor, Float8) and tensor.block is not None
-    need(not whole and tensor.input_scale is None, "one scale per output and dynamic activations only")
+    need(
+        not whole and tensor.input_scale is None,
+        "one scale per output and dynamic activations only",
+    )
     weight = tensor.codes if isinstance(tensor, Int8Channel) else tensor.weight
     scales = tensor.scales.float().expand(tensor.matrix_shape[0], 1).contiguous()
     return functools.partial(_run_cutlass, weight=weight.clone(), scales=scales)
@@ -183,16 +267,19 @@ def _run_cutlass(x: Tensor, *, weight: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-PEERS = {peer.name: peer for peer in (
-    Peer("torch._weight_int4pack_mm", ("w4a16",), torch_int4),
-    Peer("torch._int_mm", ("w8a8",), torch_int8),
-    Peer("torch._scaled_mm", ("fp8",), torch_fp8),
-    Peer("cusparselt", ("w8a8-2:4",), cusparselt),
-    Peer("gemlite", ("w4a16", "w8a16"), gemlite),
-    Peer("vllm.marlin", ("w4a16", "w8a16"), marlin),
-    Peer("vllm.machete", ("w4a16", "w8a16"), machete),
-    Peer("vllm.cutlass", ("w8a8", "fp8"), cutlass),
-)}
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("torch._weight_int4pack_mm", ("w4a16",), torch_int4),
+        Peer("torch._int_mm", ("w8a8",), torch_int8),
+        Peer("torch._scaled_mm", ("fp8",), torch_fp8),
+        Peer("cusparselt", ("w8a8-2:4",), cusparselt),
+        Peer("gemlite", ("w4a16", "w8a16"), gemlite),
+        Peer("vllm.marlin", ("w4a16", "w8a16"), marlin),
+        Peer("vllm.machete", ("w4a16", "w8a16"), machete),
+        Peer("vllm.cutlass", ("w8a8", "fp8"), cutlass),
+    )
+}
 
 
 def load_library(path: str) -> None:

@@ -1,13 +1,15 @@
-"""Where the time of a model goes: operators and kernels of prefill and of decode, apart and warmed, by torch's profiler.
+"""Where the time of a model goes: operators and kernels of each phase, by torch's profiler.
 
-Prefill is a request for one token; decode is what follows the second token of a batch, so that neither phase has a step of
-the other. Both run once before they are recorded (compilation, tuning and graph capture lie outside), unless `cold` asks
-for the first run itself. Steps and passes that are captured as CUDA graphs run without operators on the host: there the
-table has the kernels by name, which the driver reports, and times by layer need `eager`.
+Prefill is a request for one token; decode is what follows the second token of a batch, so that
+neither phase has a step of the other. Both run once before they are recorded (compilation, tuning
+and graph capture lie outside), unless `cold` asks for the first run itself. Steps and passes that
+are captured as CUDA graphs run without operators on the host: there the table has the kernels by
+name, which the driver reports, and times by layer need `eager`.
 
-Times of an operator are its own ("self") and with what it called ("total"); shares are of all self time of that kind.
-Kernels on a device are rows of kind `device` and level `kernel`; an operator's device time is that of its kernels again,
-so shares of the two levels are of the same total and are not added up.
+Times of an operator are its own ("self") and with what it called ("total"); shares are of all self
+time of that kind. Kernels on a device are rows of kind `device` and level `kernel`; an operator's
+device time is that of its kernels again, so shares of the two levels are of the same total and are
+not added up.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ class Profiler:
         if eager:
             llm.engine.runner.steps = llm.engine.runner.passes = None
         self.device = llm.device
-        self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if llm.device.type == "cuda" else [])]
+        self.activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if llm.device.type == "cuda" else []),
+        ]
 
     def record(self, phase: str, *, cold: bool = False) -> Any:
         """torch's profiler with the events of a phase."""
@@ -61,7 +66,9 @@ class Profiler:
 
         @contextlib.contextmanager
         def recorded() -> Iterator[None]:
-            with torch_profile(activities=self.activities, profile_memory=True, acc_events=True) as profiler:
+            with torch_profile(
+                activities=self.activities, profile_memory=True, acc_events=True
+            ) as profiler:
                 held.append(profiler)
                 yield
                 self.synchronize()
@@ -80,10 +87,19 @@ class Profiler:
         """Seconds of what runs inside `around`: everything once each request has `after` tokens."""
         from flyweight.engine.request import SamplingParams
 
-        engine, work = self.llm.engine, self.work
-        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True)
-        prompts = random_prompts(work.batch, work.input, vocabulary=self.llm.config.vocab_size, seed=work.seed)
-        requests = [request for prompt in prompts for request in engine.submit(*self.llm.prepare(prompt, params)[1:])]
+        engine = self.llm.engine
+        work = self.work
+        params = SamplingParams(
+            temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True
+        )
+        prompts = random_prompts(
+            work.batch, work.input, vocabulary=self.llm.config.vocab_size, seed=work.seed
+        )
+        requests = [
+            request
+            for prompt in prompts
+            for request in engine.submit(*self.llm.prepare(prompt, params)[1:])
+        ]
         try:
             while any(request.generated < after for request in requests):
                 engine.step()
@@ -105,14 +121,16 @@ class Profiler:
 @contextlib.contextmanager
 def marked_layers(blocks: Sequence[Any]) -> Iterator[None]:
     """Every block's step inside a range of the profile that bears its number."""
+
     def mark(block: Any) -> None:
-        step, name = block.step, f"{LAYER}{block.index}"
+        run = block.run
+        name = f"{LAYER}{block.index}"
 
         def marked(*args: Any, **options: Any) -> Any:
             with record_function(name):
-                return step(*args, **options)
+                return run(*args, **options)
 
-        block.step = marked
+        block.run = marked
 
     for block in blocks:
         mark(block)
@@ -120,28 +138,49 @@ def marked_layers(blocks: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for block in blocks:
-            del block.step
+            del block.run
 
 
 def rows_of(profiler: Any, phase: str) -> list[Row]:
-    """One row for each operator's time on the host, one for each operator's or kernel's on the device, longest first."""
+    """One row for each operator's time on the host, one for each operator's or kernel's on the
+    device, longest first.
+    """
     events = [Event.of(average) for average in profiler.key_averages()]
     host = sum(event.host_self for event in events if not event.layer) or 1.0
     device = sum(event.device_self for event in events if event.on_device) or 1.0
     rows = []
     for event in events:
         if event.name.startswith("ProfilerStep") or (event.layer and event.on_device):
-            continue  # a range is told twice, on the host and on the device; its time on both is in the host's
+            continue  # a range is told twice: its time on both sides is in the host's
         common = {"phase": phase, "operator": event.name, "calls": event.calls}
         level = "layer" if event.layer else "kernel" if event.on_device else "operator"
         if not event.on_device:
-            rows.append(common | {"kind": "host", "level": level, "self_us": event.host_self, "total_us": event.host_total,
-                                  "share": event.host_self / host, "total_share": event.host_total / host,
-                                  "memory_bytes": event.host_memory, "self_memory_bytes": event.host_self_memory})
+            rows.append(
+                common
+                | {
+                    "kind": "host",
+                    "level": level,
+                    "self_us": event.host_self,
+                    "total_us": event.host_total,
+                    "share": event.host_self / host,
+                    "total_share": event.host_total / host,
+                    "memory_bytes": event.host_memory,
+                    "self_memory_bytes": event.host_self_memory,
+                }
+            )
         if event.device_total > 0 or event.device_memory:
-            rows.append(common | {"kind": "device", "level": level, "self_us": event.device_self, "total_us": event.device_total,
-                                  "share": event.device_self / device, "memory_bytes": event.device_memory,
-                                  "self_memory_bytes": event.device_self_memory})
+            rows.append(
+                common
+                | {
+                    "kind": "device",
+                    "level": level,
+                    "self_us": event.device_self,
+                    "total_us": event.device_total,
+                    "share": event.device_self / device,
+                    "memory_bytes": event.device_memory,
+                    "self_memory_bytes": event.device_self_memory,
+                }
+            )
     return sorted(rows, key=lambda row: (row["kind"], -row["self_us"]))
 
 
@@ -167,22 +206,52 @@ class Event:
 
     @classmethod
     def of(cls, average: Any) -> Event:
-        return cls(average.key, average.device_type != torch.autograd.DeviceType.CPU, average.count,
-                   average.self_cpu_time_total, average.cpu_time_total, average.self_device_time_total,
-                   average.device_time_total, average.cpu_memory_usage, average.self_cpu_memory_usage,
-                   average.device_memory_usage, average.self_device_memory_usage)
+        return cls(
+            average.key,
+            average.device_type != torch.autograd.DeviceType.CPU,
+            average.count,
+            average.self_cpu_time_total,
+            average.cpu_time_total,
+            average.self_device_time_total,
+            average.device_time_total,
+            average.cpu_memory_usage,
+            average.self_cpu_memory_usage,
+            average.device_memory_usage,
+            average.self_device_memory_usage,
+        )
 
 
-def profile_model(model: str, work: Workload, *, device: str | None, dtype: str | None, cold: bool, eager: bool,
-                  folder: Path | None) -> list[Row]:
+def profile_model(
+    model: str,
+    work: Workload,
+    *,
+    device: str | None,
+    dtype: str | None,
+    cold: bool,
+    eager: bool,
+    folder: Path | None,
+) -> list[Row]:
     """Rows of both phases, and their Chrome traces in `folder`."""
     from flyweight.engine.llm import LLM
 
-    llm = LLM(model, device=device, dtype=dtype, max_num_seqs=work.batch, prefix_cache=False,
-              max_model_len=work.input + work.output)
-    profiler, rows = Profiler(llm, work, eager=eager), []
-    facts = {"backend": "native", "batch": work.batch, "input": work.input, "output": work.output,
-             "kv_dtype": str(llm.dtype).removeprefix("torch."), "setting": "cold" if cold else "warm"}
+    llm = LLM(
+        model,
+        device=device,
+        dtype=dtype,
+        max_num_seqs=work.batch,
+        prefix_cache=False,
+        max_model_len=work.input + work.output,
+    )
+    profiler = Profiler(llm, work, eager=eager)
+    rows: list[Row] = []
+    facts = {
+        "backend": "native",
+        "batch": work.batch,
+        "input": work.input,
+        "output": work.output,
+        "kv_dtype": str(llm.dtype).removeprefix("torch."),
+        "setting": "cold" if cold else "warm",
+    }
     for phase in PHASES[: 1 if work.output < 2 else 2]:
         recorded = profiler.record(phase, cold=cold)
         rows += [facts | row for row in rows_of(recorded, phase)]

@@ -1,9 +1,10 @@
-"""Where the time of a captured decode step goes: linears, attention, the head, gaps between kernels, the host beside them.
+"""Where the time of a captured decode step goes: linears, attention, head, gaps, the host.
 
-Two runs of the same batch. The first is timed: the wall clock of a step, and how long the host was at work (a step less its
-wait for tokens). The second is recorded by torch's profiler. Launches overlap, each kernel fetching weights while the one
-before it ends, so durations add up to more than the step: a kernel is charged only with the time by which it is the last to
-end, and charges and gaps together are the step. Figures are medians of the steps.
+Two runs of the same batch. The first is timed: the wall clock of a step, and how long the host was
+at work (a step less its wait for tokens). The second is recorded by torch's profiler. Launches
+overlap, each kernel fetching weights while the one before it ends, so durations add up to more than
+the step: a kernel is charged only with the time by which it is the last to end, and charges and
+gaps together are the step. Figures are medians of the steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,20 @@ if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
 
 FIRST = "embed"  # the kernel that begins a step
-LINEARS = ("gemv", "gemm", "batch", "few", "vptq", "nvjet", "cutlass", "cublas", "untile", "scaled_mm", "sparse", "experts")
+LINEARS = (
+    "gemv",
+    "gemm",
+    "batch",
+    "few",
+    "vptq",
+    "nvjet",
+    "cutlass",
+    "cublas",
+    "untile",
+    "scaled_mm",
+    "sparse",
+    "experts",
+)
 PACKS = ("pack", "batch_pack")  # of x for gemm.cu and batch.cu: a linear's, too
 PARTS = ("linears", "qkv with attention", "attention", "lm_head", "other kernels", "gaps")
 
@@ -46,7 +60,11 @@ class Kernel:
     def part(self) -> str:
         if "attention" in self.name:
             return "qkv with attention" if "qkv" in self.name else "attention"
-        return "linears" if self.name in PACKS or any(word in self.name for word in LINEARS) else "other kernels"
+        return (
+            "linears"
+            if self.name in PACKS or any(word in self.name for word in LINEARS)
+            else "other kernels"
+        )
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
@@ -84,21 +102,43 @@ def measure_steps(llm: LLM, work: Workload) -> list[Row]:
     """A row for each part of a step, one for the step and one for the host."""
     steps = llm.engine.runner.steps
     if steps is None or llm.device.type != "cuda":
-        raise UnsupportedError("decode steps of this model are not captured as CUDA graphs here; `flyweight profile` shows them")
+        raise UnsupportedError(
+            "decode steps of this model are not captured as CUDA graphs here; "
+            "`flyweight profile` shows them"
+        )
     profiler = Profiler(llm, work)
     warm_up(lambda: profiler.decode(contextlib.nullcontext))
     wall, host = timed(profiler)
     found = [parts_of(step) for step in split_steps(recorded(profiler))]
     period = statistics.median(sum(time for time, _ in parts.values()) for parts in found)
-    rows = [row(part, "device", statistics.median(parts[part][0] for parts in found), calls=found[0][part][1], whole=period)
-            for part in PARTS if any(parts[part][1] for parts in found)]
-    return [row("step", "device", wall, calls=1, whole=wall) | {"recorded_us": period}, *rows,
-            row("host", "host", host, calls=1, whole=wall)]
+    rows = [
+        row(
+            part,
+            "device",
+            statistics.median(parts[part][0] for parts in found),
+            calls=found[0][part][1],
+            whole=period,
+        )
+        for part in PARTS
+        if any(parts[part][1] for parts in found)
+    ]
+    return [
+        row("step", "device", wall, calls=1, whole=wall) | {"recorded_us": period},
+        *rows,
+        row("host", "host", host, calls=1, whole=wall),
+    ]
 
 
 def row(operator: str, kind: str, time: float, *, calls: int, whole: float) -> Row:
-    return {"phase": "decode", "level": "part", "operator": operator, "kind": kind, "self_us": time, "calls": calls,
-            "share": time / whole}
+    return {
+        "phase": "decode",
+        "level": "part",
+        "operator": operator,
+        "kind": kind,
+        "self_us": time,
+        "calls": calls,
+        "share": time / whole,
+    }
 
 
 def timed(profiler: Profiler) -> tuple[float, float]:
@@ -140,5 +180,8 @@ def recorded(profiler: Profiler) -> list[Kernel]:
             profiler.synchronize()
 
     profiler.decode(around)
-    return [Kernel(event.time_range.start, event.time_range.end, event.name) for event in held[0].events()
-            if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [
+        Kernel(event.time_range.start, event.time_range.end, event.name)
+        for event in held[0].events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]

@@ -23,33 +23,81 @@ Measure = functools.partial[Iterator["Row"]]  # keyword arguments: device, sampl
 
 
 def kernel(
-    format: Annotated[str | None, typer.Option(help="bf16, w4a16, w8a16, w8a8, fp8, w8a8-2:4, w8a16-2:4, w4a16-2:4, vptq or "
-                                                    "attention, with commas. Default: w4a16, vptq for the seeds' grids.")] = None,
-    shapes: Annotated[str, typer.Option(help="seed-000, seed-001, a preset such as qwen3-8b, or KxN; several with commas.")]
-        = "qwen3-8b",
-    rows: Annotated[str, typer.Option(help="Rows of x (for attention: sequences), several with commas.")] = "1",
-    chain: Annotated[str | None, typer.Option(help="A preset: its four linears as one dependent chain.")] = None,
-    peers: Annotated[str, typer.Option(help="all, none, or names with commas: torch._int_mm, gemlite, vllm.marlin, …")] = "all",
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp32 on a CPU.")] = None,
-    group_size: Annotated[int, typer.Option(help="Of w4a16 and w8a16; -1: one scale per output.")] = 128,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="w4a16 and w8a16 without zero points.")] = False,
-    codebooks: Annotated[str, typer.Option(help="VPTQ: main+residual centroids, several with commas.")] = "8192+256",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16, w4a16, w8a16, w8a8, fp8, w8a8-2:4, w8a16-2:4, w4a16-2:4, vptq or "
+            "attention, with commas. Default: w4a16, vptq for the seeds' grids."
+        ),
+    ] = None,
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="seed-000, seed-001, a preset such as qwen3-8b, or KxN; several with commas."
+        ),
+    ] = "qwen3-8b",
+    rows: Annotated[
+        str, typer.Option(help="Rows of x (for attention: sequences), several with commas.")
+    ] = "1",
+    chain: Annotated[
+        str | None, typer.Option(help="A preset: its four linears as one dependent chain.")
+    ] = None,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="all, none, or names with commas: torch._int_mm, gemlite, vllm.marlin, …"
+        ),
+    ] = "all",
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp32 on a CPU.")
+    ] = None,
+    group_size: Annotated[
+        int, typer.Option(help="Of w4a16 and w8a16; -1: one scale per output.")
+    ] = 128,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="w4a16 and w8a16 without zero points.")
+    ] = False,
+    codebooks: Annotated[
+        str, typer.Option(help="VPTQ: main+residual centroids, several with commas.")
+    ] = "8192+256",
     vector_length: Annotated[int, typer.Option(help="VPTQ: outputs of one vector.")] = 8,
-    contexts: Annotated[str, typer.Option(help="Attention: cached tokens, several with commas.")] = "16384,32768,65536,131072",
-    samples: Annotated[int, typer.Option(min=1, help="Of each kernel; ten or more give p10 and p90.")] = 11,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Result rows (JSONL); what is there is not run again.")] = None,
-    layout: Annotated[str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")] = "full",
+    contexts: Annotated[
+        str, typer.Option(help="Attention: cached tokens, several with commas.")
+    ] = "16384,32768,65536,131072",
+    samples: Annotated[
+        int, typer.Option(min=1, help="Of each kernel; ten or more give p10 and p90.")
+    ] = 11,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Result rows (JSONL); what is there is not run again."),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")
+    ] = "full",
     device: Device = None,
-    vllm_library: Annotated[Path | None, typer.Option(help="The shared library of vLLM's wheel, for its kernels alone.")] = None,
-    compile_only: Annotated[bool, typer.Option("--compile-only", help="Only compile the kernels of the linears (no chain, no "
-                                                                      "attention), ahead and without a GPU.")] = False,
-    arch: Annotated[str | None, typer.Option(help="With --compile-only: as of `flyweight compile`.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")] = False,
+    vllm_library: Annotated[
+        Path | None, typer.Option(help="The shared library of vLLM's wheel, for its kernels alone.")
+    ] = None,
+    compile_only: Annotated[
+        bool,
+        typer.Option(
+            "--compile-only",
+            help="Only compile the kernels of the linears (no chain, no "
+            "attention), ahead and without a GPU.",
+        ),
+    ] = False,
+    arch: Annotated[
+        str | None, typer.Option(help="With --compile-only: as of `flyweight compile`.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the rows instead of a table.")
+    ] = False,
 ) -> None:
-    """Time kernels against torch and their peers, in one run: cold and hot, with bandwidth and error.
+    """Time kernels against torch and their peers in one run: cold and hot, bandwidth and error.
 
-    Times are medians of CUDA-graph replays over weights that together are larger than the cache. Every kernel is compared
-    with float64 before it is timed. The ratio is kernel time ÷ torch time: below 1 is faster than torch.
+    Times are medians of CUDA-graph replays over weights that together are larger than the cache.
+    Every kernel is compared with float64 before it is timed. The ratio is kernel time ÷ torch time:
+    below 1 is faster than torch.
 
     Examples:
 
@@ -74,12 +122,26 @@ def kernel(
     place = pick_device(None if compile_only else device)
     if compile_only:
         dtype = dtype or "bf16"  # a GPU's default
-    options = dict(dtype=pick_dtype(dtype, place), vector_length=vector_length, zero_points=not symmetric)
-    found = plan(split(format) if format else [], split(shapes), numbers("rows", rows), chain=chain, group_size=group_size,
-                 contexts=numbers("contexts", contexts), books=[pair(text) for text in split(codebooks)],
-                 peers=others.names(peers), options=options)
+    options = dict(
+        dtype=pick_dtype(dtype, place), vector_length=vector_length, zero_points=not symmetric
+    )
+    found = plan(
+        split(format) if format else [],
+        split(shapes),
+        numbers("rows", rows),
+        chain=chain,
+        group_size=group_size,
+        contexts=numbers("contexts", contexts),
+        books=[pair(text) for text in split(codebooks)],
+        peers=others.names(peers),
+        options=options,
+    )
     if compile_only:
-        return compile_cases([measure.args[0] for facts, measure in found if facts.get("in_features")], arch, as_json=as_json)
+        return compile_cases(
+            [measure.args[0] for facts, measure in found if facts.get("in_features")],
+            arch,
+            as_json=as_json,
+        )
     lines = run(found, place, samples=samples, out=out)
     if as_json:
         for row in lines:
@@ -95,8 +157,14 @@ def compile_cases(cases: Sequence[Case], arch: str | None, *, as_json: bool) -> 
 
     gpu, architecture = pick_gpu(arch, None)
     with listening() as listen:
-        done = precompile([functools.partial(wanted_by, cases[begin::8], gpu) for begin in range(min(8, len(cases)))],
-                          architecture, listen=listen)
+        done = precompile(
+            [
+                functools.partial(wanted_by, cases[begin::8], gpu)
+                for begin in range(min(8, len(cases)))
+            ],
+            architecture,
+            listen=listen,
+        )
     show(done, architecture, as_json=as_json)
 
 
@@ -127,8 +195,18 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return known[name or ("bf16" if device.type == "cuda" else "fp32")]
 
 
-def plan(formats: list[str], words: list[str], rows: list[int], *, chain: str | None, contexts: list[int], group_size: int,
-         books: list[tuple[int, int]], peers: list[str], options: dict[str, Any]) -> list[tuple[Row, Measure]]:
+def plan(
+    formats: list[str],
+    words: list[str],
+    rows: list[int],
+    *,
+    chain: str | None,
+    contexts: list[int],
+    group_size: int,
+    books: list[tuple[int, int]],
+    peers: list[str],
+    options: dict[str, Any],
+) -> list[tuple[Row, Measure]]:
     """(what identifies the row, how to measure it) for everything asked for."""
     from flyweight.bench import shapes
     from flyweight.bench.attention import measure_attention
@@ -144,7 +222,9 @@ def plan(formats: list[str], words: list[str], rows: list[int], *, chain: str | 
         if name == "attention":
             for word, batch, context in ((w, b, c) for w in words for b in rows for c in contexts):
                 facts = {"format": name, "rows": batch, "context": context, "shape": word}
-                measure = functools.partial(measure_attention, word, batch=batch, context=context, dtype=options["dtype"])
+                measure = functools.partial(
+                    measure_attention, word, batch=batch, context=context, dtype=options["dtype"]
+                )
                 found.append((facts, measure))
             continue
         if name not in FORMATS:
@@ -154,15 +234,24 @@ def plan(formats: list[str], words: list[str], rows: list[int], *, chain: str | 
             if chain:
                 for count in rows:
                     case = Case(rows=count, in_features=0, out_features=0, **fixed)
-                    facts = case.fields() | {"in_features": None, "out_features": None, "shape": None, "chain": chain}
+                    facts = case.fields() | {
+                        "in_features": None,
+                        "out_features": None,
+                        "shape": None,
+                        "chain": chain,
+                    }
                     found.append((facts, functools.partial(measure_chain, chain, case)))
             else:
-                found += [(case.fields(), functools.partial(measure_case, case, peers=peers))
-                          for case in cases_of(shapes.find(words), rows, **fixed)]
+                found += [
+                    (case.fields(), functools.partial(measure_case, case, peers=peers))
+                    for case in cases_of(shapes.find(words), rows, **fixed)
+                ]
     return found
 
 
-def run(found: Sequence[tuple[Row, Measure]], device: torch.device, *, samples: int, out: Path | None) -> list[Row]:
+def run(
+    found: Sequence[tuple[Row, Measure]], device: torch.device, *, samples: int, out: Path | None
+) -> list[Row]:
     """Measure what the file does not have yet; a row that fails says why and stops nothing."""
     from rich.console import Console
     from rich.progress import Progress
@@ -188,13 +277,17 @@ def run(found: Sequence[tuple[Row, Measure]], device: torch.device, *, samples: 
     return [environment, *lines]
 
 
-def attempt(facts: Row, measure: Measure, environment: Row, device: torch.device, *, samples: int) -> list[Row]:
+def attempt(
+    facts: Row, measure: Measure, environment: Row, device: torch.device, *, samples: int
+) -> list[Row]:
     import torch
 
     from flyweight.bench import cases
     from flyweight.bench.rows import make_row, rounded
 
-    found, fault = cases.attempt(lambda: list(measure(device=device, samples=samples, bandwidth=environment["copy_gb_s"])))
+    found, fault = cases.attempt(
+        lambda: list(measure(device=device, samples=samples, bandwidth=environment["copy_gb_s"]))
+    )
     rows = [facts | fault] if fault else found or []
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -208,5 +301,8 @@ def table(lines: Sequence[Row], layout: str) -> str:
     from flyweight.report.rows import Results
 
     environments = {row["id"]: row for row in lines if row["bench"] == "environment"}
-    view = View(Results(tuple(row for row in lines if row["bench"] == "kernel"), environments), layout=layout)
+    view = View(
+        Results(tuple(row for row in lines if row["bench"] == "kernel"), environments),
+        layout=layout,
+    )
     return terminal([*kernel(view), *([] if view.seed else failures(view))]).rstrip()

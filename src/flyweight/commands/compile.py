@@ -13,28 +13,52 @@ import typer
 
 from flyweight.errors import OptionError, unknown
 
+DEFAULT = "sm_90a"
+
 if TYPE_CHECKING:
     from flyweight.gpu import Gpu
     from flyweight.kernels.precompile import Compiled, Listen
 
 
 def compile(
-    models: Annotated[list[str], typer.Argument(help="Names, folders, hub ids or preset:NAME:SCHEME.")],
-    arch: Annotated[str | None, typer.Option(help="sm_80, sm_86, sm_89, sm_90a or sm_100a; default: this machine's GPU, or "
-                                                  "sm_90a.")] = None,
-    processors: Annotated[int | None, typer.Option(min=1, help="Multiprocessors of the GPU, where it is not the usual one of its "
-                                                               "architecture (H100 PCIe: 114).")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most answers at once; default: the engine's.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one step; default: the engine's.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: the model's own.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")] = None,
+    models: Annotated[
+        list[str], typer.Argument(help="Names, folders, hub ids or preset:NAME:SCHEME.")
+    ],
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help="sm_80, sm_86, sm_89, sm_90a, sm_100a or sm_120a, or with the number of "
+            "multiprocessors: sm_90a:114, sm_90a:78; default: this machine's GPU, or sm_90a."
+        ),
+    ] = None,
+    processors: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Multiprocessors of the GPU, where it is not the usual one of its "
+            "architecture (H100 PCIe: 114).",
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Most answers at once; default: the engine's.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in one step; default: the engine's.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float16; default: the model's own.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one for each core.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compile every CUDA kernel that models will need, without a GPU and without their weights.
 
-    Kernels are otherwise compiled when they are first used, a minute or two of a first start. They go into `kernels` of
-    ~/.cache/flyweight (FLYWEIGHT_CACHE), for an image or another machine to take along: with the same version of this package
-    and of NVRTC nothing is compiled there. What Triton compiles is not among them.
+    Kernels are otherwise compiled when they are first used, a minute or two of a first start. They
+    go into `kernels` of ~/.cache/flyweight (FLYWEIGHT_CACHE), for an image or another machine to
+    take along: with the same version of this package and of NVRTC nothing is compiled there. What
+    Triton compiles is not among them.
 
     Examples:
 
@@ -42,7 +66,8 @@ def compile(
 
         flyweight compile ./my-quantized-model Qwen/Qwen3-0.6B --arch sm_90a
 
-        FLYWEIGHT_CACHE=./image flyweight compile smollm2-135m --arch sm_89 --max-num-seqs 64 --dtype float16
+        FLYWEIGHT_CACHE=./image flyweight compile smollm2-135m --arch sm_89 --max-num-seqs 64
+        --dtype float16
     """
     from flyweight.engine.ahead import DEFAULTS, Target, wanted_by
     from flyweight.kernels.precompile import precompile
@@ -53,7 +78,11 @@ def compile(
     target = Target(gpu, dtype, sequences, tokens)
     workers = workers or os.cpu_count() or 1
     parts = max(1, min(4, workers // len(models)))  # more would only wait for each other's imports
-    runs = [functools.partial(wanted_by, model, target, part=part, parts=parts) for model in models for part in range(parts)]
+    runs = [
+        functools.partial(wanted_by, model, target, part=part, parts=parts)
+        for model in models
+        for part in range(parts)
+    ]
     with listening() as listen:
         done = precompile(runs, architecture, listen=listen, workers=workers)
     show(done, architecture, as_json=as_json)
@@ -65,19 +94,17 @@ def pick_gpu(arch: str | None, processors: int | None) -> tuple[Gpu, str]:
 
     import torch
 
-    from flyweight.gpu import GPUS, Gpu
-    from flyweight.kernels.jit import architecture_name
+    from flyweight import gpu
 
     if arch is None and torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpu = Gpu(*(getattr(found, field.name) for field in dataclasses.fields(Gpu)))
-    elif (arch or "sm_90a") in GPUS:
-        gpu = GPUS[arch or "sm_90a"]
+        found = gpu.of(torch.cuda.current_device())
+    elif (arch or DEFAULT) in gpu.GPUS:
+        found = gpu.GPUS[arch or DEFAULT]
     else:
-        raise OptionError(unknown("architecture", str(arch), GPUS))
+        raise OptionError(unknown("architecture", str(arch), gpu.GPUS))
     if processors:
-        gpu = dataclasses.replace(gpu, multi_processor_count=processors)
-    return gpu, architecture_name(gpu.major, gpu.minor)
+        found = dataclasses.replace(found, multi_processor_count=processors)
+    return found, found.architecture
 
 
 @contextlib.contextmanager
@@ -87,8 +114,15 @@ def listening() -> Iterator[Listen]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         tasks = {}
 
         def listen(what: str, done: int, total: int) -> None:
@@ -101,8 +135,20 @@ def listening() -> Iterator[Listen]:
 
 def show(done: Compiled, architecture: str, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"kernels": done.kernels, "compiled": done.fresh, "seconds": round(done.seconds, 1),
-                               "arch": architecture, "folder": str(done.folder)}))
+        typer.echo(
+            json.dumps(
+                {
+                    "kernels": done.kernels,
+                    "compiled": done.fresh,
+                    "seconds": round(done.seconds, 1),
+                    "arch": architecture,
+                    "folder": str(done.folder),
+                }
+            )
+        )
     else:
-        typer.echo(f"{done.kernels} kernels for {architecture} in {done.folder}: {done.fresh} compiled in {done.seconds:.0f} s, "
-                   f"{done.kernels - done.fresh} were there")
+        typer.echo(
+            f"{done.kernels} kernels for {architecture} in {done.folder}: "
+            f"{done.fresh} compiled in {done.seconds:.0f} s, "
+            f"{done.kernels - done.fresh} were there"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,15 +13,61 @@ from rich.table import Table
 
 from flyweight.errors import FlyweightError
 
+if TYPE_CHECKING:
+    from flyweight.kernels.linear.fused import FusedLinear
+
+ROWS = (
+    1,
+    2,
+    3,
+    5,
+    9,
+    17,
+    33,
+    65,
+    129,
+    257,
+    513,
+    1025,
+    2049,
+    4096,
+    8192,
+)  # where another kernel may be faster
+
+
+class Laid:
+    """What a summary tells of a weight that is laid out: the kernels that multiply it here, and why
+    these.
+    """
+
+    def __init__(self, linear: FusedLinear) -> None:
+        self.kernel = f"{linear.kernel}{kernels_by_rows(linear)}"
+        self.why = linear.why
+        self.nbytes = linear.nbytes
+
+
+def kernels_by_rows(linear: FusedLinear) -> str:
+    """` (gemv, from 5 rows gemm_small)`, or nothing where one kernel multiplies any number of rows.
+    """
+    found: list[tuple[int, str]] = []
+    for rows in ROWS:
+        kernel = linear.kernel_for(rows)
+        if not found or found[-1][1] != kernel:
+            found.append((rows, kernel))
+    if [kernel for _, kernel in found] == [linear.kernel]:
+        return ""
+    (_, first), *others = found
+    return f" ({', '.join([first, *(f'from {rows} rows {kernel}' for rows, kernel in others)])})"
+
 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a model is: shape, size, scheme and true bits per weight of every kind of layer, and the kernel it gets here.
+    """Show what a model is: shape, size, scheme, bits per weight and kernels by kind of layer.
 
-    And what this machine can do with it: the memory left for the KV cache, and the speed that one sequence cannot exceed
-    (bytes of weights read for each token over the measured copy bandwidth).
+    And what this machine can do with it: the memory left for the KV cache, and the speed that one
+    sequence cannot exceed (bytes of weights read for each token over the measured copy bandwidth).
 
     Examples:
 
@@ -41,9 +87,15 @@ def info(
     name, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     device = torch.device(name)
     checkpoint = Checkpoint(resolve(model))
-    summary = summarize(checkpoint, lambda tensor: prepare(tensor.to(device), dtype=dtype), itemsize=dtype.itemsize)
+    summary = summarize(
+        checkpoint,
+        lambda tensor: Laid(prepare(tensor.to(device), dtype=dtype)),
+        itemsize=dtype.itemsize,
+    )
     try:
-        machine = capacity(summary, ModelConfig.from_dict(checkpoint.config), device=device, dtype=dtype)
+        machine = capacity(
+            summary, ModelConfig.from_dict(checkpoint.config), device=device, dtype=dtype
+        )
     except FlyweightError:  # an architecture that is not run here still has files to describe
         machine = None
     if as_json:
@@ -56,8 +108,9 @@ def _show(summary: Any, machine: Any) -> None:
     bits = ", ".join(f"{scheme} {bits:.2f}" for scheme, bits in summary.bits_by_scheme().items())
     tied = "tied" if summary.tied_embeddings else "not tied"
     facts = {
-        "architecture": f"{summary.architecture}, {summary.layers} layers, hidden {summary.hidden_size}, "
-                        f"{summary.heads} heads / {summary.kv_heads} KV heads",
+        "architecture": f"{summary.architecture}, {summary.layers} layers, "
+        f"hidden {summary.hidden_size}, "
+        f"{summary.heads} heads / {summary.kv_heads} KV heads",
         "parameters": f"{summary.parameters / 1e6:,.1f} M, {summary.dtype}, embeddings {tied}",
         "quantization": summary.quantization or "none",
         "bits per weight": bits,
@@ -71,17 +124,23 @@ def _show(summary: Any, machine: Any) -> None:
         console.print(f"{name:<16} {value}")
     console.print()
     Console(highlight=False, markup=False, width=max(110, console.width)).print(_table(summary))
-    for kernel, why in dict.fromkeys((group.kernel, group.why) for group in summary.groups if group.kernel):
+    named = {
+        (group.kernel.partition(" ")[0], group.why) for group in summary.groups if group.kernel
+    }
+    for kernel, why in sorted(named):
         console.print(f"\n{kernel}: {why}")
 
 
 def _machine_facts(machine: Any) -> dict[str, str]:
     kind = "no GPU here, all on the CPU" if machine.on_cpu else "GPU"
+    memory = "RAM" if machine.on_cpu else "GPU memory"
     return {
-        "machine": f"{machine.device}, {decimal(machine.memory_bytes)} of {'RAM' if machine.on_cpu else 'GPU memory'} ({kind})",
-        "KV cache": f"{decimal(machine.kv_bytes)} left: {machine.kv_tokens:,} tokens of {decimal(machine.kv_bytes_per_token)}",
-        "speed limit": f"{machine.limit_tok_s:,.1f} tokens/s at batch 1: {decimal(machine.read_bytes_per_token)} read for "
-                       f"each token, {machine.copy_gb_s:,.1f} GB/s measured by a copy",
+        "machine": f"{machine.device}, {decimal(machine.memory_bytes)} of {memory} ({kind})",
+        "KV cache": f"{decimal(machine.kv_bytes)} left: {machine.kv_tokens:,} tokens of "
+        f"{decimal(machine.kv_bytes_per_token)}",
+        "speed limit": f"{machine.limit_tok_s:,.1f} tokens/s at batch 1: "
+        f"{decimal(machine.read_bytes_per_token)} read for "
+        f"each token, {machine.copy_gb_s:,.1f} GB/s measured by a copy",
     }
 
 
@@ -90,8 +149,15 @@ def _table(summary: Any) -> Table:
     for heading in ("layers", "module", "scheme", "shape", "bits/weight", "size", "kernel"):
         table.add_column(heading, justify="right" if heading in ("bits/weight", "size") else "left")
     for group in summary.groups:
-        table.add_row(ranges(group.layers), group.module, group.scheme, " × ".join(map(str, group.shape)),
-                      f"{group.bits_per_weight:.2f}", decimal(group.nbytes), group.kernel)
+        table.add_row(
+            ranges(group.layers),
+            group.module,
+            group.scheme,
+            " × ".join(map(str, group.shape)),
+            f"{group.bits_per_weight:.2f}",
+            decimal(group.nbytes),
+            group.kernel,
+        )
     return table
 
 

@@ -17,11 +17,12 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.engine.llm import DEFAULTS, choose_dtype
 from flyweight.engine.sampling import GREEDY
 from flyweight.gpu import Gpu
-from flyweight.kernels import choices, jit
+from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
+from flyweight.models.standard import has_experts
 from flyweight.tensors import QuantTensor, Sparse24
 
 PAGE = 16  # tokens of a block of the KV cache: LLM's own default
@@ -88,33 +89,34 @@ def layers_of(weights: PresetWeights | Read) -> list[int]:
             prefix = f"model.layers.{index}."
             parts = sorted((name.removeprefix(prefix), entry.dtype, entry.shape)
                            for name, entry in weights.checkpoint.entries.items() if name.startswith(prefix))
-        dense = config.moe is None or index in config.moe.dense_layers
+        dense = not has_experts(config, index)
         kinds.setdefault((config.windows[index], dense, *parts), index)
     return list(kinds.values())
 
 
-def row_counts(most: int, step: int = 64) -> list[int]:
+def row_counts(most: int, gpu: Gpu, step: int = 64) -> list[int]:
     """Numbers of rows that between them ask for every kernel: the last of each class that is padded alike, and both sides of
-    every border of choices.py. `step`: between those of hundreds of rows."""
+    every border of `tuned`. `step`: between those of hundreds of rows."""
     classes = [*range(1, 17), 32, 48, *range(64, 1024, step), *range(1024, most, 256), most]
-    borders = {way.rows for ways in choices.WAYS.values() for way in ways} | {17, 33, 65}
+    borders = {route.rows for numbers in tuned.of(gpu).formats.values() for route in numbers.routes} | {17, 33, 65}
     return sorted({rows for rows in (*classes, *borders, *(border - 1 for border in borders)) if 0 < rows <= most})
 
 
 def run_steps(decoder: Decoder, target: Target) -> None:
     """Decode steps of every size, where they are captured."""
-    from flyweight.engine.graphs import DecodeGraphs, why_not
+    from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
     from flyweight.engine.rows import Rows
 
-    if why_not(decoder, PAGE) is not None:
+    if unsupported_reason(decoder, PAGE) is not None:
         return
     kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)  # neighbours hand over to each other
     caches, pages = make_caches(decoder), -(-decoder.config.context_length // PAGE)
     rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
     steps = DecodeGraphs(decoder, caches, rows)
-    for size in steps.sizes:
-        steps.step(size).launch()
-        steps.step(size).advance(GREEDY)
+    with decoder.active():
+        for size in steps.sizes:
+            steps.step(size).launch()
+            steps.step(size).advance(GREEDY)
     decoder.blocks = kinds
 
 
@@ -145,6 +147,6 @@ def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> s
         if part == 0:
             run_steps(decoder, target)
         step = 64 if decoder.config.moe is None else 8  # where the tiles of experts grow depends on how many there are
-        for tokens in row_counts(max(target.tokens, target.sequences), step)[part::parts]:
+        for tokens in row_counts(max(target.tokens, target.sequences), target.gpu, step)[part::parts]:
             run_pass(decoder, tokens)
     return jit.wanted

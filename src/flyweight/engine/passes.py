@@ -24,16 +24,17 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.engine import graphs
 from flyweight.engine.packed import SIZES, filler, padded_tokens
 from flyweight.engine.rows import Rows
-from flyweight.kernels.dispatch import why_not_triton
-from flyweight.models.decoder import Decoder, Plans
+from flyweight.kernels.dispatch import unsupported_by_triton
+from flyweight.models.attention import Plans
+from flyweight.models.decoder import Decoder
 from flyweight.transfer import upload
 
 MOST = 96  # kinds of passes held; the one that was not used for longest goes
 
 
-def why_not(decoder: Decoder, page: int) -> str | None:
+def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     """None, or why this model's passes cannot be captured."""
-    return graphs.why_not(decoder, page) or why_not_triton()
+    return graphs.unsupported_reason(decoder, page) or unsupported_by_triton()
 
 
 @dataclass
@@ -62,8 +63,9 @@ class PassGraphs:
         page, spare = self.caches[0].block_size, len(self.caches[0].keys) - 1
         for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
             table = numpy.full((1, -(-size // page)), spare, dtype=numpy.int32)
-            tokens, positions, slots, tables = upload(self.device, *filler(size, spare, page), table, into=self.inputs)
-            self.hidden(Batch(tokens, positions, slots, tables, [0, size], [size], tokens[:0]))
+            with self.decoder.active():
+                tokens, positions, slots, tables = upload(self.device, *filler(size, spare, page), table, into=self.inputs)
+                self.hidden(Batch(tokens, positions, slots, tables, [0, size], [size], tokens[:0]))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -93,7 +95,7 @@ class PassGraphs:
         return result
 
     def _plans(self, batch: Batch) -> Plans:
-        from flyweight.kernels.triton_attention import FixedPlan
+        from flyweight.kernels.attention.triton import FixedPlan
 
         return {window: FixedPlan(batch, self.caches[0], window, heads=self.decoder.config.heads) for window in self.windows}
 

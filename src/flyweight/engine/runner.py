@@ -7,6 +7,7 @@ the rows, from where the next step takes them, and come to the host on the side,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -125,9 +126,9 @@ class Runner:
         """Captured decode steps, or None, with the reason said once."""
         if self.device.type != "cuda" or not isinstance(self.model, Decoder):
             return None
-        from flyweight.engine.graphs import DecodeGraphs, why_not
+        from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 
-        reason = why_not(self.model, self.block_size)
+        reason = unsupported_reason(self.model, self.block_size)
         if reason is not None:
             warnings.warn(f"decode steps are not captured as CUDA graphs: {reason}", stacklevel=2)
             return None
@@ -138,14 +139,15 @@ class Runner:
         """Captured passes, where decode steps are captured and Triton is there."""
         if self.steps is None or not isinstance(self.model, Decoder):
             return None
-        from flyweight.engine.passes import PassGraphs, why_not
+        from flyweight.engine.passes import PassGraphs, unsupported_reason
 
-        return None if why_not(self.model, self.block_size) else PassGraphs(self.model, self.caches, self.rows)
+        return None if unsupported_reason(self.model, self.block_size) else PassGraphs(self.model, self.caches, self.rows)
 
     @torch.inference_mode()
     def launch(self, works: Sequence[Work]) -> Flight:
-        self.rows.retain()
-        return self._replay(works) if self._is_captured(works) else self._forward(works)
+        with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
+            self.rows.retain()
+            return self._replay(works) if self._is_captured(works) else self._forward(works)
 
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""

@@ -1,18 +1,21 @@
 """y = x Wᵀ in float32 on a CPU, with the weight in as few bytes as give the same product.
 
-A decode step is bound by the bytes of the weights, and most checkpoints hold 16-bit floats. Where every weight survives
-the way to float16 and back (after one power of two for all, which costs no accuracy) it stays in 16 bits: FBGEMM, part of
-torch on x86, widens it in registers and sums in float32. Everything else goes through `torch.linear`, a tall weight laid
-down by columns, and from four rows on through a copy that oneDNN has rearranged, made when first needed and only where
-memory is plentiful; torch alone would rearrange the weight on every call.
+A decode step is bound by the bytes of the weights, and most checkpoints hold 16-bit floats. Where
+every weight survives the way to float16 and back (after one power of two for all, which costs no
+accuracy) it stays in 16 bits: FBGEMM, part of torch on x86, widens it in registers and sums in
+float32. Everything else goes through `torch.linear`, a tall weight laid down by columns, and from
+four rows on through a copy that oneDNN has rearranged, made when first needed and only where memory
+is plentiful; torch alone would rearrange the weight on every call.
 
-Measured on two busy cores of a Sapphire Rapids, all linears of a 135M model in ms, rows 1 / 2 / 8 / 16 / 64 / 256:
-by rows 30 / 32 / 64 / 69 / 128 / 276, by columns 29 / 36 / 57 / 66 / 130 / 279, rearranged 39 / 40 / 49 / 46 / 120 / 251,
-FBGEMM 29 / 30 / 30 / 42 / 117 / 272, at half the memory; while other programs compete for the bandwidth FBGEMM leads at
-one row too (29 against 24 and 27 tokens/s). The price is 2 s of packing at load.
+Measured on two busy cores of a Sapphire Rapids, all linears of a 135M model in ms, rows 1 / 2 / 8 /
+16 / 64 / 256: by rows 30 / 32 / 64 / 69 / 128 / 276, by columns 29 / 36 / 57 / 66 / 130 / 279,
+rearranged 39 / 40 / 49 / 46 / 120 / 251, FBGEMM 29 / 30 / 30 / 42 / 117 / 272, at half the memory;
+while other programs compete for the bandwidth FBGEMM leads at one row too (29 against 24 and 27
+tokens/s). The price is 2 s of packing at load.
 
-What is chosen depends on the weight, the build of torch and the processor, never on a measurement at load: on a busy
-machine that would be a lottery, and the same model must give the same text twice.
+What is chosen depends on the weight, the build of torch and the processor, never on a measurement
+at load: on a busy machine that would be a lottery, and the same model must give the same text
+twice.
 """
 
 from __future__ import annotations
@@ -41,15 +44,31 @@ class Choice(NamedTuple):
 
 
 def choose(tensor: QuantTensor, *, exact: bool) -> Choice:
-    """`exact` asks for x @ dequantize() in float32; without it a quantized weight may be computed with in 16 bits."""
+    """`exact` asks for x @ dequantize() in float32; without it a quantized weight may be computed
+    with in 16 bits.
+    """
     if isinstance(tensor, Plain):
         return choose_float(tensor.weight.float(), "plain weight", narrow=not exact)
     if isinstance(tensor, Sparse24):  # torch has no op that would skip the zeros
         return choose(tensor.to_dense(), exact=exact)
-    if isinstance(tensor, Int8Channel) and tensor.input_scale is None and has_integers() and cpu_integer.sums_exactly():
-        return Choice(cpu_integer.BothInt8(tensor), "torch.int_mm", "int8 × int8 summed in integers, scaled in float32",
-                      tensor.codes.nbytes + 4 * len(tensor.codes))
-    floats = choose_float(tensor.dequantize(), f"{tensor.kind} dequantized once at load", narrow=not exact, rounding=True)
+    if (
+        isinstance(tensor, Int8Channel)
+        and tensor.input_scale is None
+        and has_integers()
+        and cpu_integer.sums_exactly()
+    ):
+        return Choice(
+            cpu_integer.BothInt8(tensor),
+            "torch.int_mm",
+            "int8 × int8 summed in integers, scaled in float32",
+            tensor.codes.nbytes + 4 * len(tensor.codes),
+        )
+    floats = choose_float(
+        tensor.dequantize(),
+        f"{tensor.kind} dequantized once at load",
+        narrow=not exact,
+        rounding=True,
+    )
     if not isinstance(tensor, IntGroup):
         linear = floats.run
         return floats._replace(run=lambda x: linear(tensor.quantize_input(x).float()))
@@ -65,19 +84,33 @@ def choose_float(weight: Tensor, why: str, *, narrow: bool, rounding: bool = Fal
     if not narrow or not has_half():
         return Choice(CpuLinear(weight), "torch.linear", why, weight.nbytes)
     shift = half_shift(weight)
-    if shift is None and not (rounding and float(weight.abs().max()) < torch.finfo(torch.float16).max):
-        return Choice(CpuLinear(weight), "torch.linear", f"{why}, some values need more than 16 bits", weight.nbytes)
+    if shift is None and not (
+        rounding and float(weight.abs().max()) < torch.finfo(torch.float16).max
+    ):
+        return Choice(
+            CpuLinear(weight),
+            "torch.linear",
+            f"{why}, some values need more than 16 bits",
+            weight.nbytes,
+        )
     half = HalfLinear(weight, shift=shift or 0)
-    return Choice(half, "fbgemm.fp16", f"{why}, {'exact in' if shift is not None else 'rounded to'} 16 bits; sums in float32",
-                  half.nbytes)
+    return Choice(
+        half,
+        "fbgemm.fp16",
+        f"{why}, {'exact in' if shift is not None else 'rounded to'} 16 bits; sums in float32",
+        half.nbytes,
+    )
 
 
 class HalfLinear:
     """The weight times 2^shift in float16, in FBGEMM's layout."""
 
     def __init__(self, weight: Tensor, *, shift: int):
-        self.op = torch.ops.quantized.linear_dynamic_fp16.op  # the call that skips the tests for fake and traced tensors
-        self.packed = torch.ops.quantized.linear_prepack_fp16(weight * 2.0**shift if shift else weight, None)
+        # the call that skips the tests for fake and traced tensors
+        self.op = torch.ops.quantized.linear_dynamic_fp16.op
+        self.packed = torch.ops.quantized.linear_prepack_fp16(
+            weight * 2.0**shift if shift else weight, None
+        )
         self.back = 2.0**-shift
         self.nbytes = weight.numel() * 2
 
@@ -89,9 +122,11 @@ class HalfLinear:
 
 
 def half_shift(weight: Tensor) -> int | None:
-    """The power of two that brings every weight into float16 unharmed (0 where none is needed), or None.
+    """The power of two that brings every weight into float16 unharmed (0 where none is needed), or
+    None.
 
-    bfloat16 has a wider range than float16 and fewer digits: its weights fit once the largest is near the top.
+    bfloat16 has a wider range than float16 and fewer digits: its weights fit once the largest is
+    near the top.
     """
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     for shift in (0, 15 - int(torch.tensor(largest).frexp().exponent)):
@@ -131,7 +166,9 @@ def by_columns(weight: Tensor) -> Tensor:
 
 
 def has_half() -> bool:
-    """FBGEMM's ops are missing elsewhere, emulated slowly or, on ARM, made of instructions that not every processor has."""
+    """FBGEMM's ops are missing elsewhere, emulated slowly or, on ARM, made of instructions that not
+    every processor has.
+    """
     return "fbgemm" in torch.backends.quantized.supported_engines and has_vectors()
 
 
@@ -145,7 +182,9 @@ def has_vectors() -> bool:
 
 
 def has_packing() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_reorder_linear_weight"
+    )
 
 
 def memory_available() -> float:

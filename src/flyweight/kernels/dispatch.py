@@ -1,18 +1,19 @@
-"""The only table: (kind of weight, device) → the function that multiplies with it, and why that one.
+"""From a weight and a device to the linear that multiplies with it, and the ops around it.
 
-`prepare` lays a weight out once for its kernel; the result is called with x for ever after. Where no fast kernel
-fits, the choice says so by name and reason, once: never a silent slow path.
+`prepare` lays a weight out once; the result is a `FusedLinear` for ever after. Where no fast kernel
+fits, its `why` says so by name and reason: never a silent slow path.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,61 +22,129 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import choices, cpu, gemv, reference, vptq
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels import cpu, reference
+from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
+from flyweight.kernels.linear.tiled import SILU, TiledLinear
+from flyweight.kernels.linear.tiles import format_of
+from flyweight.kernels.vptq import linear as vptq
 from flyweight.tensors import Float8, Plain, QuantTensor, Sparse24, VectorQuant
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A weight laid out for one kernel: call it with x [..., in] to get [..., out]."""
-
-    run: Callable[[Tensor], Tensor]
-    kernel: str
-    why: str
-    shape: tuple[int, ...]
-    nbytes: int
-    adds_bias: bool = False
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.run(x)
-
-
-def prepare(tensor: QuantTensor, *, dtype: torch.dtype, exact: bool = False, bias: Tensor | None = None,
-            gated: bool = False) -> Prepared:
-    """Choose and lay out. `exact` forbids kernels that compute anything but x @ dequantize(): evaluation wants it.
-
-    `gated` marks a merged gate/up, whose rows a CUDA kernel may pair up.
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A weight to be laid out. `exact` forbids kernels that compute anything but x @ dequantize():
+    evaluation wants it. `activation` marks a merged gate/up, whose rows a kernel may pair up to
+    apply it at once.
     """
-    if tensor.device.type == "cuda" and not exact:
-        tensor, why = _find_sparse(tensor, dtype)
-        kind = gemv.format_of(tensor, dtype)
-        if kind is not None and (not gated or tensor.matrix_shape[0] % 32 == 0):
-            on_cuda = CudaLinear(tensor, dtype=dtype, bias=bias, gated=gated)
-            why += choices.explain(kind) + "; what these do not take: cuBLAS"
-            return Prepared(on_cuda, f"gemv.{kind}", why, tensor.shape, on_cuda.weight.nbytes, adds_bias=True)
-        if isinstance(tensor, VectorQuant) and tensor.experts is None:
-            vectors = vptq.prepare(tensor, dtype=dtype, bias=bias)
-            return Prepared(vectors, "vptq", vectors.why, tensor.shape, vectors.nbytes, adds_bias=isinstance(vectors, vptq.Vptq))
-    if tensor.device.type == "cpu" and dtype == torch.float32 and tensor.experts is None:
-        run, kernel, why, nbytes = cpu.choose(tensor, exact=exact)
-        return Prepared(run, kernel, why, tensor.shape, nbytes)
+
+    tensor: QuantTensor
+    dtype: torch.dtype
+    exact: bool
+    bias: Tensor | None
+    activation: str | None
+    ops: ModuleType
+
+
+Preparer = Callable[[Request], FusedLinear | None]  # None: this kernel does not take it
+
+
+def tiles(request: Request) -> FusedLinear | None:
+    """CUDA tiles of integers, float8 and 16-bit floats."""
+    if request.tensor.device.type != "cuda" or request.exact:
+        return None
+    tensor, note = _find_sparse(request.tensor, request.dtype)
+    gated = request.activation == SILU
+    if format_of(tensor, request.dtype) is None or (gated and tensor.matrix_shape[0] % 32):
+        return None
+    return TiledLinear(
+        tensor, dtype=request.dtype, ops=request.ops, bias=request.bias, gated=gated, note=note
+    )
+
+
+def vectors(request: Request) -> FusedLinear | None:
+    """VPTQ on CUDA."""
+    tensor = request.tensor
+    if (
+        tensor.device.type != "cuda"
+        or request.exact
+        or not isinstance(tensor, VectorQuant)
+        or tensor.experts is not None
+    ):
+        return None
+    return vptq.prepare(tensor, dtype=request.dtype, ops=request.ops, bias=request.bias)
+
+
+def on_cpu(request: Request) -> FusedLinear | None:
+    """torch's own products of float32 inputs."""
+    tensor = request.tensor
+    if tensor.device.type != "cpu" or request.dtype != torch.float32 or tensor.experts is not None:
+        return None
+    run, kernel, why, nbytes = cpu.choose(tensor, exact=request.exact)
+    return TorchLinear(
+        run, ops=request.ops, kernel=kernel, why=why, shape=tensor.shape, nbytes=nbytes
+    )
+
+
+def dequantized(request: Request) -> FusedLinear:
+    """What nothing else takes: in the model's type, through torch."""
+    tensor = request.tensor
+    dtype = request.dtype
     if isinstance(tensor, Plain):
-        weight, why = tensor.weight.to(dtype), "plain weight"
+        weight = tensor.weight.to(dtype)
+        why = "plain weight"
     else:
-        weight, why = tensor.dequantize(dtype), f"no kernel for {tensor.kind} here{because(tensor)}: dequantized once at load"
+        weight = tensor.dequantize(dtype)
+        why = f"no kernel for {tensor.kind} here{because(tensor)}: dequantized once at load"
     linear = functools.partial(torch.nn.functional.linear, weight=weight)
 
     def run_quantized(x: Tensor) -> Tensor:
         return linear(tensor.quantize_input(x).to(dtype))
 
-    return Prepared(linear if isinstance(tensor, Plain) else run_quantized, "torch.linear", why, tensor.shape, weight.nbytes)
+    run = linear if isinstance(tensor, Plain) else run_quantized
+    return TorchLinear(run, ops=request.ops, why=why, shape=tensor.shape, nbytes=weight.nbytes)
+
+
+PREPARERS: list[Preparer] = [tiles, vectors, on_cpu]  # the first that takes a weight has it
+
+
+def register(preparer: Preparer) -> None:
+    """A kernel from outside of this file, asked before all others."""
+    PREPARERS.insert(0, preparer)
+
+
+def prepare(
+    tensor: QuantTensor,
+    *,
+    dtype: torch.dtype,
+    exact: bool = False,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> FusedLinear:
+    """Choose a kernel and lay the weight out for it."""
+    request = Request(tensor, dtype, exact, bias, activation, decoder_ops(tensor.device))
+    return next(
+        (found for preparer in PREPARERS if (found := preparer(request))), None
+    ) or dequantized(request)
+
+
+def prepare_all(
+    tensors: Sequence[QuantTensor],
+    *,
+    dtype: torch.dtype,
+    exact: bool = False,
+    bias: Tensor | None = None,
+) -> FusedLinear:
+    """One linear of projections that share x but not their scheme."""
+    parts = [prepare(tensor, dtype=dtype, exact=exact) for tensor in tensors]
+    return vptq.join(parts, bias) or Segments(parts)
 
 
 def _find_sparse(tensor: QuantTensor, dtype: torch.dtype) -> tuple[QuantTensor, str]:
-    """A weight with two of four inputs as such where there is a kernel for it, and what is to be said about that."""
+    """A weight with two of four inputs as such where there is a kernel for it, and what is to be
+    said about that.
+    """
     found = Sparse24.find(tensor)
-    if not isinstance(found, Sparse24) or gemv.format_of(found, dtype) is None:
+    if not isinstance(found, Sparse24) or format_of(found, dtype) is None:
         return tensor, ""
     return found, "two of four inputs kept: "
 
@@ -85,29 +154,35 @@ def because(tensor: QuantTensor) -> str:
     if isinstance(tensor, Float8) and tensor.device.type == "cuda":
         if tensor.block is not None or tensor.activation not in ("token", "static"):
             return f" (activations: {tensor.activation}, blocks: {tensor.block})"
-        if not gemv.has_float8(tensor.device):
+        if not gpu.of(tensor.device).has_float8:
             return " (a GPU before sm_89)"
     return ""
 
 
 def decoder_ops(device: torch.device | str) -> ModuleType:
-    """Norm, rope, KV write and attention for a device: a module with the functions of `reference`."""
+    """Norm, rope, KV write and attention for a device: a module like `reference`."""
     if torch.device(device).type != "cuda":
         return reference
-    return importlib.import_module("flyweight.kernels.dry_ops") if gpu.is_pretended() else _cuda_ops()
+    return (
+        importlib.import_module("flyweight.kernels.dry_ops") if gpu.is_pretended() else _cuda_ops()
+    )
 
 
 @functools.cache
 def _cuda_ops() -> ModuleType:
-    reason = why_not_triton()
+    reason = unsupported_by_triton()
     if reason is not None:
-        warnings.warn(f"norm, rope and prefill attention run as plain torch ops: {reason}", stacklevel=3)
+        warnings.warn(
+            f"norm, rope and prefill attention run as plain torch ops: {reason}", stacklevel=3
+        )
         return reference
     return importlib.import_module("flyweight.kernels.cuda_ops")
 
 
-def why_not_triton() -> str | None:
-    """None, or what Triton lacks here: it compiles the launcher of each kernel with the host's compiler."""
+def unsupported_by_triton() -> str | None:
+    """None, or what Triton lacks here: it compiles the launcher of each kernel with the host's
+    compiler.
+    """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):

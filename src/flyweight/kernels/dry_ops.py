@@ -1,4 +1,5 @@
-"""The decoder's ops in a dry run: those of `cuda_ops` that launch kernels of jit.py as they are, of the others only shapes.
+"""The decoder's ops in a dry run: those of `cuda_ops` that launch kernels of jit.py as they are, of
+the others only shapes.
 
 What Triton would compile is left out: it keeps a cache of its own, and needs the GPU.
 """
@@ -8,23 +9,32 @@ from typing import Any
 from torch import Tensor
 
 from flyweight.batch import KVStorage
-from flyweight.kernels.prefill_attention import Heads, takes
+from flyweight.kernels.attention.prefill import Heads, takes
+from flyweight.kernels.attention.rope import attention_scales, rope_norm_write
+from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.reference import rope_rows
-from flyweight.kernels.rope import attention_scales, rope_norm_write
 
-__all__ = ["add_rms_norm", "attention_scales", "paged_attention", "plan_attention", "rms_norm", "rope_norm_write", "rope_rows",
-           "silu_mul"]
+__all__ = [
+    "attention_scales",
+    "gate",
+    "normalize",
+    "paged_attention",
+    "plan_attention",
+    "rms_norm",
+    "rope_norm_write",
+    "rope_rows",
+]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    return x, residual
+def normalize(x: Tensor, norm: Norm) -> Tensor:
+    return x
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate(gate_up: Tensor, activation: str) -> Tensor:
     return gate_up.chunk(2, dim=-1)[0]
 
 
@@ -32,7 +42,9 @@ def plan_attention(*args: Any) -> None:
     pass
 
 
-def paged_attention(query: Tensor, cache: KVStorage, plan: None, *, scale: float, new: Any) -> Tensor:
+def paged_attention(
+    query: Tensor, cache: KVStorage, plan: None, *, scale: float, new: Any
+) -> Tensor:
     heads = Heads(query.shape[1], cache.keys.shape[2], query.shape[2], query.dtype)
     if takes(heads, query.device, scale):
         for page in (0, cache.block_size):

@@ -1,6 +1,8 @@
-"""Tensors with a shape, a type and a CUDA device but no bytes (torch's fake tensors), where there may be no GPU at all.
+"""Tensors with a shape, a type and a CUDA device but no bytes (torch's fake tensors), where there
+may be no GPU at all.
 
-Code that runs inside `dry_run` makes all its choices as on that GPU; kernels are noted in `jit.wanted` and not launched.
+Code that runs inside `dry_run` makes all its choices as on that GPU; kernels are noted in
+`jit.wanted` and not launched.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def real() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dry_run(pretended: gpu.Gpu) -> Iterator[None]:
-    """The process goes on pretending afterwards: what it keeps by shape or device is of no use for anything else."""
+    """The process goes on pretending afterwards: what it keeps by shape or device is of no use for
+    anything else.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     gpu.pretend(pretended)
@@ -38,8 +42,10 @@ def dry_run(pretended: gpu.Gpu) -> Iterator[None]:
 
 
 class Unguarded(TorchFunctionMode):
-    """Some of torch's functions look for the device before they find that there are no values, and a torch that was built
-    without CUDA fails at that. These do the same to shapes; that x[…] is then no view of x nobody can tell."""
+    """Some of torch's functions look for the device before they find that there are no values, and
+    a torch that was built without CUDA fails at that. These do the same to shapes; that x[…] is
+    then no view of x nobody can tell.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})

@@ -1,8 +1,10 @@
-"""CUDA source → running kernel, through NVRTC and `cuda.core`: no nvcc, no host compiler, no wheel to break.
+"""CUDA source → running kernel, through NVRTC and `cuda.core`: no nvcc, no host compiler, no wheel
+to break.
 
-A `.cu` file of this package is compiled once for a set of `#define`s (shapes are compile-time constants) and one
-architecture; the cubin is kept on disk under a hash of all of that and the compiler's version. Files are written
-beside and renamed, so several processes can share the folder. Sources include no headers, so none are searched for.
+A `.cu` file of this package is compiled once for a set of `#define`s (shapes are compile-time
+constants) and one architecture; the cubin is kept on disk under a hash of all of that and the
+compiler's version. Files are written beside and renamed, so several processes can share the folder.
+Sources include no headers, so none are searched for.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from flyweight import gpu
 from flyweight.errors import FlyweightError, MissingPackageError
 
 SOURCES = Path(__file__).parent / "cuda"
+UNASKED_SHARED = 48 * 1024  # bytes of shared memory that every kernel may have
 _overlap = contextvars.ContextVar("overlap", default=True)
 
 
@@ -49,22 +52,15 @@ def _cuda_core() -> Any:
     try:
         import cuda.core
     except ImportError as error:
-        raise MissingPackageError("CUDA kernels need cuda-core: pip install 'cuda-core>=1.2'") from error
+        raise MissingPackageError(
+            "CUDA kernels need cuda-core: pip install 'cuda-core>=1.2'"
+        ) from error
     return cuda.core
 
 
 def cache_folder() -> Path:
     root = os.environ.get("FLYWEIGHT_CACHE") or Path.home() / ".cache" / "flyweight"
     return Path(root) / "kernels"
-
-
-@functools.cache
-def architecture(device: int = 0) -> str:
-    return architecture_name(*gpu.capability(device))
-
-
-def architecture_name(major: int, minor: int) -> str:
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 @functools.cache
@@ -82,7 +78,9 @@ def _flags(defines: Mapping[str, object]) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(defines.items())]
 
 
-def cubin_path(file: str, defines: Mapping[str, object], arch: str, registers: int | None = None) -> Path:
+def cubin_path(
+    file: str, defines: Mapping[str, object], arch: str, registers: int | None = None
+) -> Path:
     """Where the cache has it, or will."""
     _cuda_core()  # says what to install
     from cuda.bindings import nvrtc
@@ -92,17 +90,31 @@ def cubin_path(file: str, defines: Mapping[str, object], arch: str, registers: i
     return cache_folder() / f"{Path(file).stem}-{arch}-{key}.cubin"
 
 
-def compile_cubin(file: str, defines: Mapping[str, object], arch: str, registers: int | None = None) -> bytes:
-    """Compile with NVRTC, or take the cubin from the cache. Needs no GPU. `registers`: at most so many a thread."""
-    core, flags, path = _cuda_core(), _flags(defines), cubin_path(file, defines, arch, registers)
+def compile_cubin(
+    file: str, defines: Mapping[str, object], arch: str, registers: int | None = None
+) -> bytes:
+    """Compile with NVRTC, or take the cubin from the cache. Needs no GPU. `registers`: at most so
+    many a thread.
+    """
+    core = _cuda_core()
+    flags = _flags(defines)
+    path = cubin_path(file, defines, arch, registers)
     if path.exists():
         return path.read_bytes()
-    options = core.ProgramOptions(std="c++17", arch=arch, max_register_count=registers,
-                                  define_macro=[tuple(f.split("=", 1)) for f in flags] or None)
+    options = core.ProgramOptions(
+        std="c++17",
+        arch=arch,
+        max_register_count=registers,
+        define_macro=[tuple(f.split("=", 1)) for f in flags] or None,
+    )
     try:
-        cubin = bytes(core.Program(_source(file), code_type="c++", options=options).compile("cubin").code)
+        cubin = bytes(
+            core.Program(_source(file), code_type="c++", options=options).compile("cubin").code
+        )
     except Exception as error:
-        raise KernelError(f"{file} does not compile for {arch} with {' '.join(flags)}:\n{error}") from error
+        raise KernelError(
+            f"{file} does not compile for {arch} with {' '.join(flags)}:\n{error}"
+        ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file_beside:
         file_beside.write(cubin)
@@ -111,102 +123,171 @@ def compile_cubin(file: str, defines: Mapping[str, object], arch: str, registers
 
 
 @functools.cache
-def _launch_config(grid: tuple[int, ...], block: int, shared: int, pdl: bool, cluster: int, stream: int) -> Any:
+def _launch_config(
+    grid: tuple[int, ...], block: int, shared: int, pdl: bool, cluster: int, stream: int
+) -> Any:
     from cuda.bindings import driver
 
-    config, attributes, ids = driver.CUlaunchConfig(), [], driver.CUlaunchAttributeID
+    config = driver.CUlaunchConfig()
+    attributes = []
+    ids = driver.CUlaunchAttributeID
     config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes, config.hStream = shared, driver.CUstream(stream)
+    config.blockDimX = block
+    config.blockDimY = 1
+    config.blockDimZ = 1
+    config.sharedMemBytes = shared
+    config.hStream = driver.CUstream(stream)
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()
         attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+        attribute.value.clusterDim.x = cluster
+        attribute.value.clusterDim.y = 1
+        attribute.value.clusterDim.z = 1
         attributes.append(attribute)
     if pdl:
         attribute = driver.CUlaunchAttribute()
         attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
-    config.attrs, config.numAttrs = attributes, len(attributes)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
     return config
 
 
 class Kernel:
-    """One compiled function. Arguments: tensors (their pointer), None (null), int (32 bit), float (32 bit), bytes (by value).
+    """One compiled function. Arguments: tensors (their pointer), None (null), int (32 bit), float
+    (32 bit), bytes (by value).
 
-    A prefill pass launches hundreds of kernels from Python, so a launch does little: arguments are packed into a buffer of
-    the kernel's own, whose layout is made at the first launch, and configurations are kept.
+    A prefill pass launches hundreds of kernels from Python, so a launch does little: arguments are
+    packed into a buffer of the kernel's own, whose layout is made at the first launch, and
+    configurations are kept.
     """
 
     def __init__(self, handle: int, name: str) -> None:
         from cuda.bindings import driver
 
-        self.name, self._shared = name, 48 * 1024
-        self._driver, self._handle = driver, driver.CUfunction(handle)  # a CUkernel may stand for a CUfunction
+        self.name = name
+        self._shared: dict[int, int] = {}  # bytes that each device has been asked to allow
+        # a CUkernel may stand for a CUfunction
+        self._driver = driver
+        self._handle = driver.CUfunction(handle)
         self._format: struct.Struct | None = None
         self._lock = threading.Lock()
 
-    def _allow_shared(self, size: int) -> None:
-        """More than 48 KB of dynamic shared memory must be asked for once."""
+    def _allow_shared(self, size: int, device: int) -> None:
+        """More than 48 KB of dynamic shared memory must be asked for once on each device."""
         driver = self._driver
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        device = driver.CUdevice(torch.cuda.current_device())
-        (status,) = driver.cuKernelSetAttribute(attribute, size, driver.CUkernel(int(self._handle)), device)
+        kernel = driver.CUkernel(int(self._handle))
+        (status,) = driver.cuKernelSetAttribute(attribute, size, kernel, driver.CUdevice(device))
         if status != driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"{self.name} asks for {size} bytes of shared memory: {status}")
-        self._shared = size
+        self._shared[device] = size
 
     def _lay_out(self, args: Sequence[Any]) -> struct.Struct:
-        """Eight bytes an argument, as many as it has of bytes, and the addresses of all of them, as the driver wants them."""
-        parts = ["f4x" if isinstance(a, float) else "i4x" if isinstance(a, int) else f"{len(a)}s" if isinstance(a, bytes) else "Q"
-                 for a in args]
+        """Eight bytes an argument, as many as it has of bytes, and the addresses of all of them, as
+        the driver wants them.
+        """
+        parts = [
+            "f4x"
+            if isinstance(a, float)
+            else "i4x"
+            if isinstance(a, int)
+            else f"{len(a)}s"
+            if isinstance(a, bytes)
+            else "Q"
+            for a in args
+        ]
         self._format = struct.Struct("=" + "".join(parts))
         self._values = ctypes.create_string_buffer(max(8, self._format.size))
         first = ctypes.addressof(self._values)
-        starts = itertools.accumulate((struct.calcsize("=" + part) for part in parts), initial=first)
+        starts = itertools.accumulate(
+            (struct.calcsize("=" + part) for part in parts), initial=first
+        )
         self._places = (ctypes.c_void_p * max(1, len(args)))(*itertools.islice(starts, len(args)))
         self._address = ctypes.addressof(self._places)
         return self._format
 
-    def launch(self, grid: int | tuple[int, ...], block: int, args: Sequence[Any], *, shared: int = 0, pdl: bool = False,
-               cluster: int | None = None) -> None:
-        """Launch on torch's current stream (and so inside a graph that torch captures)."""
-        if shared > self._shared:
-            self._allow_shared(shared)
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    def launch(
+        self,
+        grid: int | tuple[int, ...],
+        block: int,
+        args: Sequence[Any],
+        *,
+        shared: int = 0,
+        pdl: bool = False,
+        cluster: int | None = None,
+    ) -> None:
+        """Launch on torch's current device and stream (inside a graph that torch captures, too)."""
+        device = torch._C._cuda_getDevice()
+        if shared > self._shared.get(device, UNASKED_SHARED):
+            self._allow_shared(shared, device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
         grids = (grid,) if isinstance(grid, int) else tuple(grid)
-        config = _launch_config(grids, block, shared, pdl and _overlap.get(), cluster or 1, stream)
-        values = [0 if a is None else a if type(a) in (int, float, bytes) else a.data_ptr() for a in args]
+        overlapping = pdl and _overlap.get() and gpu.of(device).has_dependent_launch
+        config = _launch_config(grids, block, shared, overlapping, cluster or 1, stream)
+        values = [
+            0 if a is None else a if type(a) in (int, float, bytes) else a.data_ptr() for a in args
+        ]
         with self._lock:  # the driver takes its copy of the arguments before it returns
             (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
             (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._address, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(f"{self.name} was not launched (grid {grid}, {block} threads, {shared} bytes of shared memory, "
-                              f"cluster {cluster}): {status}")
+            raise KernelError(
+                f"{self.name} was not launched (grid {grid}, {block} threads, {shared} bytes of "
+                f"shared memory, "
+                f"cluster {cluster}): {status}"
+            )
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> bytes:
-    """What a kernel's tensor copies need to know of a tensor [z, y, x] of 16-bit values, and of the boxes [z, y, x] copied out of
-    it: an argument by value. Rows of a box are 128 bytes, and come to lie swizzled; values beyond the tensor are zeros."""
+    """What a kernel's tensor copies need to know of a tensor [z, y, x] of 16-bit values, and of the
+    boxes [z, y, x] copied out of it: an argument by value. Rows of a box are 128 bytes, and come to
+    lie swizzled; values beyond the tensor are zeros.
+    """
     if gpu.is_pretended():
         return b""
     return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tuple(box))
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+def _tensor_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
     assert strides[-1] == 1 and box[-1] == 64
-    rank, sixteen_bits, no_interleaving, swizzle_128_bytes, fetch_256_bytes, zeros = len(shape), 1, 0, 3, 3, 0  # of cuda.h
+    # of cuda.h
+    rank = len(shape)
+    sixteen_bits = 1
+    no_interleaving = 0
+    swizzle_128_bytes = 3
+    fetch_256_bytes = 3
+    zeros = 0
     room = ctypes.create_string_buffer(256)
-    place = -(-ctypes.addressof(room) // 128) * 128  # cuda.bindings has these 128 bytes wherever Python puts its object
-    sizes, steps = (ctypes.c_uint64 * rank)(*reversed(shape)), (ctypes.c_uint64 * (rank - 1))(*(2 * s for s in strides[-2::-1]))
-    boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+    # cuda.bindings has these 128 bytes wherever Python puts its object
+    place = -(-ctypes.addressof(room) // 128) * 128
+    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
+    steps = (ctypes.c_uint64 * (rank - 1))(*(2 * s for s in strides[-2::-1]))
+    boxes = (ctypes.c_uint32 * rank)(*reversed(box))
+    ones = (ctypes.c_uint32 * rank)(*[1] * rank)
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place), sixteen_bits, rank, ctypes.c_void_p(address), sizes, steps, boxes, ones, no_interleaving,
-        swizzle_128_bytes, fetch_256_bytes, zeros)
+        ctypes.c_void_p(place),
+        sixteen_bits,
+        rank,
+        ctypes.c_void_p(address),
+        sizes,
+        steps,
+        boxes,
+        ones,
+        no_interleaving,
+        swizzle_128_bytes,
+        fetch_256_bytes,
+        zeros,
+    )
     if status:
-        raise KernelError(f"no tensor map of {shape} with strides {strides} in boxes of {box}: the driver's error {status}")
+        raise KernelError(
+            f"no tensor map of {shape} with strides {strides} in boxes of {box}: the driver's "
+            f"error {status}"
+        )
     return ctypes.string_at(place, 128)
 
 
@@ -220,9 +301,12 @@ class Module:
 
 
 @functools.cache
-def _load(file: str, flags: tuple[tuple[str, object], ...], arch: str, registers: int | None) -> Module:
+def _load(
+    file: str, flags: tuple[tuple[str, object], ...], arch: str, registers: int | None
+) -> Module:
     torch.cuda.init()
-    torch.zeros(1, device="cuda")  # makes torch's context current before the module is loaded into it
+    # makes torch's context current before the module is loaded into it
+    torch.zeros(1, device="cuda")
     return Module(compile_cubin(file, dict(flags), arch, registers))
 
 
@@ -247,9 +331,14 @@ class Unlaunched:
 wanted: set[Wanted] = set()  # by the dry run that this process is
 
 
-def load(file: str, *, defines: Mapping[str, object] | None = None, registers: int | None = None) -> Any:
-    """The module of a source file under these defines for the current GPU; compiled or read from disk once."""
+def load(
+    file: str, *, defines: Mapping[str, object] | None = None, registers: int | None = None
+) -> Any:
+    """The module of a source file under these defines for the current GPU; compiled or read from
+    disk once.
+    """
     if gpu.is_pretended():
         wanted.add(Wanted(file, tuple(sorted((defines or {}).items())), registers))
         return Unlaunched()
-    return _load(file, tuple(sorted((defines or {}).items())), architecture(torch.cuda.current_device()), registers)
+    arch = gpu.of(torch.cuda.current_device()).architecture
+    return _load(file, tuple(sorted((defines or {}).items())), arch, registers)

@@ -1,7 +1,8 @@
-"""Kernels compiled before anything asks for them, by all cores: what is asked for comes from dry runs.
+"""Kernels compiled before anything asks for them, by all cores: what is asked for comes from dry
+runs.
 
-Dry runs and NVRTC work in processes of their own: the ones are good for nothing else afterwards, the other takes turns with
-itself within one process.
+Dry runs and NVRTC work in processes of their own: the ones are good for nothing else afterwards,
+the other takes turns with itself within one process.
 """
 
 from __future__ import annotations
@@ -29,16 +30,25 @@ class Compiled:
     folder: Path
 
 
-def precompile(runs: Sequence[DryRun], architecture: str, *, listen: Listen, workers: int | None = None) -> Compiled:
-    """Every kernel that one of the dry runs asks for into the cache, from when the first run is done."""
-    begin, jobs, workers = time.monotonic(), dict[jit.Wanted, Future[bool]](), workers or os.cpu_count() or 1
+def precompile(
+    runs: Sequence[DryRun], architecture: str, *, listen: Listen, workers: int | None = None
+) -> Compiled:
+    """Every kernel that one of the dry runs asks for into the cache, from when the first run is
+    done.
+    """
+    begin = time.monotonic()
+    jobs = dict[jit.Wanted, Future[bool]]()
+    workers = workers or os.cpu_count() or 1
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             dry = [pool.submit(run) for run in runs]
             for _ in range(workers - len(runs)):
                 pool.submit(_get_ready)  # the others, while these run
             for found in _finished(dry, "dry runs", listen):
-                jobs |= {one: pool.submit(_compile, one, architecture) for one in sorted(found - jobs.keys(), key=str)}
+                jobs |= {
+                    one: pool.submit(_compile, one, architecture)
+                    for one in sorted(found - jobs.keys(), key=str)
+                }
             fresh = sum(_finished(list(jobs.values()), "kernels", listen))
         finally:
             pool.shutdown(cancel_futures=True)

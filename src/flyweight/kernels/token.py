@@ -1,4 +1,6 @@
-"""Embedding of the tokens that begin a decode step, and choice of those that end it: host side of cuda/token.cu."""
+"""Embedding of the tokens that begin a decode step, and choice of those that end it: host side of
+cuda/token.cu.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ def embed(embedding: Tensor, tokens: Tensor, hidden: Tensor) -> None:
     _kernel("embed", hidden).launch(len(tokens), THREADS, (embedding, tokens, hidden), pdl=True)
 
 
-class Choice:
-    """Greedy decoding on the device: the likeliest token of each row, and lengths that count it (0 stays 0: padding)."""
+class GreedyChoice:
+    """Greedy decoding on the device: the likeliest token of each row, and lengths that count it (0
+    stays 0: padding).
+    """
 
     def __init__(self, rows: int, device: torch.device):
         self.best = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -1,15 +1,16 @@
 """Norms, silu·mul, and rope with KV write: each one pass over memory, in Triton.
 
-    rms_norm, add_rms_norm    out = x / √(mean x² + ε) · w, x = x + residual first
-    silu_mul                  out = gate / (1 + e^−gate) · up
-    rope_norm_write           q, k = rope(norm(q, k)) in place; cache[slot] = k, v
+    rms_norm           out = x / √(mean x² + ε) · w
+    silu_mul           out = gate / (1 + e^−gate) · up
+    rope_norm_write    q, k = rope(norm(q, k)) in place; cache[slot] = k, v
 
-Work split: a program of a norm holds a whole row in registers (several rows where they are short), so a row is read once
-for its sum with the residual and its norm; silu·mul is cut along rows too. Limit: bytes / bandwidth for many rows, the
+Work split: a program of a norm holds a whole row in registers (several rows where they are short),
+so a row is read once; silu·mul is cut along rows too. Limit: bytes / bandwidth for many rows, the
 launch for few.
 
-Every intermediate is rounded to the 16-bit type where the torch ops of `reference` round it: batches of any size and the
-plain path compute one function. The number of rows is an ordinary argument, so kernels compile once for each width.
+Every intermediate is rounded to the 16-bit type where the torch ops of `reference` round it:
+batches of any size and the plain path compute one function. The number of rows is an ordinary
+argument, so kernels compile once for each width.
 """
 
 from __future__ import annotations
@@ -20,30 +21,46 @@ import triton.language as tl
 from torch import Tensor
 
 from flyweight.batch import KVStorage
+from flyweight.kernels import reference
+from flyweight.kernels.linear.fused import Norm
 
 
 @triton.jit
 def _rows_of(rows, ROWS: tl.constexpr):
-    """The rows of this program [ROWS, 1], in 64 bits since they get multiplied by widths, and which of them exist."""
+    """The rows of this program [ROWS, 1], in 64 bits since they get multiplied by widths, and which
+    of them exist.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     return row.to(tl.int64), row < rows
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm(x, residual, weight, out, total, rows, x_stride, residual_stride, weight_rows, epsilon,
-          SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _norm(
+    x,
+    weight,
+    out,
+    rows,
+    x_stride,
+    weight_rows,
+    epsilon,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     dtype = x.dtype.element_ty
     row, exists = _rows_of(rows, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     live = exists & (column < SIZE)
     value = tl.load(x + row * x_stride + column, mask=live, other=0.0).to(tl.float32)
-    if residual is not None:
-        value += tl.load(residual + row * residual_stride + column, mask=live, other=0.0).to(tl.float32)
-        tl.store(total + row * SIZE + column, value.to(dtype), mask=live)
-        value = value.to(dtype).to(tl.float32)
     inverse = tl.math.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + epsilon)
-    factor = tl.load(weight + row % weight_rows * SIZE + column, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + column, ((value * inverse).to(dtype).to(tl.float32) * factor).to(dtype), mask=live)
+    factor = tl.load(weight + row % weight_rows * SIZE + column, mask=live, other=0.0).to(
+        tl.float32
+    )
+    tl.store(
+        out + row * SIZE + column,
+        ((value * inverse).to(dtype).to(tl.float32) * factor).to(dtype),
+        mask=live,
+    )
 
 
 @triton.jit
@@ -52,7 +69,9 @@ def _silu_mul(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + SIZE + column, mask=column < SIZE, other=0.0).to(
+        tl.float32
+    )
     value = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
     tl.store(out + row * SIZE + column, value.to(dtype), mask=column < SIZE)
 
@@ -71,41 +90,42 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    size, flat = x.shape[-1], _flat(x)
-    rows, shape = flat.shape[0], _shape_of(size)
-    other = None if residual is None else _flat(residual)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Over the last dimension; weight is [size], or [heads, size] where each head has its own."""
+    size = x.shape[-1]
+    flat = _flat(x)
+    rows = flat.shape[0]
+    shape = _shape_of(size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
         _norm[(triton.cdiv(rows, shape["ROWS"]),)](
-            flat, other, weight, out, total, rows, flat.stride(0), 0 if other is None else other.stride(0),
-            weight.numel() // size, epsilon, **shape)
-    return out, total
+            flat, weight, out, rows, flat.stride(0), weight.numel() // size, epsilon, **shape
+        )
+    return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Over the last dimension; weight is [size], or [heads, size] where each head has its own."""
-    return _launch_norm(x, None, weight, epsilon=epsilon)[0]
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum."""
-    out, total = _launch_norm(x, residual, weight, epsilon=epsilon)
-    assert total is not None
-    return out, total
+def normalize(x: Tensor, norm: Norm) -> Tensor:
+    norm = norm.folded
+    return rms_norm(x, norm.weight, norm.epsilon)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[..., 2 · size] → [..., size]; the gate is the first half."""
-    size, flat = gate_up.shape[-1] // 2, _flat(gate_up)
+    size = gate_up.shape[-1] // 2
+    flat = _flat(gate_up)
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     rows = flat.shape[0]
     if rows:
-        _silu_mul[(rows, triton.cdiv(size, block))](flat, out, flat.stride(0), SIZE=size, BLOCK=block,
-                                                    num_warps=max(1, block // 256))
+        _silu_mul[(rows, triton.cdiv(size, block))](
+            flat, out, flat.stride(0), SIZE=size, BLOCK=block, num_warps=max(1, block // 256)
+        )
     return out
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) · up; what is not silu runs as plain torch ops."""
+    return silu_mul(gate_up) if activation == "silu" else reference.gate(gate_up, activation)
 
 
 @triton.jit
@@ -115,54 +135,141 @@ def _normed(value, inverse, norm, at, live, dtype: tl.constexpr):
 
 
 @triton.jit
-def _write_part(value, qkv, keys, values, head, at, kv_at, live, HEADS: tl.constexpr, KV_HEADS: tl.constexpr):
+def _write_part(
+    value, qkv, keys, values, head, at, kv_at, live, HEADS: tl.constexpr, KV_HEADS: tl.constexpr
+):
     """q and k back into qkv, where attention reads them; k and v into their slot."""
     tl.store(qkv + at, value.to(qkv.dtype.element_ty), mask=live & (head < HEADS + KV_HEADS))
-    tl.store(keys + kv_at, value.to(keys.dtype.element_ty), mask=live & (head >= HEADS) & (head < HEADS + KV_HEADS))
-    tl.store(values + kv_at, value.to(values.dtype.element_ty), mask=live & (head >= HEADS + KV_HEADS))
+    tl.store(
+        keys + kv_at,
+        value.to(keys.dtype.element_ty),
+        mask=live & (head >= HEADS) & (head < HEADS + KV_HEADS),
+    )
+    tl.store(
+        values + kv_at, value.to(values.dtype.element_ty), mask=live & (head >= HEADS + KV_HEADS)
+    )
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # they may be cut out of one buffer
-def _rope_norm_write(qkv, cos, sin, positions, slots, norm, keys, values, stride, table_stride, slot_stride, epsilon, query_scale,
-                     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-                     BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
-    """Some heads of a token as three tiles: the halves that rope pairs up [heads, HALF], and the rest it leaves alone."""
+# they may be cut out of one buffer
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _rope_norm_write(
+    qkv,
+    cos,
+    sin,
+    positions,
+    slots,
+    norm,
+    keys,
+    values,
+    stride,
+    table_stride,
+    slot_stride,
+    epsilon,
+    query_scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    """Some heads of a token as three tiles: the halves that rope pairs up [heads, HALF], and the
+    rest it leaves alone.
+    """
     dtype = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)[:, None]
-    column, rest_column = tl.arange(0, BLOCK)[None, :], 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-    exists, turned = head < HEADS + 2 * KV_HEADS, head < HEADS + KV_HEADS
-    live, rest_live = exists & (column < HALF), exists & (rest_column < HEAD_DIM)
-    at, row = head * HEAD_DIM, qkv + token * stride
+    column = tl.arange(0, BLOCK)[None, :]
+    rest_column = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+    exists = head < HEADS + 2 * KV_HEADS
+    turned = head < HEADS + KV_HEADS
+    live = exists & (column < HALF)
+    rest_live = exists & (rest_column < HEAD_DIM)
+    at = head * HEAD_DIM
+    row = qkv + token * stride
     low = tl.load(row + at + column, mask=live, other=0.0).to(tl.float32)
     high = tl.load(row + at + column + HALF, mask=live, other=0.0).to(tl.float32)
     rest = tl.load(row + at + rest_column, mask=rest_live, other=0.0).to(tl.float32)
     if norm is not None:
-        squares = tl.sum(low * low + high * high, axis=1, keep_dims=True) + tl.sum(rest * rest, axis=1, keep_dims=True)
+        squares = tl.sum(low * low + high * high, axis=1, keep_dims=True) + tl.sum(
+            rest * rest, axis=1, keep_dims=True
+        )
         inverse = tl.math.rsqrt(squares / HEAD_DIM + epsilon)
         low = tl.where(turned, _normed(low, inverse, norm, at + column, live & turned, dtype), low)
-        high = tl.where(turned, _normed(high, inverse, norm, at + column + HALF, live & turned, dtype), high)
-        rest = tl.where(turned, _normed(rest, inverse, norm, at + rest_column, rest_live & turned, dtype), rest)
+        high = tl.where(
+            turned, _normed(high, inverse, norm, at + column + HALF, live & turned, dtype), high
+        )
+        rest = tl.where(
+            turned, _normed(rest, inverse, norm, at + rest_column, rest_live & turned, dtype), rest
+        )
     place = (token if positions is None else tl.load(positions + token)) * table_stride + column
     cosine = tl.where(turned, tl.load(cos + place, mask=column < HALF, other=0.0), 1.0)
     sine = tl.where(turned, tl.load(sin + place, mask=column < HALF, other=0.0), 0.0)
     slot = tl.load(slots + token)
     kv_at = slot * slot_stride + (head - HEADS + KV_HEADS) % KV_HEADS * HEAD_DIM
-    live, rest_live = live & ((slot >= 0) | (head < HEADS)), rest_live & ((slot >= 0) | (head < HEADS))
+    live = live & ((slot >= 0) | (head < HEADS))
+    rest_live = rest_live & ((slot >= 0) | (head < HEADS))
     by = tl.where(head < HEADS, query_scale, 1.0)
-    _write_part((low * cosine - high * sine) * by, row, keys, values, head, at + column, kv_at + column, live, HEADS, KV_HEADS)
+    _write_part(
+        (low * cosine - high * sine) * by,
+        row,
+        keys,
+        values,
+        head,
+        at + column,
+        kv_at + column,
+        live,
+        HEADS,
+        KV_HEADS,
+    )
     column += HALF
-    _write_part((high * cosine + low * sine) * by, row, keys, values, head, at + column, kv_at + column, live, HEADS, KV_HEADS)
+    _write_part(
+        (high * cosine + low * sine) * by,
+        row,
+        keys,
+        values,
+        head,
+        at + column,
+        kv_at + column,
+        live,
+        HEADS,
+        KV_HEADS,
+    )
     if HEAD_DIM > 2 * HALF:
-        _write_part(rest * by, row, keys, values, head, at + rest_column, kv_at + rest_column, rest_live, HEADS, KV_HEADS)
+        _write_part(
+            rest * by,
+            row,
+            keys,
+            values,
+            head,
+            at + rest_column,
+            kv_at + rest_column,
+            rest_live,
+            HEADS,
+            KV_HEADS,
+        )
 
 
-def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None,
-                    epsilon: float, query_scale: float = 1.0, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding); returns views q, k, v of qkv.
+def rope_norm_write(
+    qkv: Tensor,
+    cache: KVStorage,
+    slots: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    norm: Tensor | None,
+    epsilon: float,
+    query_scale: float = 1.0,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding);
+    returns views q, k, v of qkv.
 
-    qkv [tokens, heads + 2 · kv_heads, head_dim]; norm [heads + kv_heads, head_dim]. cos and sin come from
-    `reference.rope_rows`, or are whole tables [positions, rotary / 2] where `positions` [tokens] is given.
+    qkv [tokens, heads + 2 · kv_heads, head_dim]; norm [heads + kv_heads, head_dim]. cos and sin
+    come from `reference.rope_rows`, or are whole tables [positions, rotary / 2] where `positions`
+    [tokens] is given.
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
@@ -172,7 +279,25 @@ def rope_norm_write(qkv: Tensor, cache: KVStorage, slots: Tensor, *, cos: Tensor
     head_block = min(16, triton.next_power_of_2(all_heads))
     if tokens:
         _rope_norm_write[(tokens, triton.cdiv(all_heads, head_block))](
-            qkv, cos, sin, positions, slots, norm, cache.keys, cache.values, qkv.stride(0), cos.stride(0), cache.keys.stride(1),
-            epsilon, query_scale, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=size, HALF=half, BLOCK=triton.next_power_of_2(half),
-            REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)), HEAD_BLOCK=head_block)
+            qkv,
+            cos,
+            sin,
+            positions,
+            slots,
+            norm,
+            cache.keys,
+            cache.values,
+            qkv.stride(0),
+            cos.stride(0),
+            cache.keys.stride(1),
+            epsilon,
+            query_scale,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=size,
+            HALF=half,
+            BLOCK=triton.next_power_of_2(half),
+            REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)),
+            HEAD_BLOCK=head_block,
+        )
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

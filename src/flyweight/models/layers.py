@@ -1,19 +1,23 @@
-"""Linear, Embedding and RMSNorm: holders of weights, without autograd.
+"""Linear and Embedding: holders of weights, without autograd.
 
-A Linear may stand for several projections with one input (q/k/v, gate/up). Neighbours that agree in scheme are one
-weight and one call, VPTQ's with their codebooks one call; the others (differing g_idx, mixed bits) are run one by one.
+A Linear may stand for several projections with one input (q/k/v, gate/up). Neighbours that agree in
+scheme are one weight and one call, VPTQ's with their codebooks one call; the others (differing
+g_idx, mixed bits) are run one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flyweight.errors import CheckpointError
-from flyweight.kernels import dispatch, vptq
+from flyweight.kernels import dispatch
+from flyweight.kernels.linear.fused import FusedLinear, Handover, PackedInput, TorchLinear, plainly
+from flyweight.models.plan import Group
 from flyweight.tensors import QuantTensor, merge
 from flyweight.values import known
 
@@ -32,8 +36,14 @@ class Weights(Protocol):
     def check_used(self) -> None: ...
 
 
-def load_tensor(weights: Weights, name: str, shape: tuple[int, ...], *, device: torch.device | str,
-                dtype: torch.dtype) -> Tensor:
+def load_tensor(
+    weights: Weights,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Tensor:
     tensor = weights.tensor(name)
     _check_shape(name, tensor.shape, shape)
     return tensor.to(device=device, dtype=dtype)
@@ -41,74 +51,139 @@ def load_tensor(weights: Weights, name: str, shape: tuple[int, ...], *, device: 
 
 def _check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(found) != tuple(expected):
-        raise CheckpointError(f"{name}: shape {list(found)} does not fit config.json, which asks for {list(expected)}")
+        raise CheckpointError(
+            f"{name}: shape {list(found)} does not fit config.json, which asks for {list(expected)}"
+        )
 
 
 class Linear:
     """y = x Wᵀ + b for the projections `names`, whose outputs of `sizes` follow each other in y."""
 
-    def __init__(self, tensors: Sequence[QuantTensor], bias: Tensor | None = None, *, names: Sequence[str] = (),
-                 dtype: torch.dtype, exact: bool = False, gated: bool = False):
+    def __init__(
+        self,
+        tensors: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        *,
+        names: Sequence[str] = (),
+        dtype: torch.dtype,
+        exact: bool = False,
+        activation: str | None = None,
+    ):
         self.names = tuple(names)
         self.sizes = tuple(tensor.shape[-2] for tensor in tensors)
         merged = merge(tensors)
-        alone = len(merged) == 1  # then the kernel may add the bias, and pair gate with up
-        self.segments = [dispatch.prepare(segment, dtype=dtype, exact=exact, bias=bias if alone else None, gated=gated and alone)
-                         for segment in merged]
-        self.bias = None if alone and self.segments[0].adds_bias else bias
-        self.watch: Callable[[Tensor], None] | None = None  # called with every input, for calibration
-        self.single: Callable[..., Tensor] | None = self.segments[0].run if len(self.segments) == 1 else None
-        if self.single is None and (joined := vptq.join([segment.run for segment in self.segments], self.bias)):
-            self.single, self.bias = joined, None
+        if len(merged) == 1:  # then the kernel may add the bias, and pair gate with up
+            fused = dispatch.prepare(
+                merged[0], dtype=dtype, exact=exact, bias=bias, activation=activation
+            )
+        else:
+            fused = dispatch.prepare_all(merged, dtype=dtype, exact=exact, bias=bias)
+        self.fused: FusedLinear = fused
+        self.bias = None if fused.adds_bias else bias
+        # called with every input, for calibration
+        self.watch: Callable[[Tensor], None] | None = None
 
     @classmethod
-    def load(cls, weights: Weights, prefix: str, names: Sequence[str], *, sizes: Sequence[int], in_features: int, bias: bool,
-             device: torch.device | str, dtype: torch.dtype, exact: bool = False, gated: bool = False) -> Linear:
-        """`bias` says what the config promises; a bias in the file (GPTQ tools write zeros) is used either way."""
-        tensors, biases, given = [], [], False
-        for name, size in zip(names, sizes, strict=True):
+    def load(
+        cls,
+        weights: Weights,
+        prefix: str,
+        group: Group,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        exact: bool = False,
+    ) -> Linear:
+        """A bias in the file (GPTQ tools write zeros) is used whether or not the config promises
+        one.
+        """
+        tensors = []
+        biases = []
+        given = False
+        for name, size in zip(group.linears, group.sizes, strict=True):
             tensor = weights.linear(prefix + name)
-            _check_shape(prefix + name, tensor.shape, (size, in_features))
+            _check_shape(prefix + name, tensor.shape, (size, group.in_features))
             tensors.append(tensor.to(device))
             there = weights.has(f"{prefix}{name}.bias")
             given = given or there
-            if bias or there:
-                biases.append(load_tensor(weights, f"{prefix}{name}.bias", (size,), device=device, dtype=dtype))
+            if group.bias or there:
+                biases.append(
+                    load_tensor(
+                        weights, f"{prefix}{name}.bias", (size,), device=device, dtype=dtype
+                    )
+                )
             else:
                 biases.append(torch.zeros(size, device=device, dtype=dtype))
         joined = torch.cat(biases)
         used = known(joined.any(), otherwise=given)
-        return cls(tensors, joined if used else None, names=names, dtype=dtype, exact=exact, gated=gated)
+        return cls(
+            tensors,
+            joined if used else None,
+            names=group.linears,
+            dtype=dtype,
+            exact=exact,
+            activation=group.activation,
+        )
+
+    def substitute(self, multiply: Callable[[Tensor], Tensor] | None) -> None:
+        """From now on `multiply` computes x Wᵀ: quantization tries weights out. The prepared ones
+        are let go.
+
+        None: nothing does, until the next call of this.
+        """
+        self.fused = TorchLinear(multiply or _nothing, ops=self.fused.ops)
+
+    def use_ops(self, ops: ModuleType) -> None:
+        """Norms and activations around the product by other ops: those that gradients pass through,
+        for one.
+        """
+        self.fused.ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.watch is not None:
             self.watch(x)
-        out = self.single(x) if self.single else torch.cat([segment(x) for segment in self.segments], -1)
+        out = self.fused(x)
         return out if self.bias is None else out.add_(self.bias)
 
-    def substitute(self, multiply: Callable[[Tensor], Tensor] | None) -> None:
-        """From now on `multiply` computes x Wᵀ: quantization tries weights out. The prepared ones are let go.
+    def project(self, x: Tensor | PackedInput, out: Tensor | None = None, **fusion: Any) -> Tensor:
+        """`FusedLinear.project`; one by one where somebody watches or the bias is left over."""
+        if self.watch is None and self.bias is None:
+            return self.fused.project(x, out, **fusion)
+        assert isinstance(x, Tensor)
+        fusion.pop("handover", None)
+        fusion.pop("prefetch", None)
+        return plainly(self.fused, x, out, call=self, **fusion)
 
-        None: nothing does, until the next call of this.
-        """
-        self.segments = []
-        self.single = multiply
+    def negotiate(self, before: Linear, rows: int) -> Handover:
+        if any(one.watch is not None or one.bias is not None for one in (self, before)):
+            return Handover()
+        return self.fused.negotiate(before.fused, rows)
+
+    def packed_input(self, rows: int, kv_heads: int) -> PackedInput | None:
+        return None if self.bias is not None else self.fused.packed_input(rows, kv_heads)
+
+    @property
+    def segments(self) -> Sequence[FusedLinear]:
+        return self.fused.segments
 
     @property
     def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self.segments)
+        return self.fused.nbytes
+
+
+def _nothing(x: Tensor) -> Tensor:
+    raise RuntimeError("this linear has no weight: `substitute` has taken it away")
 
 
 class Embedding:
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, scale: float = 1.0):
         self.weight = weight  # [vocab, hidden]
+        self.scale = scale
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(tokens, self.weight)
-
-
-class RMSNorm:
-    """The weight and epsilon; the arithmetic is an op of the device."""
-
-    def __init__(self, weight: Tensor, epsilon: float):
-        self.weight, self.epsilon = weight, epsilon
+        rows = torch.nn.functional.embedding(tokens, self.weight)
+        return (
+            rows
+            if self.scale == 1
+            else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+        )

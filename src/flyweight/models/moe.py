@@ -1,139 +1,214 @@
-"""Mixture of experts: a router in float32 sends each token to a few experts; a shared expert may see them all.
+"""Mixture of experts: a router in float32 sends each token to a few experts; a shared expert may
+see them all.
 
-    out[t] = Σ over the chosen e of p[t, e] · down_e(silu(gate_e x) · up_e x)  (+ sigmoid(s · x) · shared expert)
+    out[t] = Σ over the chosen e of p[t, e] · down_e(act(gate_e x) · up_e x)  (+ σ(s · x) · shared
+    expert)
 
-Tokens are sorted by expert and each expert that has any runs once, so only the experts used are read. The products are
-laid down by (token, choice) and summed over the choices: no atomics, the same bytes every time. Counting the tokens of
-each expert brings the counts to the host once a layer; where kernels take all experts as one (`grouped`) nothing does.
+Tokens are sorted by expert and each expert that has any runs once, so only the experts used are
+read. The products are laid down by (token, choice) and summed over the choices: no atomics, the
+same bytes every time. Counting the tokens of each expert brings the counts to the host once a
+layer; where kernels take all experts as one (`grouped`) nothing does.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.checkpoint.names import ROUTER, SHARED_GATE
-from flyweight.kernels import experts
-from flyweight.kernels.cuda_linear import CudaLinear
+from flyweight.kernels.linear.experts import GroupedExperts, Routing
+from flyweight.kernels.linear.fused import Norm
+from flyweight.models.buffers import Buffers
 from flyweight.models.layers import Linear, Weights, load_tensor
-
-if TYPE_CHECKING:
-    from flyweight.models.config import ModelConfig, MoeConfig
-
-PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+from flyweight.models.mlp import GatedMlp
+from flyweight.models.plan import ExpertsPlan, Group, LayerPlan, RouterPlan
+from flyweight.values import has_values
 
 
-def members(moe: MoeConfig) -> list[tuple[str, int]]:
-    """(name, width) of every expert of a layer, the shared one first."""
-    shared = [("shared_expert", moe.shared_intermediate_size)] if moe.shared_intermediate_size else []
-    return [*shared, *((f"experts.{i}", moe.intermediate_size) for i in range(moe.experts))]
+class Router:
+    def __init__(self, plan: RouterPlan, weight: Tensor, bias: Tensor | None = None):
+        self.plan = plan
+        self.weight = weight  # float32 [experts, hidden]
+        self.bias = bias
 
-
-def groups(moe: MoeConfig) -> list[tuple[str, str, tuple[str, ...]]]:
-    """(name, source, linears) as `decoder.Group` wants them: all gate/up first, then all down."""
-    source = {"gate_up": "post_attention_layernorm", "down": ""}
-    return [(f"{name}.{part}", source[part] or f"mlp.{name}.up_proj", tuple(f"mlp.{name}.{linear}" for linear in linears))
-            for part, linears in PARTS.items() for name, _ in members(moe)]
-
-
-def shapes(config: ModelConfig) -> dict[str, tuple[list[int], int, bool]]:
-    """group: (outputs of each linear, inputs, whether there is a bias)"""
-    assert config.moe is not None
-    found: dict[str, tuple[list[int], int, bool]] = {}
-    for name, width in members(config.moe):
-        found[f"{name}.gate_up"] = [width] * 2, config.hidden_size, False
-        found[f"{name}.down"] = [config.hidden_size], width, False
-    return found
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares in float32 and experts, [tokens, chosen] each."""
+        plan = self.plan
+        logits = F.linear(x.float(), self.weight)
+        if plan.kind == "chosen_softmax":
+            best, chosen = (logits if self.bias is None else logits + self.bias).topk(
+                plan.chosen, -1
+            )
+            shares = best.softmax(-1)
+        elif plan.kind == "sigmoid":
+            scores = logits.sigmoid()
+            chosen = (
+                (scores if self.bias is None else scores + self.bias).topk(plan.chosen, -1).indices
+            )
+            shares = scores.gather(-1, chosen)
+        else:
+            shares, chosen = logits.softmax(-1).topk(plan.chosen, -1)
+        if plan.normalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return shares if plan.scale == 1 else shares * plan.scale, chosen
 
 
 class Experts:
-    """The MLP of one layer with experts; `linears` by group name."""
+    """The MLP of one layer with experts."""
 
-    def __init__(self, config: MoeConfig, linears: dict[str, Linear], *, router: Tensor, shared_gate: Tensor | None,
-                 ops: ModuleType):
-        self.config, self.linears, self.ops = config, linears, ops
-        self.router = router  # float32 [experts, hidden]
+    def __init__(
+        self,
+        plan: ExpertsPlan,
+        linears: dict[str, Linear],
+        *,
+        router: Router,
+        shared_gate: Tensor | None,
+        ops: ModuleType,
+    ):
+        self.plan = plan
+        self.ops = ops
+        self.router = router
         self.shared_gate = shared_gate  # [1, hidden]
-        self.grouped: experts.Grouped | None = None
-        self.why_not = self._group()  # why it is None
+        self.members = [GatedMlp(one, linears) for one in plan.experts]
+        self.shared = GatedMlp(plan.shared, linears) if plan.shared else None
+        found = self._group()
+        self.grouped = None if isinstance(found, str) else found
+        self.ungrouped = found if isinstance(found, str) else None  # why
 
     @classmethod
-    def load(cls, weights: Weights, config: ModelConfig, prefix: str, linears: dict[str, Linear], *, ops: ModuleType,
-             device: torch.device | str, dtype: torch.dtype) -> Experts:
-        moe, hidden = config.moe, config.hidden_size
-        assert moe is not None
-        router = load_tensor(weights, prefix + ROUTER, (moe.experts, hidden), device=device, dtype=torch.float32)
-        gate = None
-        if moe.shared_intermediate_size:
-            gate = load_tensor(weights, prefix + SHARED_GATE, (1, hidden), device=device, dtype=dtype)
-        return cls(moe, linears, router=router, shared_gate=gate, ops=ops)
+    def load(
+        cls,
+        weights: Weights,
+        layer: LayerPlan,
+        linears: dict[str, Linear],
+        *,
+        ops: ModuleType,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> Experts:
+        plan = layer.mlp
+        assert isinstance(plan, ExpertsPlan)
+        router = plan.router
+        hidden = layer.hidden_size
+        prefix = layer.prefix
+        weight = load_tensor(
+            weights,
+            prefix + router.weight,
+            (router.experts, hidden),
+            device=device,
+            dtype=torch.float32,
+        )
+        bias = gate = None
+        if router.bias is not None:
+            bias = load_tensor(
+                weights, prefix + router.bias, (router.experts,), device=device, dtype=torch.float32
+            )
+        if plan.shared_gate is not None:
+            gate = load_tensor(
+                weights, prefix + plan.shared_gate, (1, hidden), device=device, dtype=dtype
+            )
+        return cls(plan, linears, router=Router(router, weight, bias), shared_gate=gate, ops=ops)
 
-    def _group(self) -> str | None:
-        """Stack the experts' weights, or say why not."""
-        if self.router.device.type != "cuda":
-            return "no CUDA device"
-        count = self.config.experts
-        parts = [[self.linears[f"experts.{i}.{part}"].single for i in range(count)] for part in PARTS]
-        shared = [self.linears[f"shared_expert.{part}"].single for part in PARTS] if self.shared_gate is not None else []
-        if not all(isinstance(linear, CudaLinear) for linear in shared):
-            return "the shared expert's format has no kernel for few rows"
-        if reason := next(filter(None, (experts.why_not(part, self.router.device) for part in parts)), None):
-            return reason
-        rows = [self.router] if self.shared_gate is None else [self.router, self.shared_gate.float()]
-        gate_up, down = (experts.stack(cast(list[CudaLinear], part)) for part in parts)
-        ready = torch.zeros(1, dtype=torch.int32, device=self.router.device)
-        self.grouped = experts.Grouped(gate_up, down, torch.cat(rows), ready, count, self.config.experts_per_token,
-                                       self.config.normalize_weights)
+    def _group(self) -> GroupedExperts | str:
+        """All experts as one, or why not."""
+        plan = self.plan.router
+        if not plan.plain:
+            return f"the kernels have no router of kind {plan.kind}"
+        if self.shared is not None and self.shared_gate is None:
+            return "the kernels weigh a shared expert by its gate"
+        if any(one.plan.activation != "silu" for one in self.members):
+            return "the kernels multiply with silu alone"
+        shared = (self.shared.gate_up.fused, self.shared.down.fused) if self.shared else None
+        return GroupedExperts.make(
+            [one.gate_up.fused for one in self.members],
+            [one.down.fused for one in self.members],
+            router=self.router.weight,
+            routing=Routing(plan.experts, plan.chosen, plan.normalize),
+            shared_gate=self.shared_gate,
+            shared=shared,
+        )
+
+    @property
+    def first_group(self) -> Group | None:
+        """None: no single group's output becomes the layer's."""
         return None
 
-    def fused(self, x: Tensor, out: Tensor | None = None, *, norm: Tensor, epsilon: float,
-              lengths: Tensor | None = None) -> Tensor:
-        """x + experts(norm(x)), [tokens, hidden], through the grouped kernels; out may be x. Rows of length 0 are padding."""
-        assert self.grouped is not None and (lengths is None or len(x) <= experts.TOKENS_AT_ONCE)
-        out = torch.empty_like(x) if out is None else out
-        for part, end in zip(x.split(experts.TOKENS_AT_ONCE), out.split(experts.TOKENS_AT_ONCE), strict=True):
-            route = self.grouped.route(part, norm=norm, epsilon=epsilon, lengths=lengths)
-            shared = None if self.shared_gate is None else self.run("shared_expert", part, norm=norm, epsilon=epsilon)
-            y = self.grouped.multiply(part, route, norm=norm, epsilon=epsilon)
-            self.grouped.combine(y, route, part, end, shared=shared)
-        return out
+    @property
+    def uncaptured_reason(self) -> str | None:
+        return (
+            self.ungrouped
+            and f"the tokens of each expert are counted on the host: {self.ungrouped}"
+        )
+
+    def use_ops(self, ops: ModuleType) -> None:
+        self.ops = ops
+
+    def overlaps(self, rows: int) -> bool:
+        return self.grouped is None or self.grouped.overlaps(
+            rows, gpu.of(self.router.weight.device)
+        )
+
+    @property
+    def watched(self) -> bool:
+        return any(
+            one.gate_up.watch is not None or one.down.watch is not None for one in self.members
+        )
+
+    def project(
+        self,
+        hidden: Tensor,
+        out: Tensor | None = None,
+        *,
+        norm: Norm | None,
+        residual: Tensor | None,
+        buffers: Buffers | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """residual + experts(norm(hidden)); rows of length 0 are padding."""
+        if (
+            self.grouped is not None
+            and norm is not None
+            and residual is hidden
+            and not self.watched
+        ):
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            target = None if out is None else out.view(-1, out.shape[-1])
+            return self.grouped.project(flat, target, norm=norm, lengths=lengths).view(hidden.shape)
+        y = self(hidden if norm is None else self.ops.normalize(hidden, norm))
+        if residual is not None:
+            return torch.add(y, residual, out=out)
+        return y if out is None else out.copy_(y)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., hidden] → the same."""
         flat = x.reshape(-1, x.shape[-1])
-        out = self.routed(flat, *self.route(flat))
-        if self.shared_gate is not None:
-            out = out + F.linear(flat, self.shared_gate).sigmoid() * self.run("shared_expert", flat)
+        out = self.routed(flat, *self.router(flat))
+        if self.shared is not None:
+            found = self.shared(flat)
+            out = out + (
+                found
+                if self.shared_gate is None
+                else F.linear(flat, self.shared_gate).sigmoid() * found
+            )
         return out.view_as(x)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares in float32 and experts, [tokens, chosen] each."""
-        shares, chosen = F.linear(x.float(), self.router).softmax(-1).topk(self.config.experts_per_token, -1)
-        return shares / shares.sum(-1, keepdim=True) if self.config.normalize_weights else shares, chosen
-
     def routed(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        if not has_values(chosen):  # nobody counts: all are the first one's
+            return (
+                self.members[0](x.repeat_interleave(chosen.shape[-1], 0))
+                .view(*chosen.shape, -1)
+                .sum(1)
+            )
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs by expert
-        if gpu.is_pretended():  # nobody counts: all are the first one's
-            return self.run("experts.0", x.repeat_interleave(chosen.shape[-1], 0)).view(*chosen.shape, -1).sum(1)
-        counts = torch.bincount(chosen.flatten(), minlength=self.config.experts).tolist()
+        counts = torch.bincount(chosen.flatten(), minlength=self.plan.router.experts).tolist()
         products = x.new_empty(chosen.numel(), x.shape[-1])
         begin = 0
         for expert, count in enumerate(counts):
             if count:
                 pairs = order[begin : begin + count]
-                products[pairs] = self.run(f"experts.{expert}", x[pairs // chosen.shape[-1]])
+                products[pairs] = self.members[expert](x[pairs // chosen.shape[-1]])
                 begin += count
         return (products.view(*chosen.shape, -1) * shares.to(x.dtype)[..., None]).sum(1)
-
-    def run(self, name: str, x: Tensor, *, norm: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
-        """One expert; the norm only where its linears have one."""
-        gate_up, down = (self.linears[f"{name}.{part}"] for part in PARTS)
-        if isinstance(gate_up.single, CudaLinear) and isinstance(down.single, CudaLinear) and gate_up.watch is None:
-            return down.single.fused(gate_up.single.fused(x, norm=norm, epsilon=epsilon))
-        assert norm is None
-        return down(self.ops.silu_mul(gate_up(x)))

@@ -1,7 +1,8 @@
-"""Architecture numbers of well-known models, and random weights in their shapes: speed can be measured without a download.
+"""Architecture numbers of well-known models, and random weights in their shapes: speed can be
+measured without a download.
 
-Weights are made straight on the device in their final format. Each tensor is seeded from its own name, so the bytes
-depend on (seed, name, device kind) and not on the order of loading.
+Weights are made straight on the device in their final format. Each tensor is seeded from its own
+name, so the bytes depend on (seed, name, device kind) and not on the order of loading.
 """
 
 from __future__ import annotations
@@ -15,43 +16,127 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError, unknown
-from flyweight.models import moe
 from flyweight.models.config import ModelConfig
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+from flyweight.models.plan import ExpertsPlan, LayerPlan
+from flyweight.models.standard import plan_of
+from flyweight.tensors import (
+    Float8,
+    Int8Channel,
+    IntGroup,
+    Plain,
+    QuantTensor,
+    Sparse24,
+    VectorQuant,
+)
 
-QWEN = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=32768, dtype="bfloat16",
-            bos_token_id=151643, eos_token_id=151645, vocab_size=152064, tie_word_embeddings=False)
+QWEN = dict(
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=32768,
+    dtype="bfloat16",
+    bos_token_id=151643,
+    eos_token_id=151645,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+)
 QWEN2 = dict(QWEN, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-YARN = dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768))  # of the model cards
-QWEN3 = dict(QWEN, model_type="qwen3", architectures=["Qwen3ForCausalLM"], max_position_embeddings=40960, head_dim=128,
-             vocab_size=151936, num_key_value_heads=8)
-LLAMA31 = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5, rope_theta=5e5,
-               max_position_embeddings=131072, dtype="bfloat16", bos_token_id=128000, eos_token_id=[128001, 128008, 128009],
-               vocab_size=128256, tie_word_embeddings=False, num_key_value_heads=8,
-               rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                 original_max_position_embeddings=8192))
+# of the model cards
+YARN = dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768))
+QWEN3 = dict(
+    QWEN,
+    model_type="qwen3",
+    architectures=["Qwen3ForCausalLM"],
+    max_position_embeddings=40960,
+    head_dim=128,
+    vocab_size=151936,
+    num_key_value_heads=8,
+)
+LLAMA31 = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    max_position_embeddings=131072,
+    dtype="bfloat16",
+    bos_token_id=128000,
+    eos_token_id=[128001, 128008, 128009],
+    vocab_size=128256,
+    tie_word_embeddings=False,
+    num_key_value_heads=8,
+    rope_scaling=dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+)
 
 
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-                num_key_value_heads=kv_heads, **more)
+def _sizes(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> dict[str, Any]:
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        **more,
+    )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-0.5b": QWEN2 | _sizes(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
-    "qwen2-1.5b": QWEN2 | _sizes(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2-1.5b": QWEN2
+    | _sizes(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
     "qwen2-7b": QWEN2 | _sizes(3584, 18944, 28, 28, 4),
-    "qwen2-7b-yarn": QWEN2 | _sizes(3584, 18944, 28, 28, 4, rope_scaling=dict(  # as its model card has it for 131,072 tokens
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)),
+    # as its model card has it for 131,072 tokens
+    "qwen2-7b-yarn": QWEN2
+    | _sizes(
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
+    ),
     "qwen2-72b": QWEN2 | _sizes(8192, 29568, 80, 64, 8),
     "qwen2-72b-yarn": QWEN2 | YARN | _sizes(8192, 29568, 80, 64, 8),
-    "qwen2-57b-a14b": QWEN2 | _sizes(
-        3584, 18944, 28, 28, 4, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], vocab_size=151936,
-        num_experts=64, num_experts_per_tok=8, moe_intermediate_size=2560, shared_expert_intermediate_size=20480,
-        norm_topk_prob=False, decoder_sparse_step=1),
-    "qwen3-30b-a3b": QWEN3 | _sizes(
-        2048, 6144, 48, 32, 4, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
-        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1),
+    "qwen2-57b-a14b": QWEN2
+    | _sizes(
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        model_type="qwen2_moe",
+        architectures=["Qwen2MoeForCausalLM"],
+        vocab_size=151936,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20480,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+    ),
+    "qwen3-30b-a3b": QWEN3
+    | _sizes(
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        model_type="qwen3_moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+    ),
     "qwen1.5-32b": QWEN2 | _sizes(5120, 27392, 64, 40, 8),
     "qwen3-0.6b": QWEN3 | _sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
     "qwen3-4b": QWEN3 | _sizes(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
@@ -60,26 +145,55 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-32b": QWEN3 | _sizes(5120, 25600, 64, 64, 8),
     "llama-3.1-8b": LLAMA31 | _sizes(4096, 14336, 32, 32, 8),
     "llama-3.1-70b": LLAMA31 | _sizes(8192, 28672, 80, 64, 8),
-    "smollm2-135m": dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5,
-                         rope_theta=1e5, max_position_embeddings=8192, dtype="bfloat16", bos_token_id=1, eos_token_id=2,
-                         vocab_size=49152, tie_word_embeddings=True, **_sizes(576, 1536, 30, 9, 3)),
+    "smollm2-135m": dict(
+        model_type="llama",
+        architectures=["LlamaForCausalLM"],
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_theta=1e5,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+        **_sizes(576, 1536, 30, 9, 3),
+    ),
 }
 # For trying a command out: of no model, as small as every scheme allows.
 _tiny = dict(vocab_size=16384, bos_token_id=0, eos_token_id=1)
 PRESETS["tiny"] = PRESETS["qwen3-0.6b"] | _sizes(256, 512, 2, 4, 2, head_dim=64, **_tiny)
 PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | _sizes(
-    256, 512, 2, 4, 2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, shared_expert_intermediate_size=512,
-    **_tiny)
+    256,
+    512,
+    2,
+    4,
+    2,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=256,
+    shared_expert_intermediate_size=512,
+    **_tiny,
+)
 FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Make = Callable[..., QuantTensor]  # (shape, seed, device, dtype=…)
 
 
 def _grouped(bits: int, *, symmetric: bool = False, sparse: bool = False) -> Make:
-    def make(shape: tuple[int, int], seed: int, device: torch.device | str, **options: Any) -> QuantTensor:
+    def make(
+        shape: tuple[int, int], seed: int, device: torch.device | str, **options: Any
+    ) -> QuantTensor:
         # Hidden sizes such as 576 are no multiple of 128.
-        options |= dict(bits=bits, symmetric=symmetric, group_size=next(g for g in (128, 64, 32, -1) if shape[1] % g == 0))
-        return Sparse24.random(shape, seed, device, inner=IntGroup, **options) if sparse else IntGroup.random(
-            shape, seed, device, **options)
+        options |= dict(
+            bits=bits,
+            symmetric=symmetric,
+            group_size=next(g for g in (128, 64, 32, -1) if shape[1] % g == 0),
+        )
+        return (
+            Sparse24.random(shape, seed, device, inner=IntGroup, **options)
+            if sparse
+            else IntGroup.random(shape, seed, device, **options)
+        )
 
     return make
 
@@ -107,18 +221,29 @@ def preset_config(name: str) -> dict[str, Any]:
 
 
 class PresetWeights:
-    """Random weights behind the reader's interface. Embeddings, head, norms and biases stay plain in every scheme."""
+    """Random weights behind the reader's interface. Embeddings, head, norms and biases stay plain
+    in every scheme.
+    """
 
-    def __init__(self, name: str | dict[str, Any], scheme: str = "bf16", seed: int = 0, *,
-                 device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        name: str | dict[str, Any],
+        scheme: str = "bf16",
+        seed: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+    ):
         if scheme not in SCHEMES:
             raise OptionError(unknown("scheme", scheme, SCHEMES))
         self.config = preset_config(name) if isinstance(name, str) else copy.deepcopy(name)
         if scheme in FLOATS:
             self.config["dtype"] = FLOATS[scheme]
-        self.scheme, self.seed, self.device = scheme, seed, device
+        self.scheme = scheme
+        self.seed = seed
+        self.device = device
         parsed = ModelConfig.from_dict(self.config)
-        self.dtype, self.shapes = parsed.dtype, tensor_shapes(parsed)
+        self.dtype = parsed.dtype
+        self.shapes = tensor_shapes(parsed)
 
     def names(self) -> list[str]:
         return list(self.shapes)
@@ -127,7 +252,8 @@ class PresetWeights:
         return name in self.shapes
 
     def tensor(self, name: str) -> Tensor:
-        shape, seed = self._shape(name), self._seed(name)
+        shape = self._shape(name)
+        seed = self._seed(name)
         if len(shape) == 2:
             return Plain.random(shape, seed, self.device, dtype=self.dtype).weight
         generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -135,7 +261,8 @@ class PresetWeights:
         return (noise + 1 if name.endswith("norm.weight") else noise).to(self.dtype)
 
     def linear(self, prefix: str) -> QuantTensor:
-        shape, make = self._shape(prefix + ".weight"), Plain.random if prefix == "lm_head" else SCHEMES[self.scheme]
+        shape = self._shape(prefix + ".weight")
+        make = Plain.random if prefix == "lm_head" else SCHEMES[self.scheme]
         return make(shape, self._seed(prefix + ".weight"), self.device, dtype=self.dtype)
 
     def check_used(self) -> None:
@@ -152,43 +279,31 @@ class PresetWeights:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of an unquantized checkpoint, experts one by one."""
-    hidden, query, key = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    # projection: (outputs, inputs, whether it has a bias)
-    linears = {
-        "self_attn.q_proj": (query, hidden, config.qkv_bias), "self_attn.k_proj": (key, hidden, config.qkv_bias),
-        "self_attn.v_proj": (key, hidden, config.qkv_bias), "self_attn.o_proj": (hidden, query, config.o_bias),
+    plan = plan_of(config)
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+    for layer in plan.layers:
+        shapes |= {layer.prefix + name: shape for name, shape in layer_shapes(layer).items()}
+    shapes[f"{plan.norm.name}.weight"] = (config.hidden_size,)
+    return shapes if config.tied_embeddings else shapes | {"lm_head.weight": table}
+
+
+def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
+    attention = layer.attention
+    mlp = layer.mlp
+    found: dict[str, tuple[int, ...]] = {
+        f"{norm.name}.weight": (layer.hidden_size,) for norm in layer.norms
     }
-    dense = {
-        "mlp.gate_proj": (config.intermediate_size, hidden, config.mlp_bias),
-        "mlp.up_proj": (config.intermediate_size, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, config.intermediate_size, config.mlp_bias),
-    }
-    norms: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.layers):
-        sparse = config.moe is not None and index not in config.moe.dense_layers
-        block = norms | _with_biases(linears) | (_expert_shapes(config) if sparse else _with_biases(dense))
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    return shapes if config.tied_embeddings else shapes | {"lm_head.weight": (config.vocab_size, hidden)}
-
-
-def _with_biases(linears: dict[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for name, (rows, columns, bias) in linears.items():
-        found |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
-    return found
-
-
-def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    assert config.moe is not None
-    hidden = config.hidden_size
-    found: dict[str, tuple[int, ...]] = {moe.ROUTER: (config.moe.experts, hidden)}
-    if config.moe.shared_intermediate_size:
-        found[moe.SHARED_GATE] = (1, hidden)
-    for name, width in moe.members(config.moe):
-        sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
-        found |= {f"mlp.{name}.{linear}.weight": shape for linear, shape in sizes.items()}
+    for norm in (attention.query_norm, attention.key_norm):
+        found |= {} if norm is None else {f"{norm.name}.weight": (attention.head_dim,)}
+    if attention.sinks is not None:
+        found[attention.sinks] = (attention.heads,)
+    if isinstance(mlp, ExpertsPlan):
+        found[mlp.router.weight] = (mlp.router.experts, layer.hidden_size)
+        found |= {} if mlp.router.bias is None else {mlp.router.bias: (mlp.router.experts,)}
+        found |= {} if mlp.shared_gate is None else {mlp.shared_gate: (1, layer.hidden_size)}
+    for group in layer.groups:
+        for linear, size in zip(group.linears, group.sizes, strict=True):
+            found[f"{linear}.weight"] = (size, group.in_features)
+            found |= {f"{linear}.bias": (size,)} if group.bias else {}
     return found

@@ -1,4 +1,6 @@
-"""A preset's random weights as a model folder, for engines that read folders and for timing how a folder loads."""
+"""A preset's random weights as a model folder, for engines that read folders and for timing how a
+folder loads.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,37 @@ from pathlib import Path
 from flyweight.checkpoint import formats
 from flyweight.checkpoint.writer import CheckpointWriter
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import groups_of
 from flyweight.models.presets import PresetWeights
+from flyweight.models.standard import plan_of
 from flyweight.tensors import Plain, QuantTensor
 
 
-def write_preset(name: str, target: str | Path, *, format: str | None = None, device: str = "cpu", overwrite: bool = False,
-                 progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
+def write_preset(
+    name: str,
+    target: str | Path,
+    *,
+    format: str | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
     """`preset:NAME[:SCHEME]` in a file format (its kind's usual one), without a tokenizer."""
     _, preset, *scheme = name.split(":")
     weights = PresetWeights(preset, scheme[0] if scheme else "bf16", device=device)
     config = ModelConfig.from_dict(weights.config)
-    linears = {f"model.layers.{index}.{linear}" for index in range(config.layers) for group in groups_of(config, index)
-               for linear in group.linears}
+    linears = {
+        layer.prefix + linear
+        for layer in plan_of(config).layers
+        for group in layer.groups
+        for linear in group.linears
+    }
     layers: dict[str, QuantTensor] = {}
     with CheckpointWriter(target, overwrite=overwrite) as writer:
         for done, tensor_name in enumerate(weights.names()):
             prefix = tensor_name.removesuffix(".weight")
-            tensor = weights.linear(prefix) if prefix in linears else Plain(weights.tensor(tensor_name))
+            tensor = (
+                weights.linear(prefix) if prefix in linears else Plain(weights.tensor(tensor_name))
+            )
             if isinstance(tensor, Plain):
                 writer.add(tensor_name, tensor.weight)
             else:
@@ -38,5 +53,7 @@ def write_preset(name: str, target: str | Path, *, format: str | None = None, de
         if layers:
             biased = [prefix for prefix in layers if f"{prefix}.bias" in weights.shapes]
             chosen = formats.named(format or formats.default_of(layers.values()))
-            settings["quantization_config"] = chosen.config(layers, ignore=["lm_head"], biased=biased)
+            settings["quantization_config"] = chosen.config(
+                layers, ignore=["lm_head"], biased=biased
+            )
         return writer.finish(settings)

@@ -1,23 +1,49 @@
-"""Rotary position tables: cos and sin of every position, for plain, linear, dynamic, llama3 and YaRN frequencies.
+"""Rotary position tables: cos and sin of every position, for plain, linear, dynamic, llama3 and
+YaRN frequencies.
 
-Made once at load in float32 and indexed by position, so a step costs one gather whatever the scaling. Dynamic NTK
-changes its frequencies with the length of the sequence: row p holds those of a sequence of p + 1 tokens, which is
-what a token-by-token run sees and what keeps cached keys valid; transformers re-scales a long prompt as a whole.
+Made once at load in float32 and indexed by position, so a step costs one gather whatever the
+scaling. Dynamic NTK changes its frequencies with the length of the sequence: row p holds those of a
+sequence of p + 1 tokens, which is what a token-by-token run sees and what keeps cached keys valid;
+transformers re-scales a long prompt as a whole.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from flyweight.models.config import ModelConfig, RopeConfig
+from flyweight.models.config import ModelConfig
+from flyweight.models.plan import RopeConfig
+from flyweight.models.standard import plan_of
+
+RopeTables = Mapping[str | None, tuple[Tensor, Tensor]]
 
 
-def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [context length, rotary_dim / 2], the attention factor of YaRN multiplied in."""
-    rope, positions = config.rope, torch.arange(config.context_length, dtype=torch.float32)
+def all_tables(config: ModelConfig, device: torch.device | str = "cpu") -> RopeTables:
+    """By the names that the layers of the plan give them; layers without rope turn by no angle
+    (None).
+    """
+    plan = plan_of(config)
+    found: dict[str | None, tuple[Tensor, Tensor]] = {
+        name: rope_tables(config, device, rope) for name, rope in plan.ropes.items()
+    }
+    if any(layer.attention.rope is None for layer in plan.layers):
+        shape = (config.context_length, config.head_dim // 2)
+        found[None] = torch.ones(shape, device=device), torch.zeros(shape, device=device)
+    return found
+
+
+def rope_tables(
+    config: ModelConfig, device: torch.device | str = "cpu", rope: RopeConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [context length, rotary_dim / 2], the attention factor of YaRN
+    multiplied in.
+    """
+    rope = rope or config.rope
+    positions = torch.arange(config.context_length, dtype=torch.float32)
     if rope.kind == "dynamic":
         lengths = (positions + 1).clamp(min=config.max_positions).double()
         angles = positions[:, None] * _dynamic(rope, lengths, config.max_positions)
@@ -29,7 +55,9 @@ def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> tupl
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Float32 [rotary_dim / 2]: radians per position."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
+    plain = 1.0 / rope.theta ** (
+        torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    )
     if rope.kind == "linear":
         return plain / rope["factor"]
     if rope.kind == "llama3":
@@ -39,30 +67,37 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 def _dynamic(rope: RopeConfig, lengths: Tensor, max_positions: int) -> Tensor:
     """[lengths, rotary_dim / 2]: the base grows with what lies beyond the trained length."""
-    dim, factor = rope.rotary_dim, rope["factor"]
+    dim = rope.rotary_dim
+    factor = rope["factor"]
     base = rope.theta * (factor * lengths / max_positions - (factor - 1)) ** (dim / (dim - 2))
     return 1.0 / base.float()[:, None] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     """Long waves are stretched by the factor, short ones kept, those between blended."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the original context
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
+    # in the original context
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * keep + plain / rope["factor"] * (1 - keep)
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     """As llama3, but the blend is linear in the index of the frequency."""
-    dim, original = rope.rotary_dim, rope["original_max_position_embeddings"]
+    dim = rope.rotary_dim
+    original = rope["original_max_position_embeddings"]
 
     def index_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = index_of(rope.get("beta_fast", 32)), index_of(rope.get("beta_slow", 1))
+    low = index_of(rope.get("beta_fast", 32))
+    high = index_of(rope.get("beta_slow", 1))
     if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     high += 0.001 if low == high else 0
     stretch = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return plain / rope["factor"] * stretch + plain * (1 - stretch)

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels.dispatch import decoder_ops
-from flyweight.models.decoder import Context, Group, Whole
-from flyweight.models.rope import rope_tables
+from flyweight.models.attention import PromptStage, Whole
+from flyweight.models.plan import Group
+from flyweight.models.rope import all_tables
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.events import Event
 from flyweight.quant.guards import memory_errors
@@ -81,14 +82,14 @@ class Loop:
         # Learning and tuning aim at the original model, which therefore runs beside the quantized
         # one.
         self.original = self.cache("original") if recipe.follows_original else None
-        self.context: Context | None = None
+        self.context: PromptStage | None = None
 
     def cache(self, name: str) -> ActivationCache:
         return ActivationCache(self.device, self.setting.budget, self.store.folder, name)
 
     def begin(self, tokens: Tensor, embedding: Tensor, *, batch: int) -> None:
         """Embed the samples [samples, length], `batch` at a time."""
-        self.context = Whole(tokens.shape[1], rope_tables(self.config, self.device), self.ops)
+        self.context = Whole(tokens.shape[1], all_tables(self.config, self.device), self.ops)
         for begin in range(0, len(tokens), batch):
             part = tokens[begin : begin + batch]
             x = torch.nn.functional.embedding(part, embedding).to(self.dtype)

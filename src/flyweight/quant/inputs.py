@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
-from flyweight.models.decoder import GROUPS, Group
+from flyweight.models.plan import Group
 
 
 class GroupInputs:
@@ -14,8 +16,8 @@ class GroupInputs:
     def __init__(self, tokens: int, *, every: int) -> None:
         self.tokens = tokens
         self.every = every
-        self.kept: dict[str, list[Tensor]] = {group.name: [] for group in GROUPS}
-        self.some: dict[str, list[Tensor]] = {group.name: [] for group in GROUPS}
+        self.kept: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.some: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keep(self, group: Group, x: Tensor) -> None:
         """x [sequences, tokens, hidden]"""

@@ -23,8 +23,8 @@ from flyweight.checkpoint.reader import Checkpoint, read_json
 from flyweight.device import pick_device
 from flyweight.errors import OptionError, ResourceError
 from flyweight.models.config import ModelConfig
-from flyweight.models.moe import members
 from flyweight.models.presets import PresetWeights
+from flyweight.models.standard import plan_of
 from flyweight.quant.assemble import NOTE, Assembly
 from flyweight.quant.calibrate import Loop
 from flyweight.quant.calibration import Samples, draw_samples, read_text
@@ -274,13 +274,8 @@ class Job:
 
 def linear_widths(config: ModelConfig) -> list[int]:
     """How many inputs linears of this model have: a group size must divide each."""
-    moe = config.moe
-    widths = {config.hidden_size, config.heads * config.head_dim}
-    if moe is None or moe.dense_layers:
-        widths.add(config.intermediate_size)
-    if moe is not None:
-        widths |= {width for _, width in members(moe)}
-    return sorted(widths)
+    layers = plan_of(config).layers
+    return sorted({group.in_features for layer in layers for group in layer.groups})
 
 
 def weights_digest(source: Any) -> str:

@@ -34,7 +34,8 @@ from flyweight.quant.gptq import GPTQ
 from flyweight.quant.grid import Integers
 from flyweight.quant.vptq import VPTQ
 
-SOLVERS = ("rtn", "gptq", "awq", "vptq", "fp8", "keep")
+SOLVERS = ["rtn", "gptq", "awq", "vptq", "fp8", "keep"]  # and those of `solve.register`
+UNCALIBRATED = {"keep"}  # solvers that never look at inputs
 VPTQ_NAME = re.compile(r"vptq:v(\d+)-k(\d+)(?:-(\d+))?(?:-o(\d+(?:\.\d+)?))?")
 
 
@@ -79,7 +80,7 @@ class Layer:
         plain = self.solver == "rtn" and self.ranges != "importance"
         return not (
             plain
-            or self.solver == "keep"
+            or self.solver in UNCALIBRATED
             or (self.solver == "fp8" and self.fp8_activation != "static")
         )
 

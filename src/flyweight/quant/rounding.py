@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flyweight.kernels import reference
-from flyweight.models.decoder import Block, Context, Group
+from flyweight.models.attention import PromptStage
+from flyweight.models.layer import Block
+from flyweight.models.plan import Group
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.grid import stored
 from flyweight.quant.statistics import matmul_precision
@@ -125,7 +127,7 @@ def learn_rounding(
     work: WorkBlock,
     inputs: ActivationCache,
     targets: ActivationCache,
-    context: Context,
+    context: PromptStage,
     settings: Learning,
 ) -> tuple[float, float]:
     """Improve the integer weights of `work` in place; returns the relative output error before and
@@ -159,7 +161,7 @@ def descend(
     nudged: dict[Group, Nudged],
     inputs: ActivationCache,
     targets: ActivationCache,
-    context: Context,
+    context: PromptStage,
     settings: Learning,
 ) -> None:
     """Sign-SGD on the nudges."""
@@ -197,9 +199,7 @@ def learnable(siblings: Sequence[QuantTensor]) -> bool:
 def trainable(work: WorkBlock) -> Block:
     """The block with ops that gradients pass through."""
     block = work.build()
-    block.ops = reference
-    if block.experts is not None:
-        block.experts.ops = reference
+    block.use_ops(reference)
     return block
 
 
@@ -208,7 +208,7 @@ def output_error(
     work: WorkBlock,
     inputs: ActivationCache,
     targets: ActivationCache,
-    context: Context,
+    context: PromptStage,
     *,
     relative: bool = False,
 ) -> float:

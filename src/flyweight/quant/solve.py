@@ -7,7 +7,7 @@ Solvers of integers treat rows independently, so siblings under one rule are sol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +15,26 @@ from torch import Tensor
 from flyweight.quant.awq import awq_round
 from flyweight.quant.fp8 import fp8
 from flyweight.quant.gptq import gptq
-from flyweight.quant.recipe import Layer
+from flyweight.quant.recipe import SOLVERS, UNCALIBRATED, Layer
 from flyweight.quant.rtn import rtn, to_int8_channel
 from flyweight.quant.sparsegpt import prune24
 from flyweight.quant.statistics import Statistics
 from flyweight.quant.vptq import vptq
 from flyweight.tensors import IntGroup, Plain, QuantTensor, Sparse24
+
+Solver = Callable[[Tensor, Layer, Statistics | None], QuantTensor]
+OTHERS: dict[str, Solver] = {}
+
+
+def register(name: str, solver: Solver, *, calibrated: bool = True) -> None:
+    """A solver from outside of this folder, to be named in recipes; `calibrated`: it asks for
+    statistics of the inputs."""
+    if name in SOLVERS:
+        raise ValueError(f"there is a solver {name} already")
+    SOLVERS.append(name)
+    if not calibrated:
+        UNCALIBRATED.add(name)
+    OTHERS[name] = solver
 
 
 def solve_group(
@@ -56,6 +70,8 @@ def solve_one(
 ) -> QuantTensor:
     if layer.solver == "keep":
         return Plain(weight.to(dtype))
+    if layer.solver in OTHERS:
+        return OTHERS[layer.solver](weight, layer, statistics)
     if layer.solver == "fp8":
         return fp8(weight, layer.fp8(), statistics)
     if layer.solver == "vptq":

@@ -6,13 +6,14 @@ Statistics follow by arithmetic instead of another pass over the samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flyweight.models.decoder import GROUPS, Block, Context, Group
+from flyweight.models.attention import PromptStage
+from flyweight.models.plan import Group
 from flyweight.quant.awq import Judge, output_error, search_scales
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.inputs import GroupInputs
@@ -32,7 +33,7 @@ class Transforms:
         work: WorkBlock,
         recipe: Recipe,
         hidden: ActivationCache,
-        context: Context,
+        context: PromptStage,
         stored: torch.dtype,
     ) -> None:
         self.work = work
@@ -42,9 +43,7 @@ class Transforms:
         tokens = len(hidden.samples) * hidden[0].shape[1]
         every = max(1, tokens // SMOOTHED_TOKENS) if recipe.smooth == "search" else 0
         self.inputs = GroupInputs(JUDGED_TOKENS, every=every)
-        # Experts and router share one norm, and a factor taken out of it would have to go into all
-        # of them: left alone.
-        self.groups = GROUPS if work.groups is GROUPS else GROUPS[:2]
+        self.groups = work.plan.foldable_groups
         self.statistics = work.statistics(hidden, context, self.groups, see=self.inputs.keep)
 
     def run(self) -> dict[str, Any]:
@@ -117,19 +116,15 @@ class Transforms:
     def judge(self, group: Group) -> Judge | None:
         """The error of attention's or the MLP's output, for groups whose own is not yet it."""
         block = self.work.build()
-        outputs: dict[str, Callable[[Block, Tensor], Tensor]] = {
-            "qkv": lambda block, x: block.attention(x, self.context),
-            "gate_up": lambda block, x: block.mlp(x),
-        }
-        if group.name not in outputs:
+        run = block.sublayer(group, self.context.mix)
+        if run is None:
             return None
-        run = outputs[group.name]
         inputs = self.inputs.batches(group)
-        wanted = [run(block, x) for x in inputs]
+        wanted = [run(x) for x in inputs]
 
         def judge(weights: Sequence[Tensor]) -> float:
             self.work.swap(block, group, weights)
-            differences = (run(block, x) - y for x, y in zip(inputs, wanted, strict=True))
+            differences = (run(x) - y for x, y in zip(inputs, wanted, strict=True))
             return sum(float(d.float().square().sum(dtype=torch.float64)) for d in differences)
 
         return judge

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.kernels import reference
-from flyweight.models.decoder import Context
+from flyweight.models.attention import PromptStage
 from flyweight.quant.rounding import SAME_GRADIENTS, straight_round, trainable
 from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
@@ -36,7 +36,6 @@ FIELDS = {  # kind → what may move
     "w8a8": ("scales",),
     "vptq": ("codebook", "residual", "outlier_codebook", "scale", "bias"),
 }
-NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 BOOKS = ("codebook", "residual", "outlier_codebook", "bias")
 
 
@@ -149,7 +148,7 @@ class Part:
 class TunedBlock:
     """A finished block whose weights are computed from what moves, at every call."""
 
-    def __init__(self, work: WorkBlock, context: Context, settings: Tuning) -> None:
+    def __init__(self, work: WorkBlock, context: PromptStage, settings: Tuning) -> None:
         self.work = work
         self.context = context
         self.settings = settings
@@ -158,7 +157,9 @@ class TunedBlock:
             for name, tensor in work.quantized.items()
             if tensor.kind in FIELDS
         }
-        self.norms = {name: Movable(work.others[name]) for name in NORMS}
+        self.norms = {
+            norm.name: Movable(work.others[f"{norm.name}.weight"]) for norm in work.plan.norms
+        }
         moving = [
             *self.norms.values(),
             *(field for part in self.parts.values() for field in part.moves.values()),
@@ -176,9 +177,9 @@ class TunedBlock:
         dtype = self.work.dtype
         for group in self.work.groups:
             self.block.linears[group.name].substitute(self.joined(group.linears))
-        self.block.input_norm.weight, self.block.post_norm.weight = (
-            self.norms[name].value().to(dtype) for name in NORMS
-        )
+        for name, norm in self.norms.items():
+            before = self.block.norms[name]
+            self.block.norms[name] = replace(before, weight=norm.value().to(dtype))
         out = self.block.forward(x, self.context)
         for linear in self.block.linears.values():
             linear.substitute(None)
@@ -216,7 +217,9 @@ class TunedBlock:
 
     def finish(self) -> None:
         self.work.quantized |= {name: part.result() for name, part in self.parts.items()}
-        self.work.others |= {name: field.result() for name, field in self.norms.items()}
+        self.work.others |= {
+            f"{name}.weight": field.result() for name, field in self.norms.items()
+        }
 
 
 class Predictions:
@@ -269,7 +272,7 @@ def tune(
     targets: Callable[[int], Tensor],
     samples: int,
     predictions: Predictions,
-    context: Context,
+    context: PromptStage,
     settings: Tuning,
     listen: Callable[[int], None] = lambda step: None,
 ) -> dict[str, float]:

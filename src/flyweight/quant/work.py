@@ -1,7 +1,7 @@
 """WorkBlock: one decoder block while it is being quantized.
 
 It holds float32 weights, what has been quantized so far, and builds from both a real
-`models.decoder.Block`, so the activations that calibrate a layer are those that the finished model
+`models.layer.Block`, so the activations that calibrate a layer are those that the finished model
 will see.
 """
 
@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.errors import FlyweightError
 from flyweight.models.config import ModelConfig
-from flyweight.models.decoder import Block, Context, Group, groups_of
+from flyweight.models.attention import PromptStage
+from flyweight.models.layer import Block
+from flyweight.models.plan import Group
+from flyweight.models.standard import plan_of
 from flyweight.quant.statistics import Statistics
 from flyweight.quant.store import FinishedBlock
 from flyweight.tensors import Float8, Int8Channel, Plain, QuantTensor, Sparse24, quantize_int8_rows
@@ -61,7 +63,8 @@ class WorkBlock:
         self.index = index
         self.device = device
         self.dtype = dtype
-        self.groups = groups_of(config, index)
+        self.plan = plan_of(config).layers[index]
+        self.groups = self.plan.groups
         self.weights = weights  # float32 [out, in] by name inside the block
         self.others = others  # norms, biases and routers, as they are stored
         self.quantized: dict[str, QuantTensor] = {}
@@ -81,15 +84,19 @@ class WorkBlock:
     ) -> WorkBlock:
         prefix = f"model.layers.{index}."
         # Clones: float32 weights of a checkpoint are views of its file, and folding works in place.
-        names = [name for group in groups_of(config, index) for name in group.linears]
+        groups = plan_of(config).layers[index].groups
+        names = [name for group in groups for name in group.linears]
         weights = {
             name: source.linear(prefix + name).to(device).dequantize().clone() for name in names
         }
+        linears = tuple(f"{name}." for name in names)
+        inside = [
+            name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)
+        ]
         others = {
-            name.removeprefix(prefix): source.tensor(name).to(device)
-            for name in source.names()
-            if name.startswith(prefix)
-            and name.endswith(("norm.weight", ".bias", ROUTER, SHARED_GATE))
+            name: source.tensor(prefix + name).to(device)
+            for name in inside
+            if name.endswith(".bias") or not name.startswith(linears)
         }
         return cls(config, index, weights=weights, others=others, device=device, dtype=dtype)
 
@@ -155,7 +162,7 @@ class WorkBlock:
     def statistics(
         self,
         batches: Iterable[Tensor],
-        context: Context,
+        context: PromptStage,
         groups: Iterable[Group],
         *,
         see: Callable[[Group, Tensor], None] | None = None,

@@ -14,5 +14,13 @@ from flyweight.tensors.vector import VectorQuant
 
 KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, Int8Channel, Float8, Sparse24, VectorQuant)}
 
+
+def register(kind: type[QuantTensor]) -> None:
+    """A kind of weight from outside of this folder; blocks of it can be stored and resumed."""
+    if kind.kind in KINDS:
+        raise ValueError(f"there is a kind {kind.kind} already")
+    KINDS[kind.kind] = kind
+
+
 __all__ = ["FLOAT8", "FLOAT8_MAX", "KINDS", "Float8", "Int8Channel", "IntGroup", "Plain", "QuantTensor", "Sparse24",
-           "VectorQuant", "merge", "quantize_float8_rows", "quantize_int8_rows"]
+           "VectorQuant", "merge", "quantize_float8_rows", "quantize_int8_rows", "register"]

@@ -18,6 +18,7 @@ class QuantTensor:
 
     kind: ClassVar[str]
     dims: ClassVar[int] = 2
+    file_format: ClassVar[str | None] = None  # the only one that holds this kind, where there is just one
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

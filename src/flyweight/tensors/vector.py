@@ -25,6 +25,7 @@ class VectorQuant(QuantTensor):
     """
 
     kind: ClassVar[str] = "vptq"
+    file_format: ClassVar[str | None] = "vptq"
     dims: ClassVar[int] = 3
     indices: Tensor  # int32 [groups, ceil(out / length), words]: stream over the group's columns
     codebook: Tensor  # [groups, main centroids, length]

@@ -22,7 +22,7 @@ from flyweight.errors import CheckpointError, OptionError, UnsupportedError, unk
 from flyweight.tensors import IntGroup, QuantTensor
 
 __all__ = ["DEFAULTS", "READABLE", "WRITABLE", "CheckpointNotice", "Format", "Source", "default_for", "default_of", "find",
-           "named", "read_linear"]
+           "named", "read_linear", "register"]
 
 READABLE: dict[str, type[Format]] = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "vptq": Vptq}
 WRITABLE: dict[str, Format] = {"gptq": Gptq(), "gptq_v2": Gptq(version2=True), "awq": Awq(),
@@ -44,13 +44,23 @@ DEFAULTS = (
 )
 
 
+def register(form: Format) -> None:
+    """A format from outside of this folder, to be read and written under its name."""
+    if form.name in READABLE or form.name in WRITABLE:
+        raise ValueError(f"there is a format {form.name} already")
+    READABLE[form.name] = type(form)
+    WRITABLE[form.name] = form
+
+
 def default_for(tensor: QuantTensor) -> str:
     """The name of the format that this weight is saved in unless another is asked for; `DEFAULTS` has the reasons."""
+    if tensor.file_format is not None:
+        return tensor.file_format
     if isinstance(tensor, IntGroup) and tensor.g_idx is not None:
         return "gptq" if tensor.zeros is None else "gptq_v2"
     if tensor.kind == "fp8":
         return "fp8" if getattr(tensor, "block", None) == 128 and not WRITABLE["fp8"].refuses(tensor) else "compressed-tensors"
-    return "vptq" if tensor.kind == "vptq" else "compressed-tensors"
+    return "compressed-tensors"
 
 
 def default_of(tensors: Iterable[QuantTensor]) -> str:

@@ -71,7 +71,8 @@ DEVICE sum4 sum_of(sum4 a, sum4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.
 
 // The last HELD stages of the first filling come when x does.
 DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane) {
-  if (a.turns) await_turn(a.turns + 2 * processor(), lane);
+  u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
+  if (turns) await_turn(turns, lane);
   int slot = 0, team = 0, tile = 0, unit = 0;
   u32 parity = 1;
 #pragma unroll 1
@@ -86,7 +87,7 @@ DEVICE void load_weights(Shared& sh, const Linear& a, const Part& part, int lane
     if (tile == part.count) tile = 0, unit += WARPS;
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
-  if (a.turns && lane == 0) count_up(a.turns + 2 * processor() + 1);
+  if (turns && lane == 0) count_up(turns + 1);
   wait_for_inputs();
 }
 

@@ -132,7 +132,8 @@ template <typename TileAt, typename Early>
 DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
   const int stages = count * TILE_STAGES;
   int slot = 0, parity = 1;
-  if (a.turns) await_turn(a.turns + 2 * processor(), lane);
+  u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
+  if (turns) await_turn(turns, lane);
   for (int i = 0; i < stages; i++) {
     if (i == STAGES - HELD) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
@@ -143,7 +144,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
     copy_end(&sh.full[slot]);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
-  if (a.turns && lane == 0) count_up(a.turns + 2 * processor() + 1);
+  if (turns && lane == 0) count_up(turns + 1);
   if (stages <= STAGES - HELD) early(), wait_for_inputs();
 }
 

@@ -1,4 +1,6 @@
-"""What the VPTQ kernels' launches have in common: weights with one input share a launch's thread blocks; norms and residuals."""
+"""What the VPTQ kernels' launches have in common: weights with one input share a launch's thread
+blocks; norms and residuals.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flyweight.kernels.vptq_layout import Layout
+from flyweight.kernels.vptq.layout import Layout
 
 MOST = 3  # q, k and v
 Parts = tuple[Layout, ...]
@@ -17,7 +19,9 @@ Parts = tuple[Layout, ...]
 
 @dataclass(frozen=True)
 class Ends:
-    """What a linear does to its input and output besides: `gated` x is gate and up, `residual` is added to y."""
+    """What a linear does to its input and output besides: `gated` x is gate and up, `residual` is
+    added to y.
+    """
 
     norm: Tensor | None = None
     epsilon: float = 1e-6
@@ -27,7 +31,9 @@ class Ends:
 
     @property
     def some(self) -> bool:
-        return self.gated or any(tensor is not None for tensor in (self.norm, self.bias, self.residual))
+        return self.gated or any(
+            tensor is not None for tensor in (self.norm, self.bias, self.residual)
+        )
 
     def of(self, rows: slice) -> Ends:
         return self if self.residual is None else replace(self, residual=self.residual[rows])
@@ -40,12 +46,18 @@ class Ends:
 def in_order(parts: Parts) -> bool:
     """Whether stored columns are the inputs, whole 256."""
     stored = parts[0].affine.numel()
-    return stored == parts[0].in_features and stored % 256 == 0 and all(part.source is None for part in parts)
+    return (
+        stored == parts[0].in_features
+        and stored % 256 == 0
+        and all(part.source is None for part in parts)
+    )
 
 
 @functools.cache
 def share_out(work: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Thread blocks of each part: at least one, at most one for a unit of its work, such that the busiest has least to do."""
+    """Thread blocks of each part: at least one, at most one for a unit of its work, such that the
+    busiest has least to do.
+    """
     ctas = [1] * len(work)
     for _ in range(count - len(work)):
         open_ = [i for i in range(len(work)) if ctas[i] < work[i]]
@@ -59,6 +71,14 @@ def part_arguments(parts: Parts, ctas: Sequence[int]) -> tuple[Any, ...]:
     """What PART of cuda/vptq.cuh stands for, three times."""
     args: list[Any] = []
     for part, count in zip(parts, ctas, strict=True):
-        args += [part.stream, part.book, part.residual, part.dense, part.affine, part.source,
-                 part.out_features, count]
+        args += [
+            part.stream,
+            part.book,
+            part.residual,
+            part.dense,
+            part.affine,
+            part.source,
+            part.out_features,
+            count,
+        ]
     return *args, *([None] * 6 + [0, 0]) * (MOST - len(parts))

@@ -1,11 +1,12 @@
 """VPTQ weights re-laid out for cuda/vptq.cu, whose opening explains steps, lanes and windows.
 
-An item (one codebook lookup) becomes 3 bytes where main index, residual index and a position fit into 24 bits, else 4.
-A lane of a warp owns 2 of 64 columns and takes its items in an order that lets few lookups clash in shared memory.
-Where there is room a codebook is stored twice, the copy rotated, so that each item can choose between two banks.
-Codebooks above 8192 entries, and one codebook per group of columns, are cut into slices, with the items of each slice in
-lists of their own. Outlier columns (about one in a hundred) are expanded to dense matrix fragments: cheaper in time than
-a third codebook, and in memory hardly more.
+An item (one codebook lookup) becomes 3 bytes where main index, residual index and a position fit
+into 24 bits, else 4. A lane of a warp owns 2 of 64 columns and takes its items in an order that
+lets few lookups clash in shared memory. Where there is room a codebook is stored twice, the copy
+rotated, so that each item can choose between two banks. Codebooks above 8192 entries, and one
+codebook per group of columns, are cut into slices, with the items of each slice in lists of their
+own. Outlier columns (about one in a hundred) are expanded to dense matrix fragments: cheaper in
+time than a third codebook, and in memory hardly more.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flyweight import gpu
 from flyweight.kernels import jit
 from flyweight.packing import unpack
 from flyweight.tensors import VectorQuant
-from flyweight.values import known
+from flyweight.values import has_values, known
 
 CHUNK = 8  # steps of 32 items that a lane loads at once
 SLICE_BITS = 13  # 8192 entries of 16 bytes: what shared memory holds beside residuals and x
 BANKS = 8  # groups of banks that serve 16 bytes each
 RANGE_BITS = 11  # a range of columns of a sliced weight is decoded in shared memory at once
 
-# Lane → the lane that supplies x for the entry it fetches: how ldmatrix and mma.m16n8k16 number rows and columns.
-COLUMN_LANE = [(i >> 3 & 1) << 4 | (i >> 4 & 1) << 3 | (i & 1) << 2 | (i >> 1 & 3) for i in range(32)]
+# Lane → the lane that supplies x for the entry it fetches: how ldmatrix and mma.m16n8k16 number
+# rows and columns.
+COLUMN_LANE = [
+    (i >> 3 & 1) << 4 | (i >> 4 & 1) << 3 | (i & 1) << 2 | (i >> 1 & 3) for i in range(32)
+]
 ADDRESS_LANE = [COLUMN_LANE.index(i) for i in range(32)]
 
 
@@ -50,11 +53,17 @@ class ItemFormat:
     @classmethod
     def choose(cls, main: int, residual: int, columns: int) -> ItemFormat:
         item_bytes = 3 if main + residual <= 24 else 4
-        most = 4 if columns % 512 == 0 or columns > 8192 else 3  # columns are padded to whole windows
+        # columns are padded to whole windows
+        most = 4 if columns % 512 == 0 or columns > 8192 else 3
         return cls(main, residual, min(8 * item_bytes - main - residual, most), item_bytes)
 
     def defines(self) -> dict[str, int]:
-        return {"MAIN_BITS": self.main, "RES_BITS": self.residual, "POS_BITS": self.position, "ITEM_BYTES": self.item_bytes}
+        return {
+            "MAIN_BITS": self.main,
+            "RES_BITS": self.residual,
+            "POS_BITS": self.position,
+            "ITEM_BYTES": self.item_bytes,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +77,11 @@ class Layout:
     residual: Tensor | None  # [books, halves, entries, 8]
     dense: Tensor | None  # [row blocks, steps, halves, lane, 8]
     affine: Tensor  # int32 [stored columns]: scale and bias
-    pairs: Tensor | None  # staged: int32 [stored columns / 16, 2, scale and bias, 4]: the same in the order of vptq_pack.cu
-    source: Tensor | None  # int16 (unsigned) [stored columns]: the input of a column, None where they are the same
+    # staged: int32 [stored columns / 16, 2, scale and bias, 4]: the same in the order of
+    # vptq_pack.cu
+    pairs: Tensor | None
+    # int16 (unsigned) [stored columns]: the input of a column, None where they are the same
+    source: Tensor | None
     out_features: int
     in_features: int
     length: int
@@ -80,7 +92,16 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.stream, self.offsets, self.book, self.residual, self.dense, self.affine, self.pairs, self.source)
+        parts = (
+            self.stream,
+            self.offsets,
+            self.book,
+            self.residual,
+            self.dense,
+            self.affine,
+            self.pairs,
+            self.source,
+        )
         return sum(t.nbytes for t in parts if t is not None)
 
     @property
@@ -116,20 +137,25 @@ class Layout:
 def schedule(banks: Tensor) -> Tensor:
     """The order in which 8 lanes take the items of a window, such that few of them meet in a bank.
 
-    banks uint8 [groups, 8, window]: the bank of an entry, and of its copy (or the same) in the upper four bits →
-    order uint8, same shape: which item, plus 128 where it is read from the copy. Without a GPU the natural order.
+    banks uint8 [groups, 8, window]: the bank of an entry, and of its copy (or the same) in the
+    upper four bits → order uint8, same shape: which item, plus 128 where it is read from the copy.
+    Without a GPU the natural order.
     """
     groups, _, window = banks.shape
     if banks.device.type != "cuda":
         return torch.arange(window, dtype=torch.uint8, device=banks.device).expand_as(banks)
     order = torch.empty_like(banks)
-    kernel = jit.load("vptq_layout.cu", defines={"KERNEL": 0, "POS_BITS": window.bit_length() - 1}).kernel("vptq_schedule")
+    kernel = jit.load(
+        "vptq_layout.cu", defines={"KERNEL": 0, "POS_BITS": window.bit_length() - 1}
+    ).kernel("vptq_schedule")
     kernel.launch(math.ceil(groups / 64), 64, (banks.contiguous(), order, groups, 96 * 8 * window))
     return order
 
 
 def rotated(entry: Tensor) -> Tensor:
-    """Where the copy of an entry lies: in the same row of eight, in another bank, by a shift that differs from row to row."""
+    """Where the copy of an entry lies: in the same row of eight, in another bank, by a shift that
+    differs from row to row.
+    """
     return entry & ~7 | (entry + 1 + (entry >> 3) % 7) % 8
 
 
@@ -139,55 +165,80 @@ def by_steps(columns: Tensor) -> Tensor:
 
 
 def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> Tensor:
-    """Indices [row blocks, columns] (residual above main, columns whole windows and chunks) → bytes as the kernel reads them."""
-    blocks, window = joint.shape[0], form.window
+    """Indices [row blocks, columns] (residual above main, columns whole windows and chunks) → bytes
+    as the kernel reads them.
+    """
+    blocks = joint.shape[0]
+    window = form.window
     device = joint.device
     items = by_steps(joint.long())[..., torch.tensor(COLUMN_LANE, device=device)]
     items = items.unflatten(1, (-1, window)).transpose(2, 3)  # [block, window, entry lane, step]
-    main, extra = items & ((1 << main_bits) - 1), items >> main_bits
+    main = items & ((1 << main_bits) - 1)
+    extra = items >> main_bits
     position = torch.arange(window, device=device).expand_as(items)
     if form.position:
         doubled = form.main > main_bits
         banks = main % BANKS | (rotated(main) if doubled else main) % BANKS << 4
         order = schedule(banks.to(torch.uint8).reshape(-1, 8, window)).view(items.shape)
         position = (order & 127).long()
-        main, extra = main.gather(3, position), extra.gather(3, position)
+        main = main.gather(3, position)
+        extra = extra.gather(3, position)
         if doubled:
             main = torch.where(order > 127, rotated(main) | 1 << main_bits, main)
     # A lane's word holds the indices of the entry it fetches and the position of the x it supplies.
     position = position[:, :, torch.tensor(ADDRESS_LANE, device=device)]
-    words = (main | extra << form.main | (position << (form.main + form.residual) if form.position else 0)).transpose(2, 3)
+    words = (
+        main
+        | extra << form.main
+        | (position << (form.main + form.residual) if form.position else 0)
+    ).transpose(2, 3)
     lane_words = words.reshape(blocks, -1, CHUNK, 32).transpose(2, 3)  # [block, chunk, lane, step]
-    octets = torch.stack([lane_words >> (8 * i) & 0xFF for i in range(form.item_bytes)], -1).to(torch.uint8).flatten(3)
+    octets = (
+        torch.stack([lane_words >> (8 * i) & 0xFF for i in range(form.item_bytes)], -1)
+        .to(torch.uint8)
+        .flatten(3)
+    )
     return torch.cat([octets[..., :16].flatten(2), octets[..., 16:].flatten(2)], 2)
 
 
-def lists(joint: Tensor, part: Tensor, *, slices: int, ranges: int, width: int, form: ItemFormat) -> tuple[Tensor, Tensor]:
-    """Items sorted into one list per (row block, slice, range of `width` columns), each padded to whole steps.
+def lists(
+    joint: Tensor, part: Tensor, *, slices: int, ranges: int, width: int, form: ItemFormat
+) -> tuple[Tensor, Tensor]:
+    """Items sorted into one list per (row block, slice, range of `width` columns), each padded to
+    whole steps.
 
-    joint and part (the slice of each item) [row blocks, columns] → int32 words [steps, 32], int32 offsets in steps.
-    Within a list, items are dealt out over its steps bank by bank, so that eight neighbours mostly differ in theirs.
+    joint and part (the slice of each item) [row blocks, columns] → int32 words [steps, 32], int32
+    offsets in steps. Within a list, items are dealt out over its steps bank by bank, so that eight
+    neighbours mostly differ in theirs.
     """
     blocks, columns = joint.shape
     device = joint.device
     column = torch.arange(columns, device=device)
-    owner = (torch.arange(blocks, device=device)[:, None] * slices + part) * ranges + column // width
+    owner = (
+        torch.arange(blocks, device=device)[:, None] * slices + part
+    ) * ranges + column // width
     key, where = (owner * BANKS + joint % BANKS).flatten().sort(stable=True)
     owner = key // BANKS
-    counts = torch.zeros(blocks * slices * ranges, dtype=torch.int64, device=device).index_add_(0, owner, torch.ones_like(owner))
+    counts = torch.zeros(blocks * slices * ranges, dtype=torch.int64, device=device).index_add_(
+        0, owner, torch.ones_like(owner)
+    )
     steps = (counts + 31) // 32
     offsets = pad(steps.cumsum(0), (1, 0))
     rank = torch.arange(owner.numel(), device=device) - (counts.cumsum(0) - counts)[owner]
     stride = 4 * steps[owner]  # groups of eight lanes in this list; rank → (lane of eight, group)
-    group, lane = rank % stride, rank // stride
+    group = rank % stride
+    lane = rank // stride
     slot = offsets[owner] * 32 + group // 4 * 32 + group % 4 * 8 + lane
-    total = (columns if gpu.is_pretended() else int(offsets[-1])) * 32
-    position = torch.full((total,), width, dtype=torch.int64, device=device)  # padding: entry 0 times the zero behind the range
+    total = (int(offsets[-1]) if has_values(offsets) else columns) * 32
+    # padding: entry 0 times the zero behind the range
+    position = torch.full((total,), width, dtype=torch.int64, device=device)
     index = torch.zeros(total, dtype=torch.int64, device=device)
     index[slot] = joint.flatten()[where]
     position[slot] = (column % width).expand(blocks, columns).flatten()[where]
     position = position.view(-1, 32)[:, torch.tensor(ADDRESS_LANE, device=device)]
-    return signed(index.view(-1, 32) | position << (form.main + form.residual)), offsets.to(torch.int32)
+    return signed(index.view(-1, 32) | position << (form.main + form.residual)), offsets.to(
+        torch.int32
+    )
 
 
 def signed(words: Tensor) -> Tensor:
@@ -196,56 +247,86 @@ def signed(words: Tensor) -> Tensor:
 
 
 def planes(book: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Codebook [books, entries, length] → [books, halves, 2^bits, 8]: entries in 16-byte pieces, filled up with zeros."""
+    """Codebook [books, entries, length] → [books, halves, 2^bits, 8]: entries in 16-byte pieces,
+    filled up with zeros.
+    """
     entries, length = book.shape[-2:]
     filled = pad(book.to(dtype), (0, -length % 8, 0, (1 << bits) - entries))
     return filled.unflatten(-1, (-1, 8)).transpose(-3, -2).contiguous()
 
 
 def fragments(wide: Tensor, *, length: int, dtype: torch.dtype) -> Tensor:
-    """Dense columns [out, count] → [row blocks, steps, halves, lane, 8]: A fragments in the lane order of the mma."""
-    halves, count = math.ceil(length / 8), wide.shape[1]
+    """Dense columns [out, count] → [row blocks, steps, halves, lane, 8]: A fragments in the lane
+    order of the mma.
+    """
+    halves = math.ceil(length / 8)
+    count = wide.shape[1]
     rows = pad(wide.to(dtype), (0, -count % 64, 0, -wide.shape[0] % length))
     rows = pad(rows.view(-1, length, rows.shape[1]), (0, 0, 0, 8 * halves - length))
-    tiles = by_steps(rows.unflatten(1, (halves, 8)))[..., torch.tensor(COLUMN_LANE, device=wide.device)]
-    # entry lane = 16 · (item / 8) + 8 · (row half) + item % 8; a lane (g, t) holds items 2t, 2t + 1 of output g in each quarter
+    tiles = by_steps(rows.unflatten(1, (halves, 8)))[
+        ..., torch.tensor(COLUMN_LANE, device=wide.device)
+    ]
+    # entry lane = 16 · (item / 8) + 8 · (row half) + item % 8; a lane (g, t) holds items 2t, 2t + 1
+    # of output g in each quarter
     tiles = tiles.unflatten(-1, (4, 4, 2))  # [block, half, g, step, quarter, t, pair]
-    return tiles.permute(0, 3, 1, 2, 5, 4, 6).reshape(tiles.shape[0], tiles.shape[3], halves, 32, 8).contiguous()
+    return (
+        tiles.permute(0, 3, 1, 2, 5, 4, 6)
+        .reshape(tiles.shape[0], tiles.shape[3], halves, 32, 8)
+        .contiguous()
+    )
 
 
-def stored_columns(tensor: VectorQuant, main: Tensor, dtype: torch.dtype, *, in_order: bool) -> tuple[Tensor, Tensor | None]:
-    """affine and source of the stored columns `main` (−1: padding; `in_order`: else 0, 1, 2 …, but for outliers), followed by the
-    outlier columns in whole lines."""
+def stored_columns(
+    tensor: VectorQuant, main: Tensor, dtype: torch.dtype, *, in_order: bool
+) -> tuple[Tensor, Tensor | None]:
+    """affine and source of the stored columns `main` (−1: padding; `in_order`: else 0, 1, 2 …, but
+    for outliers), followed by the outlier columns in whole lines.
+    """
     device = tensor.device
     outliers = torch.arange(tensor.outliers, device=device)
     order = torch.cat([main, pad(outliers, (0, -tensor.outliers % 64), value=-1)])
-    perm = torch.arange(tensor.in_features, device=device) if tensor.perm is None else tensor.perm.long()
+    perm = (
+        torch.arange(tensor.in_features, device=device)
+        if tensor.perm is None
+        else tensor.perm.long()
+    )
     inputs = perm[order.clamp(min=0)]
 
     def bits(value: Tensor | None, default: float) -> Tensor:
         full = torch.full((tensor.in_features,), default, device=device) if value is None else value
         return full.to(dtype)[inputs].view(torch.int16).long() & 0xFFFF
 
-    affine = signed(torch.where(order >= 0, bits(tensor.scale, 1.0) | bits(tensor.bias, 0.0) << 16, 0))
+    affine = signed(
+        torch.where(order >= 0, bits(tensor.scale, 1.0) | bits(tensor.bias, 0.0) << 16, 0)
+    )
     place = torch.arange(order.numel(), device=device)
-    same = known(((inputs == place) | (order < 0)).all(), otherwise=in_order and tensor.perm is None and not tensor.outliers)
-    return affine, None if same else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(torch.int16)
+    same = known(
+        ((inputs == place) | (order < 0)).all(),
+        otherwise=in_order and tensor.perm is None and not tensor.outliers,
+    )
+    return affine, None if same else torch.where(inputs >= 1 << 15, inputs - (1 << 16), inputs).to(
+        torch.int16
+    )
 
 
 def paired(affine: Tensor) -> Tensor:
-    """affine as vptq_pack.cu needs it: of 16 columns the even ones, then the odd ones, 2j beside 2j + 8; scales, then biases."""
-    sixteen = (affine.long() & 0xFFFFFFFF).view(-1, 2, 4, 2).permute(0, 3, 2, 1)  # [sixteen, odd, j, + 8]
+    """affine as vptq_pack.cu needs it: of 16 columns the even ones, then the odd ones, 2j beside 2j
+    + 8; scales, then biases.
+    """
+    # [sixteen, odd, j, + 8]
+    sixteen = (affine.long() & 0xFFFFFFFF).view(-1, 2, 4, 2).permute(0, 3, 2, 1)
     both = torch.stack([sixteen & 0xFFFF, sixteen >> 16], 2)
     return signed(both[..., 0] | both[..., 1] << 16).contiguous()
 
 
 def joint_indices(tensor: VectorQuant, begin: int, end: int) -> Tensor:
     """Joint indices [row blocks, columns] of row blocks begin..end: group after group."""
-    joint = unpack(tensor.indices[:, begin:end], sum(tensor.index_bits), tensor.group_columns)  # [groups, blocks, columns]
+    # [groups, blocks, columns]
+    joint = unpack(tensor.indices[:, begin:end], sum(tensor.index_bits), tensor.group_columns)
     return joint.transpose(0, 1).flatten(1)
 
 
-def why_not(tensor: VectorQuant, dtype: torch.dtype) -> str | None:
+def unsupported_reason(tensor: VectorQuant, dtype: torch.dtype) -> str | None:
     """Why this weight has no fused kernel, or None where it has."""
     main, residual = tensor.index_bits
     if dtype not in (torch.float16, torch.bfloat16):
@@ -263,13 +344,25 @@ def why_not(tensor: VectorQuant, dtype: torch.dtype) -> str | None:
     return None
 
 
-def lay_out(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool = False, form: ItemFormat | None = None,
-            batch: int = 1 << 23) -> Layout:
-    """The layout of a weight that has a kernel; `batch` bounds the items that are in the works at once."""
+def lay_out(
+    tensor: VectorQuant,
+    *,
+    dtype: torch.dtype,
+    doubled: bool = False,
+    form: ItemFormat | None = None,
+    batch: int = 1 << 23,
+) -> Layout:
+    """The layout of a weight that has a kernel; `batch` bounds the items that are in the works at
+    once.
+    """
     halves = math.ceil(tensor.length / 8)
     dense = None
     if tensor.outlier_indices is not None and tensor.outlier_codebook is not None:
-        wide = tensor.outlier_codebook[tensor.outlier_indices.long()].permute(0, 2, 1).flatten(0, 1)[: tensor.out_features]
+        wide = (
+            tensor.outlier_codebook[tensor.outlier_indices.long()]
+            .permute(0, 2, 1)
+            .flatten(0, 1)[: tensor.out_features]
+        )
         dense = fragments(wide, length=tensor.length, dtype=dtype)
     sliced = tensor.codebook.shape[0] > 1 or tensor.index_bits[0] > SLICE_BITS + 1 - halves
     step = max(1, batch // (tensor.in_features - tensor.outliers))
@@ -278,13 +371,26 @@ def lay_out(tensor: VectorQuant, *, dtype: torch.dtype, doubled: bool = False, f
     return _staged(tensor, dense, dtype=dtype, step=step, doubled=doubled, form=form)
 
 
-def _staged(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, step: int, doubled: bool,
-            form: ItemFormat | None) -> Layout:
+def _staged(
+    tensor: VectorQuant,
+    dense: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    step: int,
+    doubled: bool,
+    form: ItemFormat | None,
+) -> Layout:
     columns, (main_bits, residual_bits) = tensor.in_features - tensor.outliers, tensor.index_bits
     form = form or ItemFormat.choose(main_bits + doubled, residual_bits, columns)
     padding = -columns % (32 * max(CHUNK, form.window))
     blocks = tensor.indices.shape[1]
-    items = torch.empty(blocks, (columns + padding) // 256, 256 * form.item_bytes, dtype=torch.uint8, device=tensor.device)
+    items = torch.empty(
+        blocks,
+        (columns + padding) // 256,
+        256 * form.item_bytes,
+        dtype=torch.uint8,
+        device=tensor.device,
+    )
     for begin in range(0, blocks, step):
         joint = pad(joint_indices(tensor, begin, begin + step), (0, padding))
         items[begin : begin + step] = stream(joint, form, main_bits=main_bits)
@@ -294,10 +400,25 @@ def _staged(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
         copy[:, :, rotated(torch.arange(1 << main_bits, device=book.device))] = book
         book = torch.cat([book, copy], 2)
     first = torch.arange(tensor.outliers, tensor.in_features, device=tensor.device)
-    affine, source = stored_columns(tensor, pad(first, (0, padding), value=-1), dtype, in_order=True)
+    affine, source = stored_columns(
+        tensor, pad(first, (0, padding), value=-1), dtype, in_order=True
+    )
     residual = None if tensor.residual is None else planes(tensor.residual, residual_bits, dtype)
-    return Layout(form, items, None, book, residual, dense, affine, paired(affine), source, tensor.out_features,
-                  tensor.in_features, tensor.length, dtype)
+    return Layout(
+        form,
+        items,
+        None,
+        book,
+        residual,
+        dense,
+        affine,
+        paired(affine),
+        source,
+        tensor.out_features,
+        tensor.in_features,
+        tensor.length,
+        dtype,
+    )
 
 
 def _sliced(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, step: int) -> Layout:
@@ -310,13 +431,17 @@ def _sliced(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
     residual = None if tensor.residual is None else planes(tensor.residual, residual_bits, dtype)
     if residual is not None and groups > 1:
         residual = residual.repeat_interleave(pieces, 0)
-    columns, slices = tensor.in_features - tensor.outliers, groups * pieces
+    columns = tensor.in_features - tensor.outliers
+    slices = groups * pieces
     position = min(32 - slice_bits - residual_bits, RANGE_BITS)
     ranges = math.ceil(columns / ((1 << position) - 2))
-    width = math.ceil((math.ceil(columns / ranges) + 2) / 8) * 8 - 2  # two zeros behind a range; whole eights
+    # two zeros behind a range; whole eights
+    width = math.ceil((math.ceil(columns / ranges) + 2) / 8) * 8 - 2
     form = ItemFormat(slice_bits, residual_bits, position, 4)
     group = torch.arange(columns, device=book.device) // tensor.group_columns
-    words, offsets, start = [], [torch.zeros(1, dtype=torch.int32, device=book.device)], 0
+    words = []
+    offsets = [torch.zeros(1, dtype=torch.int32, device=book.device)]
+    start = 0
     for begin in range(0, tensor.indices.shape[1], step):
         joint = joint_indices(tensor, begin, begin + step).long()
         part = group * pieces + (joint >> slice_bits & (pieces - 1))
@@ -329,5 +454,21 @@ def _sliced(tensor: VectorQuant, dense: Tensor | None, *, dtype: torch.dtype, st
     first = torch.arange(tensor.outliers, tensor.in_features, device=book.device)
     stored[:, :width] = pad(first, (0, ranges * width - columns), value=-1).view(ranges, width)
     affine, source = stored_columns(tensor, stored.flatten(), dtype, in_order=False)
-    return Layout(form, torch.cat(words), torch.cat(offsets), book, residual, dense, affine, None, source, tensor.out_features,
-                  tensor.in_features, tensor.length, dtype, slices=slices, ranges=ranges, width=width)
+    return Layout(
+        form,
+        torch.cat(words),
+        torch.cat(offsets),
+        book,
+        residual,
+        dense,
+        affine,
+        None,
+        source,
+        tensor.out_features,
+        tensor.in_features,
+        tensor.length,
+        dtype,
+        slices=slices,
+        ranges=ranges,
+        width=width,
+    )

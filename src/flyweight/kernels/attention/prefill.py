@@ -1,8 +1,9 @@
 """Attention of prompts on Hopper: host side of cuda/prefill_attention.cu.
 
-`Units` is how the work is cut up, made once for a step and used by all its layers: whole prompts are read from the step's own
-keys and values, chunks behind a cached prefix from pages. Scores are in base 2, since rope scales q (`rope.attention_scales`).
-What stays with the kernels of triton_attention.py: sliding windows, rows too few to fill the GPU (which are cut along the cache
+`Units` is how the work is cut up, made once for a step and used by all its layers: whole prompts
+are read from the step's own keys and values, chunks behind a cached prefix from pages. Scores are
+in base 2, since rope scales q (`rope.attention_scales`). What stays with the kernels of
+triton_attention.py: sliding windows, rows too few to fill the GPU (which are cut along the cache
 there), other head sizes, other GPUs.
 """
 
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import choices, jit
-from flyweight.kernels.gemv import processors
+from flyweight.kernels import jit, tuned, workspace
 from flyweight.transfer import upload
 
 BOX = 16  # tokens that are copied at once out of a page
@@ -29,7 +29,9 @@ HELD_BYTES = 24 << 20  # keys and values that stay in L2 beside what streams thr
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows of 64 · `warpgroups`, `keys` tokens of K and of V in each of `stages`. Others were slower."""
+    """Query rows of 64 · `warpgroups`, `keys` tokens of K and of V in each of `stages`. Others were
+    slower.
+    """
 
     keys: int = 128
     warpgroups: int = 2
@@ -58,7 +60,12 @@ class Heads:
     @property
     def shared(self) -> int:
         """Bytes: two units' queries, the ring of keys and values, barriers, the two units."""
-        return 4 * self.head_dim * (self.rows + self.tile.stages * self.tile.keys) + 32 + 32 * self.tile.stages + 48
+        return (
+            4 * self.head_dim * (self.rows + self.tile.stages * self.tile.keys)
+            + 32
+            + 32 * self.tile.stages
+            + 48
+        )
 
     def kernel(self, page: int) -> jit.Kernel:
         return _kernel(self, page)
@@ -67,20 +74,31 @@ class Heads:
 @functools.cache
 def _kernel(heads: Heads, page: int) -> jit.Kernel:
     tile = heads.tile
-    defines = {"FP16": int(heads.dtype == torch.float16), "HEADS": heads.heads, "KV_HEADS": heads.kv_heads,
-               "HEAD_DIM": heads.head_dim, "KEYS": tile.keys, "WGS": tile.warpgroups, "STAGES": tile.stages, "PAGE": page,
-               "BOX": BOX if page else tile.keys}
+    defines = {
+        "FP16": int(heads.dtype == torch.float16),
+        "HEADS": heads.heads,
+        "KV_HEADS": heads.kv_heads,
+        "HEAD_DIM": heads.head_dim,
+        "KEYS": tile.keys,
+        "WGS": tile.warpgroups,
+        "STAGES": tile.stages,
+        "PAGE": page,
+        "BOX": BOX if page else tile.keys,
+    }
     return jit.load("prefill_attention.cu", defines=defines).kernel("prefill_attention")
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and gpu.capability(device)[0] == 9
 
 
 def takes(heads: Heads, device: torch.device, scale: float) -> bool:
     """Whether there is a kernel for these heads and scores, and it is wanted."""
-    return (choices.PREFILL_ATTENTION and is_hopper(device) and scale == BASE_2 and heads.dtype != torch.float32
-            and heads.head_dim in (64, 128) and heads.heads // heads.kv_heads <= heads.rows)
+    if device.type != "cuda" or scale != BASE_2 or heads.dtype == torch.float32:
+        return False
+    facts = gpu.of(device)
+    return (
+        facts.has_warpgroups
+        and tuned.of(facts).steps.prefill_attention
+        and heads.head_dim in (64, 128)
+        and heads.heads // heads.kv_heads <= heads.rows
+    )
 
 
 @dataclass(frozen=True)
@@ -103,27 +121,49 @@ class Units:
 
     @classmethod
     def cut(cls, spans: Sequence[Span], heads: Heads, page: int, device: torch.device) -> Units:
-        records = [(span.base, span.token + first, min(heads.tokens, span.new - first), span.length - span.new + first)
-                   for span in spans for first in range(0, span.new, heads.tokens)]
+        records = [
+            (
+                span.base,
+                span.token + first,
+                min(heads.tokens, span.new - first),
+                span.length - span.new + first,
+            )
+            for span in spans
+            for first in range(0, span.new, heads.tokens)
+        ]
         records.sort(key=lambda record: -(record[2] + record[3]))
         fitting = max(1, HELD_BYTES // (4 * heads.head_dim * sum(span.length for span in spans)))
-        section = max(n for n in range(1, heads.kv_heads + 1) if heads.kv_heads % n == 0 and n <= fitting)
+        section = max(
+            n for n in range(1, heads.kv_heads + 1) if heads.kv_heads % n == 0 and n <= fitting
+        )
         return cls(upload(device, numpy.array(records, dtype=numpy.int32))[0], section, page)
 
 
-@functools.cache
-def _counter(device: torch.device) -> Tensor:
-    """Of units that were taken: 0 between launches."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def attend(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, units: Units, heads: Heads, tables: Tensor | None = None
-           ) -> None:
-    """query and out [tokens, heads, head_dim]; keys and values [tokens, kv_heads, head_dim], or the cache's
-    [blocks, block_size, kv_heads, head_dim] with its block tables."""
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    units: Units,
+    heads: Heads,
+    tables: Tensor | None = None,
+) -> None:
+    """query and out [tokens, heads, head_dim]; keys and values [tokens, kv_heads, head_dim], or the
+    cache's [blocks, block_size, kv_heads, head_dim] with its block tables.
+    """
     box = (1, BOX if units.page else heads.tile.keys, 64)
     maps = [jit.tensor_map(x.view(-1, *x.shape[-2:]).transpose(0, 1), box) for x in (keys, values)]
     groups = jit.tensor_map(query, (heads.tokens, heads.heads // heads.kv_heads, 64))
-    grid = min(processors(query.device.index or 0), len(units.records) * heads.kv_heads)
-    args = (groups, *maps, out, units.records, tables, _counter(query.device), len(units.records), units.section)
+    grid = min(gpu.of(query.device).processors, len(units.records) * heads.kv_heads)
+    args = (
+        groups,
+        *maps,
+        out,
+        units.records,
+        tables,
+        workspace.current(query.device).counter("prefill units"),
+        len(units.records),
+        units.section,
+    )
     heads.kernel(units.page).launch(grid, heads.rows * 2 + 128, args, shared=heads.shared, pdl=True)

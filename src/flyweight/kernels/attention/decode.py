@@ -1,0 +1,175 @@
+"""Decode attention over the paged cache, norm, rope and KV write included: host side of
+cuda/attention.cu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.batch import KVStorage
+from flyweight.kernels import jit
+from flyweight.kernels.linear.fused import PackedInput
+
+RESIDENT = 16  # warps that an SM holds
+# tokens worth a CTA of their own, for merging takes microseconds; results that can be merged
+SHORTEST = 256
+MOST_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What the kernel is compiled for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: int
+    page: int
+    qk_norm: bool
+    window: int | None = None
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """Of a row of q, k and v."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "ROTARY": self.rotary,
+            "PAGE": self.page,
+            "QK_NORM": int(self.qk_norm),
+            "WINDOW": self.window or 0,
+        }
+
+    def unsupported_reason(self) -> str | None:
+        """None, or why this kernel cannot take such heads."""
+        if self.head_dim not in (64, 128, 256):
+            return f"head_dim {self.head_dim} is not 64, 128 or 256"
+        if self.group > 8:
+            return f"{self.group} query heads share a kv head; at most 8 fit into registers"
+        if self.page % 8:
+            return f"a page of {self.page} tokens is not a multiple of 8"
+        return None
+
+
+def rope_pairs(cos: Tensor, sin: Tensor) -> Tensor:
+    """Tables [positions, rotary / 2] as (cos, sin) pairs, the way the kernel reads them."""
+    return torch.stack([cos.float(), sin.float()], dim=-1).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """Scratch for merging splits, shared by all layers; tickets are zero between launches."""
+
+    scratch: Tensor
+    tickets: Tensor
+    splits: int
+
+    @classmethod
+    def make(
+        cls, shape: HeadShape, sequences: int, device: torch.device, splits: int | None = None
+    ) -> Workspace:
+        splits = splits or choose_splits(sequences, shape.kv_heads, gpu.of(device).processors)
+        states = sequences * shape.heads * splits * (shape.head_dim + 4)
+        tickets = torch.zeros(sequences * shape.kv_heads, dtype=torch.int32, device=device)
+        return cls(torch.empty(states, device=device), tickets, splits)
+
+
+def choose_warps(items: int, processors: int) -> int:
+    """Of a CTA: so few that all items are resident at once, or else 8, which spare a merge."""
+    return 8 if items <= RESIDENT // 8 * processors else 4
+
+
+def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
+    """As many CTAs as the GPU holds at once. Short contexts leave some idle."""
+    items = sequences * kv_heads
+    return max(
+        1, min(MOST_SPLITS, RESIDENT // choose_warps(items, processors) * processors // items)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What attention reads of the running sequences, and where it works."""
+
+    rope: Tensor  # of `rope_pairs`
+    lengths: Tensor  # int32 [sequences]: the new token counted; 0 is padding
+    tables: Tensor  # int32 [sequences, pages]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """Weights of the norms of queries and keys, [head_dim] each."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    epsilon: float = 1e-6
+
+
+def decode_attention(
+    qkv: Tensor,
+    out: Tensor,
+    cache: KVStorage,
+    rows: Rows,
+    *,
+    shape: HeadShape,
+    norms: HeadNorms,
+    workspace: Workspace,
+    scale: float,
+    to: PackedInput | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim];
+    writes the new K and V.
+
+    `to`: results are the next linear's x, and written there instead of to `out`.
+    """
+    sequences = qkv.shape[0]
+    count = gpu.of(qkv.device).processors
+    # results of 8 warps would not fit into shared memory
+    small = shape.group * shape.head_dim > 1024
+    warps = 4 if small else choose_warps(sequences * shape.kv_heads, count)
+    defines = shape.defines | {
+        "FP16": int(qkv.dtype == torch.float16),
+        "WARPS": warps,
+        "SHORTEST": SHORTEST,
+        **(to.defines if to else {}),
+    }
+    kernel = jit.load("attention.cu", defines=defines).kernel("attention")
+    target, groups, more = (to.data, to.groups, to.arguments) if to else (out, 0, ())
+    args = (
+        qkv,
+        norms.query,
+        norms.key,
+        rows.rope,
+        rows.lengths,
+        rows.tables,
+        cache.keys,
+        cache.values,
+        target,
+        workspace.scratch,
+        workspace.tickets,
+        float(norms.epsilon),
+        float(scale),
+        rows.tables.shape[1],
+        sequences,
+        workspace.splits,
+        groups,
+        *more,
+    )
+    kernel.launch(
+        max(sequences * shape.kv_heads * workspace.splits, count), 32 * warps, args, pdl=pdl
+    )
+    return out

@@ -1,0 +1,167 @@
+"""The qkv linear with decode attention behind it, in one kernel: host side of
+cuda/qkv_attention.cu.
+
+CTAs hand their results to each other through mailboxes in memory, which a launch finds empty and
+which the launch before it has emptied. So launches come in a fixed cycle (the layers of a step),
+and each names its own mailbox and the next one's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.batch import KVStorage
+from flyweight.gpu import Gpu
+from flyweight.kernels import jit
+from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows
+from flyweight.kernels.linear import gemv
+from flyweight.kernels.linear.choose import route, within_attention
+from flyweight.kernels.linear.fused import FusedLinear, Norm
+from flyweight.kernels.linear.gemv import Plan
+from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.kernels.linear.tiles import TiledWeight
+
+SHORTEST = 32  # tokens worth a CTA of their own
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Words of all ones are empty: a NaN that no arithmetic makes."""
+
+    qkv: Tensor  # [rows, (heads + 2 · kv_heads) · head_dim]
+    states: Tensor  # float32, a partial result of each CTA
+
+    @classmethod
+    def make(
+        cls, shape: HeadShape, rows: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Mailbox:
+        states = (
+            shape.kv_heads * head_ctas(shape, gpu.of(device)) * shape.group * (shape.head_dim + 4)
+        )
+        return cls(
+            torch.full((rows, shape.width), -1, dtype=torch.int16, device=device).view(dtype),
+            torch.full((states,), -1, dtype=torch.int32, device=device).view(torch.float32),
+        )
+
+
+def mailbox_cycle(
+    shape: HeadShape, rows: int, layers: int, *, dtype: torch.dtype, device: torch.device
+) -> list[Mailbox]:
+    """One for each of at least two layers; neighbours differ, the last and the first too. Two, or
+    three for an odd count.
+    """
+    boxes = [Mailbox.make(shape, rows, dtype=dtype, device=device) for _ in range(2 + layers % 2)]
+    return [
+        boxes[2 if layers % 2 and layer == layers - 1 else layer % 2] for layer in range(layers)
+    ]
+
+
+def head_ctas(shape: HeadShape, device: Gpu) -> int:
+    """CTAs that share a kv head: all are resident at once, and each has a tile of the linear."""
+    return min(device.processors // shape.kv_heads, (shape.group + 2) * shape.head_dim // 16)
+
+
+def linear_plan(weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu) -> Plan | None:
+    tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
+    own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
+    # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
+    # free early would get both
+    alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
+    return gemv.fitting_plan(weight.matrix, rows, device, tiles=tiles, more=own, alone=alone)
+
+
+def unsupported_reason(linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu) -> str | None:
+    """None, or why this linear and its attention are not one kernel."""
+    if not isinstance(linear, TiledLinear):
+        return f"qkv runs as {linear.kernel}"
+    weight = linear.weight
+    if not within_attention(weight.matrix, rows, device):
+        return f"{rows} rows of {weight.format} are faster through a kernel of their own"
+    if reason := shape.unsupported_reason():
+        return reason
+    if rows not in gemv.ROWS:
+        return f"{rows} rows are not {', '.join(map(str, gemv.ROWS))}"
+    if weight.out_features != shape.width:
+        return f"the linear has {weight.out_features} outputs, its heads {shape.width}"
+    if shape.kv_heads > device.processors:
+        return f"{shape.kv_heads} kv heads are more than the GPU has processors"
+    if shape.rotary % (shape.head_dim // 16):
+        return (
+            f"rope turns {shape.rotary} of {shape.head_dim} dimensions, no multiple of "
+            f"{shape.head_dim // 16}"
+        )
+    if linear_plan(weight, shape, rows, device) is None:
+        return (
+            f"{rows} rows of {weight.in_features} inputs do not fit into shared memory beside "
+            f"attention"
+        )
+    return None
+
+
+def qkv_attention(
+    linear: FusedLinear,
+    x: Tensor,
+    out: Tensor,
+    cache: KVStorage,
+    rows: Rows,
+    *,
+    shape: HeadShape,
+    norm: Norm,
+    norms: HeadNorms,
+    mailboxes: tuple[Mailbox, Mailbox],
+    scale: float,
+    pdl: bool = True,
+) -> Tensor:
+    """x [rows, in] → out [rows, heads · head_dim]; writes the new K and V. `mailboxes`: this
+    launch's, and the next one's.
+
+    A row of length 0 is padding, and its out is left as it was.
+    """
+    assert isinstance(linear, TiledLinear)
+    weight = linear.weight
+    device = gpu.of(x.device)
+    count = x.shape[0]
+    ctas = head_ctas(shape, device)
+    chosen = linear_plan(weight, shape, count, device)
+    assert chosen is not None, unsupported_reason(linear, shape, count, device)
+    norm = norm.folded
+    defines = (
+        gemv.defines(weight, count, chosen, device, norm=True)
+        | shape.defines
+        | {"HEAD_CTAS": ctas, "SHORTEST": SHORTEST}
+    )
+    kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
+    mine, following = mailboxes
+    args = (
+        weight.weights,
+        weight.records,
+        weight.channel_scale,
+        x,
+        norm.weight,
+        weight.bias,
+        norms.query,
+        norms.key,
+        rows.rope,
+        rows.lengths,
+        rows.tables,
+        cache.keys,
+        cache.values,
+        out,
+        mine.qkv,
+        mine.states,
+        following.qkv,
+        following.states,
+        norm.epsilon,
+        float(scale),
+        rows.tables.shape[1],
+        gemv.tickets(weight, count, x.device),
+    )
+    # one on every SM, so that all offer the same room
+    grid = max(shape.kv_heads * ctas, device.processors)
+    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
+    return out

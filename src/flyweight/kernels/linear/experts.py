@@ -1,0 +1,424 @@
+"""The experts of a layer as one: host side of cuda/route.cu and cuda/experts.cu, and of gemm.cu
+over rows sorted by expert.
+
+The weights of all experts lie stacked in tiles; the kernels find out on the device which of them a
+step needs, so nothing waits for the host and a step can be captured. Few tokens (`expert_rows` of
+tuned) go through experts.cu (every token meets every expert in use), more through pack.cu and
+gemm.cu (rows sorted by expert, in tiles of one expert each).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.gpu import KB, Gpu
+from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear import gemm, gemv
+from flyweight.kernels.linear.fused import FusedLinear, Norm
+from flyweight.kernels.linear.gemm_shape import WHOLE, Forced, Product, Shape
+from flyweight.kernels.linear.gemm_shape import shape_for as gemm_shape_for
+from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.kernels.linear.tiles import TiledWeight
+
+STACKED = ("weights", "records", "channel_scale")
+TILES = (16, 32, 64, 128, 256)  # rows
+# of gemm.cu, for tiles of so many rows, where they fit; two for larger ones
+WARPGROUPS = {16: 4, 32: 4}
+# more are done in turns: by then every expert has enough rows, and rows cost memory
+TOKENS_AT_ONCE = 8192
+THREADS = 256  # of a CTA of route.cu
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How many experts there are, and how a token chooses."""
+
+    experts: int
+    chosen: int
+    normalize: bool
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What route.cu leaves: `tiles[0]` tiles of `tile` rows, each of one expert, and where each
+    (token, choice) is.
+    """
+
+    shares: Tensor  # float32 [tokens, chosen]
+    gates: Tensor | None  # float32 [tokens], of the shared expert
+    place: Tensor  # int32 [tokens, chosen]: row
+    # int32 [rows]: token, -1 for rows that fill up a tile; None: row t of a tile is token t
+    source: Tensor | None
+    expert_of: Tensor  # int32 [most tiles]
+    tiles: Tensor  # int32 [1]
+    tile: int
+
+    @property
+    def rows(self) -> int:
+        """The most that there can be."""
+        return len(self.expert_of) * self.tile
+
+
+def stack(linears: Sequence[TiledLinear]) -> TiledWeight:
+    """One weight of all; the linears' own become views of it, each copy being freed as the next is
+    made.
+    """
+    first = linears[0].weight
+    stacked = {}
+    for name in STACKED:
+        if (part := getattr(first, name)) is None:
+            continue
+        stacked[name] = part.new_empty(len(linears), *part.shape)
+        del part
+        for i, linear in enumerate(linears):
+            stacked[name][i].copy_(getattr(linear.weight, name))
+            linear.weight = dataclasses.replace(linear.weight, **{name: stacked[name][i]})
+    return dataclasses.replace(first, **stacked)
+
+
+def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | None:
+    """None, or why these experts' linears (all gate/up, or all down) cannot be one."""
+    scheme = set()
+    for linear in linears:
+        if not isinstance(linear, TiledLinear):
+            return "some expert's format has no kernel for few rows"
+        weight = linear.weight
+        scheme.add(
+            (
+                weight.format.name,
+                weight.group,
+                weight.dtype,
+                weight.scale_fp16,
+                weight.interleaved,
+                weight.symmetric,
+            )
+        )
+        if weight.bias is not None or weight.out_features % 16 or weight.static:
+            return (
+                "an expert has a bias, a scale of its own for the input, or outputs that are no "
+                "multiple of 16"
+            )
+    if len(scheme) > 1:
+        return "the experts of a layer have more than one scheme"
+    if not device.has_warpgroups:
+        return "needs Hopper's matrix units"
+    if any(shape_for(weight, 16, tile, device, processors=1) is None for tile in TILES):
+        return (
+            f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"
+        )
+    return None
+
+
+def shape_for(
+    weight: TiledWeight, rows: int, tile: int, device: Gpu, *, processors: int | None = None
+) -> Shape | None:
+    """Of gemm.cu over tiles of one expert each."""
+    if processors is not None:
+        device = dataclasses.replace(device, multi_processor_count=processors)
+    for count in (WARPGROUPS.get(tile, 2), 2):
+        forced = Forced(tokens=tile, split=WHOLE, warpgroups=count, teams=1, int16_inputs=False)
+        if found := gemm_shape_for(Product(weight.matrix, rows), device, forced):
+            return found
+    return None
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Rows of a tile: about what an expert gets, so that few are empty and most weights are read
+    once.
+    """
+    return next((tile for tile in TILES if tile >= pairs / experts * 1.25), TILES[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedExperts:
+    """act(gate) · up and down of every expert, the router before and the weighted sum after them.
+
+    A layer must not follow itself directly: the next `route` of few tokens could begin before
+    `combine` has taken `ready` down.
+    """
+
+    gate_up: TiledWeight  # stacked
+    down: TiledWeight
+    router: Tensor  # float32 [experts, hidden], and the shared expert's gate as one row more
+    ready: Tensor  # int32 [1]: 0 but between `route` and `combine` of few tokens
+    routing: Routing
+    # gate/up and down of the expert that sees every token
+    shared: tuple[FusedLinear, FusedLinear] | None = None
+
+    @classmethod
+    def make(
+        cls,
+        gate_up: Sequence[FusedLinear],
+        down: Sequence[FusedLinear],
+        *,
+        router: Tensor,
+        routing: Routing,
+        shared_gate: Tensor | None = None,
+        shared: tuple[FusedLinear, FusedLinear] | None = None,
+    ) -> GroupedExperts | str:
+        """Stack the experts' weights, or say why not."""
+        if router.device.type != "cuda":
+            return "no CUDA device"
+        device = gpu.of(router.device)
+        if shared and not all(isinstance(linear, TiledLinear) for linear in shared):
+            return "the shared expert's format has no kernel for few rows"
+        for part in (gate_up, down):
+            if reason := unsupported_reason(part, device):
+                return reason
+        rows = [router] if shared_gate is None else [router, shared_gate.float()]
+        first, second = (
+            stack([one for one in part if isinstance(one, TiledLinear)]) for part in (gate_up, down)
+        )
+        ready = torch.zeros(1, dtype=torch.int32, device=router.device)
+        return cls(first, second, torch.cat(rows), ready, routing, shared)
+
+    @property
+    def gated(self) -> bool:
+        return len(self.router) > self.routing.experts
+
+    def few(self, tokens: int, device: Gpu) -> bool:
+        """Whether experts.cu takes them."""
+        most = tuned.of(device).formats[self.down.format.name].expert_rows
+        if tokens not in gemv.ROWS or tokens > most:
+            return False
+        return gemv.fits(self.gate_up.matrix, tokens, device) and gemv.fits(
+            self.down.matrix, tokens, device
+        )
+
+    def overlaps(self, tokens: int, device: Gpu) -> bool:
+        """Whether kernels of such a step may begin early: with 8 tokens CTAs of experts.cu that
+        begin early gather on some SMs, which takes longer than the overlap saves.
+        """
+        return (
+            not self.few(tokens, device) or tokens <= tuned.of(device).steps.overlapping_expert_rows
+        )
+
+    def project(
+        self, x: Tensor, out: Tensor | None = None, *, norm: Norm, lengths: Tensor | None = None
+    ) -> Tensor:
+        """x + experts(norm(x)), [tokens, hidden]; out may be x. Rows of length 0 are padding."""
+        assert lengths is None or len(x) <= TOKENS_AT_ONCE
+        norm = norm.folded
+        out = torch.empty_like(x) if out is None else out
+        for part, end in zip(x.split(TOKENS_AT_ONCE), out.split(TOKENS_AT_ONCE), strict=True):
+            routed = self.route(part, norm=norm, lengths=lengths)
+            shared = None
+            if self.shared is not None:
+                gate_up, down = self.shared
+                shared = down.project(gate_up.project(part, norm=norm, activation="silu"))
+            self.combine(self.multiply(part, routed, norm=norm), routed, part, end, shared=shared)
+        return out
+
+    def route(self, x: Tensor, *, norm: Norm, lengths: Tensor | None = None) -> Routed:
+        """x [tokens, hidden], before the norm; rows whose length is 0 are padding and need no
+        expert.
+        """
+        device = gpu.of(x.device)
+        routing = self.routing
+        tokens = len(x)
+        pairs = tokens * routing.chosen
+        by_token = self.few(tokens, device)
+        tile = tokens if by_token else tile_rows(pairs, routing.experts)
+        most = min(routing.experts, pairs) + (0 if by_token else pairs // tile)
+
+        def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=x.device)
+
+        gates = table(tokens, dtype=torch.float32) if self.gated else None
+        source = None if by_token else table(most * tile)
+        found = Routed(
+            table(tokens, routing.chosen, dtype=torch.float32),
+            gates,
+            table(tokens, routing.chosen),
+            source,
+            table(most),
+            self.ready if by_token else table(1),
+            tile,
+        )
+        rows = min(8, 1 << (tokens - 1).bit_length())
+        groups = math.ceil(tokens / rows)
+        outputs = len(self.router)
+        # Few tokens: a CTA on every SM, so that the next kernel finds all alike. Many: two, each
+        # with several outputs in turn.
+        each = math.ceil(outputs / max(1, 2 * device.processors // groups))
+        grid = (
+            max(outputs, device.processors) if groups == 1 else math.ceil(outputs / each),
+            groups,
+        )
+        logits = table(tokens, outputs, dtype=torch.float32)
+        chosen = table(tokens, routing.chosen)
+        args = (
+            x,
+            norm.weight,
+            self.router,
+            logits,
+            chosen,
+            found.shares,
+            gates,
+            found.place,
+            source,
+            found.expert_of,
+            found.tiles,
+            workspace.current(x.device).bytes("route tickets", 4 * groups + 4),
+            lengths,
+            tokens,
+            norm.epsilon,
+        )
+        # two rows of the router and the norm
+        shared = max(10 * x.shape[1], reserved(device) * by_token)
+        self._kernel("route", x, rows, tile, by_token).launch(
+            grid, THREADS, args, shared=shared, pdl=True
+        )
+        return found
+
+    def combine(
+        self,
+        y: Tensor,
+        routed: Routed,
+        residual: Tensor,
+        out: Tensor,
+        *,
+        shared: Tensor | None = None,
+    ) -> None:
+        """out = residual + each token's experts by their shares (+ the shared one by its gate)."""
+        device = gpu.of(y.device)
+        count = math.ceil(residual.numel() / 512)
+        args = (
+            y,
+            routed.place,
+            routed.shares,
+            shared,
+            routed.gates,
+            residual,
+            out,
+            routed.tiles,
+            len(residual),
+        )
+        grid = max(min(count, 16 * device.processors), device.processors)
+        kernel = self._kernel("combine", residual, 1, 16, False)
+        kernel.launch(
+            grid, THREADS, args, shared=reserved(device) * (routed.source is None), pdl=True
+        )
+
+    def _kernel(self, name: str, x: Tensor, rows: int, tile: int, by_token: bool) -> jit.Kernel:
+        routing = self.routing
+        defines = {
+            "FP16": int(x.dtype == torch.float16),
+            "KDIM": x.shape[1],
+            "EXPERTS": routing.experts,
+            "CHOSEN": routing.chosen,
+            "GATE": int(self.gated),
+            "NORMALIZE": int(routing.normalize),
+            "ROWS": rows,
+            "TILE": tile,
+            "BY_TOKEN": int(by_token),
+        }
+        return jit.load("route.cu", defines=defines).kernel(name)
+
+    def multiply(self, x: Tensor, routed: Routed, *, norm: Norm) -> Tensor:
+        """The experts' own answers [rows, hidden], in the places that the route gave them."""
+        if routed.source is None:
+            return few_rows(self.down, few_rows(self.gate_up, x, routed, norm=norm), routed)
+        gated = many_rows(self.gate_up, x, routed, source=routed.source, norm=norm)
+        return many_rows(self.down, gated, routed)
+
+
+def reserved(device: Gpu) -> int:
+    """Of an SM, by route and combine of few tokens, so that each has one of their CTAs, as of the
+    linears around them.
+    """
+    return device.shared_least + 2 * KB
+
+
+def few_rows(weight: TiledWeight, x: Tensor, routed: Routed, *, norm: Norm | None = None) -> Tensor:
+    """experts.cu. x [tokens, in] for all experts, or [rows, in] with the rows of each."""
+    rows = routed.tile
+    device = gpu.of(x.device)
+    plan = gemv.fitting_plan(weight.matrix, rows, device, tiles=16)
+    assert plan is not None
+    out = weight.empty_result(routed.rows, x.device)
+    defines = gemv.defines(
+        weight, rows, plan, device, norm=norm is not None, epilogue=weight.epilogue(None)
+    )
+    kernel = jit.load("experts.cu", defines=defines | {"PER_SLOT": int(norm is None)}).kernel(
+        "experts"
+    )
+    args = (
+        weight.weights,
+        weight.records,
+        weight.channel_scale,
+        x,
+        norm and norm.weight,
+        out,
+        routed.expert_of,
+        routed.tiles,
+        norm.epsilon if norm else 0.0,
+    )
+    kernel.launch(device.processors, 32 * (plan.warps + 1), args, shared=plan.shared, pdl=True)
+    return out
+
+
+def many_rows(
+    weight: TiledWeight,
+    x: Tensor,
+    routed: Routed,
+    *,
+    source: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Tensor:
+    """pack.cu and gemm.cu. x [tokens, in] with `source`, or [rows, in] in the route's order."""
+    rows = routed.rows
+    device = gpu.of(x.device)
+    shape = shape_for(weight, rows, routed.tile, device)
+    assert shape is not None
+    packing = gemm.packing_for(
+        weight.in_features, rows, norm=norm is not None, quantized=weight.format.quantizes_input
+    )
+    ends = gemm.Ends(norm is not None, weight.epilogue(None), experts=True)
+    pack, product = gemm.kernels(weight, shape, packing, ends)
+    packed = torch.empty(gemm.packed_size(weight, rows), dtype=torch.uint8, device=x.device)
+    row_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    out = weight.empty_result(rows, x.device)
+    args = (
+        x,
+        norm and norm.weight,
+        packed,
+        row_scale,
+        rows,
+        rows // 8,
+        norm.epsilon if norm else 0.0,
+        None,
+        source,
+        routed.tiles,
+    )
+    pack.launch(rows // packing.rows * packing.parts, 32 * packing.warps, args, pdl=True)
+    product.launch(
+        shape.grid(device.processors),
+        shape.block,
+        (
+            weight.weights,
+            weight.records,
+            weight.channel_scale,
+            packed,
+            row_scale,
+            None,
+            None,
+            out,
+            None,
+            None,
+            routed.expert_of,
+            routed.tiles,
+            rows,
+            0,
+        ),
+        shared=shape.shared,
+        pdl=True,
+    )
+    return out

@@ -1,0 +1,198 @@
+"""The contract of a fused linear: all that an executor knows of a weight on a device.
+
+    project    x → act(norm(x) Wᵀ + b) + residual, each part optional, into `out` where one is given
+    negotiate  how the linear before hands x over: rows as they are, packed in the order of this
+               product, or gate and up that this linear multiplies itself
+
+CUDA tiles (tiled.py), VPTQ (vptq/linear.py) and whatever torch multiplies with (`TorchLinear`)
+implement it. What one of them cannot fuse it does one after the other (`plainly`), so every linear
+takes every call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """x / √(mean x² + ε) · weight, or · (1 + weight)."""
+
+    weight: Tensor
+    epsilon: float
+    plus_one: bool = False
+
+    @functools.cached_property
+    def folded(self) -> Norm:
+        """As kernels know it, whose weight is all that is multiplied with."""
+        return (
+            Norm((self.weight.float() + 1).to(self.weight.dtype), self.epsilon)
+            if self.plus_one
+            else self
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedInput:
+    """x of one linear in the order in which its product reads it. The kernel before, compiled with
+    `defines`, writes it to `data`, of which 8 · `groups` rows are used; `arguments` are what that
+    kernel is handed besides.
+    """
+
+    data: Tensor
+    rows: int
+    groups: int
+    defines: dict[str, int] = field(default_factory=dict)
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Handover:
+    """How gate/up hands its result to down: into `to`, or as gate and up that down multiplies
+    itself (`late`).
+    """
+
+    to: PackedInput | None = None
+    late: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class KvPrefetch:
+    """Keys and values that decode attention reads after a linear. A kernel that leaves memory idle
+    may bring them to L2.
+    """
+
+    lengths: Tensor
+    tables: Tensor
+    keys: Tensor  # [blocks, page, kv heads, head_dim]
+    values: Tensor
+
+
+class FusedLinear:
+    """A weight on a device. `kernel` and `why` are what `flyweight info` shows."""
+
+    kernel: str
+    why: str
+    shape: tuple[int, ...]
+    nbytes: int
+    ops: ModuleType  # norms and activations of the device, for what is not fused
+    adds_bias: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]"""
+        raise NotImplementedError
+
+    def project(
+        self,
+        x: Tensor | PackedInput,
+        out: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        handover: Handover | None = None,
+        prefetch: KvPrefetch | None = None,
+    ) -> Tensor:
+        """x [..., in] → [..., out]. `activation` is that of a merged gate/up: act(gate) · up. The
+        `handover` is the one that this linear and its neighbour have negotiated: of gate/up where
+        to write, of down what x is.
+        """
+        if handover is not None and handover.late:
+            raise ValueError(f"{self.kernel} was not asked to multiply gate with up")
+        assert isinstance(x, Tensor)
+        return plainly(self, x, out, norm=norm, activation=activation, residual=residual)
+
+    def negotiate(self, before: FusedLinear, rows: int) -> Handover:
+        """How gate/up (`before`) hands so many rows to this linear."""
+        return Handover()
+
+    def packed_input(self, rows: int, kv_heads: int) -> PackedInput | None:
+        """Where decode attention writes x for this linear; None: rows as they are."""
+        return None
+
+    def kernel_for(self, rows: int) -> str:
+        """The kernel that multiplies so many rows."""
+        return self.kernel
+
+    @property
+    def segments(self) -> Sequence[FusedLinear]:
+        """What runs one by one: several only where projections with one input do not agree in
+        scheme.
+        """
+        return [self]
+
+
+def plainly(
+    linear: FusedLinear,
+    x: Tensor,
+    out: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    call: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """One after the other: what comes before, the product (`call`, or the linear's own), what comes
+    after.
+    """
+    ops = linear.ops
+    if norm is not None:
+        x = ops.normalize(x, norm)
+    y = (call or linear)(x)
+    if activation is not None:
+        y = ops.gate(y, activation)
+    if residual is not None:
+        return torch.add(y, residual, out=out)
+    return y if out is None else out.copy_(y)
+
+
+class TorchLinear(FusedLinear):
+    """Any function that multiplies; nothing is fused."""
+
+    def __init__(
+        self,
+        run: Callable[[Tensor], Tensor],
+        *,
+        ops: ModuleType,
+        kernel: str = "torch.linear",
+        why: str = "",
+        shape: tuple[int, ...] = (),
+        nbytes: int = 0,
+    ) -> None:
+        self.run = run
+        self.ops = ops
+        self.kernel = kernel
+        self.why = why
+        self.shape = shape
+        self.nbytes = nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+class Segments(FusedLinear):
+    """Projections with one input that no kernel takes as one weight: run one by one, their results
+    side by side.
+    """
+
+    def __init__(self, parts: Sequence[FusedLinear]) -> None:
+        self.parts = list(parts)
+        self.ops = parts[0].ops
+        self.kernel = " + ".join(dict.fromkeys(part.kernel for part in parts))
+        self.why = "; ".join(dict.fromkeys(part.why for part in parts))
+        self.shape = (sum(part.shape[-2] for part in parts), parts[0].shape[-1])
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    @property
+    def segments(self) -> Sequence[FusedLinear]:
+        return self.parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)

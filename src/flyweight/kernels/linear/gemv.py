@@ -1,0 +1,266 @@
+"""Few rows times a tiled weight, weights streaming through the matrix units once: host side of
+cuda/gemv.cu.
+
+Norm before, and bias, residual or silu·mul after, are fused: they are compile-time choices of the
+launch. A launch has one CTA on every SM, so that all SMs offer the next kernel the same room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.gpu import KB, Gpu
+from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, TiledWeight
+
+ROWS = (1, 2, 4, 8)
+# Bytes that a CTA leaves of what it could have: beside another kernel, and alone on an SM (for the
+# next one's variables).
+RESERVED_BESIDE = 2 * KB
+RESERVED_ALONE = 7 * KB
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a weight streams through shared memory."""
+
+    stage_blocks: int
+    stages: int
+    slots: int  # tiles between two meetings of the warps
+    shared: int
+    warps: int
+    in_registers: bool = False  # x, or in shared memory
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan has to make room for."""
+
+    tiles: int  # the most that one CTA gets
+    warps: int
+    stage_bytes: int = 16384
+    more: int = 0  # bytes of shared memory that the kernel needs besides
+    slices: int = 1  # that inputs are cut into
+    fewest: int = 2  # stages
+    slots: int | None = None
+    in_registers: bool = False
+
+
+def slice_blocks(matrix: Matrix, slices: int) -> tuple[int, int, int]:
+    """(blocks that inputs are cut at, of the longest slice, of the shortest): the sizes of
+    gemv.cuh.
+    """
+    total = matrix.blocks
+    grouped = matrix.format.grouped
+    group = matrix.group
+    unit = 2 if grouped and group % 128 == 0 else 1
+    cut = group // 64 if grouped and 64 * unit < group < matrix.in_features else unit
+    cuts = math.ceil(total / cut)
+    return (
+        cut,
+        min(total, math.ceil(cuts / slices) * cut),
+        cuts // slices * cut - (cuts * cut - total),
+    )
+
+
+def _stage_blocks(matrix: Matrix, total: int, shortest: int, stage_bytes: int) -> int:
+    """Of about `stage_bytes`, whole groups, such that no stage of the shortest slice is empty."""
+    grouped = matrix.format.grouped
+    group = matrix.group
+    step = 2 if grouped else 1
+    if grouped and group < matrix.in_features:
+        step = max(1, group // 64)
+    count = max(1, round(total * matrix.format.block_bytes / stage_bytes))
+    while True:
+        found = min(
+            math.ceil(math.ceil(total / count) / step) * step, math.ceil(total / step) * step
+        )
+        if (math.ceil(total / found) - 1) * found < shortest or count == 1:
+            return found
+        count -= 1
+
+
+@functools.cache
+def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> Plan | None:
+    """The plan with as many stages as fit into `limit` bytes; it takes at least `least`. None: too
+    few stages fit.
+    """
+    form = matrix.format
+    group = matrix.group
+    warps = wanted.warps
+    _, total, shortest = slice_blocks(matrix, wanted.slices)
+    stage_blocks = _stage_blocks(matrix, total, shortest, wanted.stage_bytes)
+    groups = math.ceil(stage_blocks * 64 / group) if form.grouped else 0
+    stage = stage_blocks * form.block_bytes + groups * 64
+    sums = (2 * total if group == 32 else total) * rows * 8 if form.grouped else 8 * rows
+    slots = wanted.slots or max(1, min(wanted.tiles, 16 // rows))
+    x_row = total * 128 + 64 if form.bits == 16 else (total | 1) * 64 * (2 if form.grouped else 1)
+    statistics = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
+    partial = slots * warps * 16 * rows * 4
+    if wanted.in_registers:
+        # of 128 inputs, in a warp
+        units = math.ceil(total / stage_blocks) * math.ceil(stage_blocks / 2 / warps)
+        if units > 4 or total < 2 * warps:
+            return None
+        x_row = 0
+        statistics = rows * (warps + 1) * 8
+        partial = max(partial, (total + 1) * 128)  # or the norm's weights
+    fixed = rows * x_row + sums + partial + statistics + 16 * 16 + 256 + wanted.more
+    stages = min(16, (limit - fixed) // stage)
+    if stages < wanted.fewest:
+        return None
+    return Plan(
+        stage_blocks, stages, slots, max(fixed + stages * stage, least), warps, wanted.in_registers
+    )
+
+
+def plan_beside(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
+    """With room for another kernel on the same SM."""
+    return plan(matrix, rows, wanted, device.shared_beside(RESERVED_BESIDE), device.shared_least)
+
+
+def plan_alone(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
+    return plan(matrix, rows, wanted, device.shared_alone(RESERVED_ALONE), device.shared_least)
+
+
+def _exclusive_plan(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
+    """With an SM for itself in any case, x in registers where format, groups and length of the rows
+    allow it.
+    """
+    found = None
+    if "gemv_registers" in matrix.format.kernels and rows == 8 and matrix.group % 128 == 0:
+        in_registers = dataclasses.replace(wanted, fewest=3, in_registers=True, warps=8)
+        found = plan_alone(matrix, rows, in_registers, device)
+    found = found or plan_alone(matrix, rows, wanted, device)
+    return found and dataclasses.replace(found, shared=max(found.shared, device.shared_excluding))
+
+
+@functools.cache
+def fitting_plan(
+    matrix: Matrix, rows: int, device: Gpu, *, tiles: int, more: int = 0, alone: bool = False
+) -> Plan | None:
+    """Beside another kernel, or else (or `alone`: in any case) with an SM for itself; None where
+    even that is too much.
+
+    Several rows leave less room: three smaller stages keep memory busier than two large ones.
+    """
+    wanted = Wanted(tiles, tuned.of(device).formats[matrix.format.name].gemv_warps, more=more)
+    if alone:
+        return _exclusive_plan(matrix, rows, wanted, device)
+    several: list[dict[str, Any]] = [
+        dict(fewest=3),
+        dict(fewest=3, stage_bytes=8192),
+        dict(fewest=3, stage_bytes=8192, slots=1),
+    ]
+    for options in [*(several if rows > 1 else []), {}]:
+        if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
+            return found
+    return plan_alone(matrix, rows, wanted, device)
+
+
+def fits(matrix: Matrix, rows: int, device: Gpu) -> bool:
+    return fitting_plan(matrix, rows, device, tiles=16 // rows) is not None
+
+
+def fits_beside(matrix: Matrix, rows: int, device: Gpu) -> bool:
+    found = fitting_plan(matrix, rows, device, tiles=16 // rows)
+    return found is not None and found.shared <= device.shared_beside(RESERVED_BESIDE)
+
+
+def late_stages(matrix: Matrix, device: Gpu) -> int:
+    """Stages of the first filling that are fetched only when the inputs are there."""
+    numbers = tuned.of(device)
+    found = numbers.formats[matrix.format.name].gemv_late_stages
+    return numbers.gemv_late_stages if found is None else found
+
+
+def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | None:
+    """Where linears of a format find out whose turn it is to fetch weights; None where that does
+    not pay.
+    """
+    most = tuned.of(gpu.of(device)).formats[weight.format.name].ticket_rows
+    return workspace.current(device).tickets() if rows <= most else None
+
+
+def defines(
+    weight: TiledWeight,
+    rows: int,
+    chosen: Plan,
+    device: Gpu,
+    *,
+    norm: bool,
+    epilogue: str = "store",
+) -> dict[str, int]:
+    """What gemv.cuh is compiled for."""
+    return {
+        **weight.format.defines(symmetric=weight.symmetric),
+        **weight.type_defines,
+        "STATIC": int(weight.static),
+        "KDIM": weight.in_features,
+        "NDIM": weight.out_features,
+        "ROWS": rows,
+        "GROUP": weight.group,
+        "NORM": int(norm),
+        "EPILOGUE": EPILOGUES[epilogue],
+        "BIAS": int(weight.bias is not None),
+        "WARPS": chosen.warps,
+        "STAGES": chosen.stages,
+        "STAGE_BLOCKS": chosen.stage_blocks,
+        "SHARED_BYTES": chosen.shared,
+        "SLOTS": chosen.slots,
+        "HELD": min(late_stages(weight.matrix, device), chosen.stages - 1),
+        **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
+    }
+
+
+def multiply(
+    weight: TiledWeight,
+    x: Tensor,
+    out: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    pdl: bool = True,
+    alone: bool = False,
+) -> Tensor:
+    """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up:
+    silu(gate) · up).
+    """
+    rows = x.shape[0]
+    device = gpu.of(x.device)
+    out = weight.empty_result(rows, x.device) if out is None else out
+    grid = device.processors
+    chosen = fitting_plan(
+        weight.matrix, rows, device, tiles=math.ceil(weight.matrix.tiles / grid), alone=alone
+    )
+    if chosen is None:
+        raise ValueError(
+            f"{rows} rows of {weight.in_features} inputs do not fit into shared memory"
+        )
+    flags = defines(
+        weight, rows, chosen, device, norm=norm is not None, epilogue=weight.epilogue(residual)
+    )
+    kernel = jit.load("gemv.cu", defines=flags).kernel("gemv")
+    args = (
+        weight.weights,
+        weight.records,
+        weight.channel_scale,
+        x,
+        norm and norm.weight,
+        weight.bias,
+        residual,
+        out,
+        norm.epsilon if norm else 0.0,
+        tickets(weight, rows, x.device),
+    )
+    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
+    return out

@@ -1,0 +1,178 @@
+"""A linear of 5 to 16 rows with x in registers and half of its inputs in each of two CTAs: host
+side of cuda/few.cu (Hopper).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.gpu import KB, Gpu
+from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear.gemv import RESERVED_BESIDE
+from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, TiledWeight
+from flyweight.kernels.tuned import Ring
+
+CLUSTER = 2
+# that multiply, with 128 inputs each; no more fit beside another kernel
+LEAST_WARPS = 8
+MOST_WARPS = 16
+MOST_STAGES = 15  # a barrier of the hardware for each
+MOST_ROWS = 16
+# keeps two CTAs of a launch off an SM that is free early, as beside kernels that have one each
+LONELY = 2 * KB
+MANY_TILES = 12  # of a cluster: stages, not bytes, are the limit then
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a linear is cut."""
+
+    sets: int  # of 8 rows
+    warps: int
+    team: int  # warps that share a stage
+    tiles: int  # of a cluster
+    stages: int
+    late: int  # stages of the first filling that are fetched when the inputs are there
+
+
+def ring_for(matrix: Matrix, sets: int, tiles: int, device: Gpu) -> Ring | None:
+    numbers = tuned.of(device).formats[matrix.format.name]
+    if sets == 1 and tiles > MANY_TILES and numbers.cluster_whole_ring:
+        return numbers.cluster_whole_ring
+    return next((ring for ring in numbers.cluster_rings if ring.sets == sets), None)
+
+
+@functools.cache
+def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
+    """None where inputs or outputs do not come out even, or are too many for one kernel beside
+    another.
+    """
+    columns = matrix.in_features
+    outputs = matrix.out_features
+    quantized = matrix.format.quantizes_input
+    clusters = device.processors // CLUSTER
+    half = columns // 128 // CLUSTER
+    warps = max(
+        (count for count in range(LEAST_WARPS, MOST_WARPS + 1) if half % count == 0), default=0
+    )
+    if (
+        columns % (128 * CLUSTER)
+        or not half
+        or not warps
+        or outputs % 16
+        or outputs < 16 * clusters
+    ):
+        return None
+    sets = math.ceil(rows / 8)
+    turns = half // warps
+    tiles = math.ceil(outputs / 16 / clusters)
+    ring = ring_for(matrix, sets, tiles, device)
+    # of x that waits in registers until its scale is known
+    if ring is None or (quantized and turns > 1):
+        return None
+    unit = 2 * matrix.format.block_bytes + (0 if quantized else 64)
+    team = next(warps // teams for teams in range(ring.teams, 0, -1) if warps % teams == 0)
+    owned = math.ceil(tiles / CLUSTER)
+    x = CLUSTER * warps * 32 if quantized else (sets - 1) * warps * 2048
+    others = (
+        x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
+    )
+    rounds = ring.deep if turns > 1 else tiles
+    limit = device.shared_beside(RESERVED_BESIDE)
+    stages = min(rounds * warps // team, MOST_STAGES, (limit - others) // (team * unit + 16))
+    late = min(ring.late * warps // team, stages - 1)
+    return Choice(sets, warps, team, tiles, stages, late) if stages * team > warps else None
+
+
+def unsupported_reason(
+    weight: TiledWeight, rows: int, device: Gpu, *, norm: bool = False
+) -> str | None:
+    """None, or why these rows do not go through few.cu."""
+    if not device.has_warpgroups:
+        return "needs Hopper's clusters"
+    form = weight.format
+    fits = "gemv_cluster" in form.kernels and (
+        weight.group == 128 if form.grouped else not weight.static
+    )
+    most = 8 * max(
+        (ring.sets for ring in tuned.of(device).formats[form.name].cluster_rings), default=0
+    )
+    if not fits or weight.interleaved or norm or not 1 < rows <= most:
+        return (
+            "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
+            "for each, "
+            "without a norm before or silu·mul after"
+        )
+    if choose(weight.matrix, rows, device) is None:
+        return (
+            f"{weight.in_features} inputs and {weight.out_features} outputs do not fit into whole "
+            f"stages of pairs of CTAs"
+        )
+    return None
+
+
+def multiply(
+    weight: TiledWeight,
+    x: Tensor,
+    out: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """x [rows, in], up to 16 rows → [rows, out]."""
+    rows = x.shape[0]
+    device = gpu.of(x.device)
+    reason = unsupported_reason(weight, rows, device)
+    chosen = choose(weight.matrix, rows, device)
+    if reason or chosen is None:
+        raise ValueError(
+            f"{rows} rows of {weight.in_features} inputs do not go through few.cu: {reason}"
+        )
+    out = weight.empty_result(rows, x.device) if out is None else out
+    shared = device.shared_beside(RESERVED_BESIDE)
+    kernel = jit.load(
+        "few.cu",
+        defines={
+            **weight.format.defines(),
+            **weight.type_defines,
+            "KDIM": weight.in_features,
+            "NDIM": weight.out_features,
+            "EPILOGUE": EPILOGUES[weight.epilogue(residual)],
+            "BIAS": int(weight.bias is not None),
+            "SETS": chosen.sets,
+            "WARPS": chosen.warps,
+            "TEAM": chosen.team,
+            "ROUND": chosen.tiles,
+            "STAGES": chosen.stages,
+            "HELD": chosen.late,
+            "SHARED_BYTES": shared,
+        },
+    ).kernel("few")
+    # o and down have kernels around that take no turns
+    tickets = (
+        workspace.current(x.device).tickets() if residual is None and rows <= MOST_ROWS else None
+    )
+    kernel.launch(
+        device.processors // CLUSTER * CLUSTER,
+        32 * (chosen.warps + 2),
+        (
+            weight.weights,
+            weight.records,
+            weight.channel_scale,
+            x,
+            weight.bias,
+            residual,
+            out,
+            rows,
+            tickets,
+        ),
+        shared=shared + (LONELY if residual is not None else 0),
+        pdl=pdl,
+        cluster=CLUSTER,
+    )
+    return out

@@ -1,0 +1,167 @@
+"""A linear over a tiled weight: every call goes to the kernel that choose.py names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.kernels import tuned
+from flyweight.kernels.linear import gemm, gemm_small, gemv, gemv_cluster, gemv_splitk, tiles
+from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
+from flyweight.kernels.linear.fused import FusedLinear, Handover, KvPrefetch, Norm, PackedInput
+from flyweight.kernels.linear.untile import untile, via_cublas
+from flyweight.tensors import QuantTensor
+
+SILU = "silu"  # the one activation that kernels fuse
+
+
+class TiledLinear(FusedLinear):
+    """y = x Wᵀ (+ bias). `gated`: a merged gate/up whose silu·mul the kernels do at once (in
+    `project`).
+    """
+
+    adds_bias = True
+
+    def __init__(
+        self,
+        tensor: QuantTensor,
+        *,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        note: str = "",
+    ) -> None:
+        self.weight = tiles.prepare(tensor, dtype=dtype, bias=bias, interleave=gated)
+        self.ops = ops
+        self.shape = tensor.shape
+        self.note = note
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return f"tiles.{self.weight.format.name}"
+
+    @functools.cached_property
+    def why(self) -> str:  # type: ignore[override]
+        device = gpu.of(self.weight.weights.device)
+        return f"{self.note}{explain(self.weight.matrix, device)}; what these do not take: cuBLAS"
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.weight.nbytes
+
+    def choose(self, rows: int, *, norm: bool = False, residual: bool = False) -> Choice:
+        return choose(self.weight, rows, gpu.of(self.weight.weights.device), Fusion(norm, residual))
+
+    def kernel_for(self, rows: int) -> str:
+        return self.choose(rows).kernel
+
+    # -- handing x over --------------------------------------------------------------------
+
+    def negotiate(self, before: FusedLinear, rows: int) -> Handover:
+        """gate/up writes x in the order that this product reads, where both go through gemm.cu."""
+        if not isinstance(before, TiledLinear) or before.choose(rows).kernel != "gemm":
+            return Handover()
+        return Handover(self.packed_input(rows, 0))
+
+    def packed_input(self, rows: int, kv_heads: int) -> PackedInput | None:
+        """None where x has to be packed after all: it is quantized by its row, or does not go
+        through gemm.cu.
+        """
+        weight = self.weight
+        device = weight.weights.device
+        ahead = tuned.of(gpu.of(device)).steps.packed_ahead and not weight.format.quantizes_input
+        if not ahead or weight.format.sparse or weight.in_features % 64:
+            return None
+        if self.choose(rows, residual=True).kernel != "gemm":
+            return None
+        return gemm.packed_input(weight, rows, device, residual=True)
+
+    # -- multiplying -----------------------------------------------------------------------
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        y = via_cublas(self.weight, flat) if self.weight.interleaved else self.multiply(flat)
+        return y.view(*x.shape[:-1], -1)
+
+    def project(
+        self,
+        x: Tensor | PackedInput,
+        out: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        handover: Handover | None = None,
+        prefetch: KvPrefetch | None = None,
+    ) -> Tensor:
+        norm = norm and norm.folded
+        if handover is not None and handover.to is not None and not isinstance(x, PackedInput):
+            flat = x.reshape(-1, x.shape[-1])
+            return gemm.multiply(self.weight, flat, norm=norm, to=handover.to)
+        if isinstance(x, PackedInput):
+            return gemm.multiply(self.weight, x, out, residual=residual)
+        if activation is not None and not self.weight.interleaved:
+            y = self.ops.gate(self.project(x, norm=norm), activation)
+            return y if out is None else out.copy_(y)
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        target = None if out is None else out.view(-1, out.shape[-1])
+        added = (
+            None
+            if residual is None
+            else target
+            if residual is out
+            else residual.reshape(-1, residual.shape[-1])
+        )
+        y = self.multiply(flat, target, norm=norm, residual=added)
+        return y.view(*x.shape[:-1], -1) if out is None else out
+
+    def multiply(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        kernel: str | None = None,
+    ) -> Tensor:
+        """x [rows, in] → [rows, out], through `kernel` or the one chosen; an interleaved weight
+        gives silu(gate) · up.
+        """
+        weight = self.weight
+        kernel = (
+            kernel
+            or self.choose(x.shape[0], norm=norm is not None, residual=residual is not None).kernel
+        )
+        if kernel == "gemv_cluster":
+            assert norm is None, "few.cu has none"
+            return gemv_cluster.multiply(weight, x, out, residual=residual)
+        if kernel == "gemm_dequantized":  # by a kernel that the product must not run ahead of
+            written = dataclasses.replace(
+                weight.in_sixteen_bits(), weights=untile(weight, tiles=True)
+            )
+            return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
+        if kernel == "cublas":
+            return self._via_cublas(x, out, norm=norm, residual=residual)
+        multiply = {
+            "gemv": gemv.multiply,
+            "gemv_splitk": gemv_splitk.multiply,
+            "gemm_small": gemm_small.multiply,
+            "gemm": gemm.multiply,
+        }[kernel]
+        return multiply(weight, x, out, norm=norm, residual=residual)
+
+    def _via_cublas(
+        self, x: Tensor, out: Tensor | None, *, norm: Norm | None, residual: Tensor | None
+    ) -> Tensor:
+        y = via_cublas(
+            self.weight, x if norm is None else self.ops.normalize(x, norm), out, residual=residual
+        )
+        if self.weight.interleaved:
+            y = self.ops.gate(y, SILU)
+        return y if out is None or y is out else out.copy_(y)

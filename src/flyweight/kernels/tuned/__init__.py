@@ -1,0 +1,201 @@
+"""Numbers that were measured, one TOML file for each GPU, and the rules for GPUs that have none.
+
+A file says from how many rows on which kernel is the fastest for a format, and what kernels' plans
+are estimated with. It names the rows that each table came from. A GPU without a file takes the
+numbers of the one file that is nearest (they are ratios between parts of a kernel, which change
+little from GPU to GPU) and leaves out every route to a kernel that it cannot run (`choose.py`); all
+sizes of shared memory are computed from the device (`gpu.py`), so that every plan fits.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flyweight.gpu import Gpu
+
+FOLDER = Path(__file__).parent
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Route:
+    """From `rows` on `kernel` is the fastest, for linears that meet the conditions (h200.toml)."""
+
+    rows: int
+    kernel: str
+    why: str
+    small: bool = False
+    deep: bool = False
+    no_residual: bool = False
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How gemv_cluster.cu streams weights: `teams` of warps share a stage, `late` rounds are
+    fetched when x is there, `deep` rounds are held where inputs come in turns.
+    """
+
+    sets: int  # of 8 rows
+    teams: int
+    late: int
+    deep: int
+
+
+@dataclass(frozen=True, eq=False)
+class FormatNumbers:
+    """What was measured of one weight format."""
+
+    source: str
+    routes: tuple[Route, ...]
+    gemv_warps: int
+    gemm_rate: float
+    gemm_tiles: str
+    gemm_cluster_rows: tuple[int, int]  # most rows in clusters: of small linears, of large ones
+    expert_rows: int
+    gemv_late_stages: int | None = None
+    ticket_rows: int = 0
+    attention_rows: int = NEVER
+    splitk_cycles: tuple[float, float] | None = None
+    splitk_wide_rows: tuple[int, ...] = ()
+    small_cycles: tuple[float, float] | None = None
+    cluster_rings: tuple[Ring, ...] = ()
+    cluster_whole_ring: Ring | None = None
+    gemm_halves_inputs: bool = False  # tiles whose inputs two CTAs share pay
+    gemm_one_tile_per_sm: bool = False  # of up to 64 rows; of other formats nobody knows yet
+    gemm_square_pairs_only: bool = False
+    # CTAs of clusters for each SM; 0: as many as there are tiles, twice
+    gemm_cluster_room: float = 0.0
+    gemm_wide_outputs: int = NEVER  # from so many outputs on a CTA of a cluster has two warpgroups
+    # tokens up to which stages are long: beside another kernel, alone
+    gemm_long_stages: tuple[int, int] = (0, 0)
+    # from so many on three warpgroups have no registers for their sums
+    gemm_register_tokens: int = 192
+    gemm_team_tokens: tuple[int, int] = (1, 0)  # from, to: two teams share a lone tile
+    gemm_exchange_alone: bool = False  # separate places for sums pay only where nothing else runs
+    gemm_exchange_inputs: int = NEVER
+    gemm_early_in_steps: bool = False  # steps gain by fetching few stages before x is there
+    int16_always: bool = False
+    int16_small_linears: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SplitkNumbers:
+    source: str
+    weight_byte: float
+    input: float
+    sum_word: float
+    hand_over: float
+    per_slice: float
+    tile: tuple[float, float]
+    most_slices: int
+
+
+@dataclass(frozen=True, eq=False)
+class SmallNumbers:
+    source: str
+    weight_byte: float
+    l2_byte: float
+    step: float
+    sum_word: float
+    hand_over: float
+    start: float
+    most_slices: int
+
+
+@dataclass(frozen=True, eq=False)
+class GemmNumbers:
+    source: str
+    line_us: float
+    sliced_us: dict[int, float]
+    converted: float
+    tiles: dict[str, tuple[tuple[int, int, float], ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class StepNumbers:
+    source: str
+    route_inputs: int
+    small_weights: int
+    packed_ahead: bool
+    prefill_attention: bool
+    overlapping_expert_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """All numbers of one GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    clock: int
+    steps: StepNumbers
+    gemv_late_stages: int
+    gemv_split_margin: float
+    splitk: SplitkNumbers
+    small: SmallNumbers
+    gemm: GemmNumbers
+    formats: dict[str, FormatNumbers]
+
+
+def of(gpu: Gpu) -> Tuning:
+    """The numbers for a GPU: its own file's, or those of the nearest GPU that has one."""
+    return min(
+        _files(),
+        key=lambda one: (
+            one.capability != (gpu.major, gpu.minor),
+            abs(one.processors - gpu.processors),
+        ),
+    )
+
+
+def is_measured(gpu: Gpu) -> bool:
+    """Whether a file has the numbers of such a GPU."""
+    found = of(gpu)
+    return (found.capability, found.processors) == ((gpu.major, gpu.minor), gpu.processors)
+
+
+@functools.cache
+def _files() -> tuple[Tuning, ...]:
+    return tuple(read(path) for path in sorted(FOLDER.glob("*.toml")))
+
+
+def read(path: Path) -> Tuning:
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    gemm = dict(data["gemm"])
+    gemm["sliced_us"] = {int(key): value for key, value in gemm["sliced_us"].items()}
+    gemm["tiles"] = {name: tuple(map(tuple, rows)) for name, rows in gemm["tiles"].items()}
+    return Tuning(
+        name=data["gpu"]["name"],
+        capability=tuple(data["gpu"]["capability"]),
+        processors=data["gpu"]["processors"],
+        clock=data["gpu"]["clock"],
+        steps=StepNumbers(**data["steps"]),
+        gemv_late_stages=data["gemv"]["late_stages"],
+        gemv_split_margin=data["gemv"]["split_margin"],
+        splitk=SplitkNumbers(**_frozen(data["gemv_splitk"])),
+        small=SmallNumbers(**data["gemm_small"]),
+        gemm=GemmNumbers(**gemm),
+        formats={name: _format(table) for name, table in data["formats"].items()},
+    )
+
+
+def _format(table: dict[str, Any]) -> FormatNumbers:
+    table = _frozen(table)
+    table["routes"] = tuple(Route(**route) for route in table["routes"])
+    table["cluster_rings"] = tuple(Ring(**ring) for ring in table.get("cluster_rings", ()))
+    if "cluster_whole_ring" in table:
+        table["cluster_whole_ring"] = Ring(**table["cluster_whole_ring"])
+    unknown = table.keys() - {field.name for field in fields(FormatNumbers)}
+    if unknown:
+        raise ValueError(f"no such number of a format: {', '.join(sorted(unknown))}")
+    return FormatNumbers(**table)
+
+
+def _frozen(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}

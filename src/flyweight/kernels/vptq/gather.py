@@ -1,0 +1,259 @@
+"""One or two rows straight from the codebook, up to 8 without warpgroup products: host side of
+cuda/vptq.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.gpu import KB, Gpu
+from flyweight.kernels import jit
+from flyweight.kernels.vptq.layout import CHUNK, SLICE_BITS
+from flyweight.kernels.vptq.parts import Ends, Parts, part_arguments, share_out
+from flyweight.tensors import VectorQuant
+
+KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
+FEW_ROWS = 8  # of vptq.cu at once
+MILLION = 1 << 20
+
+# Borders in lookups (weights / vector length), from benchmarks/h200/000-vptq.jsonl and
+# 001-vptq.jsonl.
+DIRECT_ITEMS = MILLION // 4  # fewer do not pay for staging a codebook: 2048 × 1024
+# so few that half of the processors are faster: the next launch stages its codebook on the rest
+HALF_ITEMS = MILLION // 2
+# up to here two launches on one processor pay for fewer copies of the residual book
+CROWDED_ITEMS = 2 * MILLION
+# from here a second copy of a codebook up to 4096 entries pays for its staging
+DOUBLED_ITEMS = 6 * MILLION
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What of a launch is a matter of speed only."""
+
+    kernel: str
+    warps: int = 16
+    copies: int = 8  # of the residual book
+    # 2: small enough that the next launch stages its codebook while this one ends
+    resident: int = 1
+    share: int = 1  # 2: one thread block for every second multiprocessor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch for one number of rows, worked out."""
+
+    launch: Launch
+    rows: int
+    ctas: tuple[int, ...]  # of each part
+    shared: int  # bytes of dynamic shared memory
+    phase: int = 0  # chunks whose x is staged at once
+    x_columns: int = 0  # columns that the staged x has room for
+
+
+def shared_limit(device: Gpu, resident: int) -> int:
+    """Shared memory of one thread block, 1 KB of which the system takes."""
+    return min(device.shared_most, device.shared_memory_per_multiprocessor // resident - KB)
+
+
+def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
+    """Launches for this weight, the fastest first. `plain`: nothing but the product."""
+    layout = parts[0]
+    items = sum(part.row_blocks for part in parts) * 256 * layout.chunks
+    if layout.sliced:
+        return [
+            Launch("sliced", warps=32 if rows <= 2 else 16, copies=copies)
+            for copies in (8, 4, 2, 1)
+        ]
+    alone = rows == 1 and plain and len(parts) == 1
+    table = [
+        (
+            alone and layout.dense is None and items <= DIRECT_ITEMS,
+            Launch("direct", warps=max(1, min(8, layout.chunks))),
+        ),
+        (rows == 1, Launch("staged", resident=2)),
+        (rows == 1 and items <= CROWDED_ITEMS, Launch("staged", resident=2, copies=4)),
+        (plain and items <= HALF_ITEMS, Launch("staged", share=2)),
+    ]
+    return [launch for fits, launch in table if fits] + [
+        Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
+    ]
+
+
+def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> Plan | None:
+    """Work a launch out for `count` multiprocessors, or None where it does not fit into `limit`
+    bytes.
+    """
+    layout = parts[0]
+    halves = layout.halves
+    form = layout.form
+    books = (
+        16 * halves * ((1 << form.main) + (launch.copies << form.residual if form.residual else 0))
+    )
+    # the kernel's own variables
+    static = math.ceil((16 + 8 * rows * (launch.warps + 1)) / 128) * 128
+    if launch.kernel == "direct":
+        fits = 512 * layout.chunks <= 16384
+        return Plan(launch, rows, (layout.row_blocks,), 512 * layout.chunks) if fits else None
+    if launch.kernel == "sliced":
+        shared = books + 2 * rows * (layout.dense_begin + 32 * layout.dense_steps)
+        grid = max(1, min(count // layout.slices, layout.row_blocks)) * layout.slices
+        return Plan(launch, rows, (grid,), shared) if shared + static <= limit else None
+    blocks = tuple(part.row_blocks for part in parts)
+    ctas = share_out(blocks, count // launch.share)
+    here = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True))
+    align = max(1, form.window // CHUNK)
+    for several in (False, True):  # phases: then the sums of the row blocks need room of their own
+        fixed = books + 4 * rows * 8 * halves * (launch.warps + here + here * several)
+        # chunks of x
+        most = (
+            ((limit - static - fixed) // (2 * rows) - 32 * layout.dense_steps)
+            // (256 * align)
+            * align
+        )
+        if several and (launch.resident > 1 or most < CHUNK):
+            return None
+        if several or most >= layout.chunks:
+            break
+    phase = math.ceil(math.ceil(layout.chunks / math.ceil(layout.chunks / most)) / align) * align
+    x_columns = 256 * min(phase, layout.chunks) + 32 * layout.dense_steps
+    return Plan(launch, rows, ctas, fixed + 2 * rows * x_columns, phase, x_columns)
+
+
+def choose(
+    parts: Parts, rows: int, device: Gpu, launch: Launch | None = None, *, plain: bool = True
+) -> Plan | None:
+    """The first candidate that fits, or the given one."""
+    tried = [launch] if launch else candidates(parts, rows, plain=plain)
+    plans = (
+        plan(parts, one, rows, count=device.processors, limit=shared_limit(device, one.resident))
+        for one in tried
+    )
+    return next((found for found in plans if found), None)
+
+
+def run(
+    parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, arrived: Tensor, pdl: bool
+) -> None:
+    """One launch of up to `chosen.rows` rows. `arrived`: counters of thread blocks that meet
+    (sliced).
+    """
+    layout = parts[0]
+    launch = chosen.launch
+    defines = (
+        layout.form.defines()
+        | ends.defines
+        | {
+            "KERNEL": KERNELS[launch.kernel],
+            "PIECES": layout.halves,
+            "COPIES": launch.copies,
+            "ROWS": chosen.rows,
+            "FP16": int(layout.dtype == torch.float16),
+            "WARPS": launch.warps,
+            "RESIDENT": launch.resident,
+        }
+    )
+    kernel = jit.load("vptq.cu", defines=defines).kernel(f"vptq_{launch.kernel}")
+    columns = (layout.affine, layout.source, x, out)
+    shape = (x.shape[0], layout.in_features, layout.out_features, layout.length)
+    if launch.kernel == "direct":
+        args: tuple[Any, ...] = (
+            layout.stream,
+            layout.book,
+            layout.residual,
+            *columns,
+            *shape,
+            layout.chunks,
+        )
+    elif launch.kernel == "staged":
+        args = (
+            *part_arguments(parts, chosen.ctas),
+            x,
+            ends.norm,
+            ends.bias,
+            ends.residual,
+            out,
+            float(ends.epsilon),
+            x.shape[0],
+            layout.in_features,
+            out.shape[1],
+            layout.length,
+            layout.chunks,
+            chosen.phase,
+            chosen.x_columns,
+            layout.dense_steps,
+        )
+    else:
+        partial = torch.empty(
+            layout.slices * chosen.rows * layout.row_blocks * 8 * layout.halves, device=x.device
+        )
+        args = (
+            layout.stream,
+            layout.offsets,
+            layout.book,
+            layout.residual,
+            layout.dense,
+            *columns,
+            partial,
+            arrived,
+            *shape,
+            layout.row_blocks,
+            layout.slices,
+            layout.residual_books,
+            layout.ranges,
+            layout.width,
+            layout.dense_begin,
+            layout.dense_steps,
+        )
+    kernel.launch(sum(chosen.ctas), 32 * launch.warps, args, shared=chosen.shared, pdl=pdl)
+
+
+def worth_doubling(tensor: VectorQuant) -> bool:
+    """Whether the codebook is stored twice, so that each lookup can choose between two banks."""
+    main, residual = tensor.index_bits
+    columns = tensor.in_features - tensor.outliers
+    small = tensor.length <= 8 and main < SLICE_BITS and main + residual <= 21 and columns <= 16384
+    return (
+        small
+        and tensor.codebook.shape[0] == 1
+        and tensor.indices.shape[1] * columns >= DOUBLED_ITEMS
+    )
+
+
+def gather(
+    parts: Parts,
+    x: Tensor,
+    out: Tensor,
+    ends: Ends,
+    *,
+    arrived: Tensor,
+    launch: Launch | None = None,
+    pdl: bool = True,
+) -> None:
+    """x [rows, in] → out, a few rows at a time."""
+    device = gpu.of(x.device)
+    step = 1 << (min(x.shape[0], FEW_ROWS) - 1).bit_length()
+    if step == 4 and not parts[0].sliced:
+        step = FEW_ROWS  # which brings x in a better order
+    while (chosen := choose(parts, step, device, launch, plain=not ends.some)) is None:
+        if step == 1:
+            raise ValueError(
+                f"{parts[0].in_features} inputs do not fit into the shared memory of {x.device}"
+            )
+        step //= 2
+    for begin in range(0, x.shape[0], step):
+        here = slice(begin, begin + step)
+        run(parts, chosen, x[here], out[here], ends.of(here), arrived=arrived, pdl=pdl)
+
+
+def fits(parts: Parts, device: Gpu) -> bool:
+    """Whether any launch of one row fits the device."""
+    return (
+        choose(parts, 1, device, plain=False) is not None and choose(parts, 1, device) is not None
+    )

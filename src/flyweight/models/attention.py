@@ -1,0 +1,125 @@
+"""Attention of prompts and of mixed steps: a layer's hidden state → what its o multiplies with.
+
+`Paged` serves: packed tokens of many sequences, keys and values in pages. `Whole` calibrates and
+evaluates: full sequences without a cache. Both run the ops of the device; captured decode steps
+have a stage of their own (decode_step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flyweight.batch import Batch, KVStorage
+from flyweight.kernels import reference
+from flyweight.models.plan import ROPE
+
+if TYPE_CHECKING:
+    from flyweight.models.layer import Block
+
+Plans = dict[int | None, Any]  # how attention is cut up, by window: what `ops.plan_attention` gives
+Tables = tuple[Tensor, Tensor]  # cos and sin of every position
+RopeTables = Mapping[str | None, Tables]
+
+
+def by_name(tables: Tables | RopeTables) -> RopeTables:
+    """A model's only table may be given without its name."""
+    return {ROPE: tables} if isinstance(tables, tuple) else tables
+
+
+class PromptStage:
+    """What the two stages have in common: q/k/v, and the rows of the rope tables."""
+
+    lengths: Tensor | None = None
+
+    def __init__(self, tables: Tables | RopeTables, positions: Tensor, ops: ModuleType):
+        self.ops = ops
+        self.rows = {
+            name: ops.rope_rows(*pair, positions) for name, pair in by_name(tables).items()
+        }
+
+    def attend(self, block: Block, hidden: Tensor) -> Tensor:
+        norm = block.norm(block.plan.before_attention)
+        return self.mix(block, block.qkv.project(hidden, norm=norm))
+
+    def mix(self, block: Block, qkv: Tensor) -> Tensor:
+        """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads ·
+        head_dim]
+        """
+        heads = qkv.view(*qkv.shape[:-1], -1, block.plan.attention.head_dim)
+        return self.attend_heads(block, heads).flatten(-2)
+
+    def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
+        """[..., tokens, heads + 2 · kv_heads, head_dim] → [..., tokens, heads, head_dim]"""
+        raise NotImplementedError
+
+
+class Paged(PromptStage):
+    """Packed tokens of many sequences: keys and values go to pages and are read from there."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        caches: Sequence[KVStorage],
+        tables: Tables | RopeTables,
+        ops: ModuleType,
+        plans: Plans | None = None,
+    ):
+        super().__init__(tables, batch.positions, ops)
+        self.batch = batch
+        self.caches = caches
+        self.plans: Plans = {} if plans is None else plans
+        self.reference_plans: Plans = {}
+
+    def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
+        plan = block.plan.attention
+        cache = self.caches[block.index]
+        ops = self.ops if plan.plain else reference  # soft-caps and sinks have no kernel
+        plans = self.plans if plan.plain else self.reference_plans
+        if plan.window not in plans:
+            plans[plan.window] = ops.plan_attention(self.batch, cache, plan.window)
+        cos, sin = self.rows[plan.rope]
+        query_scale, scale = ops.attention_scales(plan.scale)
+        query, *new = ops.rope_norm_write(
+            qkv,
+            cache,
+            self.batch.slots,
+            cos=cos,
+            sin=sin,
+            heads=plan.heads,
+            norm=block.head_norm,
+            epsilon=block.plan.epsilon,
+            query_scale=query_scale,
+        )
+        if plan.plain:
+            return ops.paged_attention(query, cache, plans[plan.window], scale=scale, new=new)
+        bent = reference.Bend(plan.soft_cap, block.sinks)
+        return reference.bent_attention(query, cache, plans[plan.window], scale=scale, bend=bent)
+
+
+class Whole(PromptStage):
+    """Sequences [batch, tokens, hidden] from their first token on, without a cache."""
+
+    def __init__(self, tokens: int, tables: Tables | RopeTables, ops: ModuleType):
+        device = next(iter(by_name(tables).values()))[0].device
+        super().__init__(tables, torch.arange(tokens, device=device), ops)
+
+    def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
+        plan = block.plan.attention
+        cos, sin = self.rows[plan.rope]
+        query, keys, values = self.ops.split_heads(
+            qkv,
+            cos=cos,
+            sin=sin,
+            heads=plan.heads,
+            norm=block.head_norm,
+            epsilon=block.plan.epsilon,
+        )
+        bent = None if plan.plain else reference.Bend(plan.soft_cap, block.sinks)
+        return self.ops.causal_attention(
+            query, keys, values, scale=plan.scale, window=plan.window, bend=bent
+        )

@@ -1,0 +1,229 @@
+"""One decode step of a whole model through fused CUDA kernels, into fixed places: what a CUDA graph
+captures.
+
+    embed ─► every layer (layer.py), attention by `DecodeAttention` ─► head with its norm ─► logits
+
+All that a step reads and writes stays where it is (`StepRows`, `Buffers`); lengths and block tables
+are read on the device, so one graph serves any context. Launches overlap (programmatic dependent
+launch): each kernel fetches its first weights while the one before it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.batch import KVStorage
+from flyweight.kernels import jit
+from flyweight.kernels.attention.decode import (
+    HeadNorms,
+    HeadShape,
+    Rows,
+    Workspace,
+    decode_attention,
+    rope_pairs,
+)
+from flyweight.kernels.attention.qkv import mailbox_cycle, qkv_attention
+from flyweight.kernels.attention.qkv import unsupported_reason as separate_reason
+from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
+from flyweight.kernels.token import embed
+from flyweight.models.buffers import Buffers
+from flyweight.models.decoder import Decoder
+from flyweight.models.layer import Block
+from flyweight.models.rope import RopeTables
+from flyweight.models.standard import plan_of
+
+
+def unsupported_reason(decoder: Decoder, page: int) -> str | None:
+    """None, or why this model's decode steps cannot be captured."""
+    config = decoder.config
+    plan = plan_of(decoder.config)
+    if decoder.device.type != "cuda":
+        return "no CUDA device"
+    if decoder.dtype not in (torch.float16, torch.bfloat16):
+        return f"the attention kernel computes in 16 bits, not in {decoder.dtype}"
+    if config.hidden_size % 8:
+        return f"a hidden size of {config.hidden_size} is no multiple of 8"
+    if plan.embedding_scale != 1 or plan.logit_scale != 1 or plan.logit_soft_cap is not None:
+        return "embeddings or logits are scaled"
+    for block in decoder.blocks:
+        if not block.plan.attention.plain:
+            return f"attention of layer {block.index} has a soft-cap or sinks"
+        if block.mlp.uncaptured_reason:
+            return f"layer {block.index}: {block.mlp.uncaptured_reason}"
+        if reason := head_shape(block, decoder.ropes, page).unsupported_reason():
+            return reason
+    return None
+
+
+def head_shape(block: Block, ropes: RopeTables, page: int) -> HeadShape:
+    plan = block.plan.attention
+    return HeadShape(
+        plan.heads,
+        plan.kv_heads,
+        plan.head_dim,
+        2 * ropes[plan.rope][0].shape[-1],
+        page,
+        block.head_norm is not None,
+        plan.window,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The running sequences as a step sees them: one row each."""
+
+    tokens: Tensor  # int64 [rows]
+    lengths: Tensor  # int32 [rows]: the token counted; 0: nobody is here
+    tables: Tensor  # int32 [rows, pages]
+
+
+class DecodeAttention:
+    """The stage of decode steps: norm, qkv, rope, KV write and attention of a layer, in one kernel
+    or in two.
+
+    `separate`: why they are two.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        caches: Sequence[KVStorage],
+        rows: StepRows,
+        *,
+        ropes: RopeTables,
+        pairs: dict[str | None, Tensor],
+        buffers: Buffers,
+        separate: str | None = None,
+    ):
+        self.caches = caches
+        self.lengths = rows.lengths
+        self.buffers = buffers
+        self.size = len(rows.tokens)
+        device = buffers.device
+        page = caches[0].block_size
+        self.shapes = {id(block): head_shape(block, ropes, page) for block in blocks}
+        self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}
+        self.norms = {id(block): _head_norms(block) for block in blocks}
+        first = self.shapes[id(blocks[0])]
+        self.separate = separate or self._separate_reason(blocks, gpu.of(device))
+        self.workspace = Workspace.make(first, self.size, device)
+        self.mailboxes = []
+        if self.separate is None:
+            self.mailboxes = mailbox_cycle(
+                first, self.size, len(blocks), dtype=buffers.dtype, device=device
+            )
+        self.place = 0  # of the next layer in the cycle
+
+    def _separate_reason(self, blocks: Sequence[Block], device: gpu.Gpu) -> str | None:
+        if len(blocks) < 2:
+            return "a single layer has nobody to empty its mailbox"
+        reasons = (
+            separate_reason(block.qkv.fused, self.shapes[id(block)], self.size, device)
+            for block in blocks
+        )
+        return next((reason for reason in reasons if reason), None)
+
+    def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
+        plan = block.plan.attention
+        shape = self.shapes[id(block)]
+        place = self.place
+        self.place += 1
+        cache = self.caches[place]
+        rows = self.rows[plan.rope]
+        norms = self.norms[id(block)]
+        attended = self.buffers.take("attended", plan.heads * plan.head_dim, self.size)
+        norm = block.norm(block.plan.before_attention)
+        if self.separate is None:
+            assert norm is not None
+            boxes = self.mailboxes[place], self.mailboxes[(place + 1) % len(self.mailboxes)]
+            return qkv_attention(
+                block.qkv.fused,
+                hidden,
+                attended,
+                cache,
+                rows,
+                shape=shape,
+                norm=norm,
+                norms=norms,
+                mailboxes=boxes,
+                scale=plan.scale,
+            )
+        qkv = self.buffers.take("qkv", shape.width, self.size)
+        packed = block.o.packed_input(self.size, plan.kv_heads)
+        prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
+        block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
+        decode_attention(
+            qkv,
+            attended,
+            cache,
+            rows,
+            shape=shape,
+            norms=norms,
+            workspace=self.workspace,
+            scale=plan.scale,
+            to=packed,
+        )
+        return packed or attended
+
+
+def _head_norms(block: Block) -> HeadNorms:
+    if block.head_norm is None:
+        return HeadNorms()
+    return HeadNorms(
+        block.head_norm[0].contiguous(), block.head_norm[-1].contiguous(), block.plan.epsilon
+    )
+
+
+class DecodeStep:
+    """The launches of one step of as many rows as `rows` has."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: Sequence[KVStorage],
+        rows: StepRows,
+        buffers: Buffers,
+        *,
+        pairs: dict[str | None, Tensor],
+        separate: str | None = None,
+    ):
+        self.decoder = decoder
+        self.rows = rows
+        self.buffers = buffers
+        self.size = len(rows.tokens)
+        self.stage = DecodeAttention(
+            decoder.blocks,
+            caches,
+            rows,
+            ropes=decoder.ropes,
+            pairs=pairs,
+            buffers=buffers,
+            separate=separate,
+        )
+        self.hidden = buffers.take("hidden", decoder.config.hidden_size, self.size)
+        self.padded_logits = buffers.take("logits", sum(decoder.head.sizes), self.size)
+        self.logits = self.padded_logits[:, : decoder.config.vocab_size]
+
+    @property
+    def separate(self) -> str | None:
+        return self.stage.separate
+
+    def launch(self) -> None:
+        """embedding → blocks → head, into `logits`; the rows stay as they are."""
+        decoder = self.decoder
+        with jit.overlap(all(block.mlp.overlaps(self.size) for block in decoder.blocks)):
+            embed(decoder.embedding.weight, self.rows.tokens, self.hidden)
+            self.stage.place = 0
+            for block in decoder.blocks:
+                block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
+            decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)
+
+
+def pairs_of(decoder: Decoder) -> dict[str | None, Tensor]:
+    """Rope tables the way the kernels read them."""
+    return {name: rope_pairs(*tables) for name, tables in decoder.ropes.items()}

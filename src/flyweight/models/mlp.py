@@ -1,0 +1,64 @@
+"""down(act(gate x) · up x), with the norm before and the residual after it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from flyweight.kernels.linear.fused import Norm
+from flyweight.models.buffers import Buffers
+from flyweight.models.layers import Linear
+from flyweight.models.plan import Group, MlpPlan
+
+
+class GatedMlp:
+    def __init__(self, plan: MlpPlan, linears: dict[str, Linear]):
+        self.plan = plan
+        self.gate_up = linears[plan.gate_up.name]
+        self.down = linears[plan.down.name]
+
+    @property
+    def first_group(self) -> Group | None:
+        return self.plan.gate_up
+
+    @property
+    def uncaptured_reason(self) -> str | None:
+        """None: decode steps with it can be captured."""
+        return None
+
+    def use_ops(self, ops: ModuleType) -> None:
+        """It has none but those of its linears."""
+
+    def overlaps(self, rows: int) -> bool:
+        """Whether the kernels of such a step may begin before those in front of them have ended."""
+        return True
+
+    def project(
+        self,
+        hidden: Tensor,
+        out: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        buffers: Buffers | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes."""
+        rows = hidden.numel() // hidden.shape[-1]
+        handover = self.down.negotiate(self.gate_up, rows)
+        between = None
+        if buffers is not None and handover.to is None:
+            width = self.plan.down.in_features
+            between = buffers.take(
+                "gate and up" if handover.late else "gated",
+                2 * width if handover.late else width,
+                rows,
+            )
+        gated = self.gate_up.project(
+            hidden, between, norm=norm, activation=self.plan.activation, handover=handover
+        )
+        return self.down.project(handover.to or gated, out, residual=residual, handover=handover)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.project(x)

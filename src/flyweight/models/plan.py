@@ -1,0 +1,204 @@
+"""A decoder layer as data: what it is made of, in which order, and what differs between families.
+
+    hidden ─► before_attention ─► qkv ─► attention ─► o ─► after_attention ─► +
+           ─► before_mlp ─► MLP or experts ─► after_mlp ─► +
+
+A family is a function from its config to a `ModelPlan` (`config.Family`); `standard.standard_plan`
+is that of Llama and its like, and others replace what they do otherwise. Executors (`layer.py`) run
+a plan, quantization walks it (`LayerPlan.groups`), presets and `info` take their shapes from it.
+docs/add-a-model.md adds a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ROPE = "rope"  # the name of a model's only rope table
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`scaling` holds the numbers of `kind` under their Hugging Face names, the original length
+    always filled in.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self.scaling)[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = dict(self.scaling).get(key)
+        return default if value is None else value
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """An RMS norm by the name of its weight; `plus_one` multiplies with 1 + weight."""
+
+    name: str
+    plus_one: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that share one input and are merged into one call, and what makes that input.
+
+    The output channels of `source` are the input channels of `linears`: a factor taken out of one
+    can be put into the others. For o_proj that holds where v_proj has as many heads; otherwise each
+    v channel feeds several.
+    """
+
+    name: str
+    source: str
+    linears: tuple[str, ...]
+    sizes: tuple[int, ...] = ()  # outputs of each linear
+    in_features: int = 0
+    bias: bool = False  # whether the config promises one
+    activation: str | None = None  # of a merged gate/up
+
+    @property
+    def routed(self) -> bool:
+        """Of an expert that sees only the tokens sent to it."""
+        return self.name.startswith("experts.")
+
+    @property
+    def follows_norm(self) -> bool:
+        return self.source.endswith("norm")
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # tokens that a token sees; None: all before it
+    rope: str | None = ROPE  # which table turns queries and keys; None: they are not turned
+    query_norm: NormPlan | None = None  # over each head
+    key_norm: NormPlan | None = None
+    soft_cap: float | None = None  # scores become cap · tanh(score / cap)
+    # a logit for each head that takes its share of the softmax and gives nothing
+    sinks: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether fused kernels know all of it."""
+        return self.soft_cap is None and self.sinks is None
+
+
+@dataclass(frozen=True)
+class MlpPlan:
+    """down(act(gate x) · up x)"""
+
+    gate_up: Group
+    down: Group
+
+    @property
+    def activation(self) -> str:
+        assert self.gate_up.activation is not None
+        return self.gate_up.activation
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """How a token chooses among experts.
+
+    kind  `softmax`: over all experts, then the largest; `chosen_softmax`: the largest, then over
+    these;
+          `sigmoid`: of each expert by itself, the largest by score + bias
+    """
+
+    weight: str
+    experts: int
+    chosen: int
+    normalize: bool
+    kind: str = "softmax"
+    scale: float = 1.0
+    bias: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.kind == "softmax" and self.scale == 1.0 and self.bias is None
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    router: RouterPlan
+    experts: tuple[MlpPlan, ...]
+    shared: MlpPlan | None = None
+    shared_gate: str | None = None  # a logit of the shared expert's share; None: it counts whole
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All gate/up first, then all down, the shared expert's before the others: how calibration
+        sees them.
+        """
+        members = (*((self.shared,) if self.shared else ()), *self.experts)
+        return *(one.gate_up for one in members), *(one.down for one in members)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    index: int
+    hidden_size: int
+    epsilon: float
+    qkv: Group
+    attention: AttentionPlan
+    o: Group
+    mlp: MlpPlan | ExpertsPlan
+    before_attention: NormPlan | None
+    before_mlp: NormPlan | None
+    after_attention: NormPlan | None = None
+    after_mlp: NormPlan | None = None
+    residual_scale: float = 1.0  # of what attention and MLP add to the hidden state
+
+    @property
+    def prefix(self) -> str:
+        return f"model.layers.{self.index}."
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All linears, in the order in which they run."""
+        return self.qkv, self.o, *self.mlp.groups
+
+    @property
+    def foldable_groups(self) -> tuple[Group, ...]:
+        """Those whose source feeds nothing else: experts and router share a norm, and a factor
+        taken out of it would have to go into all of them.
+        """
+        return tuple(
+            group for group in self.groups if group.name in ("qkv", "o", "gate_up", "down")
+        )
+
+    @property
+    def norms(self) -> tuple[NormPlan, ...]:
+        """Over the hidden state."""
+        places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(norm for norm in places if norm is not None)
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Whether o and down add their results to the hidden state as they are."""
+        return (
+            self.after_attention is None and self.after_mlp is None and self.residual_scale == 1.0
+        )
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    layers: tuple[LayerPlan, ...]
+    ropes: Mapping[str, RopeConfig] = field(default_factory=dict)  # by the name that layers give
+    norm: NormPlan = NormPlan("model.norm")
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None

@@ -1,0 +1,112 @@
+"""The plan of Llama and its like, from their config: norms before attention and MLP, rotary
+attention, gated MLP or experts.
+
+Families that differ take it and replace parts (`dataclasses.replace`). `plan_of` is what everybody
+asks.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from flyweight.models.config import FAMILIES, ModelConfig, MoeConfig
+from flyweight.models.plan import (
+    ROPE,
+    AttentionPlan,
+    ExpertsPlan,
+    Group,
+    LayerPlan,
+    MlpPlan,
+    ModelPlan,
+    NormPlan,
+    RouterPlan,
+)
+
+
+@functools.lru_cache(maxsize=64)
+def plan_of(config: ModelConfig) -> ModelPlan:
+    """The model as data: what executors run and quantization walks."""
+    return (FAMILIES[config.model_type].plan or standard_plan)(config)
+
+
+def standard_plan(config: ModelConfig) -> ModelPlan:
+    return ModelPlan(
+        tuple(standard_layer(config, index) for index in range(config.layers)), {ROPE: config.rope}
+    )
+
+
+def standard_layer(config: ModelConfig, index: int) -> LayerPlan:
+    """Norms before attention and MLP, rotary attention, a gated MLP or experts."""
+    hidden = config.hidden_size
+    size = config.head_dim
+    query = config.heads * size
+    key = config.kv_heads * size
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return LayerPlan(
+        index=index,
+        hidden_size=hidden,
+        epsilon=config.epsilon,
+        qkv=Group("qkv", "input_layernorm", names, (query, key, key), hidden, config.qkv_bias),
+        attention=AttentionPlan(
+            config.heads,
+            config.kv_heads,
+            size,
+            config.attention_scale,
+            config.windows[index],
+            query_norm=NormPlan("self_attn.q_norm") if config.qk_norm else None,
+            key_norm=NormPlan("self_attn.k_norm") if config.qk_norm else None,
+        ),
+        o=Group("o", "self_attn.v_proj", ("self_attn.o_proj",), (hidden,), query, config.o_bias),
+        mlp=experts_plan(config, config.moe)
+        if has_experts(config, index)
+        else gated_mlp(config, "mlp.", config.intermediate_size, bias=config.mlp_bias),
+        before_attention=NormPlan("input_layernorm"),
+        before_mlp=NormPlan("post_attention_layernorm"),
+    )
+
+
+def has_experts(config: ModelConfig, index: int) -> bool:
+    return config.moe is not None and index not in config.moe.dense_layers
+
+
+def gated_mlp(
+    config: ModelConfig,
+    prefix: str,
+    width: int,
+    *,
+    name: str = "",
+    source: str = "post_attention_layernorm",
+    bias: bool = False,
+) -> MlpPlan:
+    hidden = config.hidden_size
+    gate_up = Group(
+        f"{name}gate_up",
+        source,
+        (f"{prefix}gate_proj", f"{prefix}up_proj"),
+        (width, width),
+        hidden,
+        bias,
+        activation=config.activation,
+    )
+    return MlpPlan(
+        gate_up,
+        Group(f"{name}down", f"{prefix}up_proj", (f"{prefix}down_proj",), (hidden,), width, bias),
+    )
+
+
+def experts_plan(config: ModelConfig, moe: MoeConfig | None) -> ExpertsPlan:
+    assert moe is not None
+    shared = None
+    if moe.shared_intermediate_size:
+        shared = gated_mlp(
+            config, "mlp.shared_expert.", moe.shared_intermediate_size, name="shared_expert."
+        )
+    return ExpertsPlan(
+        RouterPlan("mlp.gate.weight", moe.experts, moe.experts_per_token, moe.normalize_weights),
+        tuple(
+            gated_mlp(config, f"mlp.experts.{i}.", moe.intermediate_size, name=f"experts.{i}.")
+            for i in range(moe.experts)
+        ),
+        shared,
+        "mlp.shared_expert_gate.weight" if shared else None,
+    )

@@ -1,0 +1,81 @@
+"""What test_every_gpu.py runs in processes of its own: a process that has pretended a GPU is good for nothing else."""
+
+from dataclasses import dataclass
+
+from flyweight.engine import ahead
+from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
+from flyweight.engine.rows import SIZES, Rows
+from flyweight.engine.sampling import GREEDY
+from flyweight.gpu import GPUS
+from flyweight.kernels import jit
+from flyweight.kernels.attention import prefill, rope
+from flyweight.kernels.dry_run import dry_run
+from flyweight.kernels.vptq import decode
+
+MOST_ROWS = 64  # of a captured step
+PASSES = (3, 40, 300, 2048)  # tokens
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a kernel asks of a GPU, and where."""
+
+    file: str
+    threads: int
+    shared: int
+    cluster: int
+    blocks: int
+    place: str
+
+
+class Recorded:
+    """A module and a kernel of it that write their launches down."""
+
+    def __init__(self, file, launches, place):
+        self.file, self.launches, self.place = file, launches, place
+
+    def kernel(self, name):
+        return self
+
+    def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
+        sizes = (grid,) if isinstance(grid, int) else grid
+        blocks = 1
+        for size in sizes:
+            blocks *= size
+        self.launches.add(Launch(self.file, block, shared, cluster or 1, blocks, self.place()))
+
+
+def launches_on(name, models):
+    """All launches of decode steps and passes of preset:scheme pairs on a GPU of the table, and steps that are not captured."""
+    found, uncaptured, here = set(), {}, ["loading"]
+    jit.load = lambda file, **options: Recorded(file, found, lambda: here[0])
+    for module in (prefill, rope, decode):  # which keep the kernels of other runs
+        module._kernel.cache_clear()
+    with dry_run(GPUS[name]):
+        for model in models:
+            decoder = ahead.load(f"preset:{model}", None)
+            reason = unsupported_reason(decoder, ahead.PAGE)
+            if reason is None:
+                for size in run_steps(decoder):
+                    here[0] = f"{model}, a step of {size}"
+            else:
+                uncaptured[model] = reason
+            for tokens in PASSES:
+                here[0] = f"{model}, a pass of {tokens}"
+                ahead.run_pass(decoder, tokens)
+    return found, uncaptured
+
+
+def run_steps(decoder):
+    """Every size that is captured; each is told before it runs."""
+    kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)
+    caches, pages = ahead.make_caches(decoder), -(-decoder.config.context_length // ahead.PAGE)
+    rows = Rows(MOST_ROWS, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
+    graphs = DecodeGraphs(decoder, caches, rows)
+    assert graphs.sizes == [size for size in SIZES if size <= MOST_ROWS]
+    with decoder.active():
+        for size in graphs.sizes:
+            yield size
+            graphs.step(size).launch()
+            graphs.step(size).advance(GREEDY)
+    decoder.blocks = kinds
