@@ -116,8 +116,8 @@ def test_an_engine_that_cannot_start_says_why(tiny_folder, monkeypatch):
 
 def test_an_engine_that_cannot_start_ends_the_server_with_its_message(tiny_folder):
     class Hopeless(ScriptedEngine):
-        def recv(self):
-            return CannotStart("no such device")
+        def read(self):
+            return [CannotStart("no such device")]
 
     with serving(tiny_folder, wait=False, engine_class=Hopeless) as running:
         wait_for(lambda: running.server.fatal, "the end")

@@ -33,6 +33,8 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
+    engine_timeout: Annotated[float, typer.Option(
+        min=1, help="Seconds without a sign of life after which the engine is killed and started again.")] = 60.0,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that answers in flight get after SIGTERM.")] = 120.0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
     allow_reset: Annotated[bool, typer.Option("--allow-reset", help="Open /reset_prefix_cache without an API key.")] = False,
@@ -67,8 +69,8 @@ def serve(
         raise OptionError("--tensor-parallel and --quantization are for --backend vllm or sglang: the native engine runs on one "
                           "GPU, and takes the quantization from the model's own files")
     run(model, engine, host=host, port=port, log_format=log_format, api_keys=keys, names=tuple(served_name or ()), strict=strict,
-        max_queue=max_queue, max_body=int(max_body_mb * 2**20), timeout=timeout, drain=drain, allow_reset=allow_reset,
-        log_prompts=log_prompts)
+        max_queue=max_queue, max_body=int(max_body_mb * 2**20), timeout=timeout, engine_timeout=engine_timeout,
+        drain=drain, allow_reset=allow_reset, log_prompts=log_prompts)
 
 
 def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format: str, **options: Any) -> None:

@@ -146,7 +146,7 @@ def add_state(app: FastAPI, service: Service) -> None:
         load = engine.load
         body = {"status": engine.state, "running": load.running, "in_flight": engine.in_flight, "kv_blocks": load.blocks,
                 "kv_blocks_used": load.blocks - load.free_blocks, "restarts": engine.restarts}
-        return json_response(body, status=200 if engine.state == "ready" else 503)
+        return json_response(body, status=200 if engine.available else 503)
 
     @app.get("/metrics", response_class=Response, tags=["state"])
     async def metrics() -> Response:

@@ -57,12 +57,15 @@ def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> N
 
     try:
         llm = LLM(model, **options)
+        begin = time.perf_counter()
         warm_up(llm)
+        warm_up_seconds = time.perf_counter() - begin
         garbage.settle()
     except FlyweightError as error:
         connection.send(CannotStart(str(error)))
         return
-    connection.send(Started(facts(llm)))
+    # A GPU compiles while it warms up, which says nothing of how long its steps take.
+    connection.send(Started(facts(llm) | {"warm_up_seconds": warm_up_seconds if llm.device.type == "cpu" else 0.0}))
     EngineLoop(llm, connection).run()
 
 

@@ -32,6 +32,11 @@ class ResetPrefixCache:
     pass
 
 
+@dataclass(frozen=True)
+class Ping:
+    """Changes nothing; like every command it is followed by a `Step`, which shows that the engine lives."""
+
+
 class Delta(NamedTuple):
     """What one step added to one sample of one prompt."""
 

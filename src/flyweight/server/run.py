@@ -30,7 +30,7 @@ class Server(uvicorn.Server):
         self.fatal: EngineError | None = None
         self.signals = signals
         self.engine = engine_class(settings.model, settings.engine, max_queue=settings.max_queue, timeout=settings.timeout,
-                                   on_change=tell, on_fatal=self.give_up)
+                                   patience=settings.engine_timeout, on_change=tell, on_fatal=self.give_up)
         self.service = Service(settings, self.engine, tokenizer)
         super().__init__(uvicorn.Config(create_app(self.service), log_config=None, access_log=False, server_header=False,
                                         timeout_graceful_shutdown=max(1, int(settings.drain)), lifespan="on"))
