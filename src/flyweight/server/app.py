@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -93,7 +94,7 @@ def add_tokens(app: FastAPI, service: Service) -> None:
             tokens = (await service.prompts.encode([body.prompt], special=body.add_special_tokens is not False))[0]
         else:
             tokens = (await service.prompts.chat(body)).tokens  # type: ignore[arg-type]
-        names = [service.names.text(token) for token in tokens] if body.return_token_strs else None
+        names = await asyncio.to_thread(lambda: list(map(service.names.text, tokens))) if body.return_token_strs else None
         return json_response({"count": len(tokens), "max_model_len": service.engine.facts.get("max_model_len"), "tokens": tokens,
                               "token_strs": names})
 
@@ -102,9 +103,9 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         """The text of token ids."""
         service.check_model(body.model)
         size = len(service.prompts.need().inner)
-        if bad := [token for token in body.tokens if token >= size]:
-            raise BadRequest(f"token id {bad[0]} is outside the vocabulary of {size}", param="tokens")
-        return json_response({"prompt": service.text_of(body.tokens)})
+        if bad := next((token for token in body.tokens if token >= size), None):
+            raise BadRequest(f"token id {bad} is outside the vocabulary of {size}", param="tokens")
+        return json_response({"prompt": await asyncio.to_thread(service.text_of, body.tokens)})
 
     @app.post("/reset_prefix_cache", responses={**REFUSALS, 403: {"model": ErrorBody, "description": "Not switched on."}},
               response_class=Response, tags=["state"])

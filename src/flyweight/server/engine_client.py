@@ -205,17 +205,22 @@ class EngineClient:
         """Most samples that may run or wait at once."""
         return self.facts["max_num_seqs"] + self.max_queue
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None) -> Ticket:
-        """Raises a Refusal where there is no engine, no room, or no context long enough."""
+    def check_room(self, prompts: int, n: int) -> int:
+        """How many samples that makes; raises a Refusal where there is no engine or no room for them."""
         if self.state not in ("ready", "draining") or self.connection is None:
             raise EngineAway(f"the engine is {self.state}; try again later", retry_after=5)
-        wanted = len(prompts) * params.n
+        wanted = prompts * n
         if wanted > self.capacity:
-            raise BadRequest(f"{len(prompts)} prompts of n = {params.n} are {wanted} samples, but this server holds at most "
+            raise BadRequest(f"{prompts} prompts of n = {n} are {wanted} samples, but this server holds at most "
                              f"{self.capacity} at once", param="n")
         if self.in_flight + wanted > self.capacity:
             raise QueueFull(f"the queue is full: {self.in_flight} samples run or wait and {wanted} more would be over the limit "
                             f"of {self.capacity}", retry_after=self.retry_after())
+        return wanted
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None) -> Ticket:
+        """Raises a Refusal where there is no engine, no room, or no context long enough."""
+        wanted = self.check_room(len(prompts), params.n)
         for prompt in prompts:
             self._check_length(len(prompt), params.max_tokens)
         ticket = Ticket(prompts, params.n)

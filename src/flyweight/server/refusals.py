@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGEST_MESSAGE = 2000  # characters
 
 class Refusal(Exception):
     """A request that gets no answer, or not all of it."""
@@ -95,4 +96,6 @@ class TookTooLong(Refusal):
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    if len(message) > LONGEST_MESSAGE:  # it repeats what was sent
+        message = message[:LONGEST_MESSAGE] + "…"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
