@@ -61,6 +61,11 @@ def test_too_many_of_anything_are_refused_by_their_number(kind, body, field):
     assert error["type"] == "too_many" and error["loc"][0] == field
 
 
+def test_a_stop_string_of_a_megabyte_is_refused(server):
+    assert "stop string of 1000000 characters is too long" in refused(server.post("/v1/completions", prompt="a",
+                                                                                  stop="x" * 1_000_000))["message"]
+
+
 def test_prompts_that_find_no_room_are_not_tokenized(server, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "inner", None)  # whoever tokenizes now fails
     for many in (600, 400_000):
@@ -71,8 +76,9 @@ def test_a_text_that_no_context_holds_is_not_tokenized(server, tokenizer, monkey
     longest = server.service.prompts.longest_token
     text = "x" * (4 * longest * 4096 + 1)
     monkeypatch.setattr(tokenizer.inner, "encode", None, raising=False)
-    assert refused(server.post("/v1/completions", prompt=text))["code"] == ContextTooLong.code
-    assert refused(server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}]))["code"] == ContextTooLong.code
+    chat = [{"role": "user", "content": text}]
+    for path, body in (("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": chat})):
+        assert refused(server.post(path, **body))["code"] == ContextTooLong.code
 
 
 def test_thousands_of_unknown_fields_get_one_guess_and_a_number(server, monkeypatch):

@@ -17,6 +17,7 @@ MOST_MESSAGES = 10_000
 MOST_PARTS = 10_000  # of one message
 MOST_TOOLS = 1024
 MOST_STOPS = 64
+LONGEST_STOP = 512  # characters
 MOST_STOP_TOKENS = 256
 MOST_BIAS = 300
 MOST_TEMPLATE_ARGUMENTS = 64
@@ -38,6 +39,14 @@ def check_count(value: Any, count: int) -> Any:
 
 def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(lambda value: check_count(value, count))
+
+
+def check_stop(value: Any) -> Any:
+    check_count(value, MOST_STOPS)
+    given = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    if long := next((item for item in given if isinstance(item, str) and len(item) > LONGEST_STOP), None):
+        raise PydanticCustomError("too_long", f"a stop string of {len(long)} characters is too long; {LONGEST_STOP} are taken")
+    return value
 
 
 def check_prompt(value: Any) -> Any:

@@ -17,6 +17,7 @@ from flyweight.engine.request import SamplingParams
 from flyweight.errors import unknown
 from flyweight.server.counts import (
     FIRST_ERROR,
+    LONGEST_STOP,
     MOST_BIAS,
     MOST_MESSAGES,
     MOST_PARTS,
@@ -28,6 +29,7 @@ from flyweight.server.counts import (
     MOST_TOOLS,
     at_most,
     check_prompt,
+    check_stop,
 )
 from flyweight.server.refusals import BadRequest, UnsupportedField
 
@@ -103,7 +105,8 @@ class SamplingFields(Loose):
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, description="Accepted where it equals n, which changes nothing.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[str | Texts | None, at_most(MOST_STOPS)] = Field(None, description=f"At most {MOST_STOPS}.")
+    stop: Annotated[str | Texts | None, BeforeValidator(check_stop)] = Field(
+        None, description=f"Where the text ends: at most {MOST_STOPS} strings of {LONGEST_STOP} characters.")
     stop_token_ids: Annotated[TokenIds | None, at_most(MOST_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
