@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flyweight.checkpoint import formats
+from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
 
@@ -65,6 +66,8 @@ class Checkpoint:
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         optional = self.folder / "generation_config.json"
         self.generation_config: dict[str, Any] = read_json(optional) if optional.exists() else {}
+        check_config(self.config, self.folder / "config.json")
+        check_generation_config(self.generation_config, optional)
         self.files = _weight_files(self.folder)
         self.entries = _entries(self.folder, self.files)
         self._shards = {file: _open(file) for file in self.files}
