@@ -7,8 +7,6 @@ or durations in it: the same command gives the same bytes.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from flyweight.checkpoint import formats
 from flyweight.checkpoint.formats.base import dense_of
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint, read_json
-from flyweight.checkpoint.writer import CheckpointWriter, write_json
+from flyweight.checkpoint.writer import CheckpointWriter, recover, write_json
 from flyweight.device import pick_device
 from flyweight.errors import OptionError, ResourceError
 from flyweight.kernels.dispatch import decoder_ops
@@ -36,6 +34,7 @@ from flyweight.quant.cache import Budget
 from flyweight.quant.calibrate import FEWEST_TOKENS, Listener, Loop, block_name, memory_errors, reproducible, tuned_name
 from flyweight.quant.calibration import BUILT_IN, Samples, draw_samples, read_text
 from flyweight.quant.grid import fit_group_size
+from flyweight.quant.identity import newest, weights_digest
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import Statistics, layer_error
@@ -94,13 +93,14 @@ def quantize(model: str | Path, scheme: str = "gptq-int4", output: str | Path = 
     on_gpu = place.type == "cuda"
     text = job.samples(calibration, samples or (128 if on_gpu else 16), length or (2048 if on_gpu else 512))
     fingerprint = job.fingerprint(text, format)
+    recover(job.output)  # now: what an interrupted run has left would otherwise show after hours
     if resume and (done := job.already_finished(fingerprint)) is not None:
         return done
     if job.output.is_file():
         raise OptionError(f"{job.output} is a file; choose another name for the folder")
     if job.output.exists() and not overwrite and any(job.output.iterdir()):
         raise OptionError(f"{job.output} exists already; pass --overwrite or choose another folder")
-    store = BlockStore(job.output, fingerprint, resume=resume)
+    store = BlockStore(job.output, fingerprint, resume=resume, files=getattr(job.source, "files", ()))
     written = False
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(place)
@@ -175,6 +175,8 @@ class Job:
         facts = read_json(self.output / NOTE) if (self.output / NOTE).exists() else {}
         if any(facts.get(key) != value for key, value in fingerprint.items()):
             return None
+        if newest(getattr(self.source, "files", ())) > (self.output / NOTE).stat().st_mtime_ns:
+            return None  # written since: a digest of slices may not show what has changed
         BlockStore(self.output, fingerprint, resume=False).close(remove=True)
         after = Checkpoint(self.output).nbytes
         return Summary(self.output, self.recipe.name, facts["written_as"], facts["bits_per_weight"], self.source.nbytes, after,
@@ -323,17 +325,3 @@ def bits_per_weight(tensors: Iterable[QuantTensor]) -> float:
         bits += 8 * tensor.nbytes
         weights += tensor.shape[0] * tensor.shape[1]
     return bits / max(weights, 1)
-
-
-def weights_digest(source: Any) -> str:
-    """Which weights these are, without reading all of them: names, sizes, and the first and last megabyte of each file."""
-    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True, default=str).encode())
-    for file in getattr(source, "files", ()):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()[:16]
-
