@@ -38,6 +38,8 @@ def serve(
     drain: Annotated[float, typer.Option(min=1, help="Seconds that answers in flight get after SIGTERM.")] = 120.0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
     allow_reset: Annotated[bool, typer.Option("--allow-reset", help="Open /reset_prefix_cache without an API key.")] = False,
+    hide_cached_tokens: Annotated[bool, typer.Option(
+        "--hide-cached-tokens", help="Do not tell clients how much of a prompt was in the cache.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
@@ -70,7 +72,7 @@ def serve(
                           "GPU, and takes the quantization from the model's own files")
     run(model, engine, host=host, port=port, log_format=log_format, api_keys=keys, names=tuple(served_name or ()), strict=strict,
         max_queue=max_queue, max_body=int(max_body_mb * 2**20), timeout=timeout, engine_timeout=engine_timeout,
-        drain=drain, allow_reset=allow_reset, log_prompts=log_prompts)
+        drain=drain, allow_reset=allow_reset, hide_cached_tokens=hide_cached_tokens, log_prompts=log_prompts)
 
 
 def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format: str, **options: Any) -> None:

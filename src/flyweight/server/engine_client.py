@@ -218,7 +218,8 @@ class EngineClient:
                             f"of {self.capacity}", retry_after=self.retry_after())
         return wanted
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None) -> Ticket:
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None,
+               cache_salt: str | None = None) -> Ticket:
         """Raises a Refusal where there is no engine, no room, or no context long enough."""
         wanted = self.check_room(len(prompts), params.n)
         for prompt in prompts:
@@ -231,7 +232,7 @@ class EngineClient:
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._send(Submit(key, prompt, params, schema))
+            self._send(Submit(key, prompt, params, schema, cache_salt))
         return ticket
 
     def release(self, ticket: Ticket) -> None:

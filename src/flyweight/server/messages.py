@@ -20,6 +20,7 @@ class Submit:
     prompt: list[int]
     params: SamplingParams
     schema: str | None = None  # JSON schema that the answer must fit
+    cache_salt: str | None = None  # whose prefixes it may share
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field → the values that change noth
 }
 HARMLESS = {  # fields that never change an answer
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "priority", "request_id", "cache_salt", "rid",
+    "priority", "request_id", "rid",
 }
 
 
@@ -116,6 +116,8 @@ class SamplingFields(Loose):
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Cached prefixes are shared only with requests that send the same.")
     return_token_ids: bool | None = Field(None, description="The token ids of the prompt and of each piece of the answer.")
 
     @property

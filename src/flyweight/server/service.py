@@ -75,7 +75,8 @@ class Service:
     async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
                        params: SamplingParams, *, model: str, warnings: list[str]) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
-        ticket = self.engine.submit(prompts, params, schema=body.schema_text)
+        ticket = self.engine.submit(prompts, params, schema=body.schema_text, cache_salt=body.cache_salt)
+        ticket.shows_cached = not self.settings.hide_cached_tokens
         answer = Answer(body, ticket, form, model=model)
         stream = None
         try:
@@ -95,6 +96,7 @@ class Service:
         if ticket.failure:
             self.metrics.errors.labels(ticket.failure.code or str(ticket.failure.status)).inc()
         self.engine.release(ticket)
+        ticket.shows_cached = True  # to the log
         measured = timings(ticket)
         request.state.facts.update(
             prompt_tokens=sum(map(len, ticket.prompts)), completion_tokens=sum(sample.tokens for sample in ticket.samples),

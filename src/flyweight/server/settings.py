@@ -18,6 +18,7 @@ class Settings:
     engine_timeout: float = 60.0  # seconds without a sign of life after which the engine is replaced
     drain: float = 120.0  # seconds that requests in flight get after SIGTERM
     allow_reset: bool = False  # /reset_prefix_cache without an API key
+    hide_cached_tokens: bool = False  # clients are not told how much of a prompt was in the prefix cache
     log_prompts: bool = False
     engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
 
