@@ -39,7 +39,8 @@ class ErrorBody(BaseModel):
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text} for status, text in (
         (400, "Something in the request cannot be done; the message names it."), (401, "No valid API key."),
-        (404, "No such model."), (413, "The body is larger than this server takes."),
+        (404, "No such model."), (408, "The request did not arrive in time."),
+        (413, "The body is larger than this server takes."),
         (429, "The queue is full; Retry-After says when to try again."), (500, "The engine failed on this request."),
         (503, "The engine is loading or starting again."), (504, "The answer took longer than this server allows."))}
 STREAM: dict[int | str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ A plain ASGI layer, because the usual middleware classes put a queue between eac
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -18,10 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flyweight.server.logs import log, logger
 from flyweight.server.metrics import Metrics
-from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, WrongKey
+from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSlow, WrongKey
 from flyweight.server.settings import Settings
 
 OPEN_PATHS = {"/", "/health", "/ready", "/metrics", "/docs", "/openapi.json"}  # no secrets, no work for the engine
+BODY_SECONDS = 120.0  # 8 MB at half a megabit a second
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
@@ -51,7 +53,11 @@ class Gate:
 
         try:
             self.check_key(scope["path"], headers.get(b"authorization", b""))
-            body = await read_body(receive, headers, self.settings.max_body)
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    body = await read_body(receive, headers, self.settings.max_body)
+            except TimeoutError:
+                raise TooSlow(f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
             await self.app(scope, replay(body, receive), tagged)
         except Refusal as refusal:
             state["facts"]["error"] = str(refusal)

@@ -62,6 +62,28 @@ class BodyTooLarge(Refusal):
     code = "request_too_large"
 
 
+class TooSlow(Refusal):
+    """The request itself did not arrive in time; the connection is closed."""
+
+    status = 408
+    code = "request_too_slow"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}
+
+
+class HeaderTooLarge(Refusal):
+    status = 431
+    code = "headers_too_large"
+
+
+class TooManyConnections(Refusal):
+    status = 503
+    kind = "rate_limit_error"
+    code = "too_many_connections"
+
+
 class QueueFull(Refusal):
     status = 429
     kind = "rate_limit_error"

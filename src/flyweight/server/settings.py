@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flyweight.server.connections import ConnectionLimits
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,6 +22,7 @@ class Settings:
     allow_reset: bool = False  # /reset_prefix_cache without an API key
     hide_cached_tokens: bool = False  # clients are not told how much of a prompt was in the prefix cache
     log_prompts: bool = False
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits.of_this_process)
     engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
 
     @property
