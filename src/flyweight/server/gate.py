@@ -1,4 +1,5 @@
-"""What every request passes first: its id, the size of its body, the API key; and what is written down when it is over.
+"""What every request passes first: its id, the host it names, the API key, the size of its body; and what is written
+down when it is over.
 
 A plain ASGI layer, because the usual middleware classes put a queue between each event and the socket.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flyweight.server.hosts import Hosts
 from flyweight.server.logs import log, logger
 from flyweight.server.metrics import Metrics
 from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSlow, WrongKey
@@ -30,6 +32,7 @@ REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 class Gate:
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
         self.app, self.settings, self.metrics = app, settings, metrics
+        self.hosts = Hosts(settings.allowed_hosts, keys=bool(settings.api_keys))
         self.keys = [digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +55,7 @@ class Gate:
             await send(message)
 
         try:
+            self.hosts.check(headers.get(b"host", b""))
             self.check_key(scope["path"], headers.get(b"authorization", b""))
             try:
                 async with asyncio.timeout(BODY_SECONDS):

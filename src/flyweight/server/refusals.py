@@ -57,6 +57,12 @@ class Forbidden(Refusal):
     kind = "permission_error"
 
 
+class HostRefused(Refusal):
+    status = 403
+    kind = "permission_error"
+    code = "host_not_allowed"
+
+
 class BodyTooLarge(Refusal):
     status = 413
     code = "request_too_large"

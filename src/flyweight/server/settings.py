@@ -13,6 +13,7 @@ class Settings:
     model: str
     names: tuple[str, ...] = ()  # what clients call it; the model's own name if empty
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: open to everybody who reaches the port
+    allowed_hosts: tuple[str, ...] = ()  # names beside addresses and this machine's own that requests may call it by
     strict: bool = False  # refuse unknown fields instead of warning
     max_queue: int = 256  # samples that wait, beside those that run
     max_body: int = 8 << 20  # bytes of a request
