@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -186,9 +187,18 @@ class Engine:
             request.text = text.text
 
     def _tell(self, request: Request, chunk: Chunk) -> None:
-        if request.listener:
-            request.listener(replace(chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
-                             if request.finished else chunk)
+        """A listener that raises ends its own request: others are in the same step."""
+        if request.listener is None:
+            return
+        if request.finished:
+            chunk = replace(chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
+        try:
+            request.listener(chunk)
+        except Exception as error:
+            request.listener = None
+            warnings.warn(f"the listener of request {request.number} raised {error!r}; the request is ended")
+            if not request.finished:
+                self._finish(request, "failed", f"its listener raised {error!r}")
 
     def _abandon(self, error: BaseException) -> None:
         """After a step that failed nothing in the cache can be trusted: all requests end, the prefixes are forgotten."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -120,9 +121,12 @@ def add_tokens(app: FastAPI, service: Service) -> None:
 
 def add_state(app: FastAPI, service: Service) -> None:
     created, engine = int(time.time()), service.engine
+    model_name = service.settings.model
+    # This machine's folders are nobody's business.
+    root = os.path.basename(model_name) if os.path.isabs(model_name) else model_name
 
     def describe(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": service.settings.model,
+        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": root,
                 "parent": None, "max_model_len": engine.facts.get("max_model_len")}
 
     @app.get("/v1/models", response_class=Response, responses={401: REFUSALS[401]}, tags=["state"])
