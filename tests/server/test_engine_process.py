@@ -150,3 +150,23 @@ def test_a_schema_that_compiles_long_holds_up_only_its_own_request(loop):
     loop.ours.close()
     thread.join(timeout=DEADLINE)
     assert not thread.is_alive() and not loop.requests
+
+
+def test_on_a_cpu_the_loop_learns_what_prompts_cost_beside_answers(loop, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("flyweight.server.engine_process.time.perf_counter", lambda: now[0])
+    step = loop.engine.step
+
+    def timed():
+        tokens = step()
+        now[0] += 0.1 + 0.01 * (tokens - loop.engine.scheduler.answers)
+        return tokens
+
+    monkeypatch.setattr(loop.engine, "step", timed)
+    pace = loop.engine.scheduler.pace
+    loop.say(Submit(1, PROMPT, GREEDY))
+    loop.say()
+    loop.say(Submit(2, PROMPT[:30], GREEDY))
+    assert pace.answer_seconds == pytest.approx(0.1)
+    assert pace.token_seconds > 0.01 and pace.tokens(512) == 32
+    loop.say(Cancel(1), Cancel(2))

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyweight import garbage
 from flyweight.engine.grammar import Grammars
+from flyweight.engine.pace import Pace
 from flyweight.errors import FlyweightError, RequestError
 from flyweight.server.messages import (
     FAILED,
@@ -107,6 +108,8 @@ class EngineLoop:
         self.grammars_lock = threading.Lock()
         self.deltas: list[Delta] = []
         self.wake = threading.Event()
+        # On a GPU a step is read after the next one has begun: its time is not known then, and prompts are fast.
+        self.engine.scheduler.pace = Pace() if llm.device.type == "cpu" else None
         self.steps = 0
         self.preemptions = 0  # of the requests that are over
         self.closed = False
@@ -159,7 +162,7 @@ class EngineLoop:
         if self.closed:
             return
         try:
-            self.steps += self.engine.step() > 0
+            self.step()
         except Exception:  # every request of the step was told; go on with those to come if the device still works
             traceback.print_exc()
             self.check_device()
@@ -168,6 +171,15 @@ class EngineLoop:
             self.connection.send(Step(time.perf_counter(), deltas, self.load()))
         except OSError:  # the server is gone
             self.closed = True
+
+    def step(self) -> None:
+        pace = self.engine.scheduler.pace
+        begin = time.perf_counter()
+        tokens = self.engine.step()
+        self.steps += tokens > 0
+        if pace is not None and tokens:
+            answers = self.engine.scheduler.answers
+            pace.learn(time.perf_counter() - begin, prompt_tokens=tokens - answers, answers=answers)
 
     def obey(self, command: Any) -> None:
         if command is None:
