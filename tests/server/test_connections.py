@@ -49,6 +49,14 @@ def read(connection):
     return b"".join(parts)
 
 
+def read_until_closed(connection):
+    """As above, where the server may close without reading all."""
+    try:
+        return read(connection)
+    except ConnectionResetError:
+        return b""
+
+
 def error(answer):
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]["message"]
@@ -80,6 +88,15 @@ def test_a_body_that_does_not_arrive_is_refused_and_a_long_one_is_no_head(server
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.1)
     with connect(server, REQUEST + b'content-length: 100\r\n\r\n{"prompt"') as connection:
         assert error(read(connection)) == (408, "the request's body did not arrive within 0.1 seconds")
+
+
+def test_the_rest_of_a_body_that_was_refused_is_no_head_and_has_its_time(server, limits, monkeypatch):
+    size = server.service.settings.max_body + 100_000
+    with connect(server, REQUEST + b"content-length: %d\r\n\r\n" % size) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+        monkeypatch.setattr(limits, "header_seconds", 0.1)
+        connection.sendall(b"x" * 50_000)
+        assert b"HTTP/1.1" not in read_until_closed(connection), "one answer is enough"
 
 
 def test_one_client_cannot_have_all_connections(server, limits):

@@ -72,6 +72,7 @@ class BoundedProtocol(Base if Base is not None else object):  # type: ignore[mis
     head_timer: asyncio.TimerHandle | None = None  # runs while the head of a request is awaited
     stall_timer: asyncio.TimerHandle | None = None
     head_bytes = 0
+    in_body = False  # of a request whose head has ended; its answer may be there before it
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -100,12 +101,19 @@ class BoundedProtocol(Base if Base is not None else object):  # type: ignore[mis
             self._await_head()
         self.head_bytes += len(data)
         super().data_received(data)
-        if self.head_timer is not None and self.head_bytes > self.limits.header_bytes and not self.transport.is_closing():
+        waits = self.head_timer is not None and not self.in_body
+        if waits and self.head_bytes > self.limits.header_bytes and not self.transport.is_closing():
             self.refuse(HeaderTooLarge(f"the request's headers have more than {self.limits.header_bytes} bytes"))
 
     def on_headers_complete(self) -> None:
         self._head_is_over()
+        self.in_body = True
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._head_is_over()
+        self.in_body = False
+        super().on_message_complete()
 
     def pause_writing(self) -> None:
         """The client does not read, and what is kept for it has reached its limit."""
@@ -128,9 +136,13 @@ class BoundedProtocol(Base if Base is not None else object):  # type: ignore[mis
 
     def _await_head(self) -> None:
         self.head_bytes = 0
-        seconds = self.limits.header_seconds
-        slow = TooSlow(f"the request's headers did not arrive within {seconds:g} seconds")
-        self.head_timer = self.loop.call_later(seconds, self.refuse, slow)
+        self.head_timer = self.loop.call_later(self.limits.header_seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
+        if self.in_body:  # the rest of one that was refused for its size: it has its answer
+            self.transport.abort()
+        else:
+            self.refuse(TooSlow(f"the request's headers did not arrive within {self.limits.header_seconds:g} seconds"))
 
     def _head_is_over(self) -> None:
         if self.head_timer is not None:
