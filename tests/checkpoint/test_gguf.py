@@ -1,5 +1,9 @@
 import contextlib
+import functools
 import math
+import os
+import re
+import struct
 
 import gguf
 import numpy as np
@@ -10,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flyweight.checkpoint import Checkpoint
-from flyweight.checkpoint.gguf import convert
+from flyweight.checkpoint.gguf import GGUF, convert
 from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError
 
 TOKENS = torch.arange(2, 40)[None]
@@ -240,3 +244,41 @@ def test_the_default_model_knows_the_capital_of_france(smollm2):
     prompt = tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.no_grad():
         assert tokenizer.decode(model(prompt).logits[0, -1].argmax()) == " Paris"
+
+
+def header(*fields, tensors=0, count=None):
+    """A GGUF file of metadata only: (name, type, packed value) each."""
+    data = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(fields) if count is None else count)
+    for name, kind, value in fields:
+        data += struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+    return data
+
+
+def array(kind, count, data=b""):
+    return struct.pack("<IQ", kind, count) + data
+
+
+@pytest.mark.parametrize(("data", "claim"), [
+    (header(("tokenizer.ggml.scores", 9, array(6, 2**40))), "arrays of 1,099,511,627,776 entries"),
+    (header(("tokenizer.ggml.scores", 9, array(6, 1_000_000))), "something of 4,000,000 bytes"),
+    (header(("tokenizer.ggml.tokens", 9, array(8, 1_000_000))), "1,000,000 array entries"),
+    (header(("a", 9, functools.reduce(lambda inner, _: array(9, 1, inner), range(5), array(4, 0)))), "arrays within arrays"),
+    (header(("a", 8, struct.pack("<Q", 2**62))), "a string of 4,611,686,018,427,387,904 bytes"),
+    (header(("a", 8, struct.pack("<Q", 1000))), "something of 1,000 bytes"),
+    (header(("a", 99, b"")), "a value of unknown type 99"), (header(count=2**60), "1,152,921,504,606,846,976 metadata fields"),
+    (header(tensors=2**60), "1,152,921,504,606,846,976 tensors"),
+    (header(tensors=1) + struct.pack("<QI", 0, 2**31) + bytes(64), "a tensor of 2147483648 dimensions"),
+], ids=range(10))
+def test_a_header_may_not_claim_more_than_the_file_holds(tmp_path, data, claim):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=re.escape(f"truncated or damaged GGUF file: its header claims {claim}")):
+        GGUF(path)
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    """A pipe would be waited for until somebody writes into it."""
+    pipe = tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: not a regular file"):
+        GGUF(pipe)

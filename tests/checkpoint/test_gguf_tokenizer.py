@@ -2,9 +2,10 @@
 
 import pytest
 from gguf_files import BYTE, CONTROL, UNKNOWN, byte_level_vocabulary, tiny_model, write_gguf
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from flyweight.checkpoint import Checkpoint
+from flyweight.checkpoint import Checkpoint, gguf_tokenizer
 from flyweight.checkpoint.gguf import convert
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
 from flyweight.errors import CheckpointError, UnsupportedError
@@ -159,3 +160,40 @@ def test_the_default_model_tokenizes_as_published(smollm2):
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.eos_token_id == 2
+
+
+def test_many_special_tokens_are_added_at_once(tmp_path, monkeypatch):
+    """One by one, each would go through all that were added before: a file full of them would take days."""
+    calls = []
+
+    class Counting:
+        def __init__(self, model):
+            object.__setattr__(self, "inner", Tokenizer(model))
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __setattr__(self, name, value):
+            setattr(self.inner, name, value)
+
+        def add_special_tokens(self, tokens):
+            calls.append(len(tokens))
+            return self.inner.add_special_tokens(tokens)
+
+    monkeypatch.setattr(gguf_tokenizer, "Tokenizer", Counting)
+    tokens, types, merges = byte_level_vocabulary()
+    extra = [f"<|{i}|>" for i in range(500)]
+    write_tokenizer({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": [*tokens, *extra],
+                     "tokenizer.ggml.token_type": [*types, *[CONTROL] * 500], "tokenizer.ggml.merges": merges}, tmp_path,
+                    file=tmp_path / "model.gguf")
+    assert calls == [502]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("he<|499|>").tokens == ["he", "<|499|>"]
+
+
+def test_a_token_of_a_megabyte_is_refused(tmp_path):
+    """Llama 2's kind tries every way to cut a token in two."""
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "a" * 1_000_000],
+                "tokenizer.ggml.scores": [0.0, 1.0]}
+    with pytest.raises(CheckpointError, match="a token of 1,000,000 characters; at most 2048 are taken"):
+        write_tokenizer(metadata, tmp_path, file=tmp_path / "model.gguf")

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import os
 import struct
 
 import pytest
@@ -290,3 +291,11 @@ def test_generation_config_is_read_where_there_is_one(folder):
     assert Checkpoint(folder).generation_config == {}
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     assert Checkpoint(folder).generation_config == {"temperature": 0.6}
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_the_folder_is_named_and_never_opened(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+        Checkpoint(folder)

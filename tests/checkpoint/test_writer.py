@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flyweight.checkpoint import Checkpoint, CheckpointWriter
+from flyweight.checkpoint.writer import previous_of
 from flyweight.errors import OptionError, ResourceError
 
 CONFIG = {"model_type": "llama"}
@@ -120,6 +121,7 @@ def test_an_overwrite_that_fails_keeps_the_old_folder(tmp_path):
 def test_an_overwrite_cut_off_between_its_renames_is_undone(tmp_path):
     write(tmp_path / "out", 2)
     os.rename(tmp_path / "out", tmp_path / ".out.previous")
+    (tmp_path / ".out.partial").mkdir()  # the new one, which was not renamed
     with pytest.raises(OptionError, match="exists already"):
         CheckpointWriter(tmp_path / "out")
     assert len(Checkpoint(tmp_path / "out").names()) == 2
@@ -237,3 +239,43 @@ def test_transformers_loads_what_is_written(tmp_path):
     assert len(Checkpoint(tmp_path / "out").files) > 1
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
     torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+def leave_previous(target):
+    """What a kill after the second rename of an overwrite leaves: the new folder, and the old one under another name."""
+    old = previous_of(target)
+    old.mkdir()
+    (old / "config.json").write_text('{"old": true}')
+    return old
+
+
+def test_an_old_folder_left_by_a_kill_after_the_second_rename_is_cleaned_up(tmp_path):
+    target = tmp_path / "model"
+    for number in range(3):
+        with CheckpointWriter(target, overwrite=True) as writer:
+            assert not previous_of(target).exists(), "at the start, not after hours of work"
+            writer.add("a", torch.full((2,), float(number)))
+            writer.finish({"number": number})
+        leave_previous(target)
+    assert json.loads((target / "config.json").read_text()) == {"number": 2}
+
+
+def test_an_old_folder_is_not_resurrected_when_the_new_one_was_deleted(tmp_path):
+    target = tmp_path / "model"
+    old = leave_previous(target)
+    with CheckpointWriter(target) as writer:  # without overwrite: there is nothing
+        writer.add("a", torch.ones(2))
+        assert not target.exists() and old.exists(), "nothing is lost before the new one is complete"
+        writer.finish({"new": True})
+    assert json.loads((target / "config.json").read_text()) == {"new": True} and not old.exists()
+
+
+def test_a_torn_note_of_unfinished_shards_is_one_clear_line(tmp_path):
+    target = tmp_path / "model"
+    with CheckpointWriter(target, resume=True) as writer:
+        writer.add("a", torch.ones(2))
+        writer.flush()
+    (writer.staging / "resume.json").write_text('{"finger')
+    with pytest.raises(OptionError, match=r"resume\.json: damaged .* run without --resume to start over"):
+        CheckpointWriter(target, resume=True)
+    CheckpointWriter(target).__exit__(None, None, None)

@@ -285,6 +285,30 @@ def test_a_failing_step_ends_its_requests_and_leaves_a_usable_engine(captured):
 
 
 @pytest.mark.parametrize("captured", [True, False])
+def test_a_listener_that_raises_ends_its_own_request_only(captured):
+    """Also at a failing step, where all of them are told."""
+    engine = toy_engine(captured=captured)
+    reference = run(engine, engine.submit(PROMPTS[1], params()))
+    chunks = []
+
+    def rude(chunk):
+        raise ValueError("not now")
+
+    first = engine.submit(PROMPTS[2], params(), listener=rude)
+    second = engine.submit(PROMPTS[1], params(), listener=chunks.append)
+    with pytest.warns(UserWarning, match=r"raised ValueError\('not now'\)"):
+        assert run(engine, first, second)[1] == reference[0]
+    assert (first[0].finish_reason, first[0].stop_reason) == ("failed", "its listener raised ValueError('not now')")
+    assert chunks[-1].finish_reason == "length" and engine.pool.available == engine.pool.blocks
+    groups = [engine.submit(PROMPTS[2], params(), listener=rude), engine.submit(PROMPTS[1], params(), listener=chunks.append)]
+    engine.runner.model.fails = True
+    with pytest.raises(RuntimeError, match="fell off the bus"), pytest.warns(UserWarning, match="not now"):
+        engine.step()
+    assert all(group[0].finish_reason == "failed" for group in groups) and chunks[-1].finish_reason == "failed"
+    assert not engine.busy and engine.pool.available == engine.pool.blocks
+
+
+@pytest.mark.parametrize("captured", [True, False])
 def test_a_storm_of_requests_in_a_small_pool_all_end_right(captured):
     """Random lengths, styles, cancels; every answer that was not cancelled is the one the request gets alone."""
     chance = random.Random(0)

@@ -85,3 +85,37 @@ def test_a_token_that_was_not_allowed_ends_the_answer_and_is_told(grammars):
     constraint.allowed([])
     assert constraint.allowed(tokenizer.encode("Sure", add_special_tokens=False)).nonzero().flatten().tolist() == [2]
     assert "cannot be followed any further" in constraint.error
+
+
+def test_a_schema_that_takes_too_long_or_too_much_is_refused_and_remembered(smollm2, monkeypatch):
+    """In a process apart: the compilation itself could not be interrupted."""
+    pytest.importorskip("llguidance", reason="the grammar library is not installed: pip install llguidance")
+    from transformers import AutoTokenizer
+
+    from flyweight.engine.grammar import Grammars
+    from flyweight.engine.grammar_limits import GrammarLimits
+
+    make = Grammars(AutoTokenizer.from_pretrained(smollm2), 49_168, [2], limits=GrammarLimits(seconds=1, megabytes=8))
+    costly = json.dumps({"type": "integer", "multipleOf": 2_999_999})  # 45 seconds and 1.6 GB without a limit
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"the JSON schema cannot be followed: it cannot be compiled within 1 s and 8 MB"):
+            make(costly)
+        monkeypatch.setattr(make.trials, "measure", None)  # the second time nobody tries
+    monkeypatch.undo()
+    assert make(json.dumps(PERSON))().allowed([]).any(), "the next one is not its victim"
+    make.trials.close()
+
+
+def test_the_cache_of_grammars_is_bounded_in_number_and_bytes():
+    from flyweight.engine.grammar_limits import GrammarCache, GrammarLimits
+
+    cache = GrammarCache(GrammarLimits(cached=3, cached_bytes=100))
+    for name, size in (("a", 10), ("b", 20), ("c", 30)):
+        cache.put(name, name.upper(), size)
+    assert cache.get("a") == "A" and cache.bytes == 60
+    cache.put("d", "D", 5)
+    assert (cache.get("b"), cache.get("a"), cache.bytes) == (None, "A", 45), "the longest unused goes first"
+    cache.put("e", "E", 90)
+    assert (cache.get("c"), cache.get("d"), cache.get("a"), cache.bytes) == (None, None, "A", 100)
+    cache.put("f", "F", 101)
+    assert cache.get("f") is None and cache.bytes == 100, "what is larger than the cache is not kept"

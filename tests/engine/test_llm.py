@@ -1,6 +1,7 @@
 """LLM on the default real model, against transformers and against itself; and on a tiny random one without any file."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -182,6 +183,55 @@ def test_a_failing_step_reaches_the_reader_of_the_stream(tiny):
         asyncio.run(read())
     with pytest.raises(ResourceError):
         model.generate([1, 2, 3], greedy())
+
+
+def test_a_step_that_fails_in_one_thread_is_heard_of_in_all(tiny, monkeypatch):
+    """The thread that makes the step gets its own exception; the others must not get half an answer."""
+    model = LLM(**tiny)
+    submitted, failed = threading.Barrier(2), threading.Event()
+    step = model.engine.step
+
+    def fail():
+        submitted.wait(60)
+        monkeypatch.setattr(model.decoder, "forward", lambda *_: 1 / 0)
+        try:
+            step()
+        finally:
+            failed.set()
+
+    def wait():
+        submitted.wait(60)
+        failed.wait(60)
+
+    steps = {"one": fail, "other": wait}
+    monkeypatch.setattr(model.engine, "step", lambda: steps[threading.current_thread().name]())
+    errors = {}
+
+    def generate():
+        name = threading.current_thread().name
+        try:
+            model.generate([[1, 2, 3]], greedy())
+        except Exception as error:
+            errors[name] = error
+
+    threads = [threading.Thread(target=generate, name=name) for name in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert isinstance(errors["one"], ZeroDivisionError)
+    assert isinstance(errors["other"], RequestError) and "the step that served this request failed" in str(errors["other"])
+
+
+def test_a_failing_step_does_not_end_an_iteration_early(tiny):
+    model = LLM(**tiny)
+    chunks = model.iterate([1, 2, 3], greedy())
+    next(chunks)
+    (request,) = model.engine.scheduler.running
+    model.engine._abandon(RuntimeError("the device fell off the bus"))  # as another thread's step would
+    with pytest.raises(RequestError, match="fell off the bus"):
+        list(chunks)
+    assert request.finish_reason == "failed"
 
 
 def test_random_presets_take_token_ids_and_say_so_about_text(tiny):

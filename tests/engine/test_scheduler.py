@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyweight.engine.kv_cache import BlockPool
+from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.scheduler import Scheduler
 from flyweight.errors import OptionError
@@ -85,6 +86,29 @@ def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without()
         play(scheduler, works)
     assert [size for finished, size in sizes if not finished] == [16] * 5
     assert [size for finished, size in sizes if finished] == [64, 36]
+
+
+def test_prompts_beside_answers_are_bounded_by_their_time_where_it_is_known():
+    scheduler = make(blocks=400, seqs=8, budget=600, prompt_tokens_beside=512)
+    scheduler.pace = Pace()
+    answering = request(0, 3, answer=200)
+    scheduler.add(answering)
+    play(scheduler, scheduler.schedule())
+    scheduler.add(request(1, 1500, answer=1))
+
+    def prompt_tokens():
+        works = scheduler.schedule()
+        play(scheduler, works)
+        assert scheduler.answers == 1 and works[0].request is answering
+        return sum(work.count for work in works) - 1
+
+    assert prompt_tokens() == 512, "nothing is known yet"
+    scheduler.pace.learn(0.030, prompt_tokens=0, answers=1)
+    scheduler.pace.learn(0.030 + 512 * 0.0005, prompt_tokens=512, answers=1)
+    assert prompt_tokens() == 90  # 1.5 times 30 ms at 0.5 ms a token
+    for _ in range(200):  # the prompt grows long, and its tokens dear
+        scheduler.pace.learn(0.030 + 90 * 0.01, prompt_tokens=90, answers=1)
+    assert prompt_tokens() == 32, "it gets on, however slow it is"
 
 
 def test_prompts_whose_logprobs_are_wanted_come_in_small_chunks(monkeypatch):

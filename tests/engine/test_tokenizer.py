@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flyweight.engine.stop_strings import StopStrings
 from flyweight.engine.tokenizer import Detokenizer, Tokenizer, overlap
 from flyweight.errors import RequestError
 
@@ -101,3 +102,26 @@ def test_a_prompt_that_is_not_unicode_is_refused_by_name():
     """As a shell hands over a Latin-1 file: the byte becomes half of a surrogate pair."""
     with pytest.raises(RequestError, match=r"not valid Unicode \(character 4\); is it UTF-8"):
         Tokenizer(object()).encode(b"caf\xe9 is".decode("utf-8", errors="surrogateescape"))
+
+
+@given(text=st.text("abé", max_size=30), stop=st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=6))
+def test_many_stop_strings_are_looked_for_at_once_as_one_by_one(text, stop):
+    """What is held back is the longest end of the text that begins any of them; and the first that is complete ends it."""
+    automaton, node = StopStrings(stop), 0
+    for at, character in enumerate(text):
+        node = automaton.advance(node, character)
+        read = text[: at + 1]
+        assert (node is None) == any(item in read for item in stop)
+        if node is None:
+            assert automaton.first(read) == min((read.find(item), item) for item in stop if item in read)
+            return
+        assert automaton.depth[node] == max(overlap(read, item) for item in stop)
+
+
+def test_no_token_looks_through_the_list_of_stop_strings():
+    detokenizer = Detokenizer(decode, stop=[f"{i} never comes" for i in range(1000)])
+    detokenizer.stop.strings = None  # whoever does fails
+    for token in b"some words, 12 never come":
+        detokenizer.add(token)
+    detokenizer.finish()
+    assert detokenizer.text == "some words, 12 never come" and detokenizer.stopped_by is None

@@ -62,10 +62,14 @@ def test_missing_fields_are_named(write):
         read([write(row)])
 
 
-def test_a_cut_off_last_line_is_called_that(write):
+def test_a_last_row_that_was_cut_off_is_left_out_with_a_warning(write):
     path = write(latency("a"))
-    path.write_text(path.read_text() + '{"schema": 1, "ben')
-    with pytest.raises(ResultError, match=r"result\.jsonl:3: not a JSON object .*the last line is cut off"):
+    whole = path.read_text()
+    path.write_text(whole + '{"schema": 1, "ben')
+    with pytest.warns(UserWarning, match=r"result\.jsonl:3: the last row is cut off; it is left out"):
+        assert [row["run_id"] for row in read([path]).rows] == ["a"]
+    path.write_text(whole + '{"schema": 1, "ben\n')
+    with pytest.raises(ResultError, match=r"result\.jsonl:3: not a JSON object"):
         read([path])
 
 

@@ -116,9 +116,57 @@ def test_an_engine_that_cannot_start_says_why(tiny_folder, monkeypatch):
 
 def test_an_engine_that_cannot_start_ends_the_server_with_its_message(tiny_folder):
     class Hopeless(ScriptedEngine):
-        def recv(self):
-            return CannotStart("no such device")
+        def read(self):
+            return [CannotStart("no such device")]
 
     with serving(tiny_folder, wait=False, engine_class=Hopeless) as running:
         wait_for(lambda: running.server.fatal, "the end")
     assert str(running.server.fatal) == "no such device"
+
+
+def test_a_schema_that_compiles_long_holds_up_only_its_own_request(loop):
+    """And one that is cancelled meanwhile never runs."""
+    compiling = threading.Event()
+    loop.grammars = lambda schema: compiling.wait(DEADLINE) and None
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    loop.ours.send(Submit(1, PROMPT, GREEDY, schema="slow"))
+    loop.ours.send(Submit(2, PROMPT, GREEDY, schema="slow too"))
+    loop.ours.send(Submit(3, PROMPT, GREEDY))
+    loop.ours.send(Cancel(2))
+
+    def read(count):
+        deltas = []
+        while len(deltas) < count:
+            assert loop.ours.poll(DEADLINE)
+            deltas += loop.ours.recv().deltas
+        return {delta.key for delta in deltas}
+
+    assert read(6) == {3}
+    wait_for(lambda: loop.cancelled == {2}, "the cancellation")
+    compiling.set()
+    assert read(6) == {1}
+    wait_for(lambda: not loop.compiling and not loop.cancelled, "the second schema")
+    loop.ours.close()
+    thread.join(timeout=DEADLINE)
+    assert not thread.is_alive() and not loop.requests
+
+
+def test_on_a_cpu_the_loop_learns_what_prompts_cost_beside_answers(loop, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("flyweight.server.engine_process.time.perf_counter", lambda: now[0])
+    step = loop.engine.step
+
+    def timed():
+        tokens = step()
+        now[0] += 0.1 + 0.01 * (tokens - loop.engine.scheduler.answers)
+        return tokens
+
+    monkeypatch.setattr(loop.engine, "step", timed)
+    pace = loop.engine.scheduler.pace
+    loop.say(Submit(1, PROMPT, GREEDY))
+    loop.say()
+    loop.say(Submit(2, PROMPT[:30], GREEDY))
+    assert pace.answer_seconds == pytest.approx(0.1)
+    assert pace.token_seconds > 0.01 and pace.tokens(512) == 32
+    loop.say(Cancel(1), Cancel(2))

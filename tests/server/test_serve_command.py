@@ -16,10 +16,12 @@ import pytest
 from tiny_server import DEADLINE, START, wait_for
 
 from flyweight.cli import main
+from flyweight.commands import serve as serve_command
 from flyweight.commands.serve import served_as
 from flyweight.errors import OptionError, UnsupportedError
 from flyweight.server import handover
 from flyweight.server.logs import TextFormatter, one_word
+from flyweight.server.run import listen
 
 ENDLESS = dict(prompt="hello", temperature=0, ignore_eos=True, stream=True)
 
@@ -135,6 +137,16 @@ def test_wrong_options_are_one_line(capsys, arguments, message):
         main(["serve", "no-such-model/at-all", *arguments])
     error = capsys.readouterr().err.strip()
     assert end.value.code == 2 and message in error and "\n" not in error
+
+
+@pytest.mark.parametrize(("host", "keys", "warned"), [
+    ("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("127.0.0.1", (), False)])
+def test_a_server_that_everybody_may_use_says_so(monkeypatch, capsys, host, keys, warned):
+    monkeypatch.setattr("flyweight.server.run.listen", lambda *_: listen("127.0.0.1", 0))
+    monkeypatch.setattr("flyweight.server.run.Server", lambda settings, listener, tokenizer: type(
+        "Server", (), {"run_all": lambda self: listener.close()})())
+    serve_command.run("preset:tiny", {}, host=host, port=0, log_format="text", api_keys=keys, names=())
+    assert ("WARNING no_api_key" in capsys.readouterr().err) is warned
 
 
 def test_vllm_gets_equivalent_arguments():

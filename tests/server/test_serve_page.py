@@ -114,6 +114,14 @@ def test_a_models_answer_cannot_run_script(chat, server):
     assert not chat.errors and all(url.startswith((server.url, "data:")) for url in chat.requests)
 
 
+@pytest.mark.parametrize("text", [">" * 5000 + " deep", "\n".join("  " * level + "- deep" for level in range(2000))],
+                         ids=["quotes", "lists"])
+def test_nesting_without_end_is_shown_and_not_followed(chat, text):
+    shown = chat.js(f"(() => {{ const node = document.createElement('div'); node.append(markdown({json.dumps(text)})); "
+                    "return [node.textContent.includes('deep'), node.querySelectorAll('blockquote, li').length]; })()")
+    assert shown[0] and 16 <= shown[1] <= 40
+
+
 def test_even_past_the_sanitizer_the_policy_stops_a_script(chat):
     chat.js("document.querySelector('main').innerHTML = '<img src=x onerror=\"window.hacked=1\">';"
             "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hacked=2'}))")

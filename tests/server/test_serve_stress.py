@@ -1,6 +1,7 @@
 """What happens when too much is asked, when clients leave, and when the engine dies."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -125,6 +126,27 @@ def test_with_a_key_the_prefix_cache_can_be_reset(small):
     assert cached[1] >= 32
     assert small.post("/reset_prefix_cache").json() == {"status": "ok"}
     assert small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_salt_keeps_prefixes_among_those_who_know_it(small):
+    def cached(**options):
+        ask = ASK | {"prompt": "another prompt of more than one block of tokens", "max_tokens": 1} | options
+        return small.post("/v1/completions", **ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(), cached()] == [0, 32]
+    assert [cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 32, 0]
+    assert cached() == 32 and small.post("/v1/completions", **ASK, cache_salt="").status_code == 400
+
+
+def test_cached_tokens_can_be_hidden_from_clients_and_are_still_logged(small, monkeypatch):
+    monkeypatch.setattr(small.service, "settings", dataclasses.replace(small.service.settings, hide_cached_tokens=True))
+    counted = small.metric("cached_prompt_tokens_total")
+    ask = ASK | {"prompt": "a third prompt of more than one block of tokens", "max_tokens": 1}
+    for _ in range(2):
+        answer = small.post("/v1/completions", **ask).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert (answer["timings"]["cache_n"], answer["timings"]["prompt_n"]) == (0, len(ask["prompt"]))
+    assert small.metric("cached_prompt_tokens_total") == counted + 32
 
 
 def test_strict_refuses_unknown_fields(small):

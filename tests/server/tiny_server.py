@@ -103,8 +103,11 @@ class ScriptedEngine(EngineClient):
         self.inbox = deque([Started(facts)])
         self._read()
 
-    def recv(self):
-        return self.inbox.popleft()
+    def read(self):
+        return [self.inbox.popleft()]
+
+    def _watch(self) -> None:
+        """Nobody to watch."""
 
     def _disconnect(self) -> None:
         self.connection = None

@@ -1,7 +1,7 @@
 """Result rows: what every number carries with it, so that it can be compared with others and believed.
 
 Rows are appended to a result file a whole line at a time, so that a run that is cut off leaves its finished rows behind
-and `finished` finds them again.
+and `finished` finds them again. A last line without its end is mended before anything is written after it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import uuid
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA = 1
+BEGINNING = b'{"schema"'  # of every row
 Row = dict[str, Any]
 
 
@@ -51,6 +53,7 @@ class ResultFile:
             raise ResultError(f"{path} is a folder; a file for result rows (JSONL) is wanted")
         with writing(path):  # what cannot be written shows before the work, not after it
             path.parent.mkdir(parents=True, exist_ok=True)
+            mend(path)
         self.rows = self._read()
 
     def _read(self) -> list[Row]:
@@ -78,7 +81,7 @@ class ResultFile:
         if not changed:
             return
         self.rows = [changed.get(row["run_id"], row) for row in self.rows]
-        lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").split("\n") if line.strip()]
         partial = self.path.with_name(f".{self.path.name}.partial")
         with writing(self.path):
             partial.write_text("".join(json.dumps(changed.get(row["run_id"], row), ensure_ascii=False) + "\n" for row in lines),
@@ -97,3 +100,23 @@ class ResultFile:
         """Whether this case has rows, and none of them says with what its greedy tokens were compared."""
         rows = self.went_well(**case)
         return bool(rows) and not any(map(is_checked, rows))
+
+
+def mend(path: Path) -> None:
+    """End the last line of the file: it gets its newline if it is a whole row, and goes if it was cut off."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        if not data or data.endswith(b"\n"):
+            return
+        last = data.rfind(b"\n") + 1
+        if not data[last:].startswith(BEGINNING) and not BEGINNING.startswith(data[last:]):
+            return  # no row of ours; whoever reads the file says what it is
+        try:
+            json.loads(data[last:])
+        except ValueError:  # of JSON, or of half a character
+            warnings.warn(f"{path}: the last row was cut off; it is removed, and measured again if it is wanted")
+            file.truncate(last)
+        else:
+            file.write(b"\n")

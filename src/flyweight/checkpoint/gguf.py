@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from flyweight.checkpoint.gguf_header import check_header
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
 from flyweight.checkpoint.reader import is_finite
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
@@ -55,9 +56,7 @@ class GGUF:
         except ImportError:
             raise MissingPackageError("reading GGUF files needs the gguf package: pip install 'flyweight[gguf]'") from None
         try:
-            with self.path.open("rb") as stream:
-                if stream.read(4) != b"GGUF":
-                    raise CheckpointError(f"{self.path}: not a GGUF file")
+            check_header(self.path)
             reader = gguf.GGUFReader(self.path)
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}

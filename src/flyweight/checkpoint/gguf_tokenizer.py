@@ -18,6 +18,8 @@ from flyweight.errors import CheckpointError, FlyweightError, UnsupportedError, 
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # token types
 
+LONGEST_TOKEN = 2048  # characters: every way to cut one in two is tried
+
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
@@ -56,6 +58,8 @@ class Vocabulary:
         types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
         if not tokens or len(types) != len(tokens):
             raise CheckpointError(f"{file}: {len(tokens)} tokens with {len(types)} types in 'tokenizer.ggml.*'")
+        if longest := next((token for token in tokens if len(token) > LONGEST_TOKEN), None):
+            raise CheckpointError(f"{file}: a token of {len(longest):,} characters; at most {LONGEST_TOKEN} are taken")
         return cls(metadata, file, tokens, types)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -64,6 +68,9 @@ class Vocabulary:
     def ids(self) -> dict[str, int]:
         """Fillers that round the vocabulary up to a good size are no tokens."""
         return {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
+
+    def of_types(self, *types: int) -> list[str]:
+        return [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in types]
 
     def special(self) -> dict[str, str]:
         """`bos_token` and its like, by the names of tokenizer_config.json."""
@@ -84,11 +91,10 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path, *, file: Path) -> No
         raise
     except Exception as error:  # the tokenizers package raises nothing more specific
         raise CheckpointError(f"{file}: tokens and merges do not fit together ({error})") from error
-    for token, token_type in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if token_type in (UNKNOWN, CONTROL):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif token_type == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    # All at once: each call goes through all that were added before.
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)
+                                  for token in vocabulary.of_types(UNKNOWN, CONTROL)])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)])
     _add_frame(tokenizer, vocabulary, begin=begin)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **vocabulary.special()}

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flyweight.checkpoint import formats
+from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
 
@@ -61,9 +62,12 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
+        check_regular(self.folder)
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         optional = self.folder / "generation_config.json"
         self.generation_config: dict[str, Any] = read_json(optional) if optional.exists() else {}
+        check_config(self.config, self.folder / "config.json")
+        check_generation_config(self.generation_config, optional)
         self.files = _weight_files(self.folder)
         self.entries = _entries(self.folder, self.files)
         self._shards = {file: _open(file) for file in self.files}
@@ -172,8 +176,17 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
 
+def check_regular(folder: Path) -> None:
+    """Whoever opens a pipe or a device waits for what may never come; links to files are fine."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(f"{path}: not a regular file; a model folder holds files only")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: no {path.name}; a model folder holds config.json, safetensors files and a "

@@ -40,7 +40,7 @@ class CheckpointWriter:
                  fingerprint: str = "") -> None:
         self.target = Path(target).absolute()
         self.staging = self.target.with_name(f".{self.target.name}.partial")
-        self._previous = self.target.with_name(f".{self.target.name}.previous")
+        self._previous = previous_of(self.target)
         self._max_shard_bytes, self._resume = max_shard_bytes, resume
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -48,7 +48,7 @@ class CheckpointWriter:
         self._shards: list[dict[str, int]] = []  # bytes by tensor name of each finished shard
         self.finished: set[str] = set()  # tensors that are safe on disk; after `resume`, those of the interrupted run
         with self._writing("the folder"):
-            self._recover()
+            recover(self.target)
             if not overwrite and self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
                 raise OptionError(f"{self.target} exists already; pass --overwrite or choose another folder")
             self.staging.mkdir(parents=True, exist_ok=True)
@@ -107,6 +107,7 @@ class CheckpointWriter:
             self._lock.release()
             (self.staging / ".lock").unlink(missing_ok=True)
             if self.target.exists():
+                shutil.rmtree(self._previous, ignore_errors=True)  # of a run that was cut off at the next line but one
                 os.rename(self.target, self._previous)
             os.rename(self.staging, self.target)
             _sync(self.target.parent)
@@ -122,15 +123,10 @@ class CheckpointWriter:
             if not self._resume:
                 shutil.rmtree(self.staging, ignore_errors=True)
 
-    def _recover(self) -> None:
-        """Undo an overwrite that was cut off between its two renames."""
-        if self._previous.exists() and not self.target.exists():
-            os.rename(self._previous, self.target)
-
     def _open_staging(self, fingerprint: str) -> None:
         """Take over the finished shards of an interrupted run, or start empty."""
         note = self.staging / "resume.json"
-        made_for = json.loads(note.read_text())["fingerprint"] if note.exists() else None
+        made_for = self._made_for(note)
         if self._resume and made_for not in (None, fingerprint):
             raise OptionError(f"{self.staging} holds the unfinished work of another recipe or model; delete it, or run without "
                               "--resume to start over")
@@ -144,6 +140,17 @@ class CheckpointWriter:
                 self._shards.append({name: shard.get_tensor(name).nbytes for name in shard.keys()})  # noqa: SIM118
             self.finished.update(self._shards[-1])
             os.replace(path, self._shard_path(len(self._shards) - 1))
+
+    def _made_for(self, note: Path) -> str | None:
+        if not note.exists():
+            return None
+        try:
+            return json.loads(note.read_text(encoding="utf-8"))["fingerprint"]
+        except (ValueError, KeyError, TypeError) as error:
+            if not self._resume:  # it is thrown away
+                return None
+            raise OptionError(f"{note}: damaged ({error}), so what is beside it cannot be continued; run without --resume to "
+                              "start over") from error
 
     def _shard_path(self, number: int) -> Path:
         return self.staging / f"model-{number + 1:05}.safetensors"
@@ -169,6 +176,25 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:
             kept = "; finished shards are kept for --resume" if self._resume else ""
             raise ResourceError(f"{self.target}: cannot write {what} ({error}){kept}") from error
+
+
+def previous_of(target: Path) -> Path:
+    """Where the old folder is while the new one takes its place."""
+    return target.with_name(f".{target.name}.previous")
+
+
+def recover(target: Path) -> None:
+    """Clean up after an overwrite that was cut off: between its two renames the old folder returns, after them it goes.
+
+    With neither target nor staging nobody can tell which it was: then the old folder is left until a new one is complete.
+    """
+    previous = previous_of(target)
+    if not previous.exists():
+        return
+    if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+    elif target.with_name(f".{target.name}.partial").exists():
+        os.rename(previous, target)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from typing import Annotated, Any
@@ -22,6 +23,8 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(
         help=f"Clients must send it; may be repeated. {KEY_VARIABLE} is safer: it shows in no process list.")] = None,
+    allowed_host: Annotated[list[str] | None, typer.Option(
+        help="A name that clients call this server by, beside its addresses; may be repeated. * for any.")] = None,
     served_name: Annotated[list[str] | None, typer.Option(help="What clients call the model; may be repeated.")] = None,
     max_model_len: Context = None,
     memory_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="Share of the memory for the KV cache.")] = None,
@@ -33,9 +36,13 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
+    engine_timeout: Annotated[float, typer.Option(
+        min=1, help="Seconds without a sign of life after which the engine is killed and started again.")] = 60.0,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that answers in flight get after SIGTERM.")] = 120.0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
     allow_reset: Annotated[bool, typer.Option("--allow-reset", help="Open /reset_prefix_cache without an API key.")] = False,
+    hide_cached_tokens: Annotated[bool, typer.Option(
+        "--hide-cached-tokens", help="Do not tell clients how much of a prompt was in the cache.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
@@ -66,14 +73,16 @@ def serve(
     if (tensor_parallel or 1) > 1 or quantization:
         raise OptionError("--tensor-parallel and --quantization are for --backend vllm or sglang: the native engine runs on one "
                           "GPU, and takes the quantization from the model's own files")
-    run(model, engine, host=host, port=port, log_format=log_format, api_keys=keys, names=tuple(served_name or ()), strict=strict,
-        max_queue=max_queue, max_body=int(max_body_mb * 2**20), timeout=timeout, drain=drain, allow_reset=allow_reset,
-        log_prompts=log_prompts)
+    run(model, engine, host=host, port=port, log_format=log_format, api_keys=keys, allowed_hosts=tuple(allowed_host or ()),
+        names=tuple(served_name or ()), strict=strict, max_queue=max_queue, max_body=int(max_body_mb * 2**20),
+        timeout=timeout, engine_timeout=engine_timeout, drain=drain, allow_reset=allow_reset,
+        hide_cached_tokens=hide_cached_tokens, log_prompts=log_prompts)
 
 
 def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format: str, **options: Any) -> None:
     try:
         from flyweight.server import logs
+        from flyweight.server.hosts import reaches_others
         from flyweight.server.run import Server, listen
     except ImportError as error:
         raise MissingPackageError(f"serving needs {error.name}: pip install 'flyweight[serve]'") from error
@@ -88,6 +97,9 @@ def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format:
     address = listener.getsockname()
     logs.log("listening", url=f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}", model=settings.served[0],
              api_key="needed" if settings.api_keys else "none", port=address[1], pid=os.getpid())
+    if reaches_others(host) and not settings.api_keys:
+        logs.log("no_api_key", level=logging.WARNING, host=host,
+                 meaning=f"everybody who can reach this address can use the server; set {KEY_VARIABLE}, or listen on 127.0.0.1")
     garbage.settle()
     server.run_all()
     logs.log("stopped")

@@ -14,13 +14,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
-from flyweight.engine.kv_cache import BlockPool
+from flyweight.engine.kv_cache import BlockPool, salt_of
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
 from flyweight.engine.runner import Flight, Model, Result, Runner
@@ -63,14 +64,17 @@ class Engine:
         return bool(self.inbox) or self.scheduler.busy
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, listener: Callable[[Chunk], None] | None = None,
-               constraint: Callable[[], Constraint] | None = None) -> list[Request]:
-        """One request per sample. Their tokens come with the steps; each chunk goes to the listener."""
+               constraint: Callable[[], Constraint] | None = None, cache_salt: str | None = None) -> list[Request]:
+        """One request per sample. Their tokens come with the steps; each chunk goes to the listener.
+
+        Prefixes are shared only among requests of the same `cache_salt`: nobody else can find out what was sent with it.
+        """
         self._check(prompt, params)
         first = next(self.numbers)
         seed = seed_of(self.seed, first) if params.seed is None else params.seed
         longest = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         # Without a prefix cache only the samples of one prompt share blocks, and a lone one has nobody to share with.
-        salt = b"" if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
+        salt = salt_of(cache_salt) if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
         requests = [
             Request(number=first if index == 0 else next(self.numbers), prompt=list(prompt), params=params, index=index,
@@ -183,9 +187,18 @@ class Engine:
             request.text = text.text
 
     def _tell(self, request: Request, chunk: Chunk) -> None:
-        if request.listener:
-            request.listener(replace(chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
-                             if request.finished else chunk)
+        """A listener that raises ends its own request: others are in the same step."""
+        if request.listener is None:
+            return
+        if request.finished:
+            chunk = replace(chunk, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
+        try:
+            request.listener(chunk)
+        except Exception as error:
+            request.listener = None
+            warnings.warn(f"the listener of request {request.number} raised {error!r}; the request is ended")
+            if not request.finished:
+                self._finish(request, "failed", f"its listener raised {error!r}")
 
     def _abandon(self, error: BaseException) -> None:
         """After a step that failed nothing in the cache can be trusted: all requests end, the prefixes are forgotten."""

@@ -2,11 +2,13 @@
 
 A schema becomes an automaton over the bytes of the vocabulary once; each sample walks a copy of it. Between elements
 there is exactly one space, as most models write it: where any white space is allowed, small models write it for ever.
+
+Schemas are strangers' programs: what one may cost is found out in a process apart (`grammar_limits.py`), and compiling
+lets go of the interpreter lock, so that a thread beside the step loop may do it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,16 +16,16 @@ import numpy
 import torch
 from torch import Tensor
 
+from flyweight.engine.grammar_limits import LEAST_BYTES, GrammarCache, GrammarLimits, Trials
 from flyweight.errors import MissingPackageError, RequestError
 
 WHITE_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-KEPT = 64  # schemas; the same few come again and again
 
 
 class Grammars:
     """Compiles schemas for one vocabulary. `Grammars(…)(schema)` gives a maker of constraints, one for each sample."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Iterable[int]):
+    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Iterable[int], *, limits: GrammarLimits | None = None):
         try:
             import llguidance.hf
         except ImportError as error:
@@ -32,34 +34,55 @@ class Grammars:
         self.end_ids = sorted(end_ids)
         self.matcher = llguidance.LLMatcher
         self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=self.end_ids)
-        self.compile = functools.lru_cache(maxsize=KEPT)(self._compile)
+        limits = limits or GrammarLimits()
+        self.trials = Trials(limits)
+        self.cache = GrammarCache(limits)
 
     def __call__(self, schema: str) -> Callable[[], GrammarConstraint]:
-        matcher = self.compile(schema)
-        return lambda: GrammarConstraint(matcher.deep_copy(), self.vocabulary, self.end_ids)
-
-    def _compile(self, schema: str) -> Any:
         try:
-            matcher = self.matcher(self.tokens, self.matcher.grammar_from_json_schema(schema, overrides=WHITE_SPACE), log_level=0)
+            grammar = self.matcher.grammar_from_json_schema(schema, overrides=WHITE_SPACE)
         except ValueError as error:
             raise RequestError(f"the JSON schema cannot be read: {error}") from error
-        if matcher.is_error():
-            raise RequestError(f"the JSON schema cannot be followed: {matcher.get_error().strip().splitlines()[0]}")
-        return matcher
+        return self.follow(grammar, kind="the JSON schema")
+
+    def follow(self, grammar: str, *, kind: str) -> Callable[[], GrammarConstraint]:
+        """From any thread; `grammar` in llguidance's own words, `kind` for its errors."""
+        found = self.cache.get(grammar)
+        if found is None:
+            found = self._compile(grammar)
+        if isinstance(found, RequestError):
+            raise RequestError(f"{kind} cannot be followed: {found}") from found
+        return lambda: GrammarConstraint(found, self.vocabulary, self.end_ids)
+
+    def _compile(self, grammar: str) -> Any:
+        """A matcher, or why there is none; both are remembered, since the same few come again and again."""
+        try:
+            size = self.trials.measure(grammar)
+        except RequestError as error:
+            self.cache.put(grammar, error, max(LEAST_BYTES, len(grammar)))
+            return error
+        matcher = self.matcher(self.tokens, grammar, log_level=0)
+        found = RequestError(matcher.get_error().strip().splitlines()[0]) if matcher.is_error() else matcher
+        self.cache.put(grammar, found, size)
+        return found
 
 
 class GrammarConstraint:
-    def __init__(self, matcher: Any, vocabulary: int, end_ids: Sequence[int]):
-        self.matcher, self.vocabulary, self.end_ids = matcher, vocabulary, end_ids
+    def __init__(self, compiled: Any, vocabulary: int, end_ids: Sequence[int]):
+        self.compiled = compiled
+        self.vocabulary, self.end_ids = vocabulary, end_ids
+        self.matcher: Any = None  # this sample's own copy, made when it runs: one that waits holds no memory
         self.consumed = 0
         self.error: str | None = None
 
     def allowed(self, generated: Sequence[int]) -> Tensor:
         """Bool [vocabulary]; when the answer is complete, only its end."""
+        if self.matcher is None:
+            self.matcher = self.compiled.deep_copy()
         self.matcher.consume_tokens(list(generated[self.consumed :]))
         self.consumed = len(generated)
         if self.matcher.is_error():  # it outgrew its limits: end this answer rather than the step that others share
-            self.error = f"the JSON schema cannot be followed any further: {self.matcher.get_error()}"
+            self.error = f"the grammar cannot be followed any further: {self.matcher.get_error()}"
             return torch.zeros(self.vocabulary, dtype=torch.bool).index_fill_(0, torch.tensor(self.end_ids), True)
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
         return torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool))

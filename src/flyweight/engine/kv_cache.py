@@ -26,6 +26,13 @@ def digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes
     return found
 
 
+def salt_of(name: str | None) -> bytes:
+    """What stands before the first block: of one length for all names, so that none can be mistaken for another and tokens."""
+    if name is None:
+        return b""
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
+
+
 class BlockPool:
     """`blocks` blocks of `block_size` tokens each. Sequences hold lists of block numbers; the pool counts the holders."""
 

@@ -106,6 +106,8 @@ class LLM:
             for _, tokens, one in prepared:
                 submitted.append(self.engine.submit(tokens, one))
             self._run(submitted, progress)
+            for request in (request for requests in submitted for request in requests):
+                check_served(request.finish_reason, request.stop_reason)
         finally:  # Ctrl-C or a failure: leave nothing behind in the engine
             self.engine.cancel(request for requests in submitted for request in requests)
         return [make_output(text, requests) for (text, _, _), requests in zip(prepared, submitted, strict=True)]
@@ -124,7 +126,9 @@ class LLM:
                 if not chunks:
                     self.engine.step()
                 ready, chunks[:] = list(chunks), []
-                yield from ready
+                for chunk in ready:
+                    check_served(chunk.finish_reason, chunk.stop_reason)
+                    yield chunk
         finally:
             self.engine.cancel(requests)
 
@@ -138,8 +142,7 @@ class LLM:
         try:
             while unfinished:
                 chunk = await queue.get()
-                if chunk.finish_reason == "failed":
-                    raise RequestError(f"the step that served this request failed: {chunk.stop_reason}")
+                check_served(chunk.finish_reason, chunk.stop_reason)
                 unfinished -= chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -187,6 +190,12 @@ class LLM:
                     continue
 
         self._driver = loop.create_task(run())
+
+
+def check_served(finish_reason: str | None, stop_reason: str | int | None) -> None:
+    """A step fails in the thread that makes it; whoever waits in another must hear of it too."""
+    if finish_reason == "failed":
+        raise RequestError(f"the step that served this request failed: {stop_reason}")
 
 
 def deliver(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:

@@ -9,9 +9,9 @@ A step may be scheduled while the one before is still running: a token that is s
 block was reserved like any other, and later owners of the block write after it.
 
 All share one budget of tokens. Decoding comes first, so a flood of long prompts never stops the running answers; beside
-them prompts get a smaller share (`prompt_tokens_beside`), so that it does not slow them much either. A victim is computed
-again later, prompt and answer so far (most of it usually from the prefix cache); that costs time but, unlike swapping, no
-memory and no copies.
+them prompts get a smaller share (`prompt_tokens_beside`, or less where `pace.py` says so), so that it does not slow them
+much either. A victim is computed again later, prompt and answer so far (most of it usually from the prefix cache); that
+costs time but, unlike swapping, no memory and no copies.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone always fits.
 """
@@ -24,6 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from flyweight.engine.kv_cache import BlockPool, digests
+from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, State
 from flyweight.errors import OptionError
 
@@ -71,6 +72,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
+        self.answers = 0  # in the latest step
+        self.pace: Pace | None = None  # a server's, where steps are slow: bounds the share by time as well
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
 
@@ -92,8 +95,8 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """Choose the next step's work and count it as computed: run it before calling this again."""
         answering = any(request.missing == 1 and not request.complete for request in self.running)
-        budget = Budget(self.max_num_batched_tokens, self.prompt_tokens_beside if answering else self.max_num_batched_tokens,
-                        PROMPT_LOGITS)
+        beside = self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
+        budget = Budget(self.max_num_batched_tokens, beside if answering else self.max_num_batched_tokens, PROMPT_LOGITS)
         works: list[Work] = []
         scheduled: set[int] = set()
         short = False  # of blocks: then nobody new may come in
@@ -116,6 +119,7 @@ class Scheduler:
             self.waiting.popleft()
             works.append(work)
             budget.take(work)
+        self.answers = sum(work.count == 1 for work in works)
         return works
 
     def _admit(self, request: Request, budget: Budget) -> Work | None:

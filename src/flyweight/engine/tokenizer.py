@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flyweight.engine.stop_strings import stop_strings
 from flyweight.errors import RequestError
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
@@ -60,7 +61,9 @@ class Detokenizer:
         self.window = list(context)  # the end of the prompt: it decides how the first token reads
         self.read = len(decode(self.window)) if context else 0  # characters of the window that are dealt with
         self.held = 0  # tokens that did not end a character yet
-        self.stop = stop
+        self.stop = stop_strings(tuple(stop)) if stop else None
+        self.node = 0  # how far into the stop strings the pending text goes
+        self.known = 0  # characters of the pending text that the node stands for
         self.pending = ""  # whole characters that may be the beginning of a stop string
         self.text = ""
         self.stopped_by: str | None = None
@@ -91,14 +94,18 @@ class Detokenizer:
     def _give_out(self, stops: bool) -> None:
         hold = 0
         if stops and self.stop:
-            found = [(at, stop) for stop in self.stop if (at := self.pending.find(stop)) >= 0]
-            if found:
-                at, self.stopped_by = min(found)
-                self.text, self.pending = self.text + self.pending[:at], ""
+            node = self.stop.advance(self.node, self.pending[self.known :])
+            if node is None:
+                at, self.stopped_by = self.stop.first(self.pending)
+                self.text += self.pending[:at]
+                self.pending = ""
                 return
-            hold = max(overlap(self.pending, stop) for stop in self.stop)
+            self.node = node
+            hold = self.stop.depth[node]
         cut = len(self.pending) - hold
-        self.text, self.pending = self.text + self.pending[:cut], self.pending[cut:]
+        self.text += self.pending[:cut]
+        self.pending = self.pending[cut:]
+        self.known = hold
 
 
 def overlap(text: str, stop: str) -> int:

@@ -7,8 +7,6 @@ OUT/flyweight.json, which has no dates or durations in it: the same command give
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from flyweight.checkpoint import formats
 from flyweight.checkpoint.formats.base import dense_of
 from flyweight.checkpoint.hub import resolve
 from flyweight.checkpoint.reader import Checkpoint, read_json
+from flyweight.checkpoint.writer import recover
 from flyweight.device import pick_device
 from flyweight.errors import OptionError, ResourceError
 from flyweight.models.config import ModelConfig
@@ -30,6 +29,7 @@ from flyweight.quant.calibrate import Loop
 from flyweight.quant.calibration import Samples, draw_samples, read_text
 from flyweight.quant.grid import fit_group_size
 from flyweight.quant.guards import memory_errors, reproducible
+from flyweight.quant.identity import newest, weights_digest
 from flyweight.quant.options import Options, Setting
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.solve import solve_group
@@ -67,10 +67,12 @@ def quantize(
     job = Job(model, options.chosen_recipe(scheme), Path(output).absolute(), options)
     samples = job.samples()
     fingerprint = job.fingerprint(samples)
+    recover(job.output)  # now: what an interrupted run has left would otherwise show after hours
     if options.resume and (done := job.already_finished(fingerprint)) is not None:
         return done
     job.check_output()
-    store = BlockStore(job.output, fingerprint, resume=options.resume)
+    files = getattr(job.source, "files", ())
+    store = BlockStore(job.output, fingerprint, resume=options.resume, files=files)
     on_gpu = job.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(job.device)
@@ -180,6 +182,8 @@ class Job:
         facts = read_json(self.output / NOTE) if (self.output / NOTE).exists() else {}
         if any(facts.get(key) != value for key, value in fingerprint.items()):
             return None
+        if newest(getattr(self.source, "files", ())) > (self.output / NOTE).stat().st_mtime_ns:
+            return None  # written since: a digest of slices may not show what has changed
         BlockStore(self.output, fingerprint, resume=False).close(remove=True)
         return Summary(
             output=self.output,
@@ -276,18 +280,3 @@ def linear_widths(config: ModelConfig) -> list[int]:
     """How many inputs linears of this model have: a group size must divide each."""
     layers = plan_of(config).layers
     return sorted({group.in_features for layer in layers for group in layer.groups})
-
-
-def weights_digest(source: Any) -> str:
-    """Which weights these are, without reading all of them: names, sizes, and the first and last
-    megabyte of each file.
-    """
-    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True, default=str).encode())
-    for file in getattr(source, "files", ()):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()[:16]

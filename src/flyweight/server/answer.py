@@ -57,9 +57,8 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         prompt = sum(map(len, self.ticket.prompts))
         answer = self.sent if self.request.max_tokens != 0 else 0
-        cached = sum(sample.cached for sample in self.ticket.samples[:: self.ticket.n])
         return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
-                "prompt_tokens_details": {"cached_tokens": cached}}
+                "prompt_tokens_details": {"cached_tokens": self.ticket.cached}}
 
     def _event(self, number: int, delta: Delta, *, first: bool) -> bytes:
         self.sent += len(delta.token_ids)
@@ -91,7 +90,7 @@ def timings(ticket: Ticket) -> dict[str, Any]:
     first = min(sample.first or ticket.arrival for sample in samples)
     last = max(sample.last or first for sample in samples)
     prompt = sum(map(len, ticket.prompts))
-    cached = sum(sample.cached for sample in ticket.samples[:: ticket.n])
+    cached = ticket.cached
     tokens = sum(sample.tokens for sample in samples)
     prompt_ms, answer_ms = 1000 * (first - started), 1000 * (last - first)
     after = tokens - len(samples)  # tokens that came after the first ones

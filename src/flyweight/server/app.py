@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -38,7 +40,8 @@ class ErrorBody(BaseModel):
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text} for status, text in (
         (400, "Something in the request cannot be done; the message names it."), (401, "No valid API key."),
-        (404, "No such model."), (413, "The body is larger than this server takes."),
+        (404, "No such model."), (408, "The request did not arrive in time."),
+        (413, "The body is larger than this server takes."),
         (429, "The queue is full; Retry-After says when to try again."), (500, "The engine failed on this request."),
         (503, "The engine is loading or starting again."), (504, "The answer took longer than this server allows."))}
 STREAM: dict[int | str, dict[str, Any]] = {
@@ -93,7 +96,7 @@ def add_tokens(app: FastAPI, service: Service) -> None:
             tokens = (await service.prompts.encode([body.prompt], special=body.add_special_tokens is not False))[0]
         else:
             tokens = (await service.prompts.chat(body)).tokens  # type: ignore[arg-type]
-        names = [service.names.text(token) for token in tokens] if body.return_token_strs else None
+        names = await asyncio.to_thread(lambda: list(map(service.names.text, tokens))) if body.return_token_strs else None
         return json_response({"count": len(tokens), "max_model_len": service.engine.facts.get("max_model_len"), "tokens": tokens,
                               "token_strs": names})
 
@@ -102,9 +105,9 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         """The text of token ids."""
         service.check_model(body.model)
         size = len(service.prompts.need().inner)
-        if bad := [token for token in body.tokens if token >= size]:
-            raise BadRequest(f"token id {bad[0]} is outside the vocabulary of {size}", param="tokens")
-        return json_response({"prompt": service.text_of(body.tokens)})
+        if bad := next((token for token in body.tokens if token >= size), None):
+            raise BadRequest(f"token id {bad} is outside the vocabulary of {size}", param="tokens")
+        return json_response({"prompt": await asyncio.to_thread(service.text_of, body.tokens)})
 
     @app.post("/reset_prefix_cache", responses={**REFUSALS, 403: {"model": ErrorBody, "description": "Not switched on."}},
               response_class=Response, tags=["state"])
@@ -118,9 +121,12 @@ def add_tokens(app: FastAPI, service: Service) -> None:
 
 def add_state(app: FastAPI, service: Service) -> None:
     created, engine = int(time.time()), service.engine
+    model_name = service.settings.model
+    # This machine's folders are nobody's business.
+    root = os.path.basename(model_name) if os.path.isabs(model_name) else model_name
 
     def describe(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": service.settings.model,
+        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": root,
                 "parent": None, "max_model_len": engine.facts.get("max_model_len")}
 
     @app.get("/v1/models", response_class=Response, responses={401: REFUSALS[401]}, tags=["state"])
@@ -146,7 +152,7 @@ def add_state(app: FastAPI, service: Service) -> None:
         load = engine.load
         body = {"status": engine.state, "running": load.running, "in_flight": engine.in_flight, "kv_blocks": load.blocks,
                 "kv_blocks_used": load.blocks - load.free_blocks, "restarts": engine.restarts}
-        return json_response(body, status=200 if engine.state == "ready" else 503)
+        return json_response(body, status=200 if engine.available else 503)
 
     @app.get("/metrics", response_class=Response, tags=["state"])
     async def metrics() -> Response:

@@ -2,35 +2,40 @@
 
 A dead engine fails the requests it had and no others: the listening socket, the tokenizer and the waiting clients are
 all in this process, so starting again here costs one loading of the model, where leaving it to a supervisor would also
-drop every connection. An engine that keeps dying is another matter: after `MOST_DEATHS` within `DEATHS_WITHIN` seconds
-the server ends with a clear message, because then a person or a supervisor has to decide.
+drop every connection. An engine that keeps dying, or cannot be started again, is another matter: after `MOST_DEATHS`
+within `DEATHS_WITHIN` seconds the server ends with a clear message, because then a person or a supervisor has to decide.
+
+An engine that hangs is killed and counts as dead. It says something after every step, and answers a `Ping` between steps
+when it has nothing to do: silence for `patience` seconds is a hang.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
 import multiprocessing
-import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import FlyweightError
 from flyweight.server.engine_process import run_engine
-from flyweight.server.messages import Cancel, CannotStart, Load, ResetPrefixCache, Started, Step, Submit
+from flyweight.server.messages import Cancel, CannotStart, Load, Ping, ResetPrefixCache, Started, Step, Submit
+from flyweight.server.pipe import EnginePipe
 from flyweight.server.refusals import BadRequest, ContextTooLong, EngineAway, QueueFull, TookTooLong
 from flyweight.server.ticket import Ticket
 
 MOST_DEATHS, DEATHS_WITHIN = 3, 600.0
+BACK_OFF = (0.0, 1.0, 5.0)  # seconds before the engine is started again, by how often it has died lately
 LONGEST_RETRY = 60  # seconds
+BEATS = 4  # looks at the engine within its patience; one alone may be late because this process was held up itself
+SLOWEST = 10  # times the longest warm-up on a CPU: a step may take so long before it is called a hang
+REAPING = 2.0  # seconds that a killed process has to be gone
 
 
 class EngineError(FlyweightError):
@@ -40,10 +45,10 @@ class EngineError(FlyweightError):
 class EngineClient:
     """All of it runs on the event loop; `on_change(event, facts)` hears of starts and deaths, `on_fatal` of the end."""
 
-    def __init__(self, model: str, options: dict[str, Any], *, max_queue: int, timeout: float,
+    def __init__(self, model: str, options: dict[str, Any], *, max_queue: int, timeout: float, patience: float = 60.0,
                  on_change: Callable[[str, dict[str, Any]], None], on_fatal: Callable[[EngineError], None]):
         self.model, self.options = model, options
-        self.max_queue, self.timeout = max_queue, timeout
+        self.max_queue, self.timeout, self.patience = max_queue, timeout, patience
         self.on_change, self.on_fatal = on_change, on_fatal
         self.state = "loading"  # loading, ready, restarting, draining, stopped
         self.facts: dict[str, Any] = {}
@@ -56,82 +61,138 @@ class EngineClient:
         self.keys = itertools.count()
         self.deaths: deque[float] = deque()
         self.process: BaseProcess | None = None
-        self.connection: Connection | None = None
+        self.connection: EnginePipe | None = None
+        self.silent = 0  # looks at the engine since it last said something
+        self.complaint: str | None = None  # what is known of its end beside the exit code
+        self.timer: asyncio.TimerHandle | None = None  # the next look, or the next start
+
+    @property
+    def available(self) -> bool:
+        """Whether a request would be taken: what /ready says."""
+        return self.state == "ready" and self.connection is not None
 
     # -- the process --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self.complaint = None
+        try:
+            self._spawn()
+        except OSError as error:  # no descriptors, no memory, no processes
+            self._failed(f"the engine process cannot be started ({error})")
+
+    def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=run_engine, args=(theirs, self.model, self.options), name="flyweight-engine",
-                                       daemon=True)
-        self.process.start()
-        theirs.close()  # so that the socket closes with the process
+        ours, theirs = context.Pipe()
+        with theirs:  # closed here, so that the socket closes with the process
+            self.process = context.Process(target=run_engine, args=(theirs, self.model, self.options), name="flyweight-engine",
+                                           daemon=True)
+            try:
+                self.process.start()
+            except OSError:
+                ours.close()
+                self.process = None
+                raise
+        self.connection = EnginePipe(ours)
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self._read)
-        # uvloop has just made it non-blocking, and a message larger than the socket's buffer would be cut in two.
-        os.set_blocking(self.connection.fileno(), True)
 
     def stop(self) -> None:
         """At once; draining has been waited for before."""
-        loaded, self.state = self.state in ("ready", "draining"), "stopped"
+        loaded = self.state in ("ready", "draining")
+        self.state = "stopped"
         self._disconnect()
         if self.process is not None:
             self.process.join(timeout=5 if loaded else 0)  # it ends by itself between two steps, but not while it loads
-            if self.process.is_alive():
-                self.process.kill()
-                self.process.join()
+            self._reap()
 
     def _disconnect(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
         if self.connection is not None:
             asyncio.get_running_loop().remove_reader(self.connection.fileno())
             self.connection.close()
             self.connection = None
 
+    def _reap(self) -> None:
+        assert self.process is not None
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(timeout=REAPING)  # longer than that it is the kernel's, and nothing can be done
+
     def _read(self) -> None:
         assert self.connection is not None
         try:
-            message = self.connection.recv()
+            messages = self.connection.read()
         except (EOFError, OSError):
             self._died()
             return
+        self.silent = 0
+        for message in messages:
+            self._hear(message)
+
+    def _hear(self, message: Any) -> None:
         if isinstance(message, Step):
             self._deliver(message)
         elif isinstance(message, Started):
-            self.facts, self.load = message.facts, Load(0, 0, 0, message.facts["blocks"], message.facts["blocks"], 0)
+            self.facts = message.facts
+            self.load = Load(0, 0, 0, message.facts["blocks"], message.facts["blocks"], 0)
             self.state = "ready" if self.state in ("loading", "restarting") else self.state
             self.on_change("engine_ready", message.facts)
+            self._watch()
         elif isinstance(message, CannotStart):
-            self._give_up(message.message)
+            if self.state == "loading":
+                self._give_up(message.message)
+            self.complaint = message.message  # it ends now, and may find what it needs the next time
+
+    def _watch(self) -> None:
+        """The engine has been silent for so many looks: ask it, and after `BEATS` of them take it for dead."""
+        patience = max(self.patience, SLOWEST * self.facts.get("warm_up_seconds", 0.0))
+        if self.silent > BEATS:
+            self.complaint = f"no sign of life for {patience:g} seconds, so it was killed"
+            self._died()
+            return
+        if self.silent:
+            self._send(Ping())
+        self.silent += 1
+        self.timer = asyncio.get_running_loop().call_later(patience / BEATS, self._watch)
 
     def _died(self) -> None:
         assert self.process is not None
         self._disconnect()
-        self.process.join()
         if self.state == "stopped":
             return
+        if self.complaint is None:
+            self.process.join(timeout=REAPING)  # its socket is closed, so it ends
+        self._reap()
         code = self.process.exitcode or 0
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self._failed(f"the engine process ended ({self.complaint or cause})")
+
+    def _failed(self, what: str) -> None:
+        """There is no engine: start another, after a while if the last one was gone soon, or give up."""
         now = time.monotonic()
         self.deaths.append(now)
         while now - self.deaths[0] > DEATHS_WITHIN:
             self.deaths.popleft()
-        again = self.state != "loading" and len(self.deaths) <= MOST_DEATHS
+        first = self.state == "loading"
         draining = self.state == "draining"  # then nothing is left to be done by another
-        then = "it is being started again" if again and not draining else "it is not started again"
+        again = not first and not draining and len(self.deaths) <= MOST_DEATHS
+        then = "it is being started again" if again else "it is not started again"
         for ticket, _ in list(self.tickets.values()):
-            ticket.fail(EngineAway(f"the engine process ended ({cause}) while it worked on this request; {then}", retry_after=5))
-        if not again:
-            self._give_up(f"the engine process ended ({cause})" + (
-                " while it loaded the model" if self.state == "loading" else
-                f", {len(self.deaths)} times within {DEATHS_WITHIN:g} seconds"))
-            return
-        self.on_change("engine_died", {"cause": cause, "pid": self.process.pid})
+            ticket.fail(EngineAway(f"{what} while it worked on this request; {then}", retry_after=5))
+        self.on_change("engine_died", {"cause": what, "pid": self.process.pid if self.process else None})
         if draining:
             return
+        if not again:
+            self._give_up(what + (" while it loaded the model" if first else
+                                  f", {len(self.deaths)} times within {DEATHS_WITHIN:g} seconds"))
+            return
         self.restarts += 1
-        if self.state == "ready":
-            self.state = "restarting"
-        self.start()
+        self.state = "restarting"
+        delay = BACK_OFF[len(self.deaths) - 1]
+        if delay:
+            self.timer = asyncio.get_running_loop().call_later(delay, self.start)
+        else:
+            self.start()
 
     def _give_up(self, message: str) -> None:
         self.state = "stopped"
@@ -144,17 +205,23 @@ class EngineClient:
         """Most samples that may run or wait at once."""
         return self.facts["max_num_seqs"] + self.max_queue
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None) -> Ticket:
-        """Raises a Refusal where there is no engine, no room, or no context long enough."""
+    def check_room(self, prompts: int, n: int) -> int:
+        """How many samples that makes; raises a Refusal where there is no engine or no room for them."""
         if self.state not in ("ready", "draining") or self.connection is None:
             raise EngineAway(f"the engine is {self.state}; try again later", retry_after=5)
-        wanted = len(prompts) * params.n
+        wanted = prompts * n
         if wanted > self.capacity:
-            raise BadRequest(f"{len(prompts)} prompts of n = {params.n} are {wanted} samples, but this server holds at most "
+            raise BadRequest(f"{prompts} prompts of n = {n} are {wanted} samples, but this server holds at most "
                              f"{self.capacity} at once", param="n")
         if self.in_flight + wanted > self.capacity:
             raise QueueFull(f"the queue is full: {self.in_flight} samples run or wait and {wanted} more would be over the limit "
                             f"of {self.capacity}", retry_after=self.retry_after())
+        return wanted
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None,
+               cache_salt: str | None = None) -> Ticket:
+        """Raises a Refusal where there is no engine, no room, or no context long enough."""
+        wanted = self.check_room(len(prompts), params.n)
         for prompt in prompts:
             self._check_length(len(prompt), params.max_tokens)
         ticket = Ticket(prompts, params.n)
@@ -165,7 +232,7 @@ class EngineClient:
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._send(Submit(key, prompt, params, schema))
+            self._send(Submit(key, prompt, params, schema, cache_salt))
         return ticket
 
     def release(self, ticket: Ticket) -> None:
@@ -197,8 +264,7 @@ class EngineClient:
 
     def _send(self, command: Any) -> None:
         if self.connection is not None:
-            with contextlib.suppress(OSError):  # it has just died; the reader will see that next
-                self.connection.send(command)
+            self.connection.send(command)
 
     def _deliver(self, step: Step) -> None:
         self.load = step.load

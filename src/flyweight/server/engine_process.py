@@ -3,7 +3,8 @@
 The step loop must not share an interpreter lock with the formatting of events: 64 streams at 5 ms a step are 12,800
 events a second. So this process does nothing but step. One thread reads commands, because a server that waits for room
 in the socket while the engine waits for the same would stand still for ever; the commands themselves are carried out
-between steps, by the thread that steps. Only JSON schemas are compiled on the way, since that may take a second.
+between steps, by the thread that steps. JSON schemas are compiled in threads of their own, since that may take seconds: a
+request joins the others when its schema is ready.
 
 It ends when the server's end of the socket closes, however that happened. SIGINT and SIGTERM are the server's business:
 a terminal or a supervisor sends them to the whole group, and the requests in flight are still to be finished.
@@ -19,12 +20,14 @@ import time
 import traceback
 import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from flyweight import garbage
 from flyweight.engine.grammar import Grammars
+from flyweight.engine.pace import Pace
 from flyweight.errors import FlyweightError, RequestError
 from flyweight.server.messages import (
     FAILED,
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
     from flyweight.engine.request import Chunk, Request
 
+COMPILERS = 2  # threads: one costly schema does not hold up the next
+
 
 def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> None:
     """Where the process begins."""
@@ -53,12 +58,15 @@ def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> N
 
     try:
         llm = LLM(model, **options)
+        begin = time.perf_counter()
         warm_up(llm)
+        warm_up_seconds = time.perf_counter() - begin
         garbage.settle()
     except FlyweightError as error:
         connection.send(CannotStart(str(error)))
         return
-    connection.send(Started(facts(llm)))
+    # A GPU compiles while it warms up, which says nothing of how long its steps take.
+    connection.send(Started(facts(llm) | {"warm_up_seconds": warm_up_seconds if llm.device.type == "cpu" else 0.0}))
     EngineLoop(llm, connection).run()
 
 
@@ -94,8 +102,14 @@ class EngineLoop:
         self.requests: dict[int, list[Request]] = {}  # by the server's key
         self.commands: deque[Any] = deque()
         self.constraints: dict[int, Any] = {}  # compiled schemas of requests to come, or why they are none
+        self.compiling: set[int] = set()  # requests whose schemas are not ready
+        self.cancelled: set[int] = set()  # of those, the ones that nobody waits for any more
+        self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="flyweight-schemas")
+        self.grammars_lock = threading.Lock()
         self.deltas: list[Delta] = []
         self.wake = threading.Event()
+        # On a GPU a step is read after the next one has begun: its time is not known then, and prompts are fast.
+        self.engine.scheduler.pace = Pace() if llm.device.type == "cpu" else None
         self.steps = 0
         self.preemptions = 0  # of the requests that are over
         self.closed = False
@@ -115,17 +129,25 @@ class EngineLoop:
             except (EOFError, OSError):
                 command = None
             if isinstance(command, Submit) and command.schema is not None:
-                self.compile(command.key, command.schema)
+                self.compiling.add(command.key)
+                self.compilers.submit(self.compile, command)
+                continue
             self.commands.append(command)
             self.wake.set()
             if command is None:
                 return
 
-    def compile(self, key: int, schema: str) -> None:
+    def compile(self, command: Submit) -> None:
+        assert command.schema is not None
         try:
-            self.constraints[key] = self.grammars(schema)
+            if command.key not in self.cancelled:
+                with self.grammars_lock:  # the first makes the vocabulary's table for all
+                    grammars = self.grammars
+                self.constraints[command.key] = grammars(command.schema)
         except Exception as error:  # the schema is a stranger's
-            self.constraints[key] = error
+            self.constraints[command.key] = error
+        self.commands.append(command)
+        self.wake.set()
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -140,7 +162,7 @@ class EngineLoop:
         if self.closed:
             return
         try:
-            self.steps += self.engine.step() > 0
+            self.step()
         except Exception:  # every request of the step was told; go on with those to come if the device still works
             traceback.print_exc()
             self.check_device()
@@ -150,12 +172,23 @@ class EngineLoop:
         except OSError:  # the server is gone
             self.closed = True
 
+    def step(self) -> None:
+        pace = self.engine.scheduler.pace
+        begin = time.perf_counter()
+        tokens = self.engine.step()
+        self.steps += tokens > 0
+        if pace is not None and tokens:
+            answers = self.engine.scheduler.answers
+            pace.learn(time.perf_counter() - begin, prompt_tokens=tokens - answers, answers=answers)
+
     def obey(self, command: Any) -> None:
         if command is None:
             self.closed = True
         elif isinstance(command, Submit):
             self.submit(command)
         elif isinstance(command, Cancel):
+            if command.key in self.compiling:
+                self.cancelled.add(command.key)
             self.engine.cancel(self.requests.pop(command.key, []))
         elif isinstance(command, ResetPrefixCache):
             self.engine.pool.forget()
@@ -163,6 +196,10 @@ class EngineLoop:
     def submit(self, command: Submit) -> None:
         params = command.params.with_defaults(self.llm.sampling_defaults)
         constraint = self.constraints.pop(command.key, None)
+        self.compiling.discard(command.key)
+        if command.key in self.cancelled:
+            self.cancelled.remove(command.key)
+            return
 
         def listen(chunk: Chunk) -> None:
             self.tell(command.key, chunk)
@@ -170,7 +207,8 @@ class EngineLoop:
         try:
             if isinstance(constraint, Exception):
                 raise constraint
-            self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen, constraint=constraint)
+            self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen, constraint=constraint,
+                                                            cache_salt=command.cache_salt)
         except FlyweightError as error:
             self.deltas.append(Delta(command.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
         except Exception as error:  # ours, not the client's: it must not end the requests of others

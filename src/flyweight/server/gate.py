@@ -1,10 +1,12 @@
-"""What every request passes first: its id, the size of its body, the API key; and what is written down when it is over.
+"""What every request passes first: its id, the host it names, the API key, the size of its body; and what is written
+down when it is over.
 
 A plain ASGI layer, because the usual middleware classes put a queue between each event and the socket.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -16,18 +18,21 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flyweight.server.hosts import Hosts
 from flyweight.server.logs import log, logger
 from flyweight.server.metrics import Metrics
-from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, WrongKey
+from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSlow, WrongKey
 from flyweight.server.settings import Settings
 
 OPEN_PATHS = {"/", "/health", "/ready", "/metrics", "/docs", "/openapi.json"}  # no secrets, no work for the engine
+BODY_SECONDS = 120.0  # 8 MB at half a megabit a second
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Gate:
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
         self.app, self.settings, self.metrics = app, settings, metrics
+        self.hosts = Hosts(settings.allowed_hosts, keys=bool(settings.api_keys))
         self.keys = [digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,8 +55,13 @@ class Gate:
             await send(message)
 
         try:
+            self.hosts.check(headers.get(b"host", b""))
             self.check_key(scope["path"], headers.get(b"authorization", b""))
-            body = await read_body(receive, headers, self.settings.max_body)
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    body = await read_body(receive, headers, self.settings.max_body)
+            except TimeoutError:
+                raise TooSlow(f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
             await self.app(scope, replay(body, receive), tagged)
         except Refusal as refusal:
             state["facts"]["error"] = str(refusal)

@@ -20,6 +20,7 @@ class Submit:
     prompt: list[int]
     params: SamplingParams
     schema: str | None = None  # JSON schema that the answer must fit
+    cache_salt: str | None = None  # whose prefixes it may share
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Cancel:
 @dataclass(frozen=True)
 class ResetPrefixCache:
     pass
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Changes nothing; like every command it is followed by a `Step`, which shows that the engine lives."""
 
 
 class Delta(NamedTuple):

@@ -66,7 +66,7 @@ class EngineGauges:
     def collect(self) -> Iterator[Metric]:
         load, engine = self.engine.load, self.engine
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "up": ("1 when the engine is ready.", lambda: engine.state == "ready"),
+            "up": ("1 when the engine is ready.", lambda: engine.available),
             "samples_in_flight": ("Samples that run or wait.", lambda: engine.in_flight),
             "samples_running": ("Samples in the current batch.", lambda: load.running),
             "samples_waiting": ("Samples in the queue.", lambda: max(load.waiting, engine.in_flight - load.running)),

@@ -1,12 +1,11 @@
 """From the texts and messages of a request to token ids.
 
 Long texts are tokenized in a thread (the tokenizer lets go of the interpreter lock), so that nobody's stream waits for
-somebody's book.
+somebody's book. Chat templates always run in one, with a time limit: they are programs, and came with the model.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -15,11 +14,15 @@ from typing import Any
 
 from flyweight.engine.tokenizer import Tokenizer
 from flyweight.errors import FlyweightError
-from flyweight.server.protocol import ChatFields, Message
+from flyweight.server.protocol import LONGEST_NAME, ChatFields, Message
 from flyweight.server.reasoning import CLOSE, OPEN
-from flyweight.server.refusals import BadRequest, UnsupportedField
+from flyweight.server.refusals import BadRequest, ContextTooLong, UnsupportedField
+from flyweight.server.threads import Threads
 
 LONG = 10_000  # characters
+TEMPLATE_SECONDS = 10.0
+TOKENIZER_SECONDS = 30.0
+SLACK = 4  # a tokenizer may drop characters before it counts, but not three of four
 # What `apply_chat_template` takes for itself: no client may set it through chat_template_kwargs.
 RESERVED = {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
             "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
@@ -39,24 +42,45 @@ class Prompts:
         self.tokenizer = tokenizer
         template = getattr(tokenizer.inner, "chat_template", None) if tokenizer else None
         self.template = template if isinstance(template, str) else json.dumps(template or "")
+        self.template_words = set(re.findall(r"\w+", self.template))
+        self.longest_token = max(map(len, tokenizer.inner.get_vocab())) if tokenizer else 1
+        self.threads = Threads()
 
     def need(self) -> Tokenizer:
         if self.tokenizer is None:
             raise BadRequest("this model has no tokenizer: give /v1/completions a prompt of token ids", param="prompt")
         return self.tokenizer
 
-    async def encode(self, prompts: Sequence[str] | Sequence[list[int]], *, special: bool = True) -> list[list[int]]:
-        return [prompt if isinstance(prompt, list) else await self._encode(prompt, special=special) for prompt in prompts]
+    async def encode(self, prompts: Sequence[str] | Sequence[list[int]], *, special: bool = True,
+                     context: int | None = None) -> list[list[int]]:
+        """`context`: how many tokens there is room for; a text that cannot be so few is refused unread."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            check_text(text)
+            if context is not None and len(text) > SLACK * self.longest_token * context:
+                raise ContextTooLong(f"the prompt has {len(text)} characters, more than this model's context of {context} tokens "
+                                     "can hold", param="prompt")
+        encoded = iter(await self._encode_all(texts, special) if texts else [])
+        return [prompt if isinstance(prompt, list) else next(encoded) for prompt in prompts]
 
-    async def chat(self, fields: ChatFields) -> ChatPrompt:
+    async def chat(self, fields: ChatFields, *, context: int | None = None) -> ChatPrompt:
         options, warnings = self._options(fields)
-        messages = [plain_message(message) for message in fields.messages]
-        try:
-            text = self.need().render_chat(messages, **options)
-        except FlyweightError as error:
-            raise BadRequest(str(error), param="messages") from error
-        return ChatPrompt(await self._encode(text, special=False), splits=CLOSE in self.template,
-                          inside=text.rstrip().endswith(OPEN), warnings=warnings)
+        tokenizer = self.need()
+        slow = BadRequest(f"this model's chat template did not finish within {TEMPLATE_SECONDS:g} seconds", param="messages")
+        text = await self.threads.run(lambda: render(tokenizer, fields.messages, options), seconds=TEMPLATE_SECONDS, refusal=slow)
+        (tokens,) = await self.encode([text], special=False, context=context)
+        return ChatPrompt(tokens, splits=CLOSE in self.template, inside=text.rstrip().endswith(OPEN), warnings=warnings)
+
+    async def _encode_all(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        inner = self.need().inner
+
+        def encode() -> list[list[int]]:
+            return [inner.encode(text, add_special_tokens=special) for text in texts]
+
+        if sum(map(len, texts)) < LONG:
+            return encode()
+        return await self.threads.run(encode, seconds=TOKENIZER_SECONDS, refusal=BadRequest(
+            f"the prompt could not be tokenized within {TOKENIZER_SECONDS:g} seconds; shorten it", param="prompt"))
 
     def _options(self, fields: ChatFields) -> tuple[dict[str, Any], list[str]]:
         options = {name: value for name in ("add_generation_prompt", "continue_final_message")
@@ -71,21 +95,25 @@ class Prompts:
         for name, value in (fields.chat_template_kwargs or {}).items():
             if name in RESERVED:
                 raise UnsupportedField(f"chat_template_kwargs.{name} cannot be set by a request", param="chat_template_kwargs")
-            if re.search(rf"\b{re.escape(name)}\b", self.template):
+            if name in self.template_words:
                 options[name] = value
             else:
-                warnings.append(f"this model's chat template does not know {name!r} (ignored)")
+                warnings.append(f"this model's chat template does not know {name[:LONGEST_NAME]!r} (ignored)")
         return options, warnings
 
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRequest(f"the text is not Unicode: {error.reason} at character {error.start}", param="prompt") from error
-        inner = self.need().inner
-        if len(text) < LONG:
-            return inner.encode(text, add_special_tokens=special)
-        return await asyncio.to_thread(inner.encode, text, add_special_tokens=special)
+
+def check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"the text is not Unicode: {error.reason} at character {error.start}", param="prompt") from error
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str, Any]) -> str:
+    try:
+        return tokenizer.render_chat([plain_message(message) for message in messages], **options)
+    except FlyweightError as error:
+        raise BadRequest(str(error), param="messages") from error
 
 
 def plain_message(message: Message) -> dict[str, Any]:

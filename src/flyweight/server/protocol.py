@@ -11,14 +11,31 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import unknown
+from flyweight.server.counts import (
+    FIRST_ERROR,
+    LONGEST_STOP,
+    MOST_BIAS,
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_SHOWN,
+    MOST_STOP_TOKENS,
+    MOST_STOPS,
+    MOST_TEMPLATE_ARGUMENTS,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    at_most,
+    check_prompt,
+    check_stop,
+)
 from flyweight.server.refusals import BadRequest, UnsupportedField
 
 ANY_OBJECT = '{"type": "object"}'
 MOST_LOGPROBS = 20
+LONGEST_NAME = 80  # characters of an unknown field's name that are repeated
 DEFAULT_COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # field → the values that change nothing
@@ -36,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field → the values that change noth
 }
 HARMLESS = {  # fields that never change an answer
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "priority", "request_id", "cache_salt", "rid",
+    "priority", "request_id", "rid",
 }
 
 
@@ -69,6 +86,10 @@ class ResponseFormat(BaseModel):
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], FIRST_ERROR]
+Texts = Annotated[list[str], FIRST_ERROR]
+Parts = Annotated[list[dict[str, Any]], FIRST_ERROR, at_most(MOST_PARTS)]
+TemplateArguments = Annotated[dict[str, Any], at_most(MOST_TEMPLATE_ARGUMENTS)]
 
 
 class SamplingFields(Loose):
@@ -84,16 +105,19 @@ class SamplingFields(Loose):
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, description="Accepted where it equals n, which changes nothing.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Annotated[str | Texts | None, BeforeValidator(check_stop)] = Field(
+        None, description=f"Where the text ends: at most {MOST_STOPS} strings of {LONGEST_STOP} characters.")
+    stop_token_ids: Annotated[TokenIds | None, at_most(MOST_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MOST_BIAS)] = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Cached prefixes are shared only with requests that send the same.")
     return_token_ids: bool | None = Field(None, description="The token ids of the prompt and of each piece of the answer.")
 
     @property
@@ -136,11 +160,14 @@ class SamplingFields(Loose):
                                        param=name)
         known = [*type(self).model_fields, *NEUTRAL]
         extra |= {f"stream_options.{name}": None for name in (self.stream_options and self.stream_options.model_extra) or ()}
-        # The nearest known field, if any; the list of all would be longer than a header may be.
-        warnings = [unknown("field", name, known).split("; known:")[0] for name in extra if name not in HARMLESS]
+        strangers = [name for name in extra if name not in HARMLESS]
+        warnings = [f"unknown field {name[:LONGEST_NAME]!r}" for name in strangers[:MOST_SHOWN]]
+        if warnings:  # the nearest known field of the first: to look for one costs more than all the rest of a request
+            warnings[0] = unknown("field", strangers[0][:LONGEST_NAME], known).split("; known:")[0]
         if strict and warnings:
-            raise BadRequest(warnings[0], param=next(name for name in extra if name not in HARMLESS))
-        return [f"{warning} (ignored)" for warning in warnings]
+            raise BadRequest(warnings[0], param=strangers[0][:LONGEST_NAME])
+        more = [f"{len(strangers) - MOST_SHOWN} more unknown fields"] if len(strangers) > MOST_SHOWN else []
+        return [f"{warning} (ignored)" for warning in [*warnings, *more]]
 
     def sampling(self, **more: Any) -> SamplingParams:
         """None leaves a value to the model's own defaults, or to ours."""
@@ -156,7 +183,8 @@ class SamplingFields(Loose):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(description="Text, token ids, or a list of either.")
+    prompt: Annotated[str | Texts | TokenIds | Annotated[list[TokenIds], FIRST_ERROR], BeforeValidator(check_prompt)] = Field(
+        description="Text, token ids, or a list of either.")
     echo: bool | None = Field(None, description="The prompt comes back before the answer.")
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="So many of the likeliest tokens, each with its own.")
     add_special_tokens: bool | None = Field(None, description="False: a text prompt gets no begin-of-text token.")
@@ -174,7 +202,7 @@ class Message(Loose):
     """Further fields (`name`, `tool_calls`, `tool_call_id`, `reasoning_content`) go to the chat template."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Parts | None = None
 
 
 class Tool(Loose):
@@ -182,12 +210,16 @@ class Tool(Loose):
     function: dict[str, Any]
 
 
+Messages = Annotated[list[Message], FIRST_ERROR, at_most(MOST_MESSAGES)]
+Tools = Annotated[list[Tool], FIRST_ERROR, at_most(MOST_TOOLS)]
+
+
 class ChatFields(Loose):
     """What a chat template takes; /tokenize has it too."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = Field(None, description="Given to the chat template; calls come back as text.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Such as enable_thinking for Qwen3.")
+    messages: Messages = Field(min_length=1)
+    tools: Tools | None = Field(None, description="Given to the chat template; calls come back as text.")
+    chat_template_kwargs: TemplateArguments | None = Field(None, description="Such as enable_thinking for Qwen3.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -212,9 +244,9 @@ class ChatRequest(SamplingFields, ChatFields):
 class TokenizeRequest(Loose):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -223,7 +255,7 @@ class TokenizeRequest(Loose):
 
 class DetokenizeRequest(Loose):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[TokenIds, at_most(MOST_TOKENS)]
 
 
 def bias_by_id(bias: Mapping[str, float]) -> dict[int, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGEST_MESSAGE = 2000  # characters
 
 class Refusal(Exception):
     """A request that gets no answer, or not all of it."""
@@ -56,9 +57,37 @@ class Forbidden(Refusal):
     kind = "permission_error"
 
 
+class HostRefused(Refusal):
+    status = 403
+    kind = "permission_error"
+    code = "host_not_allowed"
+
+
 class BodyTooLarge(Refusal):
     status = 413
     code = "request_too_large"
+
+
+class TooSlow(Refusal):
+    """The request itself did not arrive in time; the connection is closed."""
+
+    status = 408
+    code = "request_too_slow"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}
+
+
+class HeaderTooLarge(Refusal):
+    status = 431
+    code = "headers_too_large"
+
+
+class TooManyConnections(Refusal):
+    status = 503
+    kind = "rate_limit_error"
+    code = "too_many_connections"
 
 
 class QueueFull(Refusal):
@@ -95,4 +124,6 @@ class TookTooLong(Refusal):
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    if len(message) > LONGEST_MESSAGE:  # it repeats what was sent
+        message = message[:LONGEST_MESSAGE] + "…"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -15,6 +15,7 @@ import uvicorn
 from flyweight.engine.tokenizer import Tokenizer
 from flyweight.errors import OptionError
 from flyweight.server.app import create_app
+from flyweight.server.connections import bounded_protocol
 from flyweight.server.engine_client import EngineClient, EngineError
 from flyweight.server.logs import log
 from flyweight.server.service import Service
@@ -30,9 +31,10 @@ class Server(uvicorn.Server):
         self.fatal: EngineError | None = None
         self.signals = signals
         self.engine = engine_class(settings.model, settings.engine, max_queue=settings.max_queue, timeout=settings.timeout,
-                                   on_change=tell, on_fatal=self.give_up)
+                                   patience=settings.engine_timeout, on_change=tell, on_fatal=self.give_up)
         self.service = Service(settings, self.engine, tokenizer)
         super().__init__(uvicorn.Config(create_app(self.service), log_config=None, access_log=False, server_header=False,
+                                        http=bounded_protocol(settings.connections),
                                         timeout_graceful_shutdown=max(1, int(settings.drain)), lifespan="on"))
 
     def run_all(self) -> None:

@@ -20,7 +20,7 @@ from flyweight.server.engine_client import EngineClient
 from flyweight.server.formats import ChatFormat, CompletionFormat, Format
 from flyweight.server.metrics import Metrics
 from flyweight.server.prompts import Prompts
-from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingFields
+from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, LONGEST_NAME, ChatRequest, CompletionRequest, SamplingFields
 from flyweight.server.refusals import BadRequest, ClientGone, UnknownModel
 from flyweight.server.settings import Settings
 from flyweight.server.ticket import Ticket
@@ -40,14 +40,19 @@ class Service:
     def check_model(self, name: str | None) -> str:
         served = self.settings.served
         if name is not None and name not in served:
-            raise UnknownModel(unknown("model", name, served), param="model")
+            raise UnknownModel(unknown("model", name[:LONGEST_NAME], served), param="model")
         return name or served[0]
+
+    @property
+    def context(self) -> int | None:
+        return self.engine.facts.get("max_model_len")
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
         if body.max_tokens == 0 and not body.echo:
             raise BadRequest("max_tokens must be at least 1, except with echo, where 0 judges the prompt", param="max_tokens")
-        prompts = await self.prompts.encode(body.prompts, special=body.add_special_tokens is not False)
+        self.engine.check_room(len(body.prompts), body.samples)  # before the work: there may be very many
+        prompts = await self.prompts.encode(body.prompts, special=body.add_special_tokens is not False, context=self.context)
         texts = [self.text_of(prompt) for prompt in body.prompts] if body.echo else []
         more: dict[str, Any] = {"max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)}
         if body.logprobs is not None:
@@ -57,7 +62,8 @@ class Service:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
-        prompt = await self.prompts.chat(body)
+        self.engine.check_room(1, body.samples)
+        prompt = await self.prompts.chat(body, context=self.context)
         limit = body.max_completion_tokens or body.max_tokens
         if limit == 0:
             raise BadRequest("max_tokens must be at least 1", param="max_tokens")
@@ -69,7 +75,8 @@ class Service:
     async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
                        params: SamplingParams, *, model: str, warnings: list[str]) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
-        ticket = self.engine.submit(prompts, params, schema=body.schema_text)
+        ticket = self.engine.submit(prompts, params, schema=body.schema_text, cache_salt=body.cache_salt)
+        ticket.shows_cached = not self.settings.hide_cached_tokens
         answer = Answer(body, ticket, form, model=model)
         stream = None
         try:
@@ -89,6 +96,7 @@ class Service:
         if ticket.failure:
             self.metrics.errors.labels(ticket.failure.code or str(ticket.failure.status)).inc()
         self.engine.release(ticket)
+        ticket.shows_cached = True  # to the log
         measured = timings(ticket)
         request.state.facts.update(
             prompt_tokens=sum(map(len, ticket.prompts)), completion_tokens=sum(sample.tokens for sample in ticket.samples),

@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flyweight.server.connections import ConnectionLimits
+
 
 @dataclass(frozen=True)
 class Settings:
     model: str
     names: tuple[str, ...] = ()  # what clients call it; the model's own name if empty
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: open to everybody who reaches the port
+    allowed_hosts: tuple[str, ...] = ()  # names beside addresses and this machine's own that requests may call it by
     strict: bool = False  # refuse unknown fields instead of warning
     max_queue: int = 256  # samples that wait, beside those that run
     max_body: int = 8 << 20  # bytes of a request
     timeout: float = 600.0  # seconds from arrival to the last token
+    engine_timeout: float = 60.0  # seconds without a sign of life after which the engine is replaced
     drain: float = 120.0  # seconds that requests in flight get after SIGTERM
     allow_reset: bool = False  # /reset_prefix_cache without an API key
+    hide_cached_tokens: bool = False  # clients are not told how much of a prompt was in the prefix cache
     log_prompts: bool = False
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits.of_this_process)
     engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
 
     @property

@@ -37,6 +37,7 @@ class Ticket:
     samples: list[Sample] = field(init=False)  # prompt by prompt, n for each
     keys: list[int] = field(default_factory=list)  # the engine's, one a prompt
     ready: deque[tuple[int, Delta]] = field(default_factory=deque)  # (number of the sample, delta)
+    shows_cached: bool = True  # whether its reader may know how much came from the prefix cache
     failure: Refusal | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -44,6 +45,11 @@ class Ticket:
         self.samples = [Sample(len(prompt)) for prompt in self.prompts for _ in range(self.n)]
         self.unfinished = len(self.samples)
         self.changed = asyncio.Event()
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens from the prefix cache, as far as its reader may know."""
+        return sum(sample.cached for sample in self.samples[:: self.n]) if self.shows_cached else 0
 
     async def next(self) -> list[tuple[int, Delta]]:
         """What has come since the last call, at least one delta; empty when all is over."""

@@ -38,7 +38,10 @@ function link(text, target) {
 
 const STARTS = /^(#{1,6}\s|```|~~~|\s*([-*+]|\d{1,9}[.)])\s|>|\|.*\||([-*_])(\s*\3){2,}\s*$)/;
 
-function markdown(text) {
+const DEEPEST = 16;  // quotes and lists within each other; deeper ones are text, as each level takes a part of the stack
+
+function markdown(text, depth = 0) {
+  if (depth > DEEPEST) return make("p", text);
   const lines = text.split("\n"), blocks = document.createDocumentFragment();
   let at = 0;
   const take = (test) => { const from = at; while (at < lines.length && test(lines[at], at - from)) at++; return lines.slice(from, at); };
@@ -55,15 +58,15 @@ function markdown(text) {
       at++;
       blocks.append(make("h" + Math.min(6, found[1].length + 1), inline(found[2])));
     } else if (/^([-*_])(\s*\1){2,}\s*$/.test(line)) { at++; blocks.append(make("hr")); }
-    else if (line.startsWith(">")) blocks.append(make("blockquote", markdown(take((one) => one.startsWith(">")).map((one) => one.slice(1).trimStart()).join("\n"))));
+    else if (line.startsWith(">")) blocks.append(make("blockquote", markdown(take((one) => one.startsWith(">")).map((one) => one.slice(1).trimStart()).join("\n"), depth + 1)));
     else if (/^\|.*\|/.test(line)) blocks.append(table(take((one) => /^\|.*\|/.test(one))));
-    else if (/^\s*([-*+]|\d{1,9}[.)])\s/.test(line)) blocks.append(list(take((one, index) => !index || /^\s+\S/.test(one) || /^\s*([-*+]|\d{1,9}[.)])\s/.test(one))));
+    else if (/^\s*([-*+]|\d{1,9}[.)])\s/.test(line)) blocks.append(list(take((one, index) => !index || /^\s+\S/.test(one) || /^\s*([-*+]|\d{1,9}[.)])\s/.test(one)), depth));
     else blocks.append(make("p", inline(take((one, index) => one.trim() && (!index || !STARTS.test(one))).join("\n"))));
   }
   return blocks;
 }
 
-function list(lines) {
+function list(lines, depth) {
   const indent = /^\s*/.exec(lines[0])[0].length, items = [];
   for (const line of lines) {
     const found = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)/.exec(line);
@@ -71,7 +74,7 @@ function list(lines) {
     else items[items.length - 1].push(line.slice(Math.min(indent + 2, /^\s*/.exec(line)[0].length)));
   }
   const ordered = /^\s*(\d{1,9})/.exec(lines[0]);
-  const node = make(ordered ? "ol" : "ul", items.map(([first, ...rest]) => make("li", [...inline(first), ...(rest.length ? [markdown(rest.join("\n"))] : [])])));
+  const node = make(ordered ? "ol" : "ul", items.map(([first, ...rest]) => make("li", [...inline(first), ...(rest.length ? [markdown(rest.join("\n"), depth + 1)] : [])])));
   if (ordered) node.start = Number(ordered[1]);
   return node;
 }

@@ -1,0 +1,108 @@
+"""Looks through the header of a GGUF file before the `gguf` package reads it: every length must fit into the file.
+
+The package believes what a file says of itself. An array that claims 2^40 entries makes it run until the memory is full,
+though the file has 94 bytes. So the header is walked here first, in the same order, with nothing kept: counts, strings
+and arrays must end inside the file, and all arrays together stay below what a vocabulary needs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+
+from flyweight.errors import CheckpointError
+
+SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # value type → bytes
+STRING, ARRAY = 8, 9
+LEAST_FIELD = 8 + 4 + 1  # bytes: an empty name, a type, the smallest value
+LEAST_TENSOR = 8 + 4 + 4 + 8  # an empty name, no dimensions, a type, an offset
+MOST_ENTRIES = 8_000_000  # of all arrays: the largest vocabularies have three lists of 300,000
+MOST_DIMENSIONS = 8
+DEEPEST = 4  # arrays within arrays
+LONGEST_STRING = 16 << 20  # chat templates have kilobytes
+
+
+def check_header(path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file")
+    if path.stat().st_size < 24:
+        raise CheckpointError(f"{path}: not a GGUF file, or truncated ({path.stat().st_size} bytes); get it again")
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[:4] != b"GGUF":
+            raise CheckpointError(f"{path}: not a GGUF file")
+        Header(path, data).walk()
+
+
+class Header:
+    def __init__(self, path: Path, data: mmap.mmap):
+        self.path, self.data = path, data
+        self.size = len(data)
+        self.at = 4
+        self.entries = 0  # of arrays, so far
+        self.order = "<"
+        if self.number(4) & 0xFFFF == 0:  # the version, in the other order of bytes
+            self.order = ">"
+
+    def walk(self) -> None:
+        tensors = self.number(8)
+        fields = self.number(8)
+        self.room(fields, LEAST_FIELD, "metadata fields")
+        for _ in range(fields):
+            self.string()
+            self.value(self.number(4))
+        self.room(tensors, LEAST_TENSOR, "tensors")
+        for _ in range(tensors):
+            self.string()
+            dimensions = self.number(4)
+            if dimensions > MOST_DIMENSIONS:
+                raise self.damaged(f"a tensor of {dimensions} dimensions")
+            self.skip(8 * dimensions + 4 + 8)
+
+    def value(self, kind: int, depth: int = 0) -> None:
+        if kind in SCALARS:
+            self.skip(SCALARS[kind])
+        elif kind == STRING:
+            self.string()
+        elif kind == ARRAY:
+            self.array(depth)
+        else:
+            raise self.damaged(f"a value of unknown type {kind}")
+
+    def array(self, depth: int) -> None:
+        kind = self.number(4)
+        count = self.number(8)
+        self.entries += count
+        if self.entries > MOST_ENTRIES:
+            raise self.damaged(f"arrays of {self.entries:,} entries")
+        if depth >= DEEPEST:
+            raise self.damaged(f"arrays within arrays, more than {DEEPEST} deep")
+        if kind in SCALARS:
+            self.skip(count * SCALARS[kind])
+            return
+        self.room(count, 8, "array entries")  # each has at least a length
+        for _ in range(count):
+            self.value(kind, depth + 1)
+
+    def string(self) -> None:
+        length = self.number(8)
+        if length > LONGEST_STRING:
+            raise self.damaged(f"a string of {length:,} bytes")
+        self.skip(length)
+
+    def number(self, size: int) -> int:
+        self.skip(size)
+        return struct.unpack_from(self.order + ("I" if size == 4 else "Q"), self.data, self.at - size)[0]
+
+    def skip(self, size: int) -> None:
+        if size > self.size - self.at:
+            raise self.damaged(f"something of {size:,} bytes at byte {self.at:,}")
+        self.at += size
+
+    def room(self, count: int, least: int, what: str) -> None:
+        if count > (self.size - self.at) // least:
+            raise self.damaged(f"{count:,} {what}")
+
+    def damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: truncated or damaged GGUF file: its header claims {what}, but the file has "
+                               f"{self.size:,} bytes; get it again")

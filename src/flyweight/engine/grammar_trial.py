@@ -1,0 +1,77 @@
+"""Compiles grammars of strangers in a process that may die of it: a program, started by `grammar_limits.py`.
+
+A line of JSON in (`grammar`, `seconds`, `megabytes`), a line of JSON out (`error`, `bytes`). Beyond the processor time the
+kernel ends this process, and beyond the memory an allocation fails, which ends it too; whoever waits for the line then
+knows. It imports nothing of this package, so that it starts in a tenth of a second and holds little memory.
+
+The vocabulary does not matter: what is expensive about a grammar is its regular expressions, and those are built over bytes.
+"""
+
+import contextlib
+import json
+import sys
+import threading
+
+import llguidance
+
+try:
+    import resource
+except ImportError:  # not on this system: the waiting side still limits the time
+    resource = None  # type: ignore[assignment]
+
+STACK = 1 << 20  # bytes, less than any thread has: what does not overflow it here will not overflow there
+LEAST_CPU = 1  # seconds: the kernel counts whole ones
+
+
+class Bytes:
+    """A tokenizer of one token a byte, and an end."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    unk_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def pages(at: int) -> int:
+    """Bytes of this process: all of its addresses (0), or what is in memory (1); 0 where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[at]) * resource.getpagesize()
+    return 0
+
+
+def limit(seconds: float, megabytes: int) -> None:
+    if resource is None:
+        return
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime + max(LEAST_CPU, seconds)) + 1, most))
+    if size := pages(0):
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size + megabytes * 2**20, most))
+
+
+def attempt(asked: dict, tokens: llguidance.LLTokenizer, answer: dict) -> None:
+    limit(asked["seconds"], asked["megabytes"])
+    before = pages(1)
+    matcher = llguidance.LLMatcher(tokens, asked["grammar"], log_level=0)
+    answer["error"] = matcher.get_error() if matcher.is_error() else ""
+    answer["bytes"] = max(0, pages(1) - before)
+
+
+def main() -> None:
+    tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, eos_token=[256])
+    threading.stack_size(STACK)
+    for line in sys.stdin:
+        answer: dict = {}
+        thread = threading.Thread(target=attempt, args=(json.loads(line), tokens, answer))
+        thread.start()
+        thread.join()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
