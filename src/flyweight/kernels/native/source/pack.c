@@ -1,0 +1,90 @@
+// From row-major weights to the layout of matrix.h, all threads at once. `w` is filled in but for what `data` points to.
+#include "matrix.h"
+
+typedef struct {
+    const Matrix *w;
+    const uint8_t *codes;  // [outputs][row_bytes]: integers of source_bits, two to a byte from the low half up, or floats
+    int64_t row_bytes;
+    int32_t source_bits;
+    int32_t is_signed;     // codes of 8 bits are, and need no 128 taken off
+    const float *scales;   // [outputs][weight_groups]
+    const uint8_t *zeros;  // [outputs][weight_groups] or NULL
+    int32_t weight_group;  // columns (in their new order) that share a scale of the source
+    int32_t weight_groups;
+    uint8_t *to;
+} Packing;
+
+static int column_input(const Matrix *w, int column) {
+    if (w->order) return w->order[column];
+    return column < w->inputs ? column : -1;
+}
+
+static uint8_t *pack_header(const Packing *p, int block, int g, uint8_t *at) {
+    const Matrix *w = p->w;
+    int from = g * w->group / p->weight_group;
+    float scales[WIDTH] = {0};
+    uint8_t *after = at + (w->wide_scales ? 32 : 16);
+    for (int r = 0; r < WIDTH && block * WIDTH + r < w->outputs; r++) {
+        int64_t source = (int64_t)(block * WIDTH + r) * p->weight_groups + from;
+        scales[r] = p->scales[source];
+        if (w->zeros) after[r] = p->zeros[source];
+    }
+    if (w->wide_scales) memcpy(at, scales, 32);
+    else halves_store(at, floats_load(scales));
+    return after + (w->zeros ? 16 : 0);
+}
+
+static uint8_t code_at(const Packing *p, int output, int column) {
+    int input = output < p->w->outputs ? column_input(p->w, column) : -1;
+    if (input < 0) return 0;
+    const uint8_t *row = p->codes + output * p->row_bytes;
+    if (p->source_bits == 4) return row[input / 2] >> (input % 2 * 4) & 15;
+    return p->is_signed || p->w->format == INT4 ? row[input] : row[input] ^ 0x80;
+}
+
+static void pack_integer_block(const Packing *p, int block) {
+    const Matrix *w = p->w;
+    uint8_t *at = p->to + block * w->block_bytes;
+    for (int g = 0; g < w->groups; g++) {
+        at = pack_header(p, block, g, at);
+        for (int k = g * w->group; k < (g + 1) * w->group; k += 8, at += w->format == INT4 ? 32 : 64)
+            for (int r = 0; r < WIDTH; r++)
+                for (int j = 0; j < 4; j++) {
+                    uint8_t low = code_at(p, block * WIDTH + r, k + j), high = code_at(p, block * WIDTH + r, k + 4 + j);
+                    if (w->format == INT4) at[4 * r + j] = (uint8_t)(low | high << 4);
+                    else at[4 * r + j] = low, at[32 + 4 * r + j] = high;
+                }
+    }
+}
+
+static void pack_float_block(const Packing *p, int block) {
+    const Matrix *w = p->w;
+    int size = p->source_bits / 8;
+    uint8_t *to = p->to + block * w->block_bytes;
+    memset(to, 0, w->block_bytes);
+    for (int r = 0; r < WIDTH && block * WIDTH + r < w->outputs; r++) {
+        const uint8_t *row = p->codes + (block * WIDTH + r) * p->row_bytes;
+        for (int k = 0; k < w->inputs; k++) memcpy(to + (k * WIDTH + r) * size, row + k * size, size);
+    }
+}
+
+static void pack_blocks(void *argument, Team *team, int thread) {
+    const Packing *p = argument;
+    int blocks = matrix_blocks(p->w), integers = p->w->format == INT4 || p->w->format == INT8;
+    for (int block; (block = team_claim(team, 1)) < blocks;) {
+        if (integers) pack_integer_block(p, block);
+        else pack_float_block(p, block);
+    }
+}
+
+void matrix_pack(Team *team, const Packing *packing) {
+    team_run(team, pack_blocks, (void *)packing);
+}
+
+size_t matrix_scratch(const Matrix *w, int rows) {
+    return input_bytes(w, rows);
+}
+
+const char *instructions(void) {
+    return INSTRUCTIONS;
+}
