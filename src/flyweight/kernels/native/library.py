@@ -87,6 +87,8 @@ def load() -> ctypes.CDLL:
         "matrix_scratch": (ctypes.c_size_t, [pointer, ctypes.c_int]),
         "matrix_pack": (None, [pointer, pointer]),
         "matrix_multiply": (None, [pointer, pointer, pointer, pointer, ctypes.c_int, pointer]),
+        "decoder_workspace": (ctypes.c_size_t, [pointer, pointer, ctypes.c_int]),
+        "decoder_step": (None, [pointer, pointer, pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -90,11 +90,18 @@ typedef struct {
     int32_t add;
 } Target;
 
-// The calling thread's share of x Wᵀ; every thread of the team calls it, and a barrier has to follow.
-void project(Team *team, const Matrix *w, const Input *input, Target target);
+// One of several products of a phase.
+typedef struct {
+    const Matrix *w;
+    Input input;
+    Target target;
+} Product;
 
-// silu(x gateᵀ) · (x upᵀ), likewise. `gated`: 1 is silu, 2 gelu with tanh.
-void project_gated(Team *team, const Matrix *gate, const Matrix *up, const Input *inputs, Target target, int gated);
+// The calling thread's share of x Wᵀ for each; every thread of the team calls it, and a barrier has to follow.
+void project(Team *team, const Product *products, int count);
+
+// silu(x gateᵀ) · (x upᵀ), likewise, to gate's target. `gated`: 1 is silu, 2 gelu with tanh.
+void project_gated(Team *team, const Product *gate, const Product *up, int gated);
 
 // One row of the weight itself: what an embedding looks up.
 void matrix_row(const Matrix *w, int row, float *out);

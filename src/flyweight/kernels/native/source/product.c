@@ -16,6 +16,7 @@ void block_product(const Matrix *w, const Input *input, int block, int begin, in
     }
 }
 
+// So many pieces of work that a thread whose core is busy with something else leaves most to the others.
 static int blocks_at_once(const Team *team, int blocks) {
     int share = blocks / (8 * team->threads);
     return share < 1 ? 1 : share;
@@ -32,17 +33,27 @@ static void put(const Matrix *w, Target target, int block, int row, const float 
     for (int i = 0; i < count; i++) to[i] = target.add ? to[i] + values[i] : values[i];
 }
 
-void project(Team *team, const Matrix *w, const Input *input, Target target) {
-    int blocks = matrix_blocks(w), step = blocks_at_once(team, blocks), rows = input->rows;
-    for (int first; (first = team_claim(team, step)) < blocks;) {
-        int last = first + step < blocks ? first + step : blocks;
-        for (int block = first; block < last; block++)
-            for (int row = 0; row < rows; row += ROWS_AT_ONCE) {
-                float out[ROWS_AT_ONCE][WIDTH];
-                int count = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
-                block_product(w, input, block, row, count, out);
-                for (int m = 0; m < count; m++) put(w, target, block, row + m, out[m]);
-            }
+static void project_blocks(const Product *product, int first, int last) {
+    const Matrix *w = product->w;
+    int rows = product->input.rows;
+    for (int block = first; block < last; block++)
+        for (int row = 0; row < rows; row += ROWS_AT_ONCE) {
+            float out[ROWS_AT_ONCE][WIDTH];
+            int count = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
+            block_product(w, &product->input, block, row, count, out);
+            for (int m = 0; m < count; m++) put(w, product->target, block, row + m, out[m]);
+        }
+}
+
+void project(Team *team, const Product *products, int count) {
+    int before = 0, piece = team_claim(team, 1);
+    for (int i = 0; i < count; i++) {
+        int blocks = matrix_blocks(products[i].w), step = blocks_at_once(team, blocks), pieces = (blocks + step - 1) / step;
+        for (; piece < before + pieces; piece = team_claim(team, 1)) {
+            int first = (piece - before) * step, last = first + step < blocks ? first + step : blocks;
+            project_blocks(products + i, first, last);
+        }
+        before += pieces;
     }
 }
 
@@ -50,19 +61,19 @@ static void gate(float *gate, const float *up, int kind) {
     for (int i = 0; i < WIDTH; i++) gate[i] = (kind == 1 ? silu(gate[i]) : gelu(gate[i])) * up[i];
 }
 
-void project_gated(Team *team, const Matrix *gates, const Matrix *ups, const Input *inputs, Target target, int gated) {
-    int blocks = matrix_blocks(gates), step = blocks_at_once(team, blocks), rows = inputs->rows;
+void project_gated(Team *team, const Product *gates, const Product *ups, int gated) {
+    int blocks = matrix_blocks(gates->w), step = blocks_at_once(team, blocks), rows = gates->input.rows;
     for (int first; (first = team_claim(team, step)) < blocks;) {
         int last = first + step < blocks ? first + step : blocks;
         for (int block = first; block < last; block++)
             for (int row = 0; row < rows; row += ROWS_AT_ONCE) {
                 float left[ROWS_AT_ONCE][WIDTH], right[ROWS_AT_ONCE][WIDTH];
                 int count = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
-                block_product(gates, &inputs[0], block, row, count, left);
-                block_product(ups, &inputs[1], block, row, count, right);
+                block_product(gates->w, &gates->input, block, row, count, left);
+                block_product(ups->w, &ups->input, block, row, count, right);
                 for (int m = 0; m < count; m++) {
                     gate(left[m], right[m], gated);
-                    put(gates, target, block, row + m, left[m]);
+                    put(gates->w, gates->target, block, row + m, left[m]);
                 }
             }
     }
@@ -70,23 +81,21 @@ void project_gated(Team *team, const Matrix *gates, const Matrix *ups, const Inp
 
 // x Wᵀ as one call: what a layer of torch, or a test, asks for.
 typedef struct {
-    const Matrix *w;
+    Product product;
     const float *x;
-    float *y;
-    int rows;
-    Input input;
-} Product;
+} Call;
 
 static void fill_and_project(void *argument, Team *team, int thread) {
-    Product *product = argument;
-    for (int row; (row = team_claim(team, 1)) < product->rows;)
-        input_fill(product->w, &product->input, product->x, product->w->inputs, row, row + 1);
+    Call *call = argument;
+    const Matrix *w = call->product.w;
+    for (int row; (row = team_claim(team, 1)) < call->product.input.rows;)
+        input_fill(w, &call->product.input, call->x, w->inputs, row, row + 1);
     team_barrier(team);
-    project(team, product->w, &product->input, (Target){product->y, product->w->outputs, 0});
+    project(team, &call->product, 1);
 }
 
 void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows, void *scratch) {
-    Product product = {w, x, y, rows, {0}};
-    input_place(w, &product.input, x, rows, w->inputs, scratch);
-    team_run(team, fill_and_project, &product);
+    Call call = {{w, {0}, {y, w->outputs, 0}}, x};
+    input_place(w, &call.product.input, x, rows, w->inputs, scratch);
+    team_run(team, fill_and_project, &call);
 }
