@@ -48,7 +48,7 @@ class Matrix(ctypes.Structure):
 
 
 class Packing(ctypes.Structure):
-    """`Packing` of source/pack.c."""
+    """`Packing` of source/matrix.h."""
 
     _fields_ = (
         ("w", ctypes.c_void_p), ("codes", ctypes.c_void_p), ("row_bytes", ctypes.c_int64), ("source_bits", ctypes.c_int32),

@@ -105,3 +105,27 @@ void project_gated(Team *team, const Product *gate, const Product *up, int gated
 
 // One row of the weight itself: what an embedding looks up.
 void matrix_row(const Matrix *w, int row, float *out);
+
+// A row-major weight to be packed; of `w` everything is filled in but what `data` points to.
+typedef struct {
+    const Matrix *w;
+    const uint8_t *codes;  // [outputs][row_bytes]: integers of source_bits, two to a byte from the low half up, or floats
+    int64_t row_bytes;
+    int32_t source_bits;
+    int32_t is_signed;     // codes of 8 bits are, and need no 128 taken off
+    const float *scales;   // [outputs][weight_groups]
+    const uint8_t *zeros;  // [outputs][weight_groups] or NULL
+    int32_t weight_group;  // columns (in their new order) that share a scale of the source
+    int32_t weight_groups;
+    uint8_t *to;
+} Packing;
+
+void matrix_pack(Team *team, const Packing *packing);
+
+size_t matrix_scratch(const Matrix *w, int rows);
+
+// y [rows][outputs] = x [rows][inputs] Wᵀ; scratch: `matrix_scratch` bytes, aligned to 64.
+void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows, void *scratch);
+
+// What the kernels were compiled for.
+const char *instructions(void);

@@ -1,18 +1,5 @@
-// From row-major weights to the layout of matrix.h, all threads at once. `w` is filled in but for what `data` points to.
+// From row-major weights to the layout of matrix.h, all threads at once.
 #include "matrix.h"
-
-typedef struct {
-    const Matrix *w;
-    const uint8_t *codes;  // [outputs][row_bytes]: integers of source_bits, two to a byte from the low half up, or floats
-    int64_t row_bytes;
-    int32_t source_bits;
-    int32_t is_signed;     // codes of 8 bits are, and need no 128 taken off
-    const float *scales;   // [outputs][weight_groups]
-    const uint8_t *zeros;  // [outputs][weight_groups] or NULL
-    int32_t weight_group;  // columns (in their new order) that share a scale of the source
-    int32_t weight_groups;
-    uint8_t *to;
-} Packing;
 
 static int column_input(const Matrix *w, int column) {
     if (w->order) return w->order[column];

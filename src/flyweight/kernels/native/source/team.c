@@ -90,7 +90,6 @@ void team_run(Team *team, Work *work, void *argument) {
     pthread_mutex_unlock(&team->entrance);
 }
 
-// The caller of `team_run` is thread 0; the others are started here. `cores` [threads]: where they may run, or NULL.
 Team *team_make(int threads, const int32_t *cores) {
     Team *team = aligned_alloc(64, (sizeof(Team) + 63) / 64 * 64);
     if (!team) return NULL;

@@ -24,6 +24,9 @@ struct Team {
     _Alignas(64) atomic_int next;       // the next piece of the phase between two barriers that nobody has
 };
 
+// The caller of `team_run` is thread 0; the others are started here. `cores` [threads]: where they may run, or NULL.
+Team *team_make(int threads, const int32_t *cores);
+
 // Runs `work` in every thread; ends when all have ended.
 void team_run(Team *team, Work *work, void *argument);
 
