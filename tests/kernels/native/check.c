@@ -82,7 +82,7 @@ static Matrix describe(const Case *c) {
     w.columns = group * groups;
     w.wide_scales = c->wide;
     w.zeros = c->zeros;
-    w.factor = c->format == FLOAT8 ? 256 : 1;
+    w.factor = 1;
     w.block_bytes = groups * ((integers ? (c->wide ? 32 : 16) + 16 * c->zeros : 0) + group / 8 * bytes_of_eight(c->format));
     return w;
 }

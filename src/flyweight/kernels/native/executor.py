@@ -21,7 +21,7 @@ from flyweight.kernels.native import library
 from flyweight.kernels.native.weight import Weight
 
 STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-GATED = {"silu": 1, "gelu": 2}
+GATED = {"silu": 2, "gelu": 3}  # `Mode` of source/matrix.h
 MOST_PARTS = 3
 
 

@@ -241,6 +241,8 @@ def pack_channels(tensor: Int8Channel) -> Weight:
 def pack_floats(values: Tensor, why: str) -> Weight:
     if values.dtype == torch.float32 and torch.equal(values.half().float(), values):
         values = values.half()
+    if values.dtype == torch.float16 and not bool(values.isfinite().all()):  # the kernel knows numbers only
+        values = values.float()
     group = -(-values.shape[1] // 8) * 8
     matrix = empty_matrix(values, FLOATS[values.dtype], group=group, groups=1)
     matrix.block_bytes = group * WIDTH * values.element_size()
@@ -257,7 +259,6 @@ def pack_float8(tensor: Float8) -> Weight:
     if tensor.input_scale is not None:
         matrix.input_scale = float(tensor.input_scale)
     matrix.block_bytes = group * groups * WIDTH
-    matrix.factor = 256.0  # the kernel reads e4m3 as the upper part of a float16, whose exponents are 8 less
     weight = Weight(matrix, f"float8, x {names[tensor.activation]}")
     weight.keep("scales", float8_scales(tensor, groups))
     return _fill(weight, Source(tensor.weight.view(torch.uint8), 8))

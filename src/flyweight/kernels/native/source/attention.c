@@ -17,7 +17,7 @@
 typedef struct {
     float *keys;    // [TILE][head_dim]
     float *values;  // [TILE][head_dim]
-    float *scores;  // [TILE]
+    float *scores;  // [2][TILE]
     float *sums;    // [QUERIES][head_dim]
     float *most;    // [QUERIES]
     float *total;   // [QUERIES]
@@ -29,12 +29,13 @@ typedef struct {
     int sequence;
     int first;      // token of the sequence's new ones
     int count;
+    int before;     // the first one's place in the sequence
     int head;
     int heads;
 } Item;
 
 size_t attention_bytes(const Decoder *d) {
-    return 4 * ((size_t)(2 * TILE + QUERIES + d->heads) * d->head_dim + TILE + 2 * (QUERIES + d->heads)) + 64;
+    return 4 * ((size_t)(2 * TILE + QUERIES + d->heads) * d->head_dim + 2 * TILE + 2 * (QUERIES + d->heads)) + 256;
 }
 
 static Scratch place(const Decoder *d, void *memory) {
@@ -44,7 +45,7 @@ static Scratch place(const Decoder *d, void *memory) {
     s.values = s.keys + TILE * d->head_dim;
     s.sums = s.values + TILE * d->head_dim;
     s.scores = s.sums + most * d->head_dim;
-    s.most = s.scores + TILE;
+    s.most = s.scores + 2 * TILE;
     s.total = s.most + most;
     return s;
 }
@@ -135,90 +136,127 @@ void rope_and_store(const Run *run, Team *team, int layer) {
 
 // -- attention --------------------------------------------------------------------------------------------------------
 
-static float score_tile(const float *query, const float *keys, float *scores, int count, int size, float scale) {
-    float most = -INFINITY;
-    for (int t = 0; t < count; t += 4) { // beyond count there is old scratch: finite or not, it is not looked at
-        floats8 sum[4];
+// scores[r][t] = query r · key t for `rows` queries, a constant; keys from `count` on are old scratch, whose scores nobody reads.
+ALWAYS_INLINE void score_keys(const float *const queries[2], const float *keys, float *scores, int count, int size, const int rows) {
+    for (int t = 0; t < count; t += 4) {
+        floats8 sum[8];
         const float *key = keys + t * size;
-        UNROLL for (int i = 0; i < 4; i++) sum[i] = floats_splat(0);
+        UNROLL for (int i = 0; i < 4 * rows; i++) sum[i] = floats_splat(0);
         for (int d = 0; d < size; d += WIDTH) {
-            floats8 q = floats_load(query + d);
-            UNROLL for (int i = 0; i < 4; i++) sum[i] = floats_fma(sum[i], q, floats_load(key + i * size + d));
+            floats8 first = floats_load(queries[0] + d), second = floats_load(queries[rows - 1] + d);
+            UNROLL for (int i = 0; i < 4; i++) {
+                floats8 k = floats_load(key + i * size + d);
+                sum[i] = floats_fma(sum[i], first, k);
+                if (rows == 2) sum[4 + i] = floats_fma(sum[4 + i], second, k);
+            }
         }
         floats_sum4(scores + t, sum[0], sum[1], sum[2], sum[3]);
+        if (rows == 2) floats_sum4(scores + TILE + t, sum[4], sum[5], sum[6], sum[7]);
     }
-    for (int t = 0; t < count; t++) {
-        scores[t] *= scale;
-        most = scores[t] > most || scores[t] != scores[t] ? scores[t] : most;
-    }
-    return most;
 }
 
-#define CHUNK 8 // vectors of a head that stay in registers while the values go by
+// Scores → weights of one query, which sees keys `skip` to `count` of the tile; the sums so far are to be multiplied with the
+// result. Lanes of eight, because one maximum or sum would wait for itself. NaN is no maximum, but stays in the weights.
+static float weigh(Scratch *s, int row, float *scores, int skip, int count, float scale) {
+    int end = (count + WIDTH - 1) / WIDTH * WIDTH;
+    float most[WIDTH], total[WIDTH] = {0};
+    for (int i = 0; i < WIDTH; i++) most[i] = -INFINITY;
+    for (int t = 0; t < skip; t++) scores[t] = -INFINITY;
+    for (int t = count; t < end; t++) scores[t] = -INFINITY;
+    for (int t = 0; t < end; t += WIDTH)
+        for (int i = 0; i < WIDTH; i++) {
+            float score = scores[t + i] * scale;
+            scores[t + i] = score;
+            most[i] = score > most[i] ? score : most[i];
+        }
+    float before = s->most[row], now = before;
+    for (int i = 0; i < WIDTH; i++) now = most[i] > now ? most[i] : now;
+    if (now == -INFINITY) now = 0; // nothing but NaN
+    for (int t = 0; t < end; t += WIDTH)
+        for (int i = 0; i < WIDTH; i++) {
+            float weight = scores[t + i] == -INFINITY ? 0 : exponential(scores[t + i] - now);
+            scores[t + i] = weight;
+            total[i] += weight;
+        }
+    float fade = before == -INFINITY ? 0 : exponential(before - now), sum = 0;
+    for (int i = 0; i < WIDTH; i++) sum += total[i];
+    s->total[row] = s->total[row] * fade + sum;
+    s->most[row] = now;
+    return fade;
+}
 
-static void add_values(float *sums, const float *values, const float *weights, int count, int size, float fade) {
-    int d = 0;
-    for (; d + CHUNK * WIDTH <= size; d += CHUNK * WIDTH) {
-        floats8 sum[CHUNK];
-        UNROLL for (int i = 0; i < CHUNK; i++) sum[i] = floats_scale(floats_load(sums + d + i * WIDTH), fade);
-        for (int t = 0; t < count; t++)
+#define CHUNK 4 // vectors of a head that stay in registers while the values go by
+
+ALWAYS_INLINE void add_values(float *const sums[2], const float *values, const float *weights, int count, int size,
+                              const float fade[2], const int rows) {
+    for (int d = 0; d < size; d += CHUNK * WIDTH) {
+        floats8 sum[2][CHUNK];
+        int chunk = (size - d) / WIDTH < CHUNK ? (size - d) / WIDTH : CHUNK;
+        UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int i = 0; i < CHUNK; i++)
-                sum[i] = floats_fma_scalar(sum[i], floats_load(values + t * size + d + i * WIDTH), weights[t]);
-        UNROLL for (int i = 0; i < CHUNK; i++) floats_store(sums + d + i * WIDTH, sum[i]);
-    }
-    for (; d < size; d += WIDTH) {
-        floats8 sum = floats_scale(floats_load(sums + d), fade);
-        for (int t = 0; t < count; t++) sum = floats_fma_scalar(sum, floats_load(values + t * size + d), weights[t]);
-        floats_store(sums + d, sum);
+                sum[r][i] = i < chunk ? floats_scale(floats_load(sums[r] + d + i * WIDTH), fade[r]) : floats_splat(0);
+        for (int t = 0; t < count; t++)
+            UNROLL for (int i = 0; i < CHUNK; i++) { // what lies beyond a short head is read, but not used
+                floats8 v = floats_load(values + t * size + d + i * WIDTH);
+                UNROLL for (int r = 0; r < rows; r++) sum[r][i] = floats_fma_scalar(sum[r][i], v, weights[r * TILE + t]);
+            }
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int i = 0; i < CHUNK; i++)
+                if (i < chunk) floats_store(sums[r] + d + i * WIDTH, sum[r][i]);
     }
 }
 
-// One query and the tile's keys from `skip` to `count`, which are those that it sees.
-static void attend_tile(const Decoder *d, Scratch *s, int row, const float *query, int skip, int count) {
-    int size = d->head_dim;
-    const float *keys = s->keys + skip * size, *values = s->values + skip * size;
-    count -= skip;
-    float found = score_tile(query, keys, s->scores, count, size, d->scale), total = 0;
-    float most = found > s->most[row] || found != found ? found : s->most[row];
-    for (int t = 0; t < count; t++) s->scores[t] = exponential(s->scores[t] - most);
-    for (int t = 0; t < count; t++) total += s->scores[t];
-    float fade = s->most[row] == -INFINITY ? 0 : exponential(s->most[row] - most);
-    s->total[row] = s->total[row] * fade + total;
-    s->most[row] = most;
-    add_values(s->sums + row * size, values, s->scores, count, size, fade);
+// One or two queries of an item and a tile of keys; `begin` is the first key's place in the sequence.
+ALWAYS_INLINE void attend_rows(const Item *item, Scratch *s, int row, int begin, int count, const int rows) {
+    const Run *run = item->run;
+    const Decoder *d = run->decoder;
+    int size = d->head_dim, window = d->layers[item->layer].window, least = TILE, most = 0;
+    int all = (d->heads + 2 * d->kv_heads) * size, start = run->step->query_starts[item->sequence] + item->first;
+    int skips[2], ends[2];
+    const float *queries[2];
+    float *sums[2], fade[2];
+    for (int r = 0; r < rows; r++) {
+        int token = (row + r) / item->heads, head = item->head + (row + r) % item->heads, end = item->before + token + 1 - begin;
+        queries[r] = run->qkv + (size_t)(start + token) * all + head * size;
+        sums[r] = s->sums + (row + r) * size;
+        ends[r] = end < 0 ? 0 : end < count ? end : count;
+        skips[r] = window && end > window ? end - window : 0;
+        skips[r] = skips[r] < ends[r] ? skips[r] : ends[r];
+        least = skips[r] < least ? skips[r] : least;
+        most = ends[r] > most ? ends[r] : most;
+    }
+    if (least >= most) return;
+    score_keys(queries, s->keys, s->scores, most, size, rows);
+    for (int r = 0; r < rows; r++) {
+        float *scores = s->scores + r * TILE;
+        fade[r] = 1;
+        if (skips[r] < ends[r]) fade[r] = weigh(s, row + r, scores, skips[r], ends[r], d->scale);
+        for (int t = skips[r] < ends[r] ? ends[r] : 0; t < most; t++) scores[t] = 0;
+    }
+    add_values(sums, s->values, s->scores, most, size, fade, rows);
 }
 
 static void attend_item(const Item *item, Scratch *s) {
     const Run *run = item->run;
     const Decoder *d = run->decoder;
     const Step *step = run->step;
-    int size = d->head_dim, all = (d->heads + 2 * d->kv_heads) * size, window = d->layers[item->layer].window;
-    int start = step->query_starts[item->sequence], fresh = step->query_starts[item->sequence + 1] - start;
-    int before = step->kv_lengths[item->sequence] - fresh + item->first; // position of the item's first token in its pages
-    int kv_head = item->head / (d->heads / d->kv_heads), end = before + item->count;
-    int begin = window && before + 1 > window ? before + 1 - window : 0;
-    for (int row = 0; row < item->count * item->heads; row++) s->most[row] = -INFINITY, s->total[row] = 0;
-    memset(s->sums, 0, 4 * (size_t)item->count * item->heads * size);
+    int size = d->head_dim, window = d->layers[item->layer].window, rows = item->count * item->heads;
+    int kv_head = item->head / (d->heads / d->kv_heads), end = item->before + item->count;
+    int begin = window && item->before + 1 > window ? item->before + 1 - window : 0;
+    for (int row = 0; row < rows; row++) s->most[row] = -INFINITY, s->total[row] = 0;
+    memset(s->sums, 0, 4 * (size_t)rows * size);
     for (int t = begin; t < end; t += TILE) {
-        int count = end - t < TILE ? end - t : TILE;
+        int count = end - t < TILE ? end - t : TILE, row = 0;
         gather(item, kv_head, t, count, step->keys[item->layer], s->keys);
         gather(item, kv_head, t, count, step->values[item->layer], s->values);
-        for (int i = 0; i < item->count; i++) {
-            int last = before + i + 1 - t, skip = window ? before + i + 1 - window - t : 0;
-            last = last < count ? last : count;
-            skip = skip > 0 ? skip : 0;
-            if (last <= skip) continue;
-            const float *queries = run->qkv + (size_t)(start + item->first + i) * all + item->head * size;
-            for (int h = 0; h < item->heads; h++)
-                attend_tile(d, s, i * item->heads + h, queries + h * size, skip, last);
-        }
+        for (; row + 2 <= rows; row += 2) attend_rows(item, s, row, t, count, 2);
+        if (row < rows) attend_rows(item, s, row, t, count, 1);
     }
-    for (int i = 0; i < item->count; i++)
-        for (int h = 0; h < item->heads; h++) {
-            float *out = run->attended + ((size_t)(start + item->first + i) * d->heads + item->head + h) * size;
-            int row = i * item->heads + h;
-            for (int k = 0; k < size; k++) out[k] = s->sums[row * size + k] / s->total[row];
-        }
+    for (int row = 0; row < rows; row++) {
+        size_t token = step->query_starts[item->sequence] + item->first + row / item->heads;
+        float *out = run->attended + (token * d->heads + item->head + row % item->heads) * size, scale = 1 / s->total[row];
+        for (int k = 0; k < size; k++) out[k] = s->sums[row * size + k] * scale;
+    }
 }
 
 void attend(const Run *run, Team *team, int layer, void *scratch) {
@@ -226,7 +264,7 @@ void attend(const Run *run, Team *team, int layer, void *scratch) {
     const Step *step = run->step;
     Scratch s = place(d, scratch);
     int group = d->heads / d->kv_heads;
-    int heads = run->rows * d->kv_heads < 4 * team->threads ? 1 : group;
+    int heads = run->rows * d->kv_heads < team->threads ? 1 : group; // keys are gathered once for all heads of an item
     int tile = QUERIES / heads > 1 ? QUERIES / heads : 1, across = d->heads / heads, claimed = team_claim(team, 1), piece = 0;
     for (int sequence = 0; sequence < step->sequences; sequence++) {
         int fresh = step->query_starts[sequence + 1] - step->query_starts[sequence];
@@ -234,7 +272,8 @@ void attend(const Run *run, Team *team, int layer, void *scratch) {
         for (; claimed < piece + tiles * across; claimed = team_claim(team, 1)) {
             int at = claimed - piece, first = (tiles - 1 - at / across) * tile; // the longest first
             int count = fresh - first < tile ? fresh - first : tile;
-            Item item = {run, layer, sequence, first, count, at % across * heads, heads};
+            int before = step->kv_lengths[sequence] - fresh + first;
+            Item item = {run, layer, sequence, first, count, before, at % across * heads, heads};
             attend_item(&item, &s);
         }
         piece += tiles * across;

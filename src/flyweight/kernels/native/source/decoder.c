@@ -78,7 +78,7 @@ static void embed(const Walk *walk) {
 static void add_to_hidden(const Walk *walk, const Matrix *w, const float *x, const float *norm) {
     const Run *run = &walk->run;
     int size = run->decoder->hidden;
-    Product product = {w, {0}, {norm ? run->other : run->hidden, size, !norm}};
+    Product product = {w, {0}, {norm ? run->other : run->hidden, size, norm ? REPLACE : ADD}};
     prepare(walk, &product, 1, x, NULL);
     project(walk->team, &product, 1);
     team_barrier(walk->team);
@@ -96,7 +96,7 @@ static void project_qkv(const Walk *walk, const Layer *layer) {
     Product products[MOST_PARTS];
     int width = (d->heads + 2 * d->kv_heads) * d->head_dim, at = 0;
     for (int i = 0; i < layer->qkv.count; i++) {
-        products[i] = (Product){layer->qkv.parts[i], {0}, {walk->run.qkv + at, width, 0}};
+        products[i] = (Product){layer->qkv.parts[i], {0}, {walk->run.qkv + at, width, REPLACE}};
         at += layer->qkv.parts[i]->outputs;
     }
     prepare(walk, products, layer->qkv.count, walk->run.hidden, layer->input_norm);
@@ -106,10 +106,10 @@ static void project_qkv(const Walk *walk, const Layer *layer) {
 
 static void run_mlp(const Walk *walk, const Layer *layer) {
     const Decoder *d = walk->run.decoder;
-    Target target = {walk->run.gated, d->intermediate, 0};
-    Product products[2] = {{layer->gate, {0}, target}, {layer->up, {0}, target}};
+    Product products[2] = {{layer->gate, {0}, {walk->run.gated, d->intermediate, REPLACE}},
+                           {layer->up, {0}, {walk->run.gated, d->intermediate, d->gated}}};
     prepare(walk, products, 2, walk->run.hidden, layer->post_norm);
-    project_gated(walk->team, &products[0], &products[1], d->gated);
+    project_gated(walk->team, &products[0], &products[1]);
     team_barrier(walk->team);
     add_to_hidden(walk, layer->down, walk->run.gated, layer->mlp_out_norm);
 }
@@ -155,7 +155,7 @@ static void walk_step(void *argument, Team *team, int thread) {
     embed(&walk);
     for (int layer = 0; layer < d->layers_count; layer++) run_layer(&walk, layer);
     if (!walk.run.step->outputs) return;
-    Product product = {d->head, {0}, {walk.run.step->logits, d->vocabulary, 0}};
+    Product product = {d->head, {0}, {walk.run.step->logits, d->vocabulary, REPLACE}};
     prepare(&walk, &product, 1, walk.run.hidden, d->final_norm);
     project(team, &product, 1);
 }

@@ -37,7 +37,7 @@ typedef struct {
     int32_t rotary;        // of head_dim, how much rope turns
     int32_t intermediate;
     int32_t vocabulary;
-    int32_t gated;         // 1 silu, 2 gelu
+    int32_t gated;         // enum Mode: SILU or GELU
     int32_t storage;       // enum Storage, of the KV cache
     int32_t block_size;    // tokens of a page
     float epsilon;

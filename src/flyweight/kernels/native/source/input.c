@@ -9,6 +9,7 @@
 #define ALIGNED(bytes) (((size_t)(bytes) + 63) / 64 * 64)
 
 static int needs_copy(const Matrix *w) {
+    if (input_factor(w) != 1) return 1;
     return w->order || w->columns != w->inputs || w->column_scale || w->column_bias || (w->activation != AS_IT_IS && !takes_integers(w));
 }
 
@@ -40,7 +41,7 @@ void input_place(const Matrix *w, Input *input, const float *x, int rows, int st
 int input_same(const Matrix *a, const Matrix *b) {
     return a->activation == b->activation && a->inputs == b->inputs && a->columns == b->columns && a->group == b->group
         && a->order == b->order && a->column_scale == b->column_scale && a->column_bias == b->column_bias
-        && a->input_scale == b->input_scale && a->input_zero == b->input_zero;
+        && a->input_scale == b->input_scale && a->input_zero == b->input_zero && input_factor(a) == input_factor(b);
 }
 
 static float largest(const float *x, int count) {
@@ -141,6 +142,8 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
             float *to = (float *)input->values + (size_t)row * w->columns;
             copy_columns(w, values, to, input->offsets + row);
             round_row(w, to);
+            if (input_factor(w) != 1)
+                for (int k = 0; k < w->columns; k++) to[k] *= input_factor(w);
             values = to;
         }
         if (!takes_integers(w)) continue;

@@ -65,6 +65,16 @@ static inline int takes_integers(const Matrix *w) {
     return w->activation == INT8_GROUP; // a static scale may ask for −128, which AVX2 cannot multiply: that goes through floats
 }
 
+// What the numbers of a format have to be multiplied with once they are read.
+static inline float weight_factor(const Matrix *w) {
+    if (w->format == FLOAT16 || (w->format == VECTORS && !w->wide_scales)) return HALF_FACTOR;
+    return w->format == FLOAT8 ? FLOAT8_FACTOR : 1.0f;
+}
+
+static inline float input_factor(const Matrix *w) {
+    return weight_factor(w) == 1.0f ? 1.0f : INPUT_FACTOR;
+}
+
 // Bytes of scratch that `rows` of x need for this matrix.
 size_t input_bytes(const Matrix *w, int rows);
 
@@ -83,11 +93,13 @@ void block_product(const Matrix *w, const Input *input, int block, int begin, in
 void integer_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
 void float_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
 
-// What becomes of a product: written to out [rows][stride], or added to what is there.
+// What becomes of a product: it replaces what is in out [rows][stride], is added to it, or is multiplied with silu or gelu of it.
+enum Mode { REPLACE, ADD, SILU, GELU };
+
 typedef struct {
     float *out;
     int32_t stride;
-    int32_t add;
+    int32_t mode; // enum Mode
 } Target;
 
 // One of several products of a phase.
@@ -100,8 +112,11 @@ typedef struct {
 // The calling thread's share of x Wᵀ for each; every thread of the team calls it, and a barrier has to follow.
 void project(Team *team, const Product *products, int count);
 
-// silu(x gateᵀ) · (x upᵀ), likewise, to gate's target. `gated`: 1 is silu, 2 gelu with tanh.
-void project_gated(Team *team, const Product *gate, const Product *up, int gated);
+// silu(x gateᵀ) · (x upᵀ), likewise: gate replaces, up has the mode SILU or GELU and the same target.
+void project_gated(Team *team, const Product *gate, const Product *up);
+
+// One block as floats [columns][8], columns in the matrix's order.
+void block_to_floats(const Matrix *w, int block, float *to);
 
 // One row of the weight itself: what an embedding looks up.
 void matrix_row(const Matrix *w, int row, float *out);

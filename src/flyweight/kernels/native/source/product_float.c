@@ -6,11 +6,11 @@
 
 #define AHEAD 1024
 
-// Zero points of integers as floats; codes of 8 bits are stored less 128.
+// Zero points of integers as floats; codes are unsigned here.
 ALWAYS_INLINE floats8 zero_points(const uint8_t *header, const int format, const int wide, const int zeros) {
-    if (!zeros) return floats_splat(format == INT4 ? 8 : 0);
+    if (!zeros) return floats_splat((format == INT4 ? 8 : 128) + CODE_OFFSET);
     floats8 stored = ints_to_floats(ints_from_bytes(header + (wide ? 32 : 16)));
-    return format == INT4 ? stored : floats_subtract(stored, floats_splat(128));
+    return floats_add(stored, floats_splat(CODE_OFFSET));
 }
 
 ALWAYS_INLINE int bytes_of_eight(const int format) {
@@ -18,7 +18,7 @@ ALWAYS_INLINE int bytes_of_eight(const int format) {
 }
 
 ALWAYS_INLINE floats8 book_entry(const Matrix *w, const void *book, size_t index, const int wide) {
-    return wide ? floats_load((const float *)book + 8 * index) : halves_load((const uint16_t *)book + 8 * index);
+    return wide ? floats_load((const float *)book + 8 * index) : small_halves_load((const uint16_t *)book + 8 * index);
 }
 
 ALWAYS_INLINE void look_up(const Matrix *w, const uint8_t *block, int column, int group, floats8 to[8], const int wide) {
@@ -39,9 +39,9 @@ ALWAYS_INLINE void write_out(const uint8_t *at, floats8 to[8], floats8 zero, con
     UNROLL for (int j = 0; j < 8; j++) {
         if (format == INT4 || format == INT8) to[j] = floats_subtract(to[j], zero);
         if (format == FLOAT32) to[j] = floats_load((const float *)at + 8 * j);
-        if (format == FLOAT16) to[j] = halves_load(at + 16 * j);
+        if (format == FLOAT16) to[j] = small_halves_load(at + 16 * j);
         if (format == BFLOAT16) to[j] = bfloats_load(at + 16 * j);
-        if (format == FLOAT8) to[j] = float8s_load(at + 8 * j);
+        if (format == FLOAT8) to[j] = small_float8s_load(at + 8 * j);
     }
 }
 
@@ -69,9 +69,11 @@ ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begi
             if (step > 64) __builtin_prefetch(at + AHEAD + 64);
             if (format == VECTORS) look_up(w, start, g * w->group + k, g, eight, wide);
             else write_out(at, eight, zero, format);
-            UNROLL for (int j = 0; j < 8; j++)
-                UNROLL for (int m = 0; m < rows; m++)
-                    sum[m * sums + j % sums] = floats_fma_scalar(sum[m * sums + j % sums], eight[j], x[(size_t)m * input->stride + j]);
+            UNROLL for (int m = 0; m < rows; m++) {
+                const float *inputs = x + (size_t)m * input->stride;
+                floats_fma4(sum + m * sums, sums, eight, inputs);
+                floats_fma4(sum + m * sums, sums, eight + 4, inputs + 4);
+            }
         }
         UNROLL for (int m = 0; m < rows; m++) {
             UNROLL for (int i = 1; i < sums; i++) sum[m * sums] = floats_add(sum[m * sums], sum[m * sums + i]);
@@ -102,29 +104,48 @@ void float_product(const Matrix *w, const Input *input, int block, int begin, in
     }
 }
 
-// A product with ones and zeros would do for a row of an embedding, but reads the whole block eight times as often as needed.
-void matrix_row(const Matrix *w, int row, float *out) {
-    const int integers = w->format == INT4 || w->format == INT8, wide = w->wide_scales, block = row / WIDTH;
-    const uint8_t *at = w->data + block * w->block_bytes;
-    for (int g = 0; g < w->groups; g++) {
-        floats8 scales = floats_splat(1), zero = floats_splat(0), eight[8];
-        if (integers) {
-            scales = wide ? floats_load((const float *)at) : halves_load(at);
-            zero = zero_points(at, w->format, wide, w->zeros);
-            at += (wide ? 32 : 16) + (w->zeros ? 16 : 0);
-        } else if (w->scales) {
-            scales = floats_load(w->scales + ((size_t)block * w->groups + g) * WIDTH);
+// -- weights written out ----------------------------------------------------------------------------------------------
+
+// Eight columns of a block as floats, group scales and factors multiplied in.
+static void written_out(const Matrix *w, int block, int g, int k, const uint8_t *header, floats8 to[8]) {
+    const int integers = w->format == INT4 || w->format == INT8, wide = w->wide_scales;
+    const int size = integers ? (wide ? 32 : 16) + (w->zeros ? 16 : 0) : 0;
+    floats8 scales = floats_splat(1), zero = floats_splat(0);
+    if (integers) {
+        scales = wide ? floats_load((const float *)header) : halves_load(header);
+        zero = zero_points(header, w->format, wide, w->zeros);
+    } else if (w->scales) {
+        scales = floats_load(w->scales + ((size_t)block * w->groups + g) * WIDTH);
+    }
+    if (w->format == VECTORS) look_up(w, w->data + block * w->block_bytes, g * w->group + k, g, to, wide);
+    else write_out(header + size + k / 8 * bytes_of_eight(w->format), to, zero, w->format);
+    scales = floats_scale(scales, w->factor * weight_factor(w));
+    for (int j = 0; j < 8; j++) to[j] = floats_multiply(to[j], scales);
+}
+
+static const uint8_t *group_header(const Matrix *w, int block, int g) {
+    return w->data + block * w->block_bytes + (w->format == VECTORS ? 0 : w->block_bytes / w->groups * g);
+}
+
+void block_to_floats(const Matrix *w, int block, float *to) {
+    for (int g = 0; g < w->groups; g++)
+        for (int k = 0; k < w->group; k += 8) {
+            floats8 eight[8];
+            written_out(w, block, g, k, group_header(w, block, g), eight);
+            for (int j = 0; j < 8; j++, to += WIDTH) floats_store(to, eight[j]);
         }
-        scales = floats_scale(scales, w->factor);
-        for (int k = 0; k < w->group; k += 8, at += bytes_of_eight(w->format)) {
-            write_out(at, eight, zero, w->format);
-            UNROLL for (int j = 0; j < 8; j++) {
+}
+
+void matrix_row(const Matrix *w, int row, float *out) {
+    for (int g = 0; g < w->groups; g++)
+        for (int k = 0; k < w->group; k += 8) {
+            floats8 eight[8];
+            written_out(w, row / WIDTH, g, k, group_header(w, row / WIDTH, g), eight);
+            for (int j = 0; j < 8; j++) {
                 float lanes[WIDTH];
-                int column = g * w->group + k + j;
-                floats_store(lanes, floats_multiply(eight[j], scales));
-                int input = w->order ? w->order[column] : column;
+                int column = g * w->group + k + j, input = w->order ? w->order[column] : column;
+                floats_store(lanes, eight[j]);
                 if (input >= 0 && input < w->inputs) out[input] = lanes[row % WIDTH];
             }
         }
-    }
 }

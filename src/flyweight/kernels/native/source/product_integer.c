@@ -9,16 +9,25 @@
 
 #define AHEAD 1024 // bytes: what is far enough ahead to be there in time, and near enough not to be gone again
 
-ALWAYS_INLINE ints8 start(const Matrix *w, const uint8_t *header, int32_t xsum, const int bits, const int wide, const int zeros) {
-    const int middle = bits == 4 ? 8 : BYTE_BIAS;
-    if (!zeros) return ints_splat(-middle * xsum);
+// Sums below 2^22 begin at the bits of 1.5 · 2^23, and so end as the bits of 1.5 · 2^23 + sum: no conversion is needed.
+#define MIDDLE_BITS 0x4b400000
+#define MIDDLE 12582912.0f
+#define MOST_SHORT 128 // inputs of 8 bits and 8 bits whose sum stays below 2^22
+
+ALWAYS_INLINE ints8 start(const uint8_t *header, int32_t xsum, const int bits, const int wide, const int zeros) {
+    const int32_t from = wide ? 0 : MIDDLE_BITS, middle = bits == 4 ? 8 : BYTE_BIAS;
+    if (!zeros) return ints_splat(from - middle * xsum);
     ints8 zero = ints_from_bytes(header + (wide ? 32 : 16));
-    if (bits == 8) return ints_add(ints_scale(zero, -xsum), ints_splat((128 - BYTE_BIAS) * xsum));
-    return ints_scale(zero, -xsum);
+    return ints_add(ints_scale(zero, -xsum), ints_splat(from + (bits == 8 ? (128 - BYTE_BIAS) * xsum : 0)));
+}
+
+ALWAYS_INLINE floats8 finish(ints8 sum, const int wide) {
+    return wide ? ints_to_floats(sum) : floats_subtract(ints_as_floats(sum), floats_splat(MIDDLE));
 }
 
 ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begin, float out[][WIDTH], const int rows,
                         const int bits, const int wide, const int zeros) {
+    const int sums = DOT_SUMS / rows > 1 ? DOT_SUMS / rows : 1;
     const int header = (wide ? 32 : 16) + (zeros ? 16 : 0), group = w->group, groups = w->groups;
     const uint8_t *at = w->data + block * w->block_bytes;
     const int8_t *x = input->codes + (size_t)begin * w->columns;
@@ -29,18 +38,22 @@ ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begi
     for (int g = 0; g < groups; g++) {
         floats8 scales = wide ? floats_load((const float *)at) : halves_load(at);
         ints8 sum[4];
-        UNROLL for (int m = 0; m < rows; m++) sum[m] = start(w, at, xsums[m * groups + g], bits, wide, zeros);
+        UNROLL for (int m = 0; m < rows; m++) {
+            sum[m * sums] = start(at, xsums[m * groups + g], bits, wide, zeros);
+            UNROLL for (int i = 1; i < sums; i++) sum[m * sums + i] = ints_splat(0);
+        }
         at += header;
         for (int k = 0; k < group; k += 16, at += 16 * bits, x += 16) {
             __builtin_prefetch(at + AHEAD);
             if (bits == 8) __builtin_prefetch(at + AHEAD + 64);
-            UNROLL for (int m = 0; m < rows; m++) {
-                const int8_t *inputs = x + (size_t)m * w->columns;
-                sum[m] = bits == 4 ? dot_nibbles(sum[m], at, inputs) : dot_bytes(sum[m], at, inputs);
-            }
+            if (bits == 4) dot_nibbles(sum, at, x, w->columns, rows, sums);
+            else dot_bytes(sum, at, x, w->columns, rows, sums);
         }
-        UNROLL for (int m = 0; m < rows; m++)
-            total[m] = floats_fma(total[m], ints_to_floats(sum[m]), floats_scale(scales, xscales[m * groups + g]));
+        UNROLL for (int m = 0; m < rows; m++) {
+            UNROLL for (int i = 1; i < sums; i++) sum[m * sums] = ints_add(sum[m * sums], sum[m * sums + i]);
+            floats8 both = floats_scale(scales, xscales[m * groups + g]);
+            total[m] = floats_fma(total[m], finish(sum[m * sums], wide), both);
+        }
     }
     UNROLL for (int m = 0; m < rows; m++) floats_store(out[m], total[m]);
 }

@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#define DOT_SUMS 4
+
 typedef __m256 floats8;
 typedef __m256i ints8;
 
@@ -21,6 +23,12 @@ typedef __m256i ints8;
 #define DOT_UNSIGNED(sum, w, x) \
     _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
 #endif
+
+// Of numbers that come divided by it, and of x beside them; codes come as they are (see vectors_neon.h).
+#define HALF_FACTOR 1.0f
+#define FLOAT8_FACTOR 0x1p8f
+#define INPUT_FACTOR 1.0f
+#define CODE_OFFSET 0.0f
 
 ALWAYS_INLINE floats8 floats_splat(float value) {
     return _mm256_set1_ps(value);
@@ -59,6 +67,11 @@ ALWAYS_INLINE floats8 floats_fma_scalar(floats8 sum, floats8 a, float b) {
     return _mm256_fmadd_ps(a, _mm256_set1_ps(b), sum);
 }
 
+// sum[j % sums] += a[j] · x[j] for four j
+ALWAYS_INLINE void floats_fma4(floats8 *sum, const int sums, const floats8 a[4], const float *x) {
+    UNROLL for (int j = 0; j < 4; j++) sum[j % sums] = floats_fma_scalar(sum[j % sums], a[j], x[j]);
+}
+
 ALWAYS_INLINE float floats_sum(floats8 a) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -83,8 +96,12 @@ ALWAYS_INLINE floats8 bfloats_load(const void *from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16));
 }
 
-// e4m3 without NaN, times 2^-8: the bits of a float16 after a shift.
-ALWAYS_INLINE floats8 float8s_load(const void *from) {
+ALWAYS_INLINE floats8 small_halves_load(const void *from) {
+    return halves_load(from);
+}
+
+// e4m3 without NaN, divided by FLOAT8_FACTOR: the bits of a float16 after a shift.
+ALWAYS_INLINE floats8 small_float8s_load(const void *from) {
     __m128i wide = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(from)), 8);
     __m128i sign = _mm_and_si128(wide, _mm_set1_epi16((short)0x8000));
     __m128i rest = _mm_srli_epi16(_mm_slli_epi16(wide, 1), 2);
@@ -107,6 +124,11 @@ ALWAYS_INLINE ints8 ints_from_bytes(const void *from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(from));
 }
 
+// The same bits.
+ALWAYS_INLINE floats8 ints_as_floats(ints8 a) {
+    return _mm256_castsi256_ps(a);
+}
+
 ALWAYS_INLINE floats8 ints_to_floats(ints8 a) {
     return _mm256_cvtepi32_ps(a);
 }
@@ -117,33 +139,39 @@ ALWAYS_INLINE __m256i four_inputs(const int8_t *x) {
     return _mm256_set1_epi32(bits);
 }
 
-ALWAYS_INLINE ints8 dot_nibbles(ints8 sum, const uint8_t *codes, const int8_t *x) {
+ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+                               const int sums) {
     const __m256i mask = _mm256_set1_epi8(15);
-    for (int half = 0; half < 2; half++) {
-        __m256i both = _mm256_loadu_si256((const __m256i *)(codes + 32 * half));
-        __m256i low = _mm256_and_si256(both, mask), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-        sum = DOT_UNSIGNED(sum, low, four_inputs(x + 8 * half));
-        sum = DOT_UNSIGNED(sum, high, four_inputs(x + 8 * half + 4));
+    UNROLL for (int quarter = 0; quarter < 4; quarter++) {
+        __m256i both = _mm256_loadu_si256((const __m256i *)(codes + 32 * (quarter / 2)));
+        __m256i w = _mm256_and_si256(quarter % 2 ? _mm256_srli_epi16(both, 4) : both, mask);
+        UNROLL for (int m = 0; m < rows; m++) {
+            ints8 *to = sum + m * sums + quarter % sums;
+            *to = DOT_UNSIGNED(*to, w, four_inputs(x + m * stride + 4 * quarter));
+        }
     }
-    return sum;
 }
 
-ALWAYS_INLINE ints8 dot_bytes(ints8 sum, const uint8_t *codes, const int8_t *x) {
-    for (int four = 0; four < 4; four++) {
-        __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 32 * four)), inputs = four_inputs(x + 4 * four);
+ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+                             const int sums) {
+    UNROLL for (int quarter = 0; quarter < 4; quarter++) {
+        __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 32 * quarter));
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m256i inputs = four_inputs(x + m * stride + 4 * quarter);
+            ints8 *to = sum + m * sums + quarter % sums;
 #if BYTE_BIAS
-        sum = DOT_UNSIGNED(sum, _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)), inputs);
+            *to = DOT_UNSIGNED(*to, _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)), inputs);
 #else
-        sum = DOT_UNSIGNED(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(inputs, w));
+            *to = DOT_UNSIGNED(*to, _mm256_abs_epi8(w), _mm256_sign_epi8(inputs, w));
 #endif
+        }
     }
-    return sum;
 }
 
 // Four inputs of eight outputs, stored by output, become four vectors of eight outputs.
 ALWAYS_INLINE void transpose_bytes(floats8 to[4], __m256i rows) {
     for (int j = 0; j < 4; j++)
-        to[j] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(rows, 24 - 8 * j), 24));
+        to[j] = _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_slli_epi32(rows, 24 - 8 * j), 24));
 }
 
 ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
@@ -154,6 +182,7 @@ ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
 }
 
 ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
-    transpose_bytes(to, _mm256_loadu_si256((const __m256i *)codes));
-    transpose_bytes(to + 4, _mm256_loadu_si256((const __m256i *)(codes + 32)));
+    const __m256i sign = _mm256_set1_epi8((char)128);
+    transpose_bytes(to, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)codes), sign));
+    transpose_bytes(to + 4, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(codes + 32)), sign));
 }

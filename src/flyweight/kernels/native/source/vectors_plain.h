@@ -3,7 +3,14 @@
 
 #define INSTRUCTIONS "plain C"
 #define BYTE_BIAS 0
+#define DOT_SUMS 1
 #define EACH for (int i = 0; i < 8; i++)
+
+// Of numbers that come divided by it, and of x beside them; codes come as they are (see vectors_neon.h).
+#define HALF_FACTOR 1.0f
+#define FLOAT8_FACTOR 0x1p8f
+#define INPUT_FACTOR 1.0f
+#define CODE_OFFSET 0.0f
 
 typedef struct { float at[8]; } floats8;
 typedef struct { int32_t at[8]; } ints8;
@@ -53,6 +60,11 @@ ALWAYS_INLINE floats8 floats_fma(floats8 sum, floats8 a, floats8 b) {
 ALWAYS_INLINE floats8 floats_fma_scalar(floats8 sum, floats8 a, float b) {
     EACH sum.at[i] += a.at[i] * b;
     return sum;
+}
+
+// sum[j % sums] += a[j] · x[j] for four j
+ALWAYS_INLINE void floats_fma4(floats8 *sum, const int sums, const floats8 a[4], const float *x) {
+    UNROLL for (int j = 0; j < 4; j++) sum[j % sums] = floats_fma_scalar(sum[j % sums], a[j], x[j]);
 }
 
 ALWAYS_INLINE float floats_sum(floats8 a) {
@@ -118,8 +130,12 @@ ALWAYS_INLINE floats8 bfloats_load(const void *from) {
     return a;
 }
 
-// e4m3 without NaN, times 2^-8: the bits of a float16 after a shift.
-ALWAYS_INLINE floats8 float8s_load(const void *from) {
+ALWAYS_INLINE floats8 small_halves_load(const void *from) {
+    return halves_load(from);
+}
+
+// e4m3 without NaN, divided by FLOAT8_FACTOR: the bits of a float16 after a shift.
+ALWAYS_INLINE floats8 small_float8s_load(const void *from) {
     const uint8_t *bytes = from;
     floats8 a;
     EACH a.at[i] = float_of_half((uint16_t)((bytes[i] & 0x80) << 8 | (bytes[i] & 0x7f) << 7));
@@ -149,24 +165,31 @@ ALWAYS_INLINE ints8 ints_from_bytes(const void *from) {
     return a;
 }
 
+// The same bits.
+ALWAYS_INLINE floats8 ints_as_floats(ints8 a) {
+    floats8 b;
+    memcpy(b.at, a.at, sizeof b.at);
+    return b;
+}
+
 ALWAYS_INLINE floats8 ints_to_floats(ints8 a) {
     floats8 b;
     EACH b.at[i] = (float)a.at[i];
     return b;
 }
 
-ALWAYS_INLINE ints8 dot_nibbles(ints8 sum, const uint8_t *codes, const int8_t *x) {
-    for (int part = 0; part < 2; part++, codes += 32, x += 8)
-        EACH for (int j = 0; j < 4; j++)
-            sum.at[i] += (codes[4 * i + j] & 15) * x[j] + (codes[4 * i + j] >> 4) * x[4 + j];
-    return sum;
+ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+                               const int sums) {
+    for (int m = 0; m < rows; m++)
+        for (int j = 0; j < 16; j++)
+            EACH sum[m * sums].at[i] += (codes[32 * (j / 8) + 4 * i + j % 4] >> (j / 4 % 2 * 4) & 15) * x[m * stride + j];
 }
 
-ALWAYS_INLINE ints8 dot_bytes(ints8 sum, const uint8_t *codes, const int8_t *x) {
-    for (int part = 0; part < 4; part++, codes += 32, x += 4)
-        EACH for (int j = 0; j < 4; j++)
-            sum.at[i] += (int8_t)codes[4 * i + j] * x[j];
-    return sum;
+ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+                             const int sums) {
+    for (int m = 0; m < rows; m++)
+        for (int j = 0; j < 16; j++)
+            EACH sum[m * sums].at[i] += (int8_t)codes[32 * (j / 4) + 4 * i + j % 4] * x[m * stride + j];
 }
 
 ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
@@ -178,5 +201,5 @@ ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
 
 ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
     for (int j = 0; j < 8; j++)
-        EACH to[j].at[i] = (float)(int8_t)codes[32 * (j / 4) + 4 * i + j % 4];
+        EACH to[j].at[i] = (float)(codes[32 * (j / 4) + 4 * i + j % 4] ^ 128);
 }
