@@ -98,14 +98,13 @@ def pack_head(head: Plain, *, exact: bool, bits: int | None) -> Weight:
 
 def round_to_8_bits(weight: Tensor, group: int = HEAD_GROUP) -> IntGroup:
     """To the nearest of 255 levels in each group of inputs, as GGUF's Q8_0; in parts, since a head is large."""
-    values, scales = zip(*(_round_rows(rows, group) for rows in weight.split(4096)), strict=True)
-    codes = torch.cat(values)
-    return IntGroup(codes.view(torch.int32), torch.cat(scales), None, 8, group, weight.shape[1])
-
-
-def _round_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    grouped = rows.float().unflatten(1, (-1, group))
-    scales = (grouped.abs().amax(-1, keepdim=True) / 127).half().float()
-    codes = (grouped / scales.clamp(min=1e-12)).round().clamp(-127, 127) + 128
-    return codes.flatten(1).to(torch.uint8), scales.squeeze(-1).half()
-
+    outputs, inputs = weight.shape
+    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+    scales = torch.empty(outputs, inputs // group, dtype=torch.float16)
+    for begin in range(0, outputs, 1024):
+        rows = slice(begin, begin + 1024)
+        grouped = weight[rows].float().unflatten(1, (-1, group))
+        scales[rows] = grouped.abs().amax(-1) / 127
+        inverse = 1 / scales[rows].float().clamp(min=1e-12)
+        codes[rows] = grouped.mul_(inverse[..., None]).round_().clamp_(-127, 127).add_(128).flatten(1)
+    return IntGroup(codes.view(torch.int32), scales, None, 8, group, inputs)
