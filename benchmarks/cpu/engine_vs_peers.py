@@ -1,12 +1,13 @@
 """Flyweight's native CPU engine beside llama.cpp and transformers: the same work, threads and bits, taking turns.
 
     python benchmarks/cpu/engine_vs_peers.py --threads 2 --rounds 5 --peer-python PEERS/bin/python \\
-        --ours 4-bit=out/int4 --llama 4-bit=Q4_0.gguf --ours 16-bit=FOLDER --llama 16-bit=F16.gguf
+        --ours 4-bit=out/int4@8 --llama 4-bit=Q4_0.gguf --ours 16-bit=FOLDER --llama 16-bit=F16.gguf
 
 Every contender is a process of its own that loads once and then waits for work on its standard input; while one runs, the
 others sleep. llama.cpp runs in the Python environment `--peer-python` (llama-cpp-python, built for this very machine: pip
 builds it so from source); its files are made by `--make-gguf SOURCE.gguf FOLDER`. A contender belongs to a class
-(`4-bit=…`), and ratios are taken within a class; file sizes stand beside them.
+(`4-bit=…`), and ratios are taken within a class; file sizes stand beside them. `@8` after a folder of ours rounds its head to 8
+bits at load, as llama.cpp's quantized files have it.
 
 Workloads, greedy, fresh random token ids in each turn:
 
@@ -197,9 +198,10 @@ class Process:
 
     def __init__(self, name: str, group: str, path: str, options: argparse.Namespace):
         python = options.peer_python if name == "llama.cpp" else sys.executable
+        path, _, self.head_bits = path.partition("@")
         command = [python, __file__, "--work", name, "--path", path, "--threads", str(options.threads)]
-        if name == "flyweight" and options.head_bits:
-            command += ["--head-bits", str(options.head_bits)]
+        if self.head_bits:
+            command += ["--head-bits", self.head_bits]
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
         self.name, self.group, self.path = name, group, path
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -241,7 +243,7 @@ def referee(options: argparse.Namespace) -> None:
     for process in processes:
         process.end()
     loads = [dict(bench="engine_vs_peers_load", engine=p.name, group=p.group, file=Path(p.path).name, threads=options.threads,
-                  head_bits=options.head_bits if p.name == "flyweight" else None, **p.facts) for p in processes]
+                  head_bits=p.head_bits, **p.facts) for p in processes]
     summary = summarize(rows)
     with open(options.output, "w") as file:
         for row in [machine(options), *loads, *rows, *summary]:
@@ -302,17 +304,17 @@ def make_gguf(source: str, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ours", action="append", default=[], metavar="CLASS=FOLDER")
+    parser.add_argument("--ours", action="append", default=[], metavar="CLASS=FOLDER[@8]")
     parser.add_argument("--llama", action="append", default=[], metavar="CLASS=FILE")
     parser.add_argument("--transformers", action="append", default=[], metavar="CLASS=FOLDER")
     parser.add_argument("--peer-python", default=sys.executable, help="the environment that has llama-cpp-python")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--head-bits", type=int, help="8: round a head of floats as llama.cpp's quantized files have it")
     parser.add_argument("--output", default=str(HERE / "engine_vs_peers.jsonl"))
     parser.add_argument("--make-gguf", nargs=2, metavar=("SOURCE", "FOLDER"))
     parser.add_argument("--work", choices=[*CONTENDERS], help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
+    parser.add_argument("--head-bits", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make_gguf:
         make_gguf(*options.make_gguf)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import UnsupportedError
-from flyweight.kernels.native.executor import Layer, Parts
+from flyweight.kernels.native import library
+from flyweight.kernels.native.executor import Layer, NativeDecoder, Parts
 from flyweight.kernels.native.weight import Weight, pack
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Weights, load_tensor
@@ -20,19 +21,26 @@ HEAD_GROUP = 32  # inputs that share a scale of a head rounded to 8 bits
 
 
 def why_not(config: ModelConfig) -> str | None:
-    """None, or what of this model the native executor does not know."""
+    """None, or why the native executor cannot run this model here."""
     if config.moe is not None:
-        return "mixtures of experts"
+        return "the native CPU executor does not run mixtures of experts"
     if config.head_dim % 8 or config.hidden_size % 8:
-        return f"head_dim {config.head_dim} or hidden_size {config.hidden_size}, no multiple of 8"
-    return None
+        return f"head_dim {config.head_dim} or hidden_size {config.hidden_size} is no multiple of 8"
+    return library.why_not()
+
+
+def load(weights: Weights, *, exact: bool = False, head_bits: int | None = None) -> NativeDecoder:
+    """A decoder that the engine can run; `config` and `nbytes` are what the rest of the package asks of one."""
+    decoder = NativeDecoder(read_parts(weights, exact=exact, head_bits=head_bits))
+    decoder.config = ModelConfig.from_dict(weights.config)
+    return decoder
 
 
 def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None = None) -> Parts:
     """`head_bits` 8 rounds a head of floats (and with it a tied embedding) to 8 bits; None keeps it as it is."""
     config = ModelConfig.from_dict(weights.config)
     if reason := why_not(config):
-        raise UnsupportedError(f"the native CPU executor does not run {reason}")
+        raise UnsupportedError(reason)
     if head_bits not in (None, 8):
         raise UnsupportedError(f"a head of {head_bits} bits is not supported; 8 or as it is")
     embedding = weights.tensor("model.embed_tokens.weight")

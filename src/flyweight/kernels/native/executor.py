@@ -125,8 +125,11 @@ class Pages:
 class NativeDecoder:
     """`forward(batch, caches)` gives float32 logits [outputs, vocabulary], as the torch decoder does."""
 
+    config: Any = None  # whatever describes the model to those who load it
+
     def __init__(self, parts: Parts):
         self.parts = parts
+        self.nbytes = parts.nbytes
         self.kernels = library.load()
         self.layers = (CLayer * len(parts.layers))(*(_layer(layer) for layer in parts.layers))
         self.decoder = _decoder(parts, self.layers)
