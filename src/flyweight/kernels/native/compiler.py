@@ -1,0 +1,84 @@
+"""Which C compiler there is, and which instructions it may use here.
+
+The system's compiler comes first, then the one that pip can bring (`ziglang`, which is clang). Flags name what the
+processor has instead of saying "native": both compilers understand them, and code for another processor can be made and run
+under an emulator.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMON = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+
+# What each processor is told, by the features that it must have.
+ARM = (
+    ({"asimddp", "asimdhp"}, "-march=armv8.2-a+dotprod+fp16"),
+)
+X86 = (
+    ({"avx2", "fma", "f16c", "avx512vl", "avx512bw", "avx512_vnni"}, "-mavx2 -mfma -mf16c -mavx512vl -mavx512bw -mavx512vnni"),
+    ({"avx2", "fma", "f16c", "avx_vnni"}, "-mavx2 -mfma -mf16c -mavxvnni"),
+    ({"avx2", "fma", "f16c"}, "-mavx2 -mfma -mf16c"),
+)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    command: tuple[str, ...]
+    version: str
+
+
+@functools.cache
+def find_compiler() -> Compiler | None:
+    """The one of the environment's CC, else the first that answers."""
+    candidates = [shlex.split(os.environ["CC"])] if os.environ.get("CC") else []
+    candidates += [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
+    if importlib.util.find_spec("ziglang"):
+        candidates.append([sys.executable, "-m", "ziglang", "cc"])
+    for command in candidates:
+        if version := _version(command):
+            return Compiler(tuple(command), version)
+    return None
+
+
+def _version(command: list[str]) -> str | None:
+    try:
+        answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = answer.stdout.splitlines()
+    return lines[0] if answer.returncode == 0 and lines else None
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """As Linux names them; on a Mac with an ARM processor, what all of those have."""
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return frozenset({"asimddp", "asimdhp"})
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def processor_flags(machine: str, features: frozenset[str]) -> list[str]:
+    """For the widest instructions that are all there; none for plain C."""
+    table = {"aarch64": ARM, "arm64": ARM, "x86_64": X86, "AMD64": X86}.get(machine, ())
+    for needed, flags in table:
+        if needed <= features:
+            return flags.split()
+    return []

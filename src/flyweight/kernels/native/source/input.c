@@ -1,0 +1,156 @@
+// x as a matrix takes it: columns in the matrix's order and filled up with zeros, then rounded to what its format asks for.
+//
+// Integers: codes = round(127 x / most), scale = most / 127 over each group, ties to even: `quantize_int8_rows` in tensors/.
+// A group with NaN or infinity gets the scale NaN, so that the result says so. Float8 stays floats, rounded to e4m3.
+#include <math.h>
+
+#include "matrix.h"
+
+#define ALIGNED(bytes) (((size_t)(bytes) + 63) / 64 * 64)
+
+static int needs_copy(const Matrix *w) {
+    if (input_factor(w) != 1) return 1;
+    return w->order || w->columns != w->inputs || w->column_scale || w->column_bias || (w->activation != AS_IT_IS && !takes_integers(w));
+}
+
+size_t input_bytes(const Matrix *w, int rows) {
+    size_t values = needs_copy(w) ? ALIGNED(4 * (size_t)rows * w->columns) : 0;
+    size_t codes = takes_integers(w) ? ALIGNED((size_t)rows * w->columns) : 0;
+    size_t scales = takes_integers(w) ? 2 * ALIGNED(4 * (size_t)rows * w->groups) : 0;
+    return values + codes + scales + ALIGNED(4 * (size_t)rows);
+}
+
+void input_place(const Matrix *w, Input *input, const float *x, int rows, int stride, void *scratch) {
+    uint8_t *at = scratch;
+    *input = (Input){.rows = rows, .values = x, .stride = stride, .offsets = (float *)at};
+    at += ALIGNED(4 * (size_t)rows);
+    if (needs_copy(w)) {
+        input->values = (float *)at;
+        input->stride = w->columns;
+        at += ALIGNED(4 * (size_t)rows * w->columns);
+    }
+    if (takes_integers(w)) {
+        input->codes = (int8_t *)at;
+        at += ALIGNED((size_t)rows * w->columns);
+        input->scales = (float *)at;
+        at += ALIGNED(4 * (size_t)rows * w->groups);
+        input->sums = (int32_t *)at;
+    }
+}
+
+int input_same(const Matrix *a, const Matrix *b) {
+    return a->activation == b->activation && a->inputs == b->inputs && a->columns == b->columns && a->group == b->group
+        && a->order == b->order && a->column_scale == b->column_scale && a->column_bias == b->column_bias
+        && a->input_scale == b->input_scale && a->input_zero == b->input_zero && input_factor(a) == input_factor(b);
+}
+
+static float largest(const float *x, int count) {
+    int32_t most = 0;
+    for (int k = 0; k < count; k++) {
+        int32_t bits;
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff; // magnitudes compare like their bits, and NaN is above infinity
+        most = bits > most ? bits : most;
+    }
+    float value;
+    memcpy(&value, &most, 4);
+    return value;
+}
+
+static void quantize_group(const float *x, int count, int8_t *codes, float *scale, int32_t *sum) {
+    float most = largest(x, count);
+    *sum = 0;
+    if (!(most <= 3.4028234e38f)) {
+        memset(codes, 0, count);
+        *scale = NAN;
+        return;
+    }
+    most = most < 127e-12f ? 127e-12f : most;
+    float inverse = 127.0f / most;
+    int32_t total = 0;
+    for (int k = 0; k < count; k++) {
+        int32_t code = (int32_t)rintf(x[k] * inverse);
+        codes[k] = (int8_t)code;
+        total += code;
+    }
+    *sum = total;
+    *scale = most / 127.0f;
+}
+
+// To the nearest e4m3, ties to even; |x| is at most 448 or x is NaN.
+static inline float round_float8(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000;
+    float normal;
+    memcpy(&normal, &rounded, 4);
+    float tiny = rintf(x * 512.0f) * (1 / 512.0f);
+    float value = fabsf(x) < 0x1p-6f ? tiny : normal;
+    return x == x ? value : x;
+}
+
+static void round_float8_group(float *x, int count, float scale) {
+    for (int k = 0; k < count; k++) {
+        float value = x[k] / scale;
+        value = value > 448.0f ? 448.0f : value;
+        value = value < -448.0f ? -448.0f : value;
+        x[k] = round_float8(value) * scale;
+    }
+}
+
+static float float8_scale(const float *x, int count) {
+    float most = largest(x, count) / 448.0f;
+    return most < 1e-12f ? 1e-12f : most;
+}
+
+static void round_int8_static(float *x, int count, float scale, float zero) {
+    for (int k = 0; k < count; k++) {
+        float value = rintf(x[k] / scale + zero);
+        value = value > 127.0f ? 127.0f : value;
+        value = value < -128.0f ? -128.0f : value;
+        x[k] = (value - zero) * scale;
+    }
+}
+
+static void copy_columns(const Matrix *w, const float *x, float *to, float *offset) {
+    float total = 0;
+    for (int k = 0; k < w->columns; k++) {
+        int from = w->order ? w->order[k] : k < w->inputs ? k : -1;
+        to[k] = from < 0 ? 0 : x[from];
+    }
+    if (w->column_bias)
+        for (int k = 0; k < w->columns; k++) total += to[k] * w->column_bias[k];
+    if (w->column_scale)
+        for (int k = 0; k < w->columns; k++) to[k] *= w->column_scale[k];
+    *offset = total;
+}
+
+static void round_row(const Matrix *w, float *x) {
+    int count = w->inputs;
+    if (w->activation == FLOAT8_TOKEN) round_float8_group(x, count, float8_scale(x, count));
+    if (w->activation == FLOAT8_STATIC) round_float8_group(x, count, w->input_scale);
+    if (w->activation == INT8_STATIC) round_int8_static(x, count, w->input_scale, w->input_zero);
+    if (w->activation == FLOAT8_GROUP)
+        for (int k = 0; k < count; k += 128) round_float8_group(x + k, 128, float8_scale(x + k, 128));
+}
+
+void input_fill(const Matrix *w, Input *input, const float *x, int stride, int begin, int end) {
+    for (int row = begin; row < end; row++) {
+        const float *values = x + (size_t)row * stride;
+        input->offsets[row] = 0;
+        if (needs_copy(w)) {
+            float *to = (float *)input->values + (size_t)row * w->columns;
+            copy_columns(w, values, to, input->offsets + row);
+            round_row(w, to);
+            if (input_factor(w) != 1)
+                for (int k = 0; k < w->columns; k++) to[k] *= input_factor(w);
+            values = to;
+        }
+        if (!takes_integers(w)) continue;
+        for (int g = 0; g < w->groups; g++) {
+            size_t at = (size_t)row * w->groups + g;
+            int8_t *codes = input->codes + (size_t)row * w->columns + (size_t)g * w->group;
+            quantize_group(values + (size_t)g * w->group, w->group, codes, input->scales + at, input->sums + at);
+        }
+    }
+}

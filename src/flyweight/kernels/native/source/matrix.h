@@ -1,0 +1,146 @@
+// A weight [outputs, inputs] as the kernels read it, and the x that it is multiplied with.
+//
+// Outputs stand in blocks of eight (`WIDTH`), inputs in groups that share a scale:
+//
+//   data = block 0 | block 1 | …        (the last one filled up with zeros)
+//   block = group 0 | group 1 | …
+//   group = 8 scales (float16 or float32) | 8 zero points (bytes; with padding to 16), if any | codes of `group` inputs
+//
+// Formats of floats have scales of their own beside the data, [blocks][groups][8], or none.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "team.h"
+#include "vectors.h"
+
+enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS };
+enum Activation { AS_IT_IS, INT8_GROUP, INT8_STATIC, FLOAT8_TOKEN, FLOAT8_STATIC, FLOAT8_GROUP };
+
+typedef struct {
+    int32_t format;      // enum Format
+    int32_t activation;  // enum Activation: what x is rounded to
+    int32_t outputs;
+    int32_t inputs;
+    int32_t columns;     // inputs filled up to whole groups
+    int32_t group;
+    int32_t groups;
+    int32_t wide_scales; // the scales inside the data are float32
+    int32_t zeros;       // there are zero points
+    float input_scale;   // of static activations
+    float input_zero;
+    float factor;        // every product is multiplied with it: a power of two that brings scales into float16
+    int64_t block_bytes;
+    const uint8_t *data;
+    const float *scales; // formats of floats: [blocks][groups][8] or NULL
+    const int32_t *order; // [columns]: the input of each column, −1 for filling; NULL: as they are
+    const float *bias;   // [outputs] or NULL
+    const float *column_scale; // [columns] or NULL: x is multiplied with it
+    const float *column_bias;  // [columns] or NULL: x · column_bias is added to every output
+    // VECTORS: block = 16-bit indices [columns] | residual indices [columns]; a group is what shares its books
+    const void *book;         // [groups][entries][8], float16 or, with wide_scales, float32
+    const void *residual;     // the same, or NULL
+    int32_t entries;
+    int32_t residual_entries;
+    int32_t residual_bytes;   // of an index: 0, 1 or 2
+} Matrix;
+
+// What a matrix takes: integers with scales and sums for INT8_…, else floats.
+typedef struct {
+    int32_t rows;
+    const float *values;  // [rows][stride]
+    int32_t stride;
+    int8_t *codes;        // [rows][columns]
+    float *scales;        // [rows][groups]
+    int32_t *sums;        // [rows][groups]: of the codes
+    float *offsets;       // [rows]: what column_bias adds to every output
+} Input;
+
+static inline int matrix_blocks(const Matrix *w) {
+    return (w->outputs + WIDTH - 1) / WIDTH;
+}
+
+static inline int takes_integers(const Matrix *w) {
+    return w->activation == INT8_GROUP; // a static scale may ask for −128, which AVX2 cannot multiply: that goes through floats
+}
+
+// What the numbers of a format have to be multiplied with once they are read.
+static inline float weight_factor(const Matrix *w) {
+    if (w->format == FLOAT16 || (w->format == VECTORS && !w->wide_scales)) return HALF_FACTOR;
+    return w->format == FLOAT8 ? FLOAT8_FACTOR : 1.0f;
+}
+
+static inline float input_factor(const Matrix *w) {
+    return weight_factor(w) == 1.0f ? 1.0f : INPUT_FACTOR;
+}
+
+// Bytes of scratch that `rows` of x need for this matrix.
+size_t input_bytes(const Matrix *w, int rows);
+
+// Points an Input into scratch; `x` [rows][stride] is used as it is where nothing has to be done to it.
+void input_place(const Matrix *w, Input *input, const float *x, int rows, int stride, void *scratch);
+
+// Fills rows begin … end of a placed Input.
+void input_fill(const Matrix *w, Input *input, const float *x, int stride, int begin, int end);
+
+// Whether two matrices of the same x can share one Input.
+int input_same(const Matrix *a, const Matrix *b);
+
+// out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x (1 to 4), scaled, with bias.
+void block_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
+
+void integer_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
+void float_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
+
+// What becomes of a product: it replaces what is in out [rows][stride], is added to it, or is multiplied with silu or gelu of it.
+enum Mode { REPLACE, ADD, SILU, GELU };
+
+typedef struct {
+    float *out;
+    int32_t stride;
+    int32_t mode; // enum Mode
+} Target;
+
+// One of several products of a phase.
+typedef struct {
+    const Matrix *w;
+    Input input;
+    Target target;
+} Product;
+
+// The calling thread's share of x Wᵀ for each; every thread of the team calls it, and a barrier has to follow.
+void project(Team *team, const Product *products, int count);
+
+// silu(x gateᵀ) · (x upᵀ), likewise: gate replaces, up has the mode SILU or GELU and the same target.
+void project_gated(Team *team, const Product *gate, const Product *up);
+
+// One block as floats [columns][8], columns in the matrix's order.
+void block_to_floats(const Matrix *w, int block, float *to);
+
+// One row of the weight itself: what an embedding looks up.
+void matrix_row(const Matrix *w, int row, float *out);
+
+// A row-major weight to be packed; of `w` everything is filled in but what `data` points to.
+typedef struct {
+    const Matrix *w;
+    const uint8_t *codes;  // [outputs][row_bytes]: integers of source_bits, two to a byte from the low half up, or floats
+    int64_t row_bytes;
+    int32_t source_bits;
+    int32_t is_signed;     // codes of 8 bits are, and need no 128 taken off
+    const float *scales;   // [outputs][weight_groups]
+    const uint8_t *zeros;  // [outputs][weight_groups] or NULL
+    int32_t weight_group;  // columns (in their new order) that share a scale of the source
+    int32_t weight_groups;
+    uint8_t *to;
+} Packing;
+
+void matrix_pack(Team *team, const Packing *packing);
+
+size_t matrix_scratch(const Matrix *w, int rows);
+
+// y [rows][outputs] = x [rows][inputs] Wᵀ; scratch: `matrix_scratch` bytes, aligned to 64.
+void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows, void *scratch);
+
+// What the kernels were compiled for.
+const char *instructions(void);

@@ -1,0 +1,129 @@
+// Products shared out over threads: a thread claims some blocks of outputs, reads their weights once and uses them for all rows.
+#include "matrix.h"
+
+#include <stdlib.h>
+
+#include "maths.h"
+
+#define ROWS_AT_ONCE 4
+#define MANY 16 // rows from which on writing a block out as floats once costs less than doing so every four rows
+
+void block_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]) {
+    if (takes_integers(w)) integer_product(w, input, block, begin, rows, out);
+    else float_product(w, input, block, begin, rows, out);
+    float factor = w->factor * (weight_factor(w) / input_factor(w));
+    if (factor == 1 && !w->bias && !w->column_bias) return;
+    floats8 bias = w->bias ? floats_load(w->bias + (size_t)block * WIDTH) : floats_splat(0);
+    for (int m = 0; m < rows; m++) {
+        floats8 more = floats_add(bias, floats_splat(input->offsets[begin + m]));
+        floats_store(out[m], floats_fma_scalar(more, floats_load(out[m]), factor));
+    }
+}
+
+// So many pieces of work that a thread whose core is busy with something else leaves most to the others.
+static int blocks_at_once(const Team *team, int blocks) {
+    int share = blocks / (8 * team->threads);
+    return share < 1 ? 1 : share;
+}
+
+static void put(const Matrix *w, Target target, int block, int row, float *values) {
+    float *to = target.out + (size_t)row * target.stride + (size_t)block * WIDTH;
+    int count = w->outputs - block * WIDTH < WIDTH ? w->outputs - block * WIDTH : WIDTH;
+    float old[WIDTH] = {0};
+    if (target.mode != REPLACE) memcpy(old, to, 4 * (size_t)count);
+    if (target.mode == ADD)
+        for (int i = 0; i < WIDTH; i++) values[i] += old[i];
+    if (target.mode == SILU)
+        for (int i = 0; i < WIDTH; i++) values[i] *= silu(old[i]);
+    if (target.mode == GELU)
+        for (int i = 0; i < WIDTH; i++) values[i] *= gelu(old[i]);
+    memcpy(to, values, 4 * (size_t)count);
+}
+
+// One block of a weight as a weight of floats of its own, in memory of the thread's; false where there is none.
+static int widen(const Matrix *w, int block, Matrix *wide) {
+    static _Thread_local float *memory;
+    static _Thread_local size_t size;
+    size_t needed = (size_t)w->columns * WIDTH * sizeof(float);
+    if (size < needed) {
+        free(memory);
+        memory = aligned_alloc(64, (needed + 63) / 64 * 64);
+        size = memory ? needed : 0;
+        if (!memory) return 0;
+    }
+    block_to_floats(w, block, memory);
+    *wide = *w;
+    wide->format = FLOAT32;
+    wide->group = w->columns;
+    wide->groups = 1;
+    wide->scales = NULL;
+    wide->factor = 1 / input_factor(w);
+    wide->data = (const uint8_t *)memory;
+    wide->block_bytes = 0; // whatever the block's number is
+    return 1;
+}
+
+// All rows of x and one block.
+static void project_block(const Product *product, const Matrix *w, int block) {
+    int rows = product->input.rows;
+    for (int row = 0; row < rows; row += ROWS_AT_ONCE) {
+        float out[ROWS_AT_ONCE][WIDTH];
+        int count = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
+        block_product(w, &product->input, block, row, count, out);
+        for (int m = 0; m < count; m++) put(w, product->target, block, row + m, out[m]);
+    }
+}
+
+static void project_blocks(const Product *product, int first, int last) {
+    const Matrix *w = product->w;
+    int many = product->input.rows >= MANY && !takes_integers(w) && w->format != FLOAT32;
+    for (int block = first; block < last; block++) {
+        Matrix wide;
+        if (many && widen(w, block, &wide)) project_block(product, &wide, block);
+        else project_block(product, w, block);
+    }
+}
+
+void project(Team *team, const Product *products, int count) {
+    int before = 0, piece = team_claim(team, 1);
+    for (int i = 0; i < count; i++) {
+        int blocks = matrix_blocks(products[i].w), step = blocks_at_once(team, blocks), pieces = (blocks + step - 1) / step;
+        for (; piece < before + pieces; piece = team_claim(team, 1)) {
+            int first = (piece - before) * step, last = first + step < blocks ? first + step : blocks;
+            project_blocks(products + i, first, last);
+        }
+        before += pieces;
+    }
+}
+
+void project_gated(Team *team, const Product *gates, const Product *ups) {
+    int blocks = matrix_blocks(gates->w), step = blocks_at_once(team, blocks);
+    for (int first; (first = team_claim(team, step)) < blocks;) {
+        int last = first + step < blocks ? first + step : blocks;
+        for (int block = first; block < last; block++) { // one after the other, so that a gate is still in the cache
+            project_blocks(gates, block, block + 1);
+            project_blocks(ups, block, block + 1);
+        }
+    }
+}
+
+// x Wᵀ as one call: what a layer of torch, or a test, asks for.
+typedef struct {
+    Product product;
+    const float *x;
+} Call;
+
+static void fill_and_project(void *argument, Team *team, int thread) {
+    Call *call = argument;
+    const Matrix *w = call->product.w;
+    for (int row; (row = team_claim(team, 1)) < call->product.input.rows;)
+        input_fill(w, &call->product.input, call->x, w->inputs, row, row + 1);
+    team_barrier(team);
+    project(team, &call->product, 1);
+}
+
+void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows, void *scratch) {
+    Call call = {{w, {0}, {y, w->outputs, REPLACE}}, x};
+    input_place(w, &call.product.input, x, rows, w->inputs, scratch);
+    team_run(team, fill_and_project, &call);
+}

@@ -1,0 +1,188 @@
+// x86 with AVX2, and with VNNI (in its AVX-512 or its AVX form) where the compiler was told of it.
+#pragma once
+
+#include <immintrin.h>
+
+#define DOT_SUMS 4
+
+typedef __m256 floats8;
+typedef __m256i ints8;
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define INSTRUCTIONS "avx512 vnni"
+#define BYTE_BIAS 128
+#define DOT_UNSIGNED(sum, w, x) _mm256_dpbusd_epi32(sum, w, x)
+#elif defined(__AVXVNNI__)
+#define INSTRUCTIONS "avx2 vnni"
+#define BYTE_BIAS 128
+#define DOT_UNSIGNED(sum, w, x) _mm256_dpbusd_avx_epi32(sum, w, x)
+#else
+#define INSTRUCTIONS "avx2"
+#define BYTE_BIAS 0
+// Pairs are added in 16 bits, which saturates; 15 · 127 · 2 does not, nor does 128 · 127 · 2.
+#define DOT_UNSIGNED(sum, w, x) \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
+#endif
+
+// Of numbers that come divided by it, and of x beside them; codes come as they are (see vectors_neon.h).
+#define HALF_FACTOR 1.0f
+#define FLOAT8_FACTOR 0x1p8f
+#define INPUT_FACTOR 1.0f
+#define CODE_OFFSET 0.0f
+
+ALWAYS_INLINE floats8 floats_splat(float value) {
+    return _mm256_set1_ps(value);
+}
+
+ALWAYS_INLINE floats8 floats_load(const float *from) {
+    return _mm256_loadu_ps(from);
+}
+
+ALWAYS_INLINE void floats_store(float *to, floats8 a) {
+    _mm256_storeu_ps(to, a);
+}
+
+ALWAYS_INLINE floats8 floats_add(floats8 a, floats8 b) {
+    return _mm256_add_ps(a, b);
+}
+
+ALWAYS_INLINE floats8 floats_subtract(floats8 a, floats8 b) {
+    return _mm256_sub_ps(a, b);
+}
+
+ALWAYS_INLINE floats8 floats_multiply(floats8 a, floats8 b) {
+    return _mm256_mul_ps(a, b);
+}
+
+ALWAYS_INLINE floats8 floats_scale(floats8 a, float b) {
+    return _mm256_mul_ps(a, _mm256_set1_ps(b));
+}
+
+// sum + a · b
+ALWAYS_INLINE floats8 floats_fma(floats8 sum, floats8 a, floats8 b) {
+    return _mm256_fmadd_ps(a, b, sum);
+}
+
+ALWAYS_INLINE floats8 floats_fma_scalar(floats8 sum, floats8 a, float b) {
+    return _mm256_fmadd_ps(a, _mm256_set1_ps(b), sum);
+}
+
+// sum[j % sums] += a[j] · x[j] for four j
+ALWAYS_INLINE void floats_fma4(floats8 *sum, const int sums, const floats8 a[4], const float *x) {
+    UNROLL for (int j = 0; j < 4; j++) sum[j % sums] = floats_fma_scalar(sum[j % sums], a[j], x[j]);
+}
+
+ALWAYS_INLINE float floats_sum(floats8 a) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// The sums of four vectors, one after the other.
+ALWAYS_INLINE void floats_sum4(float *to, floats8 a, floats8 b, floats8 c, floats8 d) {
+    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+
+ALWAYS_INLINE floats8 halves_load(const void *from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(from));
+}
+
+ALWAYS_INLINE void halves_store(void *to, floats8 a) {
+    _mm_storeu_si128(to, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+
+ALWAYS_INLINE floats8 bfloats_load(const void *from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16));
+}
+
+ALWAYS_INLINE floats8 small_halves_load(const void *from) {
+    return halves_load(from);
+}
+
+// e4m3 without NaN, divided by FLOAT8_FACTOR: the bits of a float16 after a shift.
+ALWAYS_INLINE floats8 small_float8s_load(const void *from) {
+    __m128i wide = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(from)), 8);
+    __m128i sign = _mm_and_si128(wide, _mm_set1_epi16((short)0x8000));
+    __m128i rest = _mm_srli_epi16(_mm_slli_epi16(wide, 1), 2);
+    return _mm256_cvtph_ps(_mm_or_si128(sign, rest));
+}
+
+ALWAYS_INLINE ints8 ints_splat(int32_t value) {
+    return _mm256_set1_epi32(value);
+}
+
+ALWAYS_INLINE ints8 ints_add(ints8 a, ints8 b) {
+    return _mm256_add_epi32(a, b);
+}
+
+ALWAYS_INLINE ints8 ints_scale(ints8 a, int32_t b) {
+    return _mm256_mullo_epi32(a, _mm256_set1_epi32(b));
+}
+
+ALWAYS_INLINE ints8 ints_from_bytes(const void *from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(from));
+}
+
+// The same bits.
+ALWAYS_INLINE floats8 ints_as_floats(ints8 a) {
+    return _mm256_castsi256_ps(a);
+}
+
+ALWAYS_INLINE floats8 ints_to_floats(ints8 a) {
+    return _mm256_cvtepi32_ps(a);
+}
+
+ALWAYS_INLINE __m256i four_inputs(const int8_t *x) {
+    int32_t bits;
+    memcpy(&bits, x, 4);
+    return _mm256_set1_epi32(bits);
+}
+
+ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+                               const int sums) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    UNROLL for (int quarter = 0; quarter < 4; quarter++) {
+        __m256i both = _mm256_loadu_si256((const __m256i *)(codes + 32 * (quarter / 2)));
+        __m256i w = _mm256_and_si256(quarter % 2 ? _mm256_srli_epi16(both, 4) : both, mask);
+        UNROLL for (int m = 0; m < rows; m++) {
+            ints8 *to = sum + m * sums + quarter % sums;
+            *to = DOT_UNSIGNED(*to, w, four_inputs(x + m * stride + 4 * quarter));
+        }
+    }
+}
+
+ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+                             const int sums) {
+    UNROLL for (int quarter = 0; quarter < 4; quarter++) {
+        __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 32 * quarter));
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m256i inputs = four_inputs(x + m * stride + 4 * quarter);
+            ints8 *to = sum + m * sums + quarter % sums;
+#if BYTE_BIAS
+            *to = DOT_UNSIGNED(*to, _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)), inputs);
+#else
+            *to = DOT_UNSIGNED(*to, _mm256_abs_epi8(w), _mm256_sign_epi8(inputs, w));
+#endif
+        }
+    }
+}
+
+// Four inputs of eight outputs, stored by output, become four vectors of eight outputs.
+ALWAYS_INLINE void transpose_bytes(floats8 to[4], __m256i rows) {
+    for (int j = 0; j < 4; j++)
+        to[j] = _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_slli_epi32(rows, 24 - 8 * j), 24));
+}
+
+ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    __m256i both = _mm256_loadu_si256((const __m256i *)codes);
+    transpose_bytes(to, _mm256_and_si256(both, mask));
+    transpose_bytes(to + 4, _mm256_and_si256(_mm256_srli_epi16(both, 4), mask));
+}
+
+ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
+    const __m256i sign = _mm256_set1_epi8((char)128);
+    transpose_bytes(to, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)codes), sign));
+    transpose_bytes(to + 4, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(codes + 32)), sign));
+}

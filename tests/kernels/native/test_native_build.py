@@ -1,0 +1,102 @@
+"""Sources → library: which compiler, which instructions, and what becomes of the result. check.c runs the kernels where
+Python does not: without vectors, and for x86 under an emulator."""
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyweight.kernels.native import compiler, library
+from flyweight.kernels.native.compiler import Compiler, processor_flags
+
+CHECK = Path(__file__).with_name("check.c")
+needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
+
+
+def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
+    program = folder / "check"
+    names = ("team", "input", "pack", "product", "product_integer", "product_float")
+    sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
+    options = ["-std=gnu11", "-O0", "-pthread", f"-I{library.SOURCES}", *flags]  # optimizing would take longer than running
+    subprocess.run([*command, *options, *sources, "-o", str(program), "-lm"], check=True, capture_output=True)
+    return program
+
+
+@needs_compiler
+def test_products_are_right_without_any_vectors(tmp_path: Path):
+    found = compiler.find_compiler()
+    assert found is not None
+    program = compile_check(tmp_path, [*found.command], [])
+    answer = subprocess.run([program], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (0, "plain C\n")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("ziglang") or not shutil.which("qemu-x86_64"),
+                    reason="needs ziglang and qemu-user, to make and run code for x86")
+def test_products_are_right_on_x86_with_avx2(tmp_path: Path):
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-musl"]
+    program = compile_check(tmp_path, zig, ["-mavx2", "-mfma", "-mf16c"])
+    answer = subprocess.run(["qemu-x86_64", "-cpu", "max", program], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (0, "avx2\n")
+
+
+@pytest.mark.parametrize("machine, features, expected", [
+    ("aarch64", {"asimd", "asimddp", "asimdhp", "fp"}, ["-march=armv8.2-a+dotprod+fp16"]),
+    ("aarch64", {"asimd", "fp"}, []),
+    ("x86_64", {"avx2", "fma", "f16c"}, ["-mavx2", "-mfma", "-mf16c"]),
+    ("x86_64", {"avx2", "fma", "f16c", "avx_vnni"}, ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"]),
+    ("x86_64", {"avx2"}, []),
+    ("riscv64", {"v"}, []),
+])
+def test_flags_name_what_the_processor_has(machine: str, features: set[str], expected: list[str]):
+    assert processor_flags(machine, frozenset(features)) == expected
+
+
+def test_vnni_is_used_where_all_of_it_is_there():
+    most = frozenset({"avx2", "fma", "f16c", "avx512vl", "avx512bw", "avx512_vnni"})
+    assert "-mavx512vnni" in processor_flags("x86_64", most)
+    assert "-mavx512vnni" not in processor_flags("x86_64", most - {"avx512vl"})
+
+
+def test_another_compiler_or_processor_is_another_library():
+    gcc, clang = Compiler(("gcc",), "gcc 12"), Compiler(("clang",), "clang 19")
+    paths = {library.library_path(gcc, []), library.library_path(clang, []), library.library_path(gcc, ["-mavx2"])}
+    assert len(paths) == 3
+
+
+def test_without_a_compiler_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(library, "find_compiler", lambda: None)
+    with pytest.raises(library.NativeError, match=r"pip install 'flyweight\[cpu\]'") as caught:
+        library.build()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "find_compiler", lambda: Compiler((sys.executable, "-c", "raise SystemExit('no room')"), "none"))
+    with pytest.raises(library.NativeError, match="no room"):
+        library.build()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_the_second_process_finds_the_library_of_the_first(monkeypatch):
+    made = library.build()
+
+    def forbidden(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(library, "compile_library", forbidden)
+    assert library.build() == made
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("aarch64", "x86_64"), reason="others have no vectors of their own")
+def test_the_kernels_use_the_vectors_of_this_processor():
+    features = compiler.cpu_features()
+    expected = "plain C" if not processor_flags(platform.machine(), features) else ("neon", "avx")
+    assert library.load().instructions().decode().startswith(expected)

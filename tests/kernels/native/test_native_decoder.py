@@ -1,0 +1,163 @@
+"""Whole steps through the native executor against the torch decoder, on tiny random models.
+
+Exact steps of weight-only formats differ by float32 rounding. Formats that round x differ where a value lies on the edge
+between two codes: one step of 127 (int8) or of 16 (float8) of single values, which three layers of a random model turn into
+percents of the logits. The same holds for x in 8 bits by group.
+"""
+
+import pytest
+import torch
+
+from flyweight.engine.batch import Batch, KVStorage
+from flyweight.engine.core import Engine
+from flyweight.engine.memory import CacheShape
+from flyweight.engine.request import SamplingParams
+from flyweight.errors import UnsupportedError
+from flyweight.kernels.native import library
+from flyweight.kernels.native.adapter import read_parts
+from flyweight.kernels.native.executor import NativeDecoder
+from flyweight.models.decoder import Decoder
+from flyweight.models.presets import PresetWeights
+
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
+
+LLAMA = dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=129, max_position_embeddings=512, hidden_act="silu", dtype="float32",
+             tie_word_embeddings=True)
+FAMILIES = {
+    "llama": LLAMA,
+    "llama, untied, biases": LLAMA | dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+    "llama, part of the head turned": LLAMA | dict(partial_rotary_factor=0.5),
+    "mistral with a window": LLAMA | dict(model_type="mistral", sliding_window=9),
+    "qwen2": LLAMA | dict(model_type="qwen2", tie_word_embeddings=False),
+    "qwen3": LLAMA | dict(model_type="qwen3", head_dim=24),
+    "one kv head for all": LLAMA | dict(num_attention_heads=8, num_key_value_heads=1, head_dim=8),
+}
+EXACT = ("fp32", "fp16", "bf16", "int4", "int4-sym", "int8", "w8a16", "vptq", "sparse-int4")
+ROUNDED = ("w8a8", "fp8", "sparse-w8a8")
+PAGES, BLOCK = 24, 16
+STEPS = (  # (cached tokens, new tokens) of each sequence
+    [(0, 37), (0, 1), (0, 5)],  # prompts
+    [(37, 1), (1, 1), (5, 20)],  # single tokens beside a part of a prompt that goes on
+    [(38, 1), (2, 1), (25, 1)],
+    [(39, 40)],
+)
+
+
+def caches(config: dict, dtype: torch.dtype = torch.float32) -> list[KVStorage]:
+    heads = config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    shape = (PAGES, BLOCK, heads, size)
+    return [KVStorage(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+            for _ in range(config["num_hidden_layers"])]
+
+
+def make_batch(sequences: list[tuple[int, int]], outputs: list[int] | None = None) -> Batch:
+    """Sequence i has pages of its own, in no order."""
+    tokens, positions, slots, starts = [], [], [], [0]
+    tables = torch.stack([torch.arange(i, PAGES, 3).flip(0) for i in range(len(sequences))]).int()
+    for i, (start, count) in enumerate(sequences):
+        for position in range(start, start + count):
+            tokens.append((position * 7 + i) % 129)
+            positions.append(position)
+            slots.append(int(tables[i, position // BLOCK]) * BLOCK + position % BLOCK)
+        starts.append(starts[-1] + count)
+    wanted = [end - 1 for end in starts[1:]] if outputs is None else outputs
+    return Batch(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), tables, starts,
+                 [start + count for start, count in sequences], torch.tensor(wanted, dtype=torch.int64))
+
+
+def largest_difference(config: dict, scheme: str, *, exact: bool, kv: torch.dtype = torch.float32, **options) -> float:
+    """Of the logits' norm, over all steps."""
+    torch_decoder = Decoder.load(PresetWeights(config, scheme), device="cpu", dtype=torch.float32, exact=True)
+    native = NativeDecoder(read_parts(PresetWeights(config, scheme), exact=exact, **options))
+    theirs, ours = caches(config), caches(config, kv)
+    found = 0.0
+    for sequences in STEPS:
+        batch = make_batch(sequences)
+        expected = torch_decoder.forward(batch, theirs)
+        logits = native.forward(batch, ours)
+        assert logits.shape == expected.shape
+        found = max(found, float((logits - expected).norm() / expected.norm()))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_logits_of_the_torch_decoder(family: str):
+    assert largest_difference(FAMILIES[family], "fp32", exact=True) < 1e-5
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_every_weight_only_format_is_exact_where_asked(scheme: str):
+    assert largest_difference(LLAMA, scheme, exact=True) < 1e-5
+
+
+@pytest.mark.parametrize("scheme", ROUNDED)
+def test_formats_that_round_x_round_it_alike(scheme: str):
+    assert largest_difference(LLAMA, scheme, exact=True) < 0.03
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4-sym", "int8", "w8a16"])
+def test_x_in_8_bits_costs_percents_of_random_logits(scheme: str):
+    assert 1e-4 < largest_difference(LLAMA, scheme, exact=False) < 0.05
+
+
+@pytest.mark.parametrize("kv, most", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_the_cache_may_be_in_16_bits(kv: torch.dtype, most: float):
+    assert largest_difference(LLAMA, "fp32", exact=True, kv=kv) < most
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_8_bits_is_near_the_one_of_the_file(tied: bool):
+    config = LLAMA | dict(tie_word_embeddings=tied)
+    assert largest_difference(config, "fp32", exact=True, head_bits=8) < 0.03
+
+
+def test_logits_of_every_token_can_be_asked_for_and_of_none():
+    weights = PresetWeights(LLAMA, "fp32")
+    torch_decoder = Decoder.load(weights, device="cpu", dtype=torch.float32)
+    native = NativeDecoder(read_parts(weights, exact=True))
+    theirs, ours = caches(LLAMA), caches(LLAMA)
+    part = make_batch([(0, 20)], outputs=[])
+    assert native.forward(part, ours).shape == (0, 129)
+    torch_decoder.forward(part, theirs)
+    rest = make_batch([(20, 7)], outputs=[6, 0, 3])
+    assert torch.allclose(native.forward(rest, ours), torch_decoder.forward(rest, theirs), atol=1e-5)
+
+
+def test_nan_stays_in_its_sequence():
+    weights = PresetWeights(LLAMA, "int4")
+    native = NativeDecoder(read_parts(weights))
+    pages = caches(LLAMA)
+    pages[0].keys[int(make_batch([(0, 1), (0, 1)]).block_tables[1, 0])] = float("nan")
+    batch = make_batch([(3, 1), (3, 1)])
+    logits = native.forward(batch, pages)
+    assert logits[0].isfinite().all()
+    assert logits[1].isnan().all()
+
+
+def generate(model, prompts: list[list[int]], **options) -> list[list[int]]:
+    shape = CacheShape(layers=3, kv_heads=2, head_dim=16, dtype=torch.float32)
+    engine = Engine(model, shape, vocabulary=129, device=torch.device("cpu"), max_model_len=128, blocks=64, **options)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True).with_defaults({})
+    requests = [engine.submit(prompt, params)[0] for prompt in prompts]
+    while engine.busy:
+        engine.step()
+    return [request.tokens[len(request.prompt):] for request in requests]
+
+
+def test_the_engine_runs_it_like_any_model():
+    """Batches, prompts in parts and shared prefixes give the tokens of the torch decoder."""
+    weights = PresetWeights(LLAMA, "fp32")
+    prompts = [[(7 * i + k) % 129 for k in range(length)] for i, length in enumerate((3, 40, 17, 1))]
+    prompts.append(prompts[1] + [5, 6])  # begins like another one
+    expected = generate(Decoder.load(weights, device="cpu", dtype=torch.float32), prompts)
+    native = NativeDecoder(read_parts(weights, exact=True))
+    assert generate(native, prompts) == expected
+    assert generate(native, prompts, max_num_batched_tokens=16, max_num_seqs=3) == expected
+
+
+def test_what_it_does_not_run_is_said():
+    moe = PresetWeights("tiny-moe")
+    with pytest.raises(UnsupportedError, match="mixtures of experts"):
+        read_parts(moe)

@@ -1,0 +1,155 @@
+"""Every format through the native kernels against `matmul_reference` in float64.
+
+Exact products differ from it by float32 rounding alone. Products with x in 8 bits by group differ by that rounding: half a
+step of 127 steps to the group's largest value, which for normal values of x (largest about 2.5 σ) is 0.6 % of a typical
+result and more of a small one.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from flyweight.kernels.native import library
+from flyweight.kernels.native.linear import NativeLinear
+from flyweight.kernels.native.weight import describe
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
+
+FLOAT32_ERROR = 2e-6
+INT8_ERROR = 0.015
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def groups(bits: int, size: int, symmetric: bool, columns: int = 256, **options) -> QuantTensor:
+    return IntGroup.random((40, columns), bits=bits, group_size=size, symmetric=symmetric, **options)
+
+
+WEIGHT_ONLY = {
+    f"int{bits} groups of {size}{' symmetric' if symmetric else ''}": groups(bits, size, symmetric)
+    for bits in (2, 3, 4, 8) for size in (32, 64, 128, -1) for symmetric in (True, False)
+} | {
+    "int4 act-order": groups(4, 64, False, act_order=True),
+    "int4 act-order, last group short": groups(4, 64, False, columns=224, act_order=True),
+    "int4 last group short": groups(4, 128, False, columns=576),
+    "int4 whole rows, ragged": groups(4, -1, False, columns=200),
+    "int8 groups of 16": groups(8, 16, True),
+    "int4 float32 scales": groups(4, 64, False, dtype=torch.float32),
+    "int4 groups of 8": groups(4, 8, False),
+}
+
+AS_DEFINED = {  # the activations are part of the format, so the result is exact either way
+    "w8a8": Int8Channel.random((40, 256)),
+    "w8a8 ragged": Int8Channel.random((43, 100)),
+    "w8a8 static": dataclasses.replace(Int8Channel.random((40, 256)), input_scale=torch.tensor([0.02])),
+    "w8a8 static with zero point": dataclasses.replace(
+        Int8Channel.random((40, 256)), input_scale=torch.tensor([0.02]), input_zero=torch.tensor([7.0])),
+    "float32": Plain.random((43, 101), dtype=torch.float32),
+    "float16": Plain.random((43, 101), dtype=torch.float16),
+    "bfloat16": Plain.random((43, 101), dtype=torch.bfloat16),
+    "float8 by token": Float8.random((43, 101)),
+    "float8 weight only": Float8.random((40, 256), activation="none"),
+    "float8 by group": Float8.random((40, 256), activation="group"),
+    "float8 static": dataclasses.replace(Float8.random((40, 256), activation="static"), input_scale=torch.tensor([0.01])),
+    "float8 in blocks": Float8(Float8.random((200, 320)).weight, torch.rand(2, 3) / 64, "none", block=128),
+    "2:4 w8a8": Sparse24.random((40, 256)),
+    "vptq": VectorQuant.random((40, 96), main=256, residual=16),
+    "vptq without residual": VectorQuant.random((43, 96), main=256, residual=None),
+    "vptq in groups, permuted": VectorQuant.random((40, 96), main=64, residual=300, groups=2, permute=True),
+    "vptq with outliers": VectorQuant.random((40, 96), main=64, residual=None, outliers=16),
+    "vptq of four": VectorQuant.random((40, 96), length=4, main=64, residual=None, normalize=False),
+}
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, *AS_DEFINED])
+def test_exact_products_differ_by_float32_rounding_alone(name: str):
+    tensor = (WEIGHT_ONLY | AS_DEFINED)[name]
+    linear = NativeLinear(tensor, exact=True)
+    for rows in (1, 2, 3, 4, 5, 65):
+        x = torch.randn(rows, tensor.matrix_shape[1])
+        assert relative(linear(x), tensor.matmul_reference(x)) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY])
+def test_weight_only_integers_multiply_x_in_8_bits(name: str):
+    tensor = WEIGHT_ONLY[name]
+    linear = NativeLinear(tensor)
+    for rows in (1, 4, 65):
+        x = torch.randn(rows, tensor.matrix_shape[1])
+        assert relative(linear(x), tensor.matmul_reference(x)) < INT8_ERROR
+
+
+@pytest.mark.parametrize("name", [*AS_DEFINED])
+def test_formats_that_say_what_x_becomes_are_exact_without_being_asked(name: str):
+    tensor = AS_DEFINED[name]
+    x = torch.randn(7, tensor.matrix_shape[1])
+    assert relative(NativeLinear(tensor)(x), tensor.matmul_reference(x)) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("rows", range(1, 66, 4))
+def test_every_row_of_a_batch_is_what_it_is_alone(rows: int):
+    linear = NativeLinear(groups(4, 64, False))
+    x = torch.randn(rows, 256)
+    together = linear(x)
+    assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1, 32), (7, 64), (9, 576), (1000, 96), (8, 1024)])
+def test_outputs_need_not_fill_a_block(outputs: int, inputs: int):
+    tensor = IntGroup.random((outputs, inputs), bits=4, group_size=32)
+    x = torch.randn(3, inputs)
+    assert relative(NativeLinear(tensor, exact=True)(x), tensor.matmul_reference(x)) < FLOAT32_ERROR
+
+
+def test_bias_is_added():
+    tensor = groups(4, 64, False)
+    bias = torch.randn(40)
+    x = torch.randn(5, 256)
+    assert relative(NativeLinear(tensor, exact=True, bias=bias)(x), tensor.matmul_reference(x) + bias) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["int4 groups of 64", "int8 groups of 32 symmetric", "w8a8", "float16", "float8 weight only"])
+def test_nan_and_infinity_are_passed_on_in_their_row_alone(name: str, exact: bool, bad: float):
+    tensor = (WEIGHT_ONLY | AS_DEFINED)[name]
+    x = torch.randn(6, tensor.matrix_shape[1])
+    x[2, 17] = bad
+    out = NativeLinear(tensor, exact=exact)(x)
+    touched = tensor.dequantize()[:, 17] != 0  # infinity times nothing is NaN, too, but is another matter
+    assert not out[2][touched].isfinite().any()
+    assert out[[0, 1, 3, 4, 5]].isfinite().all()
+
+
+def test_a_row_of_zeros_gives_zeros():
+    assert torch.equal(NativeLinear(groups(4, 64, False))(torch.zeros(2, 256)), torch.zeros(2, 40))
+
+
+def test_no_rows_give_no_rows():
+    assert NativeLinear(groups(4, 64, False))(torch.zeros(0, 256)).shape == (0, 40)
+
+
+def test_small_scales_survive_in_16_bits():
+    """bfloat16 scales of 1e-7 would be subnormal float16: a power of two is taken out of all of them."""
+    tensor = groups(4, 64, False)
+    tiny = dataclasses.replace(tensor, scales=(tensor.scales.float() * 1e-5).bfloat16())
+    x = torch.randn(2, 256)
+    linear = NativeLinear(tiny, exact=True)
+    assert not linear.weight.matrix.wide_scales
+    assert relative(linear(x), tiny.matmul_reference(x)) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("name, most", [
+    ("int4 groups of 64 symmetric", 1.01), ("int8 groups of 128", 1.02), ("float8 weight only", 1.01), ("bfloat16", 1.2)])
+def test_weights_keep_about_the_bytes_of_their_file(name: str, most: float):
+    tensor = (WEIGHT_ONLY | AS_DEFINED)[name]
+    assert NativeLinear(tensor).nbytes <= most * tensor.nbytes
+
+
+def test_what_a_weight_became_is_said():
+    assert describe(NativeLinear(groups(4, 64, True)).weight)["activation"] == "int8 by group"
+    assert "no native layout" in NativeLinear(groups(4, 8, False)).why
