@@ -62,7 +62,7 @@ class Flyweight:
         from flyweight.checkpoint.reader import Checkpoint
         from flyweight.engine.core import Engine
         from flyweight.engine.memory import CacheShape
-        from flyweight.kernels.native.adapter import read_parts
+        from flyweight.models.native import read_parts
         from flyweight.kernels.native.executor import NativeDecoder
 
         torch.set_num_threads(threads)

@@ -8,13 +8,13 @@ percents of the logits. The same holds for x in 8 bits by group.
 import pytest
 import torch
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import UnsupportedError
 from flyweight.kernels.native import library
-from flyweight.kernels.native.adapter import read_parts
+from flyweight.models.native import read_parts
 from flyweight.kernels.native.executor import NativeDecoder
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights

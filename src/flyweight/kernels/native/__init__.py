@@ -4,7 +4,7 @@
     library.py     sources → shared library, kept in the cache; its functions and threads
     weight.py      QuantTensor → the layout that the kernels read
     linear.py      y = x Wᵀ as a call
-    adapter.py     a checkpoint → what the executor runs: the only file here that knows of models/
+    (models/native.py makes a checkpoint what the executor runs)
     executor.py    whole steps of a decoder: NativeDecoder
     source/        the C: vectors*.h (processors), team (threads), input (x), product* (kernels), attention, decoder
 """

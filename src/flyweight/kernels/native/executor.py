@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage
 from flyweight.kernels.native import library
 from flyweight.kernels.native.weight import Weight
 

@@ -1,4 +1,4 @@
-"""A checkpoint as the native executor takes it: the only file here that knows of models/.
+"""A checkpoint as the native CPU executor (kernels/native/) takes it.
 
 One layer at a time is read and packed, so that a load needs little more memory than its result.
 """
@@ -14,16 +14,21 @@ from flyweight.kernels.native.executor import Layer, NativeDecoder, Parts
 from flyweight.kernels.native.weight import Weight, pack
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Weights, load_tensor
+from flyweight.models.plan import MlpPlan
 from flyweight.models.rope import rope_tables
+from flyweight.models.standard import plan_of, standard_plan
 from flyweight.tensors import IntGroup, Plain
 
 HEAD_GROUP = 32  # inputs that share a scale of a head rounded to 8 bits
 
 
-def why_not(config: ModelConfig) -> str | None:
+def unsupported_reason(config: ModelConfig) -> str | None:
     """None, or why the native executor cannot run this model here."""
-    if config.moe is not None:
+    plan = plan_of(config)
+    if any(not isinstance(layer.mlp, MlpPlan) for layer in plan.layers):
         return "the native CPU executor does not run mixtures of experts"
+    if plan != standard_plan(config) or config.activation != "silu":
+        return f"the native CPU executor does not know the layers of {config.model_type}"
     if config.head_dim % 8 or config.hidden_size % 8:
         return f"head_dim {config.head_dim} or hidden_size {config.hidden_size} is no multiple of 8"
     return library.why_not()
@@ -39,7 +44,7 @@ def load(weights: Weights, *, exact: bool = False, head_bits: int | None = None)
 def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None = None) -> Parts:
     """`head_bits` 8 rounds a head of floats (and with it a tied embedding) to 8 bits; None keeps it as it is."""
     config = ModelConfig.from_dict(weights.config)
-    if reason := why_not(config):
+    if reason := unsupported_reason(config):
         raise UnsupportedError(reason)
     if head_bits not in (None, 8):
         raise UnsupportedError(f"a head of {head_bits} bits is not supported; 8 or as it is")
