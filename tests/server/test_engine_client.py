@@ -124,9 +124,17 @@ def test_a_first_start_that_fails_is_not_tried_again():
 def test_an_engine_that_hangs_is_replaced_and_the_server_answers_all_the_while(tiny_folder):
     with serving(tiny_folder, max_queue=100, engine={"max_num_seqs": 1}) as running, ThreadPoolExecutor(1) as thread:
         engine, pid = running.engine, running.engine.facts["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        waiting = thread.submit(running.post, "/v1/completions", prompt=PROMPTS, max_tokens=2)
-        wait_for(lambda: engine.in_flight == len(PROMPTS), "the prompts")
+
+        def ask_standing_engine():
+            os.kill(pid, signal.SIGSTOP)
+            answer = thread.submit(running.post, "/v1/completions", prompt=PROMPTS, max_tokens=1)
+            wait_for(lambda: engine.in_flight == len(PROMPTS), "the prompts")
+            return answer
+
+        short = ask_standing_engine()
+        os.kill(pid, signal.SIGCONT)
+        assert short.result().status_code == 200, "what the socket could not hold at once has arrived"
+        waiting = ask_standing_engine()
         for path in ("/health", "/ready", "/metrics"):
             assert running.client.get(path).status_code == 200
         silent, engine.silent = engine.silent, BEATS + 1  # what so many seconds of silence come to

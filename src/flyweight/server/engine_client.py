@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import math
 import multiprocessing
+import os
 import signal
 import time
 from collections import deque
@@ -94,6 +95,8 @@ class EngineClient:
                 raise
         self.connection = EnginePipe(ours)
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self._read)
+        # uvloop has just made it non-blocking, and the sending thread must wait where there is no room.
+        os.set_blocking(self.connection.fileno(), True)
 
     def stop(self) -> None:
         """At once; draining has been waited for before."""
