@@ -89,6 +89,8 @@ class DecodeAttention:
     `separate`: why they are two.
     """
 
+    lengths: Tensor | None
+
     def __init__(
         self,
         blocks: Sequence[Block],

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.errors import FlyweightError
-from flyweight.models.config import ModelConfig
 from flyweight.models.attention import PromptStage
+from flyweight.models.config import ModelConfig
 from flyweight.models.layer import Block
 from flyweight.models.plan import Group
 from flyweight.models.standard import plan_of
@@ -90,9 +90,7 @@ class WorkBlock:
             name: source.linear(prefix + name).to(device).dequantize().clone() for name in names
         }
         linears = tuple(f"{name}." for name in names)
-        inside = [
-            name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)
-        ]
+        inside = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
         others = {
             name: source.tensor(prefix + name).to(device)
             for name in inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -17,6 +18,12 @@ from flyweight.kernels.linear.fused import FusedLinear, Handover, KvPrefetch, No
 from flyweight.kernels.linear.untile import untile, via_cublas
 from flyweight.tensors import QuantTensor
 
+MULTIPLY: dict[str, Callable[..., Tensor]] = {
+    "gemv": gemv.multiply,
+    "gemv_splitk": gemv_splitk.multiply,
+    "gemm_small": gemm_small.multiply,
+    "gemm": gemm.multiply,
+}
 SILU = "silu"  # the one activation that kernels fuse
 
 
@@ -148,13 +155,7 @@ class TiledLinear(FusedLinear):
             return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
         if kernel == "cublas":
             return self._via_cublas(x, out, norm=norm, residual=residual)
-        multiply = {
-            "gemv": gemv.multiply,
-            "gemv_splitk": gemv_splitk.multiply,
-            "gemm_small": gemm_small.multiply,
-            "gemm": gemm.multiply,
-        }[kernel]
-        return multiply(weight, x, out, norm=norm, residual=residual)
+        return MULTIPLY[kernel](weight, x, out, norm=norm, residual=residual)
 
     def _via_cublas(
         self, x: Tensor, out: Tensor | None, *, norm: Norm | None, residual: Tensor | None

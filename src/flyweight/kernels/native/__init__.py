@@ -1,4 +1,5 @@
-"""The CPU's own kernels: C compiled on first use, weights in the bits of their files, one call a step.
+"""The CPU's own kernels: C compiled on first use, weights in the bits of their files, one call a
+step.
 
     compiler.py    which C compiler there is, and what this processor can do
     library.py     sources → shared library, kept in the cache; its functions and threads
@@ -6,5 +7,6 @@
     linear.py      y = x Wᵀ as a call
     (models/native.py makes a checkpoint what the executor runs)
     executor.py    whole steps of a decoder: NativeDecoder
-    source/        the C: vectors*.h (processors), team (threads), input (x), product* (kernels), attention, decoder
+    source/        the C: vectors*.h (processors), team (threads), input (x), product* (kernels),
+                   attention, decoder
 """
