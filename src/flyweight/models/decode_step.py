@@ -156,7 +156,7 @@ class DecodeAttention:
                 scale=plan.scale,
             )
         qkv = self.buffers.take("qkv", shape.width, self.size)
-        packed = block.o.packed_input(self.size, plan.kv_heads)
+        packed = block.o.packed_input(self.size, shape.items)
         prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
         block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
         decode_attention(

@@ -4,6 +4,7 @@ cuda/attention.cu.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ RESIDENT = 16  # warps that an SM holds
 # tokens worth a CTA of their own, for merging takes microseconds; results that can be merged
 SHORTEST = 256
 MOST_SPLITS = 64
+COLUMNS = 8  # of a product on the matrix units: query heads that a CTA takes
+HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,30 @@ class HeadShape:
         return self.heads // self.kv_heads
 
     @property
+    def items_of_kv_head(self) -> int:
+        """CTAs that share out the query heads of a kv head."""
+        return math.ceil(self.group / COLUMNS)
+
+    @property
+    def items(self) -> int:
+        """Work items of a sequence, each of which can be cut into runs of tokens."""
+        return self.kv_heads * self.items_of_kv_head
+
+    @property
+    def item_heads(self) -> int:
+        """Query heads of an item; the last item of a kv head may have fewer, but has room for as
+        many.
+        """
+        return math.ceil(self.group / self.items_of_kv_head)
+
+    @property
     def width(self) -> int:
         """Of a row of q, k and v."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def defines(self) -> dict[str, int]:
+        several = {"ITEMS": self.items_of_kv_head} if self.items_of_kv_head > 1 else {}
         return {
             "HEADS": self.heads,
             "KV_HEADS": self.kv_heads,
@@ -51,14 +72,13 @@ class HeadShape:
             "PAGE": self.page,
             "QK_NORM": int(self.qk_norm),
             "WINDOW": self.window or 0,
+            **several,
         }
 
     def unsupported_reason(self) -> str | None:
         """None, or why this kernel cannot take such heads."""
-        if self.head_dim not in (64, 128, 256):
-            return f"head_dim {self.head_dim} is not 64, 128 or 256"
-        if self.group > 8:
-            return f"{self.group} query heads share a kv head; at most 8 fit into registers"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if self.page % 8:
             return f"a page of {self.page} tokens is not a multiple of 8"
         return None
@@ -71,7 +91,7 @@ def rope_pairs(cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Scratch for merging splits, shared by all layers; tickets are zero between launches."""
+    """Scratch for the merging of splits, shared by all layers; tickets are zero between launches."""
 
     scratch: Tensor
     tickets: Tensor
@@ -81,9 +101,9 @@ class Workspace:
     def make(
         cls, shape: HeadShape, sequences: int, device: torch.device, splits: int | None = None
     ) -> Workspace:
-        splits = splits or choose_splits(sequences, shape.kv_heads, gpu.of(device).processors)
-        states = sequences * shape.heads * splits * (shape.head_dim + 4)
-        tickets = torch.zeros(sequences * shape.kv_heads, dtype=torch.int32, device=device)
+        splits = splits or choose_splits(sequences, shape.items, gpu.of(device).processors)
+        states = sequences * shape.items * shape.item_heads * splits * (shape.head_dim + 4)
+        tickets = torch.zeros(sequences * shape.items, dtype=torch.int32, device=device)
         return cls(torch.empty(states, device=device), tickets, splits)
 
 
@@ -92,9 +112,9 @@ def choose_warps(items: int, processors: int) -> int:
     return 8 if items <= RESIDENT // 8 * processors else 4
 
 
-def choose_splits(sequences: int, kv_heads: int, processors: int) -> int:
+def choose_splits(sequences: int, items_of_sequence: int, processors: int) -> int:
     """As many CTAs as the GPU holds at once. Short contexts leave some idle."""
-    items = sequences * kv_heads
+    items = sequences * items_of_sequence
     return max(
         1, min(MOST_SPLITS, RESIDENT // choose_warps(items, processors) * processors // items)
     )
@@ -139,8 +159,8 @@ def decode_attention(
     sequences = qkv.shape[0]
     count = gpu.of(qkv.device).processors
     # results of 8 warps would not fit into shared memory
-    small = shape.group * shape.head_dim > 1024
-    warps = 4 if small else choose_warps(sequences * shape.kv_heads, count)
+    small = shape.item_heads * shape.head_dim > 1024
+    warps = 4 if small else choose_warps(sequences * shape.items, count)
     defines = shape.defines | {
         "FP16": int(qkv.dtype == torch.float16),
         "WARPS": warps,
@@ -169,7 +189,5 @@ def decode_attention(
         groups,
         *more,
     )
-    kernel.launch(
-        max(sequences * shape.kv_heads * workspace.splits, count), 32 * warps, args, pdl=pdl
-    )
+    kernel.launch(max(sequences * shape.items * workspace.splits, count), 32 * warps, args, pdl=pdl)
     return out

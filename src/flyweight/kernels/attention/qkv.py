@@ -18,7 +18,7 @@ from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit
-from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows
+from flyweight.kernels.attention.decode import COLUMNS, HeadNorms, HeadShape, Rows
 from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.choose import route, within_attention
 from flyweight.kernels.linear.fused import FusedLinear, Norm
@@ -27,6 +27,7 @@ from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
 SHORTEST = 32  # tokens worth a CTA of their own
+HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,16 @@ def unsupported_reason(linear: FusedLinear, shape: HeadShape, rows: int, device:
         return f"{rows} rows of {weight.format} are faster through a kernel of their own"
     if reason := shape.unsupported_reason():
         return reason
+    if shape.head_dim not in HEAD_DIMS:
+        return (
+            f"head_dim {shape.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}, so "
+            f"attention is a kernel of its own"
+        )
+    if shape.items_of_kv_head > 1:
+        return (
+            f"{shape.group} query heads share a kv head, and more than {COLUMNS} need an "
+            f"attention kernel of their own"
+        )
     if rows not in gemv.ROWS:
         return f"{rows} rows are not {', '.join(map(str, gemv.ROWS))}"
     if weight.out_features != shape.width:

@@ -6,13 +6,17 @@
 // together, so the cache is read once. CTAs have 8 warps, or 4 so that those of 64 sequences and 8 kv heads are all resident.
 // Runs merge in global memory, where the last to arrive adds them up.
 //
+// ITEMS: where more than 8 query heads share a kv head, as many items have up to G of them each, the last maybe fewer. They run
+// at the same time, so most of what the others read comes from L2. All of them make the newest key and value for themselves, and
+// the first alone stores them.
+//
 //      run:    | warp 0: 16 tokens | warp 1: 16 tokens | … | warp 0 | …
 //      warp:   scores [16 tokens × G heads] = K · qᵀ;  then [HEAD_DIM × G] += Vᵀ · scores, both on the matrix units
 //
 // K and V go from memory straight to the registers in which the matrix units want them: which of a product's inputs is which
 // dimension does not matter, as long as q agrees, so a lane (g, t) takes 16 bytes of token g's key at a time. Of V a product's
 // rows are dimensions, which are free as well: a lane takes 16 bytes of four tokens, and pairs of tokens are made by permuting
-// bytes. The registers of K are filled again as soon as the scores are there, those of V after the sums: 16 tokens of every
+// bytes. Heads of 80 and 96 end in a shorter word (attention_words.cuh). The registers of K are filled again as soon as the scores are there, those of V after the sums: 16 tokens of every
 // warp are always on their way.
 //
 // The split that owns the newest token takes its key and value from shared memory, not from the cache it writes.
@@ -21,9 +25,11 @@
 // newest token, which nobody reads back), so the kernel just before this one cannot touch them.
 //
 // PACKED: results are written in the order of the product that follows (packed.cuh): its SB, and its ORDER. VECTORS: in that of a VPTQ
-// product (vectors.cuh), its STAGE_STEPS, with its columns' scales; what their biases add to a row is summed up for each kv head.
+// product (vectors.cuh), its STAGE_STEPS, with its columns' scales; what their biases add to a row is summed up for each item of
+// each kv head.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, PACKED (0), ORDER (0), VECTORS (0)
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, ITEMS (1), PACKED (0), ORDER (0),
+// VECTORS (0)
 #ifndef PACKED
 #define PACKED 0
 #define ORDER 0
@@ -32,22 +38,25 @@
 #define VECTORS 0
 #endif
 #include "attention.cuh"
+#include "attention_words.cuh"
 #include "packed.cuh"
 #include "vectors.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int PER = HEAD_DIM / 32;         // values of a head in one thread
+constexpr int UNITS = KV_HEADS * ITEMS;    // of a sequence
+constexpr int PER = (HEAD_DIM + 31) / 32;  // values of a head in one thread
 constexpr int TURNS = (ROTARY + 63) / 64;  // and pairs that rope turns
-constexpr int PIECES = HEAD_DIM / 32;      // 16-byte words of a key in one lane
-constexpr int PARTS = HEAD_DIM / 64;       // and of a value
+constexpr int PIECES = (HEAD_DIM + 31) / 32;  // 16-byte words of a key in one lane
+constexpr int PARTS = (HEAD_DIM + 63) / 64;   // and of a value
 constexpr int PRODUCTS = HEAD_DIM / 16;
-constexpr int QUERY_ROW = HEAD_DIM + 32;   // two rows lie in different banks
+constexpr int QUERY_ROW = HEAD_DIM / 64 * 64 + 32;  // two rows lie in different banks
 constexpr int STATE = HEAD_DIM + 4;        // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int OUT_WORDS = G * HEAD_DIM / 4, MOST_TEAMS = THREADS / OUT_WORDS < WARPS ? THREADS / OUT_WORDS : WARPS;
 constexpr int TEAMS = MOST_TEAMS > 1 ? MOST_TEAMS : 1;  // of threads, which share out the runs that are merged
 constexpr int MOST_RUNS = 64;             // of a sequence that can be merged, as in attention.py
 constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of q, k and v to prepare
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
+static_assert((ITEMS - 1) * G < SHARING, "the last item has a head");
 
 struct __align__(16) Shared {
   u16 query[8][QUERY_ROW];                 // zeros from G on
@@ -69,7 +78,8 @@ DEVICE void prepare_head(float (&v)[PER], const float (&weight)[PER], const floa
   }
   if (turned) {
 #pragma unroll
-    for (int i = 0; i < PER; i++) scratch[lane + 32 * i] = v[i];
+    for (int i = 0; i < PER; i++)
+      if (in_head(lane + 32 * i)) scratch[lane + 32 * i] = v[i];
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
@@ -82,11 +92,12 @@ DEVICE void prepare_head(float (&v)[PER], const float (&weight)[PER], const floa
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < PER; i++) v[i] = scratch[lane + 32 * i];
+    for (int i = 0; i < PER; i++) v[i] = in_head(lane + 32 * i) ? scratch[lane + 32 * i] : 0.f;
     __syncwarp();
   }
 #pragma unroll
-  for (int i = 0; i < PER; i++) to[lane + 32 * i] = to_bits(v[i]);
+  for (int i = 0; i < PER; i++)
+    if (in_head(lane + 32 * i)) to[lane + 32 * i] = to_bits(v[i]);
 }
 
 DEVICE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -167,7 +178,9 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   __shared__ u32 affine_here[G * HEAD_DIM];
   __shared__ float of_warps[WARPS];
 #endif
-  const int split = blockIdx.x % splits, head = blockIdx.x / splits % KV_HEADS, sequence = blockIdx.x / splits / KV_HEADS;
+  const int split = blockIdx.x % splits, unit = blockIdx.x / splits % UNITS, sequence = blockIdx.x / splits / UNITS;
+  const int head = unit / ITEMS, item = unit % ITEMS;
+  const int own = ITEMS == 1 ? G : min(G, SHARING - item * G);  // query heads; the others of G are zeros, which nobody looks at
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   launch_dependents();
   const int length = sequence < sequences ? lengths[sequence] : 0, newest = length - 1;
@@ -201,7 +214,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) k4[half][i] = *(const uint4*)(keys + at[half] + g * STEP + i * 32 + t * 8);
+      for (int i = 0; i < PIECES; i++) k4[half][i] = load_word<4>(keys + at[half] + g * STEP + i * 32 + t * word_values<4>(i), i);
   };
   auto value_token = [&](int i) { return i / 2 * 8 + 2 * t + i % 2; };  // of the lane's four
   auto fetch_values = [&](int start) {
@@ -212,7 +225,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
         v4[i][part] = make_uint4(0, 0, 0, 0);
-        if (there) v4[i][part] = *(const uint4*)(values + at[i / 2] + (2 * t + i % 2) * STEP + part * 64 + g * 8);
+        if (there) v4[i][part] = load_word<8>(values + at[i / 2] + (2 * t + i % 2) * STEP + part * 64 + g * word_values<8>(part), part);
       }
     }
   };
@@ -230,32 +243,36 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
   for (int i = 0; i < PER; i++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) weight[j][i] = QK_NORM ? to_float((j ? key_norm : query_norm)[lane + 32 * i]) : 1.f;
+    for (int j = 0; j < 2; j++)
+      weight[j][i] = QK_NORM && in_head(lane + 32 * i) ? to_float((j ? key_norm : query_norm)[lane + 32 * i]) : 1.f;
   const size_t slot = (((size_t)table[newest / PAGE] * PAGE + newest % PAGE) * KV_HEADS + head) * HEAD_DIM;
-  for (int i = threadIdx.x; i < (8 - G) * QUERY_ROW; i += THREADS) sh.query[G][i] = 0;
+  for (int i = threadIdx.x; i < (8 - own) * QUERY_ROW; i += THREADS) sh.query[own][i] = 0;
 #if VECTORS
-  for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) affine_here[i] = affine[head * G * HEAD_DIM + i];
+  for (int i = threadIdx.x; i < own * HEAD_DIM; i += THREADS) affine_here[i] = affine[(head * SHARING + item * G) * HEAD_DIM + i];
 #endif
   wait_for_inputs();
 
   const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-  const int tasks = G + 2 * owner;
+  const int tasks = own + 2 * owner;
   float v[ROUNDS][PER];
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {  // all of them are asked for before the first is looked at
-    const int task = warp + i * WARPS, column = task < G ? head * G + task : HEADS + (task - G) * KV_HEADS + head;
+    const int task = warp + i * WARPS, column = task < own ? head * SHARING + item * G + task : HEADS + (task - own) * KV_HEADS + head;
 #pragma unroll
-    for (int j = 0; j < PER; j++) v[i][j] = task < tasks ? to_float(row[column * HEAD_DIM + lane + 32 * j]) : 0.f;
+    for (int j = 0; j < PER; j++) {
+      const int d = lane + 32 * j;
+      v[i][j] = task < tasks && in_head(d) ? to_float(row[column * HEAD_DIM + d]) : 0.f;
+    }
   }
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
     const int task = warp + i * WARPS;
     if (task >= tasks) break;
-    u16* to = task < G ? sh.query[task] : task == G ? sh.key : sh.value;
-    prepare_head(v[i], weight[task >= G], turn, epsilon, QK_NORM && task <= G, task <= G, sh.partial[warp][0], to, lane);
+    u16* to = task < own ? sh.query[task] : task == own ? sh.key : sh.value;
+    prepare_head(v[i], weight[task >= own], turn, epsilon, QK_NORM && task <= own, task <= own, sh.partial[warp][0], to, lane);
     __syncwarp();
-    u16* cache = (task == G ? keys : values) + slot + lane * 8;
-    if (task >= G && lane < HEAD_DIM / 8) *(uint4*)cache = *(const uint4*)(to + lane * 8);
+    u16* cache = (task == own ? keys : values) + slot + lane * 8;
+    if (task >= own && item == 0 && lane < HEAD_DIM / 8) *(uint4*)cache = *(const uint4*)(to + lane * 8);
   }
   __syncthreads();
 
@@ -273,19 +290,19 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < PIECES; i++)
-          if (start + half * 8 + g == newest) k4[half][i] = *(const uint4*)(sh.key + i * 32 + t * 8);
+          if (start + half * 8 + g == newest) k4[half][i] = load_word<4>(sh.key + i * 32 + t * word_values<4>(i), i);
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
-          if (start + value_token(i) == newest) v4[i][part] = *(const uint4*)(sh.value + part * 64 + g * 8);
+          if (start + value_token(i) == newest) v4[i][part] = load_word<8>(sh.value + part * 64 + g * word_values<8>(part), part);
     }
     float score[2][4] = {};  // two chains of additions; token g + 8 · (j / 2), head 2t + j % 2
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const uint4 q = *(const uint4*)(sh.query[g] + i * 32 + t * 8), low = k4[0][i], high = k4[1][i];
+      const uint4 q = load_word<4>(sh.query[g] + i * 32 + t * word_values<4>(i), i), low = k4[0][i], high = k4[1][i];
       mma16<FP16>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
-      mma16<FP16>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
+      if (word_values<4>(i) == 8) mma16<FP16>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
     }
     if (next < last) {
       if ((n + 1) % 16 == 0) pages = later, later = page_list(n + 17);
@@ -299,7 +316,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     }
     const uint2 weights = weigh(run, score[0]);
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; i++) {  // dimensions 64 · (i / 4) + 8g + 2 · (i % 4) and the next
+    for (int i = 0; i < PRODUCTS; i++) {  // of the lane's word i / 4, dimensions 2 · (i % 4) and the next
       u32 word[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) word[j] = word_of(v4[j][i / 4], i % 4);
@@ -318,7 +335,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     float* mine = sh.partial[warp][h];
 #pragma unroll
     for (int i = 0; i < PRODUCTS; i++)
-      *(float2*)(mine + i / 4 * 64 + g * 8 + i % 4 * 2) = make_float2(run.acc[i][j], run.acc[i][2 + j]);
+      *(float2*)(mine + i / 4 * 64 + g * word_values<8>(i / 4) + i % 4 * 2) = make_float2(run.acc[i][j], run.acc[i][2 + j]);
     if (g == 0) mine[HEAD_DIM] = run.most[j], mine[HEAD_DIM + 1] = run.sum[j];
   }
   __syncthreads();
@@ -326,7 +343,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   float biases = 0;
 #endif
   auto write = [&](int i, float value) {
-    const int n = head * G * HEAD_DIM + i;
+    if (ITEMS > 1 && i >= own * HEAD_DIM) return;
+    const int n = (head * SHARING + item * G) * HEAD_DIM + i;
 #if VECTORS
     const u32 scale_and_bias = affine_here[i];
     const float rounded = to_float(to_bits(value));
@@ -347,10 +365,10 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     float all = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) all += of_warps[w];
-    bias_sums[sequence * KV_HEADS + head] = all;
+    bias_sums[sequence * UNITS + unit] = all;
 #endif
   };
-  const size_t place = ((size_t)sequence * KV_HEADS + head) * splits;
+  const size_t place = ((size_t)sequence * UNITS + unit) * splits;
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float3 state = merge_warps(sh, h, d);
@@ -366,7 +384,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    int* ticket = tickets + sequence * KV_HEADS + head;
+    int* ticket = tickets + sequence * UNITS + unit;
     last_one = atomicAdd(ticket, 1) == tokens.used - 1;
     if (last_one) *ticket = 0;
     __threadfence();

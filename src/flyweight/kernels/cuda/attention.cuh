@@ -1,8 +1,12 @@
 // What both decode attention kernels share: how a sequence is cut into runs of tokens.
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SHORTEST
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SHORTEST, ITEMS (1)
+#ifndef ITEMS
+#define ITEMS 1
+#endif
 #include "common.cuh"
 
-constexpr int G = HEADS / KV_HEADS;  // query heads that share a kv head
+constexpr int SHARING = HEADS / KV_HEADS;             // query heads that share a kv head
+constexpr int G = (SHARING + ITEMS - 1) / ITEMS;      // and those of them that a CTA takes
 
 // The tokens [begin, end) of one split. Runs come from the length on the device (a captured grid is fixed): as many as there
 // are splits, but none shorter than SHORTEST, so that the first `used` splits have work.
