@@ -91,7 +91,7 @@ def rope_pairs(cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Scratch for the merging of splits, shared by all layers; tickets are zero between launches."""
+    """Scratch for merging splits, shared by all layers; tickets are zero between launches."""
 
     scratch: Tensor
     tickets: Tensor
