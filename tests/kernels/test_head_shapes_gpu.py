@@ -66,8 +66,9 @@ def test_replays_of_a_graph_give_the_same_bits(changes):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
+    used = [row for row, length in enumerate(RAGGED) if length]  # a NaN has many bit patterns
     for _ in range(200):
         out.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+        assert torch.equal(out[used].view(torch.int16), want[used].view(torch.int16))
     assert not workspace.tickets.any()
