@@ -3,7 +3,7 @@
 `Units` is how the work is cut up, made once for a step and used by all its layers: whole prompts
 are read from the step's own keys and values, chunks behind a cached prefix from pages. Scores are
 in base 2, since rope scales q (`rope.attention_scales`). What stays with the kernels of
-triton_attention.py: sliding windows, rows too few to fill the GPU (which are cut along the cache
+triton.py: sliding windows, rows too few to fill the GPU (which are cut along the cache
 there), other head sizes, other GPUs.
 """
 

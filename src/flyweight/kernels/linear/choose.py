@@ -26,6 +26,8 @@ KERNELS = {
     "cublas": "cuBLAS, written out in 16 bits for each call",
     "gemm_dequantized": "gemm.cu, written out in 16 bits for each call",
 }
+# Those that are made of Hopper's warpgroup products and clusters.
+HOPPER = {"gemv_cluster", "gemm_int16", "gemm", "gemm_dequantized"}
 # What is tried where the fastest kernel does not take a shape or a device; cuBLAS is the last of
 # all.
 NEXT = {
@@ -150,13 +152,21 @@ def whole_or_split(matrix: Matrix, rows: int, device: Gpu) -> str | None:
 def explain(matrix: Matrix, device: Gpu) -> str:
     """The routes of a format with their borders and reasons, for `flyweight info`."""
     numbers = tuned.of(device)
-    most = numbers.steps.small_weights
-    return "; ".join(
-        f"from {one.rows} row{'s' * (one.rows > 1)} on {KERNELS[one.kernel]}"
-        + f", up to {most:,} weights" * one.small
-        + ", with as many inputs as outputs" * one.deep
-        + ", without a residual" * one.no_residual
-        + ", with silu·mul" * one.gated
-        + f" ({one.why})"
-        for one in numbers.formats[matrix.format.name].routes
-    )
+    routes = numbers.formats[matrix.format.name].routes
+    told = [
+        _told(one, device) for one in routes if device.has_warpgroups or one.kernel not in HOPPER
+    ]
+    if not tuned.is_measured(device):
+        told.append(f"by the numbers of an {numbers.name}: this GPU has none of its own")
+    return "; ".join(told)
+
+
+def _told(one: Route, device: Gpu) -> str:
+    conditions = [
+        (one.small, f"up to {tuned.of(device).steps.small_weights:,} weights"),
+        (one.deep, "with as many inputs as outputs"),
+        (one.no_residual, "without a residual"),
+        (one.gated, "with silu·mul"),
+    ]
+    text = f"from {one.rows} row{'s' * (one.rows > 1)} on {KERNELS[one.kernel]}"
+    return "".join([text, *(f", {words}" for holds, words in conditions if holds), f" ({one.why})"])
