@@ -101,3 +101,15 @@ def test_a_prompt_that_is_not_unicode_is_refused_by_name():
     """As a shell hands over a Latin-1 file: the byte becomes half of a surrogate pair."""
     with pytest.raises(RequestError, match=r"not valid Unicode \(character 4\); is it UTF-8"):
         Tokenizer(object()).encode(b"caf\xe9 is".decode("utf-8", errors="surrogateescape"))
+
+
+def test_special_tokens_that_mark_a_call_stay_in_the_text():
+    """Mistral's and Llama's are special: without them an answer's calls would read like words."""
+    from tokenizers import AddedToken, models
+    from tokenizers import Tokenizer as Fast
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Fast(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    fast.add_special_tokens([AddedToken(text, special=True) for text in ("<end>", "[TOOL_CALLS]", "[ARGS]")])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>"))
+    assert tokenizer.decode([0, 3, 4, 1, 5, 0]) == "a[TOOL_CALLS]b[ARGS]a" and tokenizer.decode([0, 3]) == "a"

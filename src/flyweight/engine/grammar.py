@@ -1,7 +1,7 @@
-"""Answers that must be JSON, or fit a JSON schema: which tokens may come next, from llguidance.
+"""Answers that must fit a JSON schema or another grammar: which tokens may come next, from llguidance.
 
-A schema becomes an automaton over the bytes of the vocabulary once; each sample walks a copy of it. Between elements
-there is exactly one space, as most models write it: where any white space is allowed, small models write it for ever.
+A grammar becomes an automaton over the bytes of the vocabulary once; each sample walks a copy of it. `grammar_kinds.py`
+says which kinds there are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from flyweight.errors import MissingPackageError, RequestError
+from flyweight.engine.grammar_kinds import missing, translate
+from flyweight.errors import RequestError
 
-WHITE_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KEPT = 64  # schemas; the same few come again and again
 
 
@@ -27,7 +27,7 @@ class Grammars:
         try:
             import llguidance.hf
         except ImportError as error:
-            raise MissingPackageError("answers in a given JSON shape need llguidance: pip install 'flyweight[serve]'") from error
+            raise missing() from error
         self.vocabulary = vocabulary
         self.end_ids = sorted(end_ids)
         self.matcher = llguidance.LLMatcher
@@ -39,12 +39,10 @@ class Grammars:
         return lambda: GrammarConstraint(matcher.deep_copy(), self.vocabulary, self.end_ids)
 
     def _compile(self, schema: str) -> Any:
-        try:
-            matcher = self.matcher(self.tokens, self.matcher.grammar_from_json_schema(schema, overrides=WHITE_SPACE), log_level=0)
-        except ValueError as error:
-            raise RequestError(f"the JSON schema cannot be read: {error}") from error
+        kind, grammar = translate(schema)
+        matcher = self.matcher(self.tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the JSON schema cannot be followed: {matcher.get_error().strip().splitlines()[0]}")
+            raise RequestError(f"{kind} cannot be followed: {matcher.get_error().strip().splitlines()[0]}")
         return matcher
 
 
@@ -59,7 +57,7 @@ class GrammarConstraint:
         self.matcher.consume_tokens(list(generated[self.consumed :]))
         self.consumed = len(generated)
         if self.matcher.is_error():  # it outgrew its limits: end this answer rather than the step that others share
-            self.error = f"the JSON schema cannot be followed any further: {self.matcher.get_error()}"
+            self.error = f"the grammar cannot be followed any further: {self.matcher.get_error()}"
             return torch.zeros(self.vocabulary, dtype=torch.bool).index_fill_(0, torch.tensor(self.end_ids), True)
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
         return torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool))

@@ -16,6 +16,9 @@ BROKEN = "\ufffd"  # what an incomplete character decodes to
 LONGEST_CHARACTER = 8  # tokens; a replacement character still there after so many is really in the text
 WINDOW, OVERLAP = 24, 6  # tokens that are decoded together, and those kept when they have become too many
 
+# Special tokens that are part of an answer all the same: without them a call of a tool reads like words.
+MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+
 Message = Mapping[str, Any]
 
 
@@ -23,6 +26,8 @@ class Tokenizer:
     def __init__(self, inner: Any):
         self.inner = inner  # a transformers tokenizer
         self.fast = getattr(inner, "backend_tokenizer", inner)  # the same without the wrapping: decoding is done per token
+        added = getattr(inner, "added_tokens_decoder", {})
+        self.markers = {number: token.content for number, token in added.items() if token.special and token.content in MARKERS}
 
     @property
     def end_id(self) -> int | None:
@@ -36,7 +41,11 @@ class Tokenizer:
         return self.inner.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.fast.decode(tokens, skip_special_tokens=True)
+        if self.markers.keys().isdisjoint(tokens):
+            return self.fast.decode(tokens, skip_special_tokens=True)
+        at = next(at for at, token in enumerate(tokens) if token in self.markers)
+        before = self.fast.decode(tokens[:at], skip_special_tokens=True)
+        return before + self.markers[tokens[at]] + self.decode(tokens[at + 1 :])
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; options (`enable_thinking`, `tools`, …) are the template's."""
