@@ -42,7 +42,8 @@ DEADLINE = 120.0  # seconds until a test gives up waiting for what takes millise
 START = 600.0  # and for what imports torch and loads a model first
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, template: str = TEMPLATE, special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Path:
+    """`special` and `added` are further tokens, at most five: the vocabulary has room for no more."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True)
@@ -53,11 +54,12 @@ def make_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIALS, *special)])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|start|>", "eos_token": "<|end|>", "pad_token": "<|pad|>",
-        "chat_template": TEMPLATE}))
+        "chat_template": template}))
     return folder
 
 
@@ -93,6 +95,7 @@ class ScriptedEngine(EngineClient):
     """No process and no model: it says what `answers` holds for the last words of a prompt, a few characters a step."""
 
     answers: ClassVar[dict[str, str]] = {}
+    submitted: ClassVar[list[Submit]] = []
     endless = "never ends"  # a prompt with these words is answered until it is cancelled
 
     def start(self) -> None:
@@ -113,6 +116,7 @@ class ScriptedEngine(EngineClient):
         if isinstance(command, Cancel):
             self.cancelled.add(command.key)
         elif isinstance(command, Submit):
+            self.submitted.append(command)
             words = bytes(token for token in command.prompt if token < 256).decode(errors="replace")
             text = next((answer for question, answer in self.answers.items() if question in words), "plain answer")
             pieces = ["again "] * 10**6 if self.endless in words else [text[i : i + 5] for i in range(0, len(text), 5)]

@@ -38,6 +38,8 @@ def serve(
     allow_reset: Annotated[bool, typer.Option("--allow-reset", help="Open /reset_prefix_cache without an API key.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
+    tool_parser: Annotated[str | None, typer.Option(
+        help="Format of tool calls: hermes, llama or mistral; the chat template shows it otherwise.")] = None,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
     tensor_parallel: Annotated[int | None, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")] = None,
     quantization: Annotated[str | None, typer.Option(help="By the engine's own name, such as awq_marlin (vllm, sglang).")] = None,
@@ -68,7 +70,7 @@ def serve(
                           "GPU, and takes the quantization from the model's own files")
     run(model, engine, host=host, port=port, log_format=log_format, api_keys=keys, names=tuple(served_name or ()), strict=strict,
         max_queue=max_queue, max_body=int(max_body_mb * 2**20), timeout=timeout, drain=drain, allow_reset=allow_reset,
-        log_prompts=log_prompts)
+        log_prompts=log_prompts, tool_parser=tool_parser)
 
 
 def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format: str, **options: Any) -> None:

@@ -19,7 +19,7 @@ class Submit:
     key: int  # chosen by the server; every Delta of the answer carries it
     prompt: list[int]
     params: SamplingParams
-    schema: str | None = None  # JSON schema that the answer must fit
+    schema: str | None = None  # JSON schema or another grammar that the answer must fit (engine/grammar_kinds.py)
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,19 @@ from flyweight.engine.request import SamplingParams
 from flyweight.engine.tokenizer import Tokenizer
 from flyweight.errors import FlyweightError, unknown
 from flyweight.server.answer import Answer, timings
+from flyweight.server.answer_plan import AnswerPlan, plan_answer
 from flyweight.server.engine_client import EngineClient
 from flyweight.server.formats import ChatFormat, CompletionFormat, Format
 from flyweight.server.metrics import Metrics
-from flyweight.server.prompts import Prompts
+from flyweight.server.prompts import ChatPrompt, Prompts
 from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingFields
 from flyweight.server.refusals import BadRequest, ClientGone, UnknownModel
 from flyweight.server.settings import Settings
 from flyweight.server.ticket import Ticket
 from flyweight.server.token_names import TokenNames
+from flyweight.server.tools import choose_format
+from flyweight.server.tools.grammar import Thinking
+from flyweight.server.words import Words
 
 GRACE = 30.0  # seconds beyond the time limit that a reader has for what is already there
 LONGEST_WARNING = 1000  # characters in a header
@@ -35,6 +39,8 @@ class Service:
         self.settings, self.engine = settings, engine
         self.prompts = Prompts(tokenizer)
         self.names = TokenNames(tokenizer)
+        self.words = Words(tokenizer)
+        self.tool_format = choose_format(self.prompts.template, settings.tool_parser)
         self.metrics = Metrics(engine)
 
     def check_model(self, name: str | None) -> str:
@@ -53,7 +59,9 @@ class Service:
         if body.logprobs is not None:
             more |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
         form = CompletionFormat(body, prompts, texts, self.names)
-        return await self.generate(request, body, form, prompts, sampling(body, **more), model=model, warnings=warnings)
+        guide = body.guide
+        return await self.generate(request, body, form, prompts, sampling(body, **more), model=model, warnings=warnings,
+                                   grammar=guide.grammar(self.words) if guide else None)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
@@ -62,14 +70,20 @@ class Service:
         if limit == 0:
             raise BadRequest("max_tokens must be at least 1", param="max_tokens")
         more: dict[str, Any] = {"max_tokens": limit} | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
-        form = ChatFormat(body, prompt.tokens, self.names, splits=prompt.splits, inside=prompt.inside)
+        plan = self.plan(body, prompt)
+        form = ChatFormat(body, prompt.tokens, self.names, [plan.reader() for _ in range(body.samples)])
         return await self.generate(request, body, form, [prompt.tokens], sampling(body, **more), model=model,
-                                   warnings=[*warnings, *prompt.warnings])
+                                   warnings=[*warnings, *prompt.warnings, *plan.warnings], grammar=plan.grammar)
+
+    def plan(self, body: ChatRequest, prompt: ChatPrompt) -> AnswerPlan:
+        thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
+        return plan_answer(body.chosen_tools, body.guide, self.words, form=self.tool_format, thinking=thinking,
+                           parallel=body.parallel_tool_calls is not False, free=body.endless)
 
     async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
-                       params: SamplingParams, *, model: str, warnings: list[str]) -> Response:
+                       params: SamplingParams, *, model: str, warnings: list[str], grammar: str | None = None) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
-        ticket = self.engine.submit(prompts, params, schema=body.schema_text)
+        ticket = self.engine.submit(prompts, params, schema=grammar)
         answer = Answer(body, ticket, form, model=model)
         stream = None
         try:

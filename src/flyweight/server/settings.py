@@ -18,6 +18,7 @@ class Settings:
     drain: float = 120.0  # seconds that requests in flight get after SIGTERM
     allow_reset: bool = False  # /reset_prefix_cache without an API key
     log_prompts: bool = False
+    tool_parser: str | None = None  # format of tool calls; None: as the chat template shows
     engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
 
     @property
