@@ -121,18 +121,19 @@ class ScriptedEngine(EngineClient):
             text = next((answer for question, answer in self.answers.items() if question in words), "plain answer")
             pieces = ["again "] * 10**6 if self.endless in words else [text[i : i + 5] for i in range(0, len(text), 5)]
             limit = command.params.max_tokens or 10**6
+            reason = "length" if limit < len(pieces) else "stop"
             for sample in range(command.params.n):
-                asyncio.get_running_loop().call_soon(self.say, command.key, sample, pieces[:limit], 0)
+                asyncio.get_running_loop().call_soon(self.say, command.key, sample, pieces[:limit], 0, reason)
 
-    def say(self, key: int, sample: int, pieces: list[str], at: int) -> None:
+    def say(self, key: int, sample: int, pieces: list[str], at: int, reason: str) -> None:
         if self.connection is None or key in self.cancelled:
             return
         last = at == len(pieces) - 1
-        delta = Delta(key, sample, pieces[at], [65], finish_reason="stop" if last else None, started=time.perf_counter())
+        delta = Delta(key, sample, pieces[at], [65], finish_reason=reason if last else None, started=time.perf_counter())
         self.inbox.append(Step(time.perf_counter(), [delta], Load(at, int(not last), 0, 64 - 8 * (not last), 64, 0)))
         self._read()
         if not last:
-            asyncio.get_running_loop().call_later(0.002, self.say, key, sample, pieces, at + 1)
+            asyncio.get_running_loop().call_later(0.002, self.say, key, sample, pieces, at + 1, reason)
 
 
 @contextlib.contextmanager

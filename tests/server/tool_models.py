@@ -59,3 +59,13 @@ def function(name: str, **properties) -> dict:
 
 WEATHER = function("get_weather", city={"type": "string", "maxLength": 8}, unit={"enum": ["C", "F"]})
 ADD = function("add", a={"type": "integer", "minimum": 0, "maximum": 99}, b={"type": "integer", "minimum": 0, "maximum": 99})
+
+
+THOUGHTFUL = "<think>\nLet me think.\n</think>\n\nIt is warm."
+CALLING = 'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "unit": "C"}}\n</tool_call>'
+CONVERSATION = {  # last words of a prompt → what is answered; the later ones first, since earlier words stay in the prompt
+    "21 degrees": "It is 21 degrees in Paris.",
+    "say the weather": CALLING,
+    "think hard": THOUGHTFUL,
+    "say hello": "Hello! How are you?",
+}

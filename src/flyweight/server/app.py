@@ -17,10 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from flyweight import __version__
+from flyweight.server.anthropic.routes import add_anthropic
+from flyweight.server.error_shapes import error_content
 from flyweight.server.gate import Gate
+from flyweight.server.ollama.routes import add_ollama
 from flyweight.server.page import documentation, page
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, UnsupportedField, error_body
+from flyweight.server.responses.routes import add_responses
 from flyweight.server.service import Service, json_response
 
 
@@ -58,6 +62,8 @@ def create_app(service: Service, *, start: bool = True) -> ASGIApp:
     app = FastAPI(title="Flyweight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
                   description="An OpenAI-compatible server. Every error is an object with message, type, param and code.")
     add_generation(app, service)
+    for add_api in (add_responses, add_anthropic, add_ollama):
+        add_api(app, service, {**REFUSALS, **STREAM})
     add_tokens(app, service)
     add_state(app, service)
     add_pages(app)
@@ -191,7 +197,7 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
         request.state.facts.setdefault("error", str(error))
-        return json_response(error.body(), status=error.status, headers=error.headers)
+        return json_response(error_content(request.url.path, error), status=error.status, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -199,12 +205,13 @@ def add_handlers(app: FastAPI) -> None:
         where = [str(part) for part in first["loc"][1:]]
         message = f"{'.'.join(where)}: {first['msg']}" if where else f"the body is not a request: {first['msg']}"
         request.state.facts.setdefault("error", f"{'.'.join(where)}: {first['type']}")
-        return json_response(BadRequest(message, param=where[0] if where else None).body(), status=400)
+        refusal = BadRequest(message, param=where[0] if where else None)
+        return json_response(error_content(request.url.path, refusal), status=400)
 
     @app.exception_handler(Exception)  # a fault of ours: the gate writes down which
-    async def failed(_: Request, __: Exception) -> Response:
+    async def failed(request: Request, _: Exception) -> Response:
         error = EngineFailed("the server failed on this request; its log says why")
-        return json_response(error.body(), status=error.status)
+        return json_response(error_content(request.url.path, error), status=error.status)
 
     @app.exception_handler(HTTPException)
     async def refused_by_framework(_: Request, error: HTTPException) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -24,12 +24,14 @@ from flyweight.server.prompts import ChatPrompt, Prompts
 from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingFields
 from flyweight.server.refusals import BadRequest, ClientGone, UnknownModel
 from flyweight.server.settings import Settings
+from flyweight.server.telling import Teller, ToldAnswer
 from flyweight.server.ticket import Ticket
 from flyweight.server.token_names import TokenNames
 from flyweight.server.tools import choose_format
 from flyweight.server.tools.grammar import Thinking
 from flyweight.server.words import Words
 
+EVENTS = "text/event-stream"
 GRACE = 30.0  # seconds beyond the time limit that a reader has for what is already there
 LONGEST_WARNING = 1000  # characters in a header
 
@@ -64,16 +66,28 @@ class Service:
                                    grammar=guide.grammar(self.words) if guide else None)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
+        model, prompt, plan, warnings = await self.prepare(body)
+        form = ChatFormat(body, prompt.tokens, self.names, [plan.reader() for _ in range(body.samples)])
+        return await self.generate(request, body, form, [prompt.tokens], chat_sampling(body), model=model, warnings=warnings,
+                                   grammar=plan.grammar)
+
+    async def converse(self, request: Request, body: ChatRequest, teller: Callable[[str], Teller], *,
+                       warnings: Sequence[str] = (), media_type: str = EVENTS) -> Response:
+        """A chat whose answer is told in the words of another API; `teller` is made with the model's name."""
+        model, prompt, plan, found = await self.prepare(body)
+
+        def answer(ticket: Ticket) -> ToldAnswer:
+            return ToldAnswer(ticket, plan.reader(), teller(model))
+
+        return await self.run(request, answer, [prompt.tokens], chat_sampling(body), stream=bool(body.stream),
+                              warnings=[*warnings, *found], grammar=plan.grammar, media_type=media_type)
+
+    async def prepare(self, body: ChatRequest) -> tuple[str, ChatPrompt, AnswerPlan, list[str]]:
+        """(model, prompt, plan of the answer, warnings)."""
         model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
         prompt = await self.prompts.chat(body)
-        limit = body.max_completion_tokens or body.max_tokens
-        if limit == 0:
-            raise BadRequest("max_tokens must be at least 1", param="max_tokens")
-        more: dict[str, Any] = {"max_tokens": limit} | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
         plan = self.plan(body, prompt)
-        form = ChatFormat(body, prompt.tokens, self.names, [plan.reader() for _ in range(body.samples)])
-        return await self.generate(request, body, form, [prompt.tokens], sampling(body, **more), model=model,
-                                   warnings=[*warnings, *prompt.warnings, *plan.warnings], grammar=plan.grammar)
+        return model, prompt, plan, [*warnings, *prompt.warnings, *plan.warnings]
 
     def plan(self, body: ChatRequest, prompt: ChatPrompt) -> AnswerPlan:
         thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
@@ -82,19 +96,28 @@ class Service:
 
     async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
                        params: SamplingParams, *, model: str, warnings: list[str], grammar: str | None = None) -> Response:
+        def answer(ticket: Ticket) -> Answer:
+            return Answer(body, ticket, form, model=model)
+
+        return await self.run(request, answer, prompts, params, stream=bool(body.stream), warnings=warnings, grammar=grammar)
+
+    async def run(self, request: Request, answer_of: Callable[[Ticket], Answer | ToldAnswer], prompts: Sequence[list[int]],
+                  params: SamplingParams, *, stream: bool, warnings: Sequence[str], grammar: str | None,
+                  media_type: str = EVENTS) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
         ticket = self.engine.submit(prompts, params, schema=grammar)
-        answer = Answer(body, ticket, form, model=model)
-        stream = None
+        events = None
         try:
+            answer = answer_of(ticket)
             async with while_connected(request.receive, ticket):
-                if not body.stream:
+                if not stream:
                     return json_response(await answer.whole(), headers=headers)
                 first = await ticket.next()
-            stream = EventStream(self, request, ticket, answer.events(first), headers)
-            return stream
+            headers["content-type"] = media_type
+            events = EventStream(self, request, ticket, answer.events(first), headers)
+            return events
         finally:
-            if stream is None:  # else it finishes when its last event is written
+            if events is None:  # else it finishes when its last event is written
                 self.finish(request, ticket)
 
     def finish(self, request: Request, ticket: Ticket) -> None:
@@ -121,6 +144,16 @@ class Service:
         return tokenizer.fast.decode([t for t in prompt if t < size], skip_special_tokens=False) if tokenizer else ""
 
 
+def chat_sampling(body: ChatRequest) -> SamplingParams:
+    limit = body.max_completion_tokens or body.max_tokens
+    if limit == 0:
+        raise BadRequest("max_tokens must be at least 1", param="max_tokens")
+    more: dict[str, Any] = {"max_tokens": limit}
+    if body.logprobs:
+        more["logprobs"] = body.top_logprobs or 0
+    return sampling(body, **more)
+
+
 def sampling(body: SamplingFields, **more: Any) -> SamplingParams:
     try:
         return body.sampling(**more)
@@ -145,9 +178,7 @@ async def while_connected(receive: Receive, ticket: Ticket) -> AsyncIterator[Non
 
 
 class EventStream(Response):
-    """Server-sent events, written as they come. A reader that does not read waits alone."""
-
-    media_type = "text/event-stream"
+    """Events, written as they come. A reader that does not read waits alone."""
 
     def __init__(self, service: Service, request: Request, ticket: Ticket, events: AsyncIterator[bytes], headers: dict[str, str]):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
