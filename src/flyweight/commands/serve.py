@@ -79,6 +79,7 @@ def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format:
         from flyweight.server.run import Server, listen
     except ImportError as error:
         raise MissingPackageError(f"serving needs {error.name}: pip install 'flyweight[serve]'") from error
+    from flyweight.server.registry import registered
     from flyweight.server.settings import Settings
 
     logs.configure(log_format)
@@ -91,7 +92,9 @@ def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format:
     logs.log("listening", url=f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}", model=settings.served[0],
              api_key="needed" if settings.api_keys else "none", port=address[1], pid=os.getpid())
     garbage.settle()
-    server.run_all()
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{address[1]}"
+    with registered({"url": url, "port": address[1], "models": list(settings.served), "folders": [root]}):
+        server.run_all()
     logs.log("stopped")
 
 
