@@ -144,8 +144,9 @@ def serving(model: Path | str, *, wait: bool = True, threads: str | None = "1", 
     listener = listen("127.0.0.1", 0)
     root, tokenizer = open_tokenizer(str(model))
     engine = {"device": "cpu", **options.pop("engine", {})}
+    others = options.pop("others", ())
     server = Server(Settings(model=root, engine=engine, **({"names": ("tiny",)} | options)), listener, tokenizer=tokenizer,
-                    signals=False, engine_class=engine_class)
+                    signals=False, engine_class=engine_class, others=others)
     if threads:  # of the engine process: the tiny model is too small to share out
         os.environ["OMP_NUM_THREADS"] = threads
 

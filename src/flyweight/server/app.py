@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from flyweight import __version__
 from flyweight.server.anthropic.routes import add_anthropic
 from flyweight.server.error_shapes import error_content
+from flyweight.server.fleet import Fleet
 from flyweight.server.gate import Gate
 from flyweight.server.ollama.routes import add_ollama
 from flyweight.server.page import documentation, page
@@ -50,14 +51,14 @@ STREAM: dict[int | str, dict[str, Any]] = {
           "content": {"application/json": {}, "text/event-stream": {}}}}
 
 
-def create_app(service: Service, *, start: bool = True) -> ASGIApp:
+def create_app(service: Service | Fleet, *, start: bool = True) -> ASGIApp:
     """`start`: the engine begins to load when the server begins to listen."""
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if start:
-            service.engine.start()
+            service.start()
         yield
-        service.engine.stop()
+        service.stop()
 
     app = FastAPI(title="Flyweight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
                   description="An OpenAI-compatible server. Every error is an object with message, type, param and code.")
@@ -71,7 +72,7 @@ def create_app(service: Service, *, start: bool = True) -> ASGIApp:
     return Gate(app, service.settings, service.metrics)
 
 
-def add_generation(app: FastAPI, service: Service) -> None:
+def add_generation(app: FastAPI, service: Service | Fleet) -> None:
     @app.post("/v1/completions", responses={**REFUSALS, **STREAM}, response_class=Response, tags=["generate"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, token ids, or several of either."""
@@ -88,29 +89,29 @@ def add_generation(app: FastAPI, service: Service) -> None:
         raise UnsupportedField("embeddings are not supported: this server generates text; use an embedding model's own server")
 
 
-def add_tokens(app: FastAPI, service: Service) -> None:
+def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
     @app.post("/tokenize", responses=REFUSALS, response_class=Response, tags=["tokens"])
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt, or of messages in the model's chat template."""
-        service.check_model(body.model)
+        one = service.of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
         if body.prompt is not None:
-            tokens = (await service.prompts.encode([body.prompt], special=body.add_special_tokens is not False))[0]
+            tokens = (await one.prompts.encode([body.prompt], special=body.add_special_tokens is not False))[0]
         else:
-            tokens = (await service.prompts.chat(body)).tokens  # type: ignore[arg-type]
-        names = [service.names.text(token) for token in tokens] if body.return_token_strs else None
-        return json_response({"count": len(tokens), "max_model_len": service.engine.facts.get("max_model_len"), "tokens": tokens,
+            tokens = (await one.prompts.chat(body)).tokens  # type: ignore[arg-type]
+        names = [one.token_names.text(token) for token in tokens] if body.return_token_strs else None
+        return json_response({"count": len(tokens), "max_model_len": one.engine.facts.get("max_model_len"), "tokens": tokens,
                               "token_strs": names})
 
     @app.post("/detokenize", responses=REFUSALS, response_class=Response, tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        service.check_model(body.model)
-        size = len(service.prompts.need().inner)
+        one = service.of(body.model)
+        size = len(one.prompts.need().inner)
         if bad := [token for token in body.tokens if token >= size]:
             raise BadRequest(f"token id {bad[0]} is outside the vocabulary of {size}", param="tokens")
-        return json_response({"prompt": service.text_of(body.tokens)})
+        return json_response({"prompt": one.text_of(body.tokens)})
 
     @app.post("/reset_prefix_cache", responses={**REFUSALS, 403: {"model": ErrorBody, "description": "Not switched on."}},
               response_class=Response, tags=["state"])
@@ -122,17 +123,18 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         return json_response({"status": "ok"})
 
 
-def add_state(app: FastAPI, service: Service) -> None:
+def add_state(app: FastAPI, service: Service | Fleet) -> None:
     created, engine = int(time.time()), service.engine
 
     def describe(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": service.settings.model,
-                "parent": None, "max_model_len": engine.facts.get("max_model_len")}
+        one = service.of(name)
+        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": one.settings.model,
+                "parent": None, "max_model_len": one.engine.facts.get("max_model_len")}
 
     @app.get("/v1/models", response_class=Response, responses={401: REFUSALS[401]}, tags=["state"])
     async def models() -> Response:
         """The names this server answers to; `root` is the model behind them."""
-        return json_response({"object": "list", "data": [describe(name) for name in service.settings.served]})
+        return json_response({"object": "list", "data": [describe(name) for name in service.names]})
 
     missing: dict[int | str, dict[str, Any]] = {401: REFUSALS[401], 404: REFUSALS[404]}
 

@@ -81,6 +81,16 @@ class EngineClient:
                 self.process.kill()
                 self.process.join()
 
+    async def unload(self) -> None:
+        """Let go of the process and its memory, while others go on; `start` makes another."""
+        self._disconnect()
+        if self.process is not None:
+            await asyncio.to_thread(end, self.process)
+
+    def disconnect(self) -> None:
+        """Hear no more of a process that ends by itself."""
+        self._disconnect()
+
     def _disconnect(self) -> None:
         if self.connection is not None:
             asyncio.get_running_loop().remove_reader(self.connection.fileno())
@@ -216,3 +226,10 @@ class EngineClient:
                 samples = ticket.samples[prompt * ticket.n : (prompt + 1) * ticket.n]
                 if all(sample.finish_reason for sample in samples):
                     del self.tickets[delta.key]
+
+
+def end(process: BaseProcess) -> None:
+    process.join(timeout=5)  # by itself, since its socket is closed
+    if process.is_alive():
+        process.kill()
+        process.join()

@@ -40,10 +40,27 @@ class Service:
     def __init__(self, settings: Settings, engine: EngineClient, tokenizer: Tokenizer | None):
         self.settings, self.engine = settings, engine
         self.prompts = Prompts(tokenizer)
-        self.names = TokenNames(tokenizer)
+        self.token_names = TokenNames(tokenizer)
         self.words = Words(tokenizer)
         self.tool_format = choose_format(self.prompts.template, settings.tool_parser)
         self.metrics = Metrics(engine)
+        self.when_finished: Callable[[], None] = lambda: None  # after every request
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return self.settings.served
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def stop(self) -> None:
+        self.engine.stop()
+
+    def of(self, name: str | None) -> Service:
+        """The service of the model with this name: there is one, or the name is refused."""
+        self.check_model(name)
+        return self
 
     def check_model(self, name: str | None) -> str:
         served = self.settings.served
@@ -60,14 +77,14 @@ class Service:
         more: dict[str, Any] = {"max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)}
         if body.logprobs is not None:
             more |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
-        form = CompletionFormat(body, prompts, texts, self.names)
+        form = CompletionFormat(body, prompts, texts, self.token_names)
         guide = body.guide
         return await self.generate(request, body, form, prompts, sampling(body, **more), model=model, warnings=warnings,
                                    grammar=guide.grammar(self.words) if guide else None)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         model, prompt, plan, warnings = await self.prepare(body)
-        form = ChatFormat(body, prompt.tokens, self.names, [plan.reader() for _ in range(body.samples)])
+        form = ChatFormat(body, prompt.tokens, self.token_names, [plan.reader() for _ in range(body.samples)])
         return await self.generate(request, body, form, [prompt.tokens], chat_sampling(body), model=model, warnings=warnings,
                                    grammar=plan.grammar)
 
@@ -135,6 +152,7 @@ class Service:
             request.state.facts["error"] = str(ticket.failure)
         if self.settings.log_prompts:
             request.state.facts["prompts"] = [self.text_of(list(prompt)) for prompt in ticket.prompts]
+        self.when_finished()
 
     def text_of(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):

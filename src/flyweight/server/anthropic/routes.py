@@ -9,10 +9,11 @@ from fastapi.responses import Response
 
 from flyweight.server.anthropic.answer import MessagesTeller
 from flyweight.server.anthropic.request import CountRequest, MessagesRequest, chat_of
+from flyweight.server.fleet import Fleet
 from flyweight.server.service import Service, json_response
 
 
-def add_anthropic(app: FastAPI, service: Service, responses: dict[int | str, dict[str, Any]]) -> None:
+def add_anthropic(app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]) -> None:
     @app.post("/v1/messages", responses=responses, response_class=Response, tags=["Anthropic"])
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """The next message of a conversation, as Anthropic's API says it."""
@@ -23,6 +24,5 @@ def add_anthropic(app: FastAPI, service: Service, responses: dict[int | str, dic
     async def count_tokens(body: CountRequest) -> Response:
         """How many tokens the prompt of such a message has."""
         chat, _ = chat_of(body)
-        service.check_model(chat.model)
-        prompt = await service.prompts.chat(chat)
+        prompt = await service.of(chat.model).prompts.chat(chat)
         return json_response({"input_tokens": len(prompt.tokens)})

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from flyweight import __version__
+from flyweight.server.fleet import Fleet
 from flyweight.server.ollama.answer import LINES, ChatTeller, GenerateTeller, now
 from flyweight.server.ollama.facts import listed, shown
 from flyweight.server.ollama.request import (
@@ -25,12 +26,12 @@ from flyweight.server.service import Service, json_response
 TAGS: list[Any] = ["Ollama"]
 
 
-def add_ollama(app: FastAPI, service: Service, responses: dict[int | str, dict[str, Any]]) -> None:
+def add_ollama(app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]) -> None:
     add_answers(app, service, responses)
     add_facts(app, service, responses)
 
 
-def add_answers(app: FastAPI, service: Service, responses: dict[int | str, dict[str, Any]]) -> None:
+def add_answers(app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]) -> None:
     @app.post("/api/chat", responses=responses, response_class=Response, tags=TAGS)
     async def chat(body: OllamaChat, request: Request) -> Response:
         """The next message of a conversation, as Ollama's API says it."""
@@ -55,24 +56,23 @@ def add_answers(app: FastAPI, service: Service, responses: dict[int | str, dict[
         return json_response({"model": name, "created_at": now(), **content, "done": True, "done_reason": "load"})
 
 
-def add_facts(app: FastAPI, service: Service, responses: dict[int | str, dict[str, Any]]) -> None:
+def add_facts(app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]) -> None:
     @app.get("/api/tags", response_class=Response, tags=TAGS)
     async def tags() -> Response:
         """The models there are."""
-        return json_response({"models": [listed(service, name) for name in service.settings.served]})
+        return json_response({"models": [listed(service.of(name), name) for name in service.names]})
 
     @app.post("/api/show", responses=responses, response_class=Response, tags=TAGS)
     async def show(body: ShowRequest) -> Response:
         """What one of them is."""
-        service.check_model(served_name(body.model or body.name or ""))
-        return json_response(shown(service))
+        return json_response(shown(service.of(served_name(body.model or body.name or ""))))
 
     @app.get("/api/ps", response_class=Response, tags=TAGS)
     async def running() -> Response:
         """Those that are loaded."""
-        context = service.engine.facts.get("max_model_len")
-        models = [listed(service, name) | {"context_length": context} for name in service.settings.served]
-        return json_response({"models": models if service.engine.state == "ready" else []})
+        loaded = [(name, service.of(name)) for name in service.names if service.of(name).engine.state == "ready"]
+        models = [listed(one, name) | {"context_length": one.engine.facts["max_model_len"]} for name, one in loaded]
+        return json_response({"models": models})
 
     @app.get("/api/version", response_class=Response, tags=TAGS)
     async def version() -> Response:

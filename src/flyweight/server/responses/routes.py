@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from flyweight.server.fleet import Fleet
 from flyweight.server.responses.answer import ResponseTeller
 from flyweight.server.responses.request import ResponsesRequest, chat_of, new_messages
 from flyweight.server.responses.store import ResponseStore
@@ -14,7 +15,7 @@ from flyweight.server.service import Service, json_response
 from flyweight.server.telling import Block
 
 
-def add_responses(app: FastAPI, service: Service, responses: dict[int | str, dict[str, Any]]) -> None:
+def add_responses(app: FastAPI, service: Service | Fleet, responses: dict[int | str, dict[str, Any]]) -> None:
     store = ResponseStore()
 
     @app.post("/v1/responses", responses=responses, response_class=Response, tags=["responses"])
