@@ -10,7 +10,7 @@ import typer
 
 from flyweight import garbage
 from flyweight.commands.generate import Context, Device, Dtype
-from flyweight.errors import MissingPackageError, OptionError
+from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
 
@@ -44,6 +44,8 @@ def serve(
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
     tool_parser: Annotated[str | None, typer.Option(
         help="Format of tool calls: hermes, llama or mistral; the chat template shows it otherwise.")] = None,
+    embeddings: Annotated[str | None, typer.Option(
+        help="Open /v1/embeddings; how tokens become one vector: mean or last.")] = None,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
     tensor_parallel: Annotated[int | None, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")] = None,
     quantization: Annotated[str | None, typer.Option(help="By the engine's own name, such as awq_marlin (vllm, sglang).")] = None,
@@ -76,11 +78,14 @@ def serve(
     if (tensor_parallel or 1) > 1 or quantization:
         raise OptionError("--tensor-parallel and --quantization are for --backend vllm or sglang: the native engine runs on one "
                           "GPU, and takes the quantization from the model's own files")
+    if embeddings not in (None, "mean", "last"):
+        raise OptionError(unknown("--embeddings", embeddings or "", ["mean", "last"]))
     if len(models) > 1 and served_name:
         raise OptionError("--served-name is for one model; several are called by their own names")
     run(models, engine, host=host, port=port, log_format=log_format, api_keys=keys, names=tuple(served_name or ()), strict=strict,
         max_queue=max_queue, max_body=int(max_body_mb * 2**20), timeout=timeout, drain=drain, allow_reset=allow_reset,
-        log_prompts=log_prompts, tool_parser=tool_parser, lazy=lazy, max_loaded=max_loaded)
+        log_prompts=log_prompts, tool_parser=tool_parser, lazy=lazy, max_loaded=max_loaded,
+        embeddings=embeddings)
 
 
 def run(models: list[str], engine: dict[str, Any], *, host: str, port: int, log_format: str, **options: Any) -> None:

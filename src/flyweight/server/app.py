@@ -18,13 +18,14 @@ from starlette.types import ASGIApp
 
 from flyweight import __version__
 from flyweight.server.anthropic.routes import add_anthropic
+from flyweight.server.embeddings import add_embeddings
 from flyweight.server.error_shapes import error_content
 from flyweight.server.fleet import Fleet
 from flyweight.server.gate import Gate
 from flyweight.server.ollama.routes import add_ollama
 from flyweight.server.page import documentation, page
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, UnsupportedField, error_body
+from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, error_body
 from flyweight.server.responses.routes import add_responses
 from flyweight.server.service import Service, json_response
 
@@ -63,7 +64,7 @@ def create_app(service: Service | Fleet, *, start: bool = True) -> ASGIApp:
     app = FastAPI(title="Flyweight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
                   description="An OpenAI-compatible server. Every error is an object with message, type, param and code.")
     add_generation(app, service)
-    for add_api in (add_responses, add_anthropic, add_ollama):
+    for add_api in (add_responses, add_anthropic, add_ollama, add_embeddings):
         add_api(app, service, {**REFUSALS, **STREAM})
     add_tokens(app, service)
     add_state(app, service)
@@ -82,11 +83,6 @@ def add_generation(app: FastAPI, service: Service | Fleet) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation."""
         return await service.chat(request, body)
-
-    @app.post("/v1/embeddings", responses={400: REFUSALS[400]}, response_class=Response, tags=["generate"])
-    async def embeddings() -> Response:
-        """Refused: this server generates text."""
-        raise UnsupportedField("embeddings are not supported: this server generates text; use an embedding model's own server")
 
 
 def add_tokens(app: FastAPI, service: Service | Fleet) -> None:

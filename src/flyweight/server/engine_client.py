@@ -154,7 +154,8 @@ class EngineClient:
         """Most samples that may run or wait at once."""
         return self.facts["max_num_seqs"] + self.max_queue
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None) -> Ticket:
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None,
+               pooling: str | None = None) -> Ticket:
         """Raises a Refusal where there is no engine, no room, or no context long enough."""
         if self.state not in ("ready", "draining") or self.connection is None:
             raise EngineAway(f"the engine is {self.state}; try again later", retry_after=5)
@@ -175,7 +176,7 @@ class EngineClient:
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._send(Submit(key, prompt, params, schema))
+            self._send(Submit(key, prompt, params, schema, pooling))
         return ticket
 
     def release(self, ticket: Ticket) -> None:

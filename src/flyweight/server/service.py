@@ -62,6 +62,11 @@ class Service:
         self.check_model(name)
         return self
 
+    @contextlib.asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[Service]:
+        """The same for a request that goes on to the engine."""
+        yield self.of(name)
+
     def check_model(self, name: str | None) -> str:
         served = self.settings.served
         if name is not None and name not in served:

@@ -19,6 +19,7 @@ class Settings:
     allow_reset: bool = False  # /reset_prefix_cache without an API key
     log_prompts: bool = False
     tool_parser: str | None = None  # format of tool calls; None: as the chat template shows
+    embeddings: str | None = None  # pooling of /v1/embeddings: mean or last; None: refused
     lazy: bool = False  # of several models, none is loaded before it is asked for
     max_loaded: int | None = None  # of several models, so many at once; None: as many as there is room for
     engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
