@@ -4,7 +4,10 @@ import json
 import re
 
 import pytest
+from tiny_server import make_model
+from tool_models import fits
 
+from flyweight.commands.serve import open_tokenizer
 from flyweight.engine.grammar_kinds import translate
 from flyweight.server.guided import GuidedFields
 from flyweight.server.prompts import Prompts
@@ -71,14 +74,8 @@ def test_a_chat_is_held_to_its_shape_after_the_thinking_that_the_prompt_began(ti
         assert message["reasoning_content"] and message["content"] in ("", "red")
 
 
-def allows(running, fields, text):
-    from flyweight.engine.grammar import Grammars
-
-    tokenizer = running.service.prompts.tokenizer.inner
-    grammar = GuidedFields(**fields).guide.grammar(Words(running.service.prompts.tokenizer))
-    matcher = Grammars(tokenizer, 264, [257]).compile(grammar).deep_copy()
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+def allows(tokenizer, fields, text):
+    return fits(tokenizer.inner, GuidedFields(**fields).guide.grammar(Words(tokenizer)), text)
 
 
 STRUCTURE = {"begin": "<function=f>", "schema": SCHEMA, "end": "</function>"}
@@ -89,24 +86,19 @@ STRUCTURE = {"begin": "<function=f>", "schema": SCHEMA, "end": "</function>"}
     {"structural_tag": json.dumps({"structures": [STRUCTURE], "triggers": ["<function="]})},
     {"structured_outputs": {"structural_tag": {"structures": [STRUCTURE], "triggers": ["<function="]}}}])
 def test_structural_tags_hold_only_what_stands_between_them(tiny, fields):
-    assert allows(tiny, fields, "free < text")
-    assert allows(tiny, fields, 'so <function=f>{"n": 3}</function> and <function=f>{"n": 4}</function> on')
-    assert not allows(tiny, fields, 'so <function=f>{"n": 33}</function>')
-    assert not allows(tiny, fields, "so <function=g>")
+    words = tiny.service.prompts.tokenizer
+    assert allows(words, fields, "free < text")
+    assert allows(words, fields, 'so <function=f>{"n": 3}</function> and <function=f>{"n": 4}</function> on')
+    assert not allows(words, fields, 'so <function=f>{"n": 33}</function>')
+    assert not allows(words, fields, "so <function=g>")
 
 
 def test_a_trigger_that_is_one_token_is_taken_by_its_number(tmp_path):
-    from tiny_server import make_model
-
-    from flyweight.commands.serve import open_tokenizer
-    from flyweight.engine.grammar import Grammars
-
     _, tokenizer = open_tokenizer(str(make_model(tmp_path / "model", added=("<call>",))))
     structure = {"begin": "<call> ", "schema": SCHEMA, "end": " <|pad|>"}
-    grammar = GuidedFields(structural_tag={"structures": [structure], "triggers": ["<call>"]}).guide.grammar(Words(tokenizer))
-    matcher = Grammars(tokenizer.inner, 264, [257]).compile(grammar).deep_copy()
-    tokens = tokenizer.inner.encode('now <call> {"n": 3} <|pad|> then', add_special_tokens=False)
-    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    fields = {"structural_tag": {"structures": [structure], "triggers": ["<call>"]}}
+    assert allows(tokenizer, fields, 'now <call> {"n": 3} <|pad|> then')
+    assert not allows(tokenizer, fields, 'now <call> {"n": 33} <|pad|> then')
 
 
 @pytest.mark.parametrize(("fields", "message", "param"), [

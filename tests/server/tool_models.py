@@ -57,6 +57,15 @@ def function(name: str, **properties) -> dict:
         "parameters": {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}}}
 
 
+def fits(tokenizer, grammar: str, text: str) -> bool:
+    """Whether a grammar lets this text through, token by token, and lets it end there."""
+    from flyweight.engine.grammar import Grammars
+
+    constraint = Grammars(tokenizer, 264, [257])(grammar)()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return all(constraint.allowed(tokens[:at])[token] for at, token in enumerate([*tokens, 257]))
+
+
 WEATHER = function("get_weather", city={"type": "string", "maxLength": 8}, unit={"enum": ["C", "F"]})
 ADD = function("add", a={"type": "integer", "minimum": 0, "maximum": 99}, b={"type": "integer", "minimum": 0, "maximum": 99})
 
