@@ -25,6 +25,9 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of t
 
 VERBS = {  # verb → (module:function, one line of help)
     "pull": ("flyweight.commands.pull:pull", "Get a model: a name, a hub id, or a GGUF file."),
+    "models": ("flyweight.commands.models:models", "List the models on this machine; `list` does the same."),
+    "list": ("flyweight.commands.models:list_models", "The same as `models`."),
+    "rm": ("flyweight.commands.models:rm", "Delete models from the cache."),
     "info": ("flyweight.commands.info:info", "Show what a model is: layers, schemes, sizes, kernels."),
     "quantize": ("flyweight.commands.quantize:quantize", "Make a smaller copy of a model."),
     "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
@@ -32,6 +35,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "serve": ("flyweight.commands.serve:serve", "Serve a model over HTTP, as the OpenAI API does."),
+    "ps": ("flyweight.commands.models:ps", "Show the servers that run on this machine."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
     "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
     "profile": ("flyweight.commands.profile:profile", "Show which operators and kernels the time goes to."),
