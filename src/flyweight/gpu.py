@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -124,7 +125,7 @@ def of(device: torch.device | int) -> Gpu:
 
 @functools.cache
 def _of(index: int) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)  # PyTorch's types leave fields out
     major, minor = torch.cuda.get_device_capability(index)
     return Gpu(
         major,

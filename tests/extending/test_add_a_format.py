@@ -1,4 +1,6 @@
-"""docs/add-a-format.md, done: a toy 6-bit weight that is solved, saved, loaded, run and reported, without a kernel of its own."""
+"""docs/add-a-format.md, done: a toy 6-bit weight that is solved, saved, loaded, run and reported,
+without a kernel of its own.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class SixBitFiles(Format):
     def read(self, checkpoint: formats.Source, prefix: str) -> QuantTensor | None:
         if not checkpoint.has(f"{prefix}.six_codes"):
             return None
-        codes, scales, inputs = (checkpoint.tensor(f"{prefix}.{suffix}") for suffix in self.suffixes)
+        codes, scales, inputs = (
+            checkpoint.tensor(f"{prefix}.{suffix}") for suffix in self.suffixes
+        )
         return SixBit(codes, scales, int(inputs))
 
     def refuses(self, tensor: QuantTensor) -> str | None:
@@ -74,16 +78,25 @@ class SixBitFiles(Format):
     def write(self, prefix: str, tensor: QuantTensor) -> dict[str, Tensor]:
         assert isinstance(tensor, SixBit)
         parts = (tensor.codes, tensor.scales, torch.tensor(tensor.in_features))
-        return {f"{prefix}.{suffix}": part for suffix, part in zip(self.suffixes, parts, strict=True)}
+        return {
+            f"{prefix}.{suffix}": part for suffix, part in zip(self.suffixes, parts, strict=True)
+        }
 
-    def config(self, layers: formats.base.Layers, *, ignore: object = (), biased: object = ()) -> dict[str, object]:
+    def config(
+        self, layers: formats.base.Layers, *, ignore: object = (), biased: object = ()
+    ) -> dict[str, object]:
         return {"quant_method": "six"}
 
 
 @pytest.fixture
 def six(monkeypatch):
     """Registered here, and forgotten afterwards."""
-    for module, name in ((tensors, "KINDS"), (formats, "READABLE"), (formats, "WRITABLE"), (solve, "OTHERS")):
+    for module, name in (
+        (tensors, "KINDS"),
+        (formats, "READABLE"),
+        (formats, "WRITABLE"),
+        (solve, "OTHERS"),
+    ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     monkeypatch.setattr("flyweight.quant.store.KINDS", tensors.KINDS)
     for name in ("SOLVERS", "UNCALIBRATED"):
@@ -103,15 +116,29 @@ def test_a_toy_format_is_quantized_saved_loaded_run_and_reported(six, tmp_path: 
     checkpoint = Checkpoint(folder)
     found = checkpoint.linear("model.layers.0.mlp.down_proj")
     assert isinstance(found, SixBit) and found.bits_per_weight < 6.3
-    assert torch.equal(found.dequantize(), solve_six(Checkpoint(source).tensor(
-        "model.layers.0.mlp.down_proj.weight"), Layer("six"), None).dequantize())
+    assert torch.equal(
+        found.dequantize(),
+        solve_six(
+            Checkpoint(source).tensor("model.layers.0.mlp.down_proj.weight"), Layer("six"), None
+        ).dequantize(),
+    )
 
     tokens = torch.randint(0, 1000, (1, 12), generator=torch.Generator().manual_seed(0))
-    logits = [Decoder.load(Checkpoint(path), device="cpu", dtype=torch.float32).forward_whole(tokens) for path in (source, folder)]
-    assert 0 < (logits[1] - logits[0]).norm() / logits[0].norm() < 0.1, "six bits are near, and not the same"
+    logits = [
+        Decoder.load(Checkpoint(path), device="cpu", dtype=torch.float32).forward_whole(tokens)
+        for path in (source, folder)
+    ]
+    assert 0 < (logits[1] - logits[0]).norm() / logits[0].norm() < 0.1, (
+        "six bits are near, and not the same"
+    )
 
-    group = next(group for group in summarize(checkpoint, lambda tensor: prepare(
-        tensor, dtype=torch.float32)).groups if group.module == "mlp.down_proj")
+    group = next(
+        group
+        for group in summarize(
+            checkpoint, lambda tensor: prepare(tensor, dtype=torch.float32)
+        ).groups
+        if group.module == "mlp.down_proj"
+    )
     assert group.kernel == "torch.linear" and "six" in group.why and "dequantized" in group.why
 
 

@@ -1,4 +1,6 @@
-"""docs/add-a-kernel.md, done: a toy kernel for two-level weights takes them before any other, and says so."""
+"""docs/add-a-kernel.md, done: a toy kernel for two-level weights takes them before any other, and
+says so.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from flyweight.tensors import Int8Channel, Plain
 
 
 class Counted(FusedLinear):
-    """Multiplies as torch does, and counts; norm, activation and residual are left to the contract's plain way."""
+    """Multiplies as torch does, and counts; norm, activation and residual are left to the
+    contract's plain way.
+    """
 
     kernel = "counted"
     why = "a test asked for it"
@@ -48,7 +52,11 @@ def registered(monkeypatch):
 def test_a_registered_kernel_takes_what_it_says_and_nothing_else(registered):
     taken = prepare(Int8Channel.random((16, 32)), dtype=torch.float32)
     left = prepare(Plain.random((16, 32)), dtype=torch.float32)
-    assert (taken.kernel, taken.why, taken.kernel_for(8)) == ("counted", "a test asked for it", "counted")
+    assert (taken.kernel, taken.why, taken.kernel_for(8)) == (
+        "counted",
+        "a test asked for it",
+        "counted",
+    )
     assert left.kernel != "counted"
 
 
@@ -62,7 +70,12 @@ def test_the_contract_does_around_a_kernel_what_the_kernel_does_not(registered):
 
 
 def test_a_whole_model_runs_through_it(registered):
-    decoder = Decoder.load(PresetWeights(PRESETS["tiny"], "w8a8"), device="cpu", dtype=torch.float32)
+    decoder = Decoder.load(
+        PresetWeights(PRESETS["tiny"], "w8a8"), device="cpu", dtype=torch.float32
+    )
     decoder.forward_whole(torch.tensor([[3, 4, 5]]))
     linears = [linear.fused for block in decoder.blocks for linear in block.linears.values()]
-    assert all(isinstance(linear, Counted) and linear.calls == 1 for linear in linears) and len(linears) == 8
+    assert (
+        all(isinstance(linear, Counted) and linear.calls == 1 for linear in linears)
+        and len(linears) == 8
+    )

@@ -1,4 +1,5 @@
-"""docs/add-a-model.md, done: a toy family with norms after attention and MLP and a tanh-gelu MLP."""
+"""docs/add-a-model.md, done: a toy family with norms after attention and MLP and a tanh-gelu MLP.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +19,39 @@ from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import plan_of, standard_plan
 
 TOY = dict(
-    model_type="toy", architectures=["ToyForCausalLM"], hidden_act="gelu_pytorch_tanh", hidden_size=48, intermediate_size=80,
-    num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96, rms_norm_eps=1e-5,
-    max_position_embeddings=64, rope_theta=10000.0, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32")
+    model_type="toy",
+    architectures=["ToyForCausalLM"],
+    hidden_act="gelu_pytorch_tanh",
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=96,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=64,
+    rope_theta=10000.0,
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=2,
+    dtype="float32",
+)
 
 
 def toy_plan(numbers: ModelConfig) -> ModelPlan:
-    """The standard plan, its norms behind attention and MLP instead of before them, both as 1 + weight."""
+    """The standard plan, its norms behind attention and MLP instead of before them, both as 1 +
+    weight.
+    """
     plan = standard_plan(numbers)
     layers = [
-        replace(layer, before_attention=None, before_mlp=None,
-                after_attention=NormPlan("post_attention_layernorm", plus_one=True),
-                after_mlp=NormPlan("post_feedforward_layernorm", plus_one=True))
+        replace(
+            layer,
+            before_attention=None,
+            before_mlp=None,
+            after_attention=NormPlan("post_attention_layernorm", plus_one=True),
+            after_mlp=NormPlan("post_feedforward_layernorm", plus_one=True),
+        )
         for layer in plan.layers
     ]
     return replace(plan, layers=tuple(layers), embedding_scale=48**0.5)
@@ -61,19 +83,28 @@ def by_hand(weights: PresetWeights, tokens: list[int]) -> torch.Tensor:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     for index in range(3):
+
         def of(name, index=index):
             return weights.tensor(f"model.layers.{index}.{name}.weight")
 
-        q, k, v = (F.linear(x, of(f"self_attn.{part}_proj")).view(count, -1, size) for part in "qkv")
+        q, k, v = (
+            F.linear(x, of(f"self_attn.{part}_proj")).view(count, -1, size) for part in "qkv"
+        )
         q, k = turn(q), turn(k)
         k, v = (value.repeat_interleave(heads // kv_heads, 1) for value in (k, v))
         scores = torch.einsum("thd,shd->hts", q, k) * size**-0.5
         scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
         attended = torch.einsum("hts,shd->thd", scores.softmax(-1), v).reshape(count, -1)
         x = x + norm(F.linear(attended, of("self_attn.o_proj")), of("post_attention_layernorm"))
-        gated = F.gelu(F.linear(x, of("mlp.gate_proj")), approximate="tanh") * F.linear(x, of("mlp.up_proj"))
+        gated = F.gelu(F.linear(x, of("mlp.gate_proj")), approximate="tanh") * F.linear(
+            x, of("mlp.up_proj")
+        )
         x = x + norm(F.linear(gated, of("mlp.down_proj")), of("post_feedforward_layernorm"))
-    final = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weights.tensor("model.norm.weight")
+    final = (
+        x
+        * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        * weights.tensor("model.norm.weight")
+    )
     return F.linear(final, table)
 
 

@@ -1,7 +1,9 @@
 """Which weights a run reads, told without reading all of them.
 
-`weights_digest` goes into the result, so it depends on contents only: config, headers, sizes, and slices of each file.
-`file_states` also holds the times of the files: what a run may go on with must come from files that nobody touched since.
+`weights_digest` goes into the result, so it depends on contents only: config, headers, sizes, and
+slices of each file.
+`file_states` also holds the times of the files: what a run may go on with must come from files
+that nobody touched since.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def weights_digest(source: Any) -> str:
 
 
 def file_states(files: Iterable[Path]) -> dict[str, list[Any]]:
-    """Of each file its size, when it was last written, and the digest of its header: names, types, shapes and places."""
+    """Of each file its size, when it was last written, and the digest of its header: names, types,
+    shapes and places.
+    """
     states: dict[str, list[Any]] = {}
     for file in files:
         facts = file.stat()
@@ -55,4 +59,8 @@ def read_header(stream: Any) -> bytes:
 def places(size: int) -> list[tuple[int, int]]:
     """(start, length) of what is read of a file: both ends, and slices evenly between them."""
     step = max(SLICE, size // (SLICES + 1))
-    return [(0, ENDS), *((start, SLICE) for start in range(step, size, step)), (max(0, size - ENDS), ENDS)]
+    return [
+        (0, ENDS),
+        *((start, SLICE) for start in range(step, size, step)),
+        (max(0, size - ENDS), ENDS),
+    ]

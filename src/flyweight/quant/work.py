@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.errors import FlyweightError
-from flyweight.models.config import ModelConfig
 from flyweight.models.attention import PromptStage
+from flyweight.models.config import ModelConfig
 from flyweight.models.layer import Block
 from flyweight.models.plan import Group
 from flyweight.models.standard import plan_of

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,7 +150,7 @@ class TiledLinear(FusedLinear):
             return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
         if kernel == "cublas":
             return self._via_cublas(x, out, norm=norm, residual=residual)
-        multiply = {
+        multiply: Callable[..., Any] = {
             "gemv": gemv.multiply,
             "gemv_splitk": gemv_splitk.multiply,
             "gemm_small": gemm_small.multiply,

@@ -162,7 +162,7 @@ class VptqLinear(FusedLinear):
         gated = late and activation is None
         flat = x if isinstance(x, PackedInput) else x.reshape(-1, x.shape[-1]).contiguous()
         ends = Ends(
-            norm and norm.weight,
+            norm.weight if norm else None,
             norm.epsilon if norm else 1e-6,
             gated,
             self.bias,
