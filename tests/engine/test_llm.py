@@ -161,7 +161,7 @@ def test_leaving_a_stream_frees_its_blocks(tiny):
 
     asyncio.run(leave())
     assert model.engine.pool.available == 64
-    for _ in model.iterate([1, 2, 3], greedy(max_tokens=100)):
+    for _ in model.stream([1, 2, 3], greedy(max_tokens=100)):
         break
     assert model.engine.pool.available == 64
 

@@ -82,7 +82,8 @@ class Profiler:
         engine, work = self.llm.engine, self.work
         params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True)
         prompts = random_prompts(work.batch, work.input, vocabulary=self.llm.config.vocab_size, seed=work.seed)
-        requests = [request for prompt in prompts for request in engine.submit(*self.llm.prepare(prompt, params)[1:])]
+        prepared = [self.llm.prepare(prompt, params) for prompt in prompts]
+        requests = [request for one in prepared for request in engine.submit(one.tokens, one.params)]
         try:
             while any(request.generated < after for request in requests):
                 engine.step()
