@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 import traceback
 import warnings
@@ -149,6 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
         print(f"flyweight: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # `| head` has seen enough; nothing can be told on a pipe that nobody reads
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as the shell says of a program that SIGPIPE ended
     except (OSError, MemoryError, RuntimeError) as error:
         if debug or (isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"):
             raise

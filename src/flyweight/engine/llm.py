@@ -134,7 +134,7 @@ class LLM:
         for request in (request for requests in submitted for request in requests):
             if request.finish_reason == "failed":  # by a step that another thread ran
                 raise RequestError(f"the step that served this request failed: {request.stop_reason}")
-        return [make_output(one.text, requests)
+        return [Output.of(one.text, one.tokens, requests)
                 for one, requests in zip(prepared, submitted, strict=True)]
 
     @takes_fields_of(SamplingParams)
@@ -152,14 +152,15 @@ class LLM:
                **sampling: Unpack[SamplingOptions]) -> Stream:
         """One prompt, chunk by chunk, by `for` or by `async for`. Leaving the loop cancels the rest."""
         prepared = self._prepare(prompt, params, sampling, chat_template_kwargs)
-        return Stream(lambda: self._chunks(prepared), lambda: self._chunks_async(prepared))
+        return Stream(prepared.text, prepared.tokens, lambda requests: self._chunks(prepared, requests),
+                      lambda requests: self._chunks_async(prepared, requests))
 
     @takes_fields_of(SamplingParams)
     def iterate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                 chat_template_kwargs: Mapping[str, Any] | None = None,
                 **sampling: Unpack[SamplingOptions]) -> Generator[Chunk, None, None]:
         """As `stream`, as a plain generator."""
-        return self._chunks(self._prepare(prompt, params, sampling, chat_template_kwargs))
+        return self._chunks(self._prepare(prompt, params, sampling, chat_template_kwargs), [])
 
     def room(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> int:
         """Tokens that the context holds beyond this prompt; 0 where the prompt alone is too long."""
@@ -204,9 +205,9 @@ class LLM:
                            f"{params.max_tokens} more, but the context holds {context}; ask for at most "
                            f"{room}, or raise max_model_len")
 
-    def _chunks(self, prepared: Prepared) -> Generator[Chunk, None, None]:
+    def _chunks(self, prepared: Prepared, requests: list[Request]) -> Generator[Chunk, None, None]:
         chunks: deque[Chunk] = deque()  # a step of another thread may bring some too
-        requests = self.engine.submit(prepared.tokens, prepared.params, listener=chunks.append)
+        requests += self.engine.submit(prepared.tokens, prepared.params, listener=chunks.append)
         try:
             while chunks or not all(request.finished for request in requests):
                 if chunks:
@@ -216,11 +217,12 @@ class LLM:
         finally:
             self.engine.cancel(requests)
 
-    async def _chunks_async(self, prepared: Prepared) -> AsyncGenerator[Chunk, None]:
+    async def _chunks_async(self, prepared: Prepared,
+                            requests: list[Request]) -> AsyncGenerator[Chunk, None]:
         loop = asyncio.get_running_loop()
         queue = asyncio.Queue[Chunk]()
-        requests = self.engine.submit(prepared.tokens, prepared.params,
-                                      listener=lambda chunk: deliver(loop, queue, chunk))
+        requests += self.engine.submit(prepared.tokens, prepared.params,
+                                       listener=lambda chunk: deliver(loop, queue, chunk))
         self._drive(loop)
         unfinished = len(requests)
         try:
@@ -296,13 +298,6 @@ def not_failed(chunk: Chunk) -> Chunk:
 def deliver(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
     if not loop.is_closed():  # else the reader is gone, and its request about to be cancelled
         loop.call_soon_threadsafe(queue.put_nowait, chunk)
-
-
-def make_output(text: str | None, requests: list[Request]) -> Output:
-    first = requests[0]
-    wanted = first.params.prompt_logprobs is not None
-    return Output(prompt=text, prompt_token_ids=first.prompt, completions=[request.completion() for request in requests],
-                  prompt_logprobs=(first.prompt_logprobs or [None]) if wanted else None)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -166,6 +166,13 @@ class Output:
     completions: list[Completion]
     prompt_logprobs: list[TokenLogprob | None] | None = None  # the first token has none
 
+    @classmethod
+    def of(cls, prompt: str | None, tokens: list[int], requests: Sequence[Request]) -> Output:
+        """Of requests that are over, or as far as they have come."""
+        wanted = bool(requests) and requests[0].params.prompt_logprobs is not None
+        return cls(prompt, tokens, [request.completion() for request in requests],
+                   (requests[0].prompt_logprobs or [None]) if wanted else None)
+
     @property
     def text(self) -> str:
         return self.completions[0].text
