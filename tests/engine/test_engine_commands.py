@@ -61,7 +61,7 @@ def test_a_prompt_on_standard_input_must_be_text(monkeypatch, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["eval", "m", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
     (["generate", "m", "--prompt", ""], "the prompt is empty"),
-    (["generate", "m", "--prompt", "x", "--top-p", "2"], "top_p must lie between"),
+    (["generate", "m", "--prompt", "x", "--top-p", "2"], "--top-p must lie between"),
 ])
 def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, arguments, message):
     assert call(monkeypatch, *arguments) == 2

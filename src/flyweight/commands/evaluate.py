@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -149,10 +150,7 @@ class show_progress:
     """A bar on standard error that tells the perplexity so far."""
 
     def __init__(self, console: Any):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(TextColumn("perplexity {task.description}"), BarColumn(), MofNCompleteColumn(),
-                                 TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+        self.progress = progress_line(console, "perplexity", "windows")
         self.task = self.progress.add_task("…", total=None)
 
     def __enter__(self) -> Any:

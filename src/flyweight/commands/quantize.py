@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flyweight.commands import scheme_list
 from flyweight.commands.evaluate import read_text
 from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 def quantize(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")] = "",
-    scheme: Annotated[str, typer.Option(help="A named scheme; --list explains them.")] = "gptq-int4",
+    scheme: Annotated[str, typer.Option(help="A named scheme; --list explains them.",
+                                             autocompletion=scheme_list.names)] = "gptq-int4",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The folder to make.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (TOML) instead of a scheme.")] = None,
     calibration: Annotated[str, typer.Option(help="A text or JSONL file, or a hub dataset.")] = "built-in",
@@ -81,33 +84,8 @@ def quantize(
 
 
 def print_schemes(as_json: bool) -> None:
-    from flyweight.quant.recipe import named
-
-    rows = [dict(scheme=name, bits=bits_of(recipe.layer), summary=recipe.summary, engines=recipe.engines)
-            for name, recipe in named().items()]
-    rows.append(dict(scheme="vptq:v8-k65536-256", bits="(16 + 8) / 8", summary="codebooks of a chosen shape: vector length, "
-                     "centroids, residual centroids", engines="Flyweight, transformers with vptq"))
-    if as_json:
-        return typer.echo(json.dumps(rows, indent=1))
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("scheme", "bits", "what it costs, when to pick it", "read by", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(f"[bold]{row['scheme']}[/]", row["bits"], row["summary"], row["engines"])
-    Console(highlight=False, width=None if sys.stdout.isatty() else 250).print(table)  # for grep, a line each
-
-
-def bits_of(layer: Any) -> str:
-    if layer.solver == "fp8":
-        return "8 (float)"
-    if layer.solver == "vptq":
-        return f"{layer.bits} + 0.25"
-    group = "channel" if layer.group_size == -1 else f"group {layer.group_size}"
-    activations = ", int8 activations" if layer.activations == "int8" else ""
-    return f"{layer.bits}, {group}{'' if layer.symmetric else ', zero points'}{activations}"
+    rows = scheme_list.schemes()
+    typer.echo(json.dumps(rows, indent=1) if as_json else scheme_list.shown(rows))
 
 
 class LiveView:
@@ -115,13 +93,9 @@ class LiveView:
 
     def __init__(self, model: str, scheme: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self.console = Console(stderr=True, highlight=False)
-        self.progress = Progress(TextColumn(f"{scheme}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("blocks"),
-                                 TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"),
-                                 TimeRemainingColumn(elapsed_when_finished=True), console=self.console, transient=True,
-                                 disable=not self.console.is_terminal)
+        self.progress = progress_line(self.console, scheme, "blocks")
         self.task = self.progress.add_task(f"reading {model} …", total=None)
 
     def __enter__(self) -> LiveView:
@@ -132,10 +106,11 @@ class LiveView:
         self.progress.stop()
 
     def listen(self, event: Event) -> None:
-        texts = {"layer": f"{event.layer} error {event.error:.2e}", "tuned": "steps of tuning the whole"}
+        layer = str(event.layer).removeprefix("model.")
+        texts = {"layer": f"{layer} error {event.error:.2e}", "tuned": "steps of tuning the whole"}
         done = event.block + (event.kind in ("finished", "resumed"))
         self.progress.update(self.task, total=event.blocks, completed=done,
-                             description=f"{texts.get(event.kind, 'running finished blocks')}  {memory_text()}")
+                             description=f"{memory_text()}  {texts.get(event.kind, 'running finished blocks')}")
 
 
 def memory_text() -> str:
