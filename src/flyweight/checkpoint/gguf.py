@@ -66,7 +66,7 @@ class GGUF:
         try:
             import gguf
         except ImportError:
-            raise MissingPackageError("reading GGUF files needs the gguf package: pip install 'flyweight[gguf]'") from None
+            raise MissingPackageError("reading GGUF files needs the gguf package: pip install gguf") from None
         try:
             with self.path.open("rb") as stream:
                 if stream.read(4) != b"GGUF":
