@@ -18,7 +18,9 @@ from starlette.types import ASGIApp
 
 from flyweight import __version__
 from flyweight.server.gate import Gate
+from flyweight.server.json_body import broken_json
 from flyweight.server.page import documentation, page
+from flyweight.server.page.fields import describe
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, UnsupportedField, error_body
 from flyweight.server.service import Service, json_response
@@ -183,7 +185,7 @@ def openapi(app: FastAPI) -> dict[str, Any]:
             schema["components"]["schemas"].pop(name, None)
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}, {}]
-        app.openapi_schema = schema
+        app.openapi_schema = describe(schema)
     return app.openapi_schema
 
 
@@ -198,6 +200,8 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"][1:]]
         message = f"{'.'.join(where)}: {first['msg']}" if where else f"the body is not a request: {first['msg']}"
+        if (broken := broken_json(error)) is not None:
+            where, message = [], broken
         request.state.facts.setdefault("error", f"{'.'.join(where)}: {first['type']}")
         return json_response(BadRequest(message, param=where[0] if where else None).body(), status=400)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flyweight.server.json_body import take_as_json
 from flyweight.server.logs import log, logger
 from flyweight.server.metrics import Metrics
 from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, WrongKey
@@ -51,6 +52,7 @@ class Gate:
 
         try:
             self.check_key(scope["path"], headers.get(b"authorization", b""))
+            take_as_json(scope, headers)
             body = await read_body(receive, headers, self.settings.max_body)
             await self.app(scope, replay(body, receive), tagged)
         except Refusal as refusal:
