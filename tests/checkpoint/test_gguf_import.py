@@ -1,6 +1,7 @@
 """What a user meets when a GGUF file is imported: room on the disk, who may read the files, no false alarms."""
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -103,3 +104,19 @@ def test_a_model_that_answers_gets_the_sampling_of_its_family(tmp_path, family, 
     found = Checkpoint(convert(file, tmp_path / "out", dtype=torch.float16)).generation_config
     assert found.items() >= (expected | {"do_sample": True}).items()
     assert found.keys() - expected.keys() <= {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+def test_quantizing_a_low_bit_file_says_that_it_was_rounded_before(tmp_path):
+    from gguf import GGMLQuantizationType
+
+    from flyweight.commands.quantize import rounded_before
+
+    low = write_gguf(tmp_path / "low.gguf", tiny_model("llama"), quantize=GGMLQuantizationType.Q4_1)
+    note = rounded_before(str(convert(low, tmp_path / "low")))
+    assert "comes from low.gguf, which stores weights in 5.0 bits (mostly Q4_1)" in note
+    full = write_gguf(tmp_path / "full.gguf", tiny_model("llama"))
+    folder = convert(full, tmp_path / "full")
+    assert rounded_before(str(folder)) is None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    assert "is quantized already (awq)" in rounded_before(str(folder))

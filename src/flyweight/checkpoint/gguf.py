@@ -53,6 +53,7 @@ INSTRUCT: dict[str, dict[str, Any]] = {
     "llama-bpe": {"temperature": 0.6, "top_p": 0.9},
     "other": {"temperature": 0.7, "top_p": 0.95},
 }
+SOURCE = "flyweight_source"  # in config.json, which other programs read past
 # transformers takes any large vocabulary without a version for a Mistral tokenizer of old, whose pattern was wrong.
 # Ours come from the table in gguf_tokenizer.py.
 WRITTEN_FOR = "5.0.0"
@@ -167,7 +168,19 @@ def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if scaling := _rope_scaling(file, head_dim, config["rope_theta"]):
         config["rope_scaling"] = scaling
-    return config | _token_ids(file)
+    return config | _token_ids(file) | {SOURCE: describe_source(file)}
+
+
+def describe_source(file: GGUF) -> dict[str, Any]:
+    """How the file stores its matrices: weights that were rounded once are told from those that never were."""
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    counts: dict[str, int] = {}
+    for tensor in matrices:
+        counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+    weights = sum(counts.values())
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in matrices) / max(1, weights)
+    most = max(counts, key=lambda name: counts[name], default="F16")
+    return {"file": file.path.name, "type": most, "bits_per_weight": round(bits, 2)}
 
 
 def make_generation_config(file: GGUF) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from flyweight.commands.generate import Device, Dtype
 from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
+LOW_BITS = 9.0  # and less: rounded to a grid that a scheme may hit again
+
 if TYPE_CHECKING:
     from flyweight.quant.calibrate import Event
     from flyweight.quant.quantize import Summary
@@ -69,6 +71,8 @@ def quantize(
 
     if eval_text is not None:
         read_text(str(eval_text), option="--eval")  # an hour of work must not end at a file that is not there
+    if note := rounded_before(model):
+        typer.echo(note, err=True)
     try:
         with LiveView(model, recipe.stem if recipe else scheme) as view:
             summary = make(model, scheme, output, recipe=recipe, calibration=calibration, samples=samples, length=length,
@@ -81,6 +85,24 @@ def quantize(
         quality = {name: measure(folder, eval_text, eval_tokens, device=device, dtype=dtype)
                    for name, folder in (("before", model), ("after", str(output)))}
     print_summary(summary, quality, as_json)
+
+
+def rounded_before(model: str) -> str | None:
+    """A line where the source itself is a low-bit file: what quantizing costs cannot be seen on it."""
+    if model.startswith("preset:"):
+        return None
+    from flyweight.checkpoint.gguf import SOURCE
+    from flyweight.checkpoint.hub import resolve
+    from flyweight.checkpoint.reader import read_json
+
+    config = read_json(resolve(model) / "config.json")
+    if method := (config.get("quantization_config") or {}).get("quant_method"):
+        return f"note: {model} is quantized already ({method}): its rounding stays in the result, and the new one comes on top"
+    source = config.get(SOURCE) or {}
+    if source.get("bits_per_weight", 16) > LOW_BITS:
+        return None
+    return (f"note: {model} comes from {source['file']}, which stores weights in {source['bits_per_weight']:.1f} bits (mostly "
+            f"{source['type']}): they were rounded before, so what this scheme costs on full-precision weights will be more")
 
 
 def print_schemes(as_json: bool) -> None:
@@ -139,6 +161,16 @@ def measure(model: str, text: Path, tokens: int | None, *, device: str | None, d
     return {"perplexity": result.perplexity, "error": result.error, "tokens": result.tokens}
 
 
+def whole_file(summary: Summary) -> str:
+    """Bits per weight with embedding and head, which most schemes leave as they are."""
+    if not summary.finished:
+        return ""
+    from flyweight.checkpoint.reader import Checkpoint
+    from flyweight.checkpoint.summary import summarize
+
+    return f", {summarize(Checkpoint(summary.output)).file_bits:.3f} over the whole file"
+
+
 def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_json: bool) -> None:
     if as_json:
         data = dataclasses.asdict(summary) | {"output": str(summary.output), "mean_error": summary.mean_error, "quality": quality}
@@ -148,7 +180,8 @@ def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_jso
 
     worst, error = summary.worst
     rows = [("scheme", f"{summary.scheme}, written as {summary.format}"),
-            ("bits per weight", f"{summary.bits_per_weight:.3f} (scales and codebooks included)"),
+            ("bits per weight", f"{summary.bits_per_weight:.3f} in the layers (scales and codebooks included)"
+                                f"{whole_file(summary)}"),
             ("size", f"{summary.bytes_before / 1e6:,.1f} MB → {summary.bytes_after / 1e6:,.1f} MB"),
             ("layer error, mean", f"{summary.mean_error:.2e} of the output's energy"),
             ("layer error, worst", f"{error:.2e} in {worst}")]
