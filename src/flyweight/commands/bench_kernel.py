@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device
+from flyweight.commands.generate import Device, Threads
 from flyweight.errors import OptionError, unknown
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def kernel(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Result rows (JSONL); what is there is not run again.")] = None,
     layout: Annotated[str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")] = "full",
     device: Device = None,
+    threads: Threads = None,
     vllm_library: Annotated[Path | None, typer.Option(help="The shared library of vLLM's wheel, for its kernels alone.")] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Only compile the kernels of the linears (no chain, no "
                                                                       "attention), ahead and without a GPU.")] = False,

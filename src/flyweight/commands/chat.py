@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Context, Device, Dtype, Fraction, load
+from flyweight.commands.generate import Context, Device, Dtype, Fraction, Threads, load
 from flyweight.commands.line_reader import editing, messages
 from flyweight.commands.stopping import interruptible
 from flyweight.commands.word_wrap import WordWrap
@@ -33,6 +33,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
     think: Annotated[bool | None, typer.Option(help="For models that can think before they answer.")] = None,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,

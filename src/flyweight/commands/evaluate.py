@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Device, Dtype, Threads
 from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
@@ -29,6 +29,7 @@ def evaluate(
     tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")] = None,
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the rows of --json to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,

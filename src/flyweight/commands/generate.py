@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyweight.commands.stopping import interruptible
+from flyweight.cpu import use_threads
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU i
 Fraction = Annotated[float | None, typer.Option(min=0, max=1, help="Of the device's memory, for weights and KV cache together "
                                                 "(CPU: of what is free, for the cache alone); 0.9 (CPU: 0.25).")]
 Context = Annotated[int | None, typer.Option(min=2, help="Longest context to make room for.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own.")]
+Threads = Annotated[int | None, typer.Option(min=1, callback=use_threads,
+                                             help="Of a CPU; the cores that this process may use.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own. A "
+                                            "CPU without 16-bit arithmetic computes in float32.")]
 
 
 def generate(
@@ -40,6 +44,7 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="How many answers.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,

@@ -12,9 +12,9 @@ import typer
 
 from flyweight.commands import scheme_list
 from flyweight.commands.evaluate import read_text
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Device, Dtype, Threads
 from flyweight.commands.progress_line import progress_line
-from flyweight.errors import OptionError
+from flyweight.errors import FlyweightError, OptionError
 
 LOW_BITS = 9.0  # and less: rounded to a grid that a scheme may hit again
 
@@ -39,6 +39,7 @@ def quantize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that exists.")] = False,
     format: Annotated[str | None, typer.Option(help="File format; default: what most engines read for this scheme.")] = None,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a forward pass; fewer need less memory.")] = None,
     cache_gb: Annotated[float, typer.Option(min=0, help="Host memory for activations; the rest goes to disk.")] = 4.0,
@@ -71,6 +72,7 @@ def quantize(
 
     if eval_text is not None:
         read_text(str(eval_text), option="--eval")  # an hour of work must not end at a file that is not there
+    dtype = dtype_for(device, dtype)
     if note := rounded_before(model):
         typer.echo(note, err=True)
     try:
@@ -87,6 +89,18 @@ def quantize(
     print_summary(summary, quality, as_json)
 
 
+def dtype_for(device: str | None, dtype: str | None) -> str | None:
+    """As asked for, unless this CPU could compute with it only very slowly."""
+    import torch
+
+    from flyweight.cpu import computable
+    from flyweight.device import pick_device
+
+    if dtype not in ("float16", "bfloat16") or pick_device(device).type != "cpu":
+        return dtype
+    return str(computable(getattr(torch, dtype))).removeprefix("torch.")
+
+
 def rounded_before(model: str) -> str | None:
     """A line where the source itself is a low-bit file: what quantizing costs cannot be seen on it."""
     if model.startswith("preset:"):
@@ -95,7 +109,10 @@ def rounded_before(model: str) -> str | None:
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import read_json
 
-    config = read_json(resolve(model) / "config.json")
+    try:
+        config = read_json(resolve(model) / "config.json")
+    except FlyweightError:  # what is wrong with it is told by the work itself
+        return None
     if method := (config.get("quantization_config") or {}).get("quant_method"):
         return f"note: {model} is quantized already ({method}): its rounding stays in the result, and the new one comes on top"
     source = config.get(SOURCE) or {}

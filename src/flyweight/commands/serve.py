@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Context, Device, Dtype
+from flyweight.commands.generate import Context, Device, Dtype, Threads
 from flyweight.errors import MissingPackageError, OptionError
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -29,6 +29,7 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")] = True,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,

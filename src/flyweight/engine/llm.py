@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 
+from flyweight.cpu import computable
 from flyweight.device import pick_device
 from flyweight.engine.core import Engine
 from flyweight.engine.keywords import checked, refuse_unknown, takes_fields_of
@@ -329,7 +330,7 @@ def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], dev
         dtype = "float32" if device.type == "cpu" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in DTYPES:
         raise OptionError(unknown("dtype", dtype, DTYPES))
-    return DTYPES[dtype]
+    return computable(DTYPES[dtype]) if device.type == "cpu" else DTYPES[dtype]
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:

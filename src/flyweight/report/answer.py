@@ -226,7 +226,7 @@ def cards(best: Record, original: Record) -> list[tuple[str, str, str]]:
                                    ("as fast", "as fast")), ("First token", "ttft_ms_last", "ms", ("sooner", "later")),
                                    ("Peak memory", "allocated_gb", "GB", ("less", "more")),
                                    ("Weights in memory", "weights_gb", "GB", ("less", "more"))):
-        if best.get(key) is None or (key == "weights_gb" and best.get("allocated_gb") is not None):
+        if not best.get(key) or (key == "weights_gb" and best.get("allocated_gb") is not None):
             continue
         error = best.get(f"{key}±") if key in TIMED else None
         figure = f"{plain(best[key])} {unit}" if error is None else f"{best[key]:.1f} ± {error:.1f} {unit}"
