@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from flyweight.quant.evaluate import Agreement, Perplexity
     from flyweight.quant.subject import Subject
 
+PIPE_WIDTH = 110  # columns of a table where no terminal says
 BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text holds nothing
 
 
@@ -123,16 +125,18 @@ def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
         typer.echo(f"perplexity {rows[0]['perplexity']:.4f} ± {rows[0]['perplexity_error']:.4f} (standard error)")
     else:
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table("model", "size", "bits", "perplexity", "change", "KL", "top-1", box=None, pad_edge=False)
+        table = Table(Column("model", overflow="fold"), box=None, pad_edge=False)
+        for heading in ("size", "bits", "perplexity", "change", "KL", "top-1"):
+            table.add_column(heading, no_wrap=True)
         for model, row in zip(models, rows, strict=True):
             compared = ("", "", "") if "kl" not in row else (
                 f"{100 * math.expm1(row['log_ratio']):+.2f} ± {100 * row['log_ratio_error']:.2f} %", f"{row['kl']:.5f}",
                 f"{100 * row['top1_agreement']:.2f} %")
             table.add_row(model, f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
-                          f"{row['perplexity']:.4f} ± {row['perplexity_error']:.2f}", *compared)
-        Console(highlight=False, width=110).print(table)
+                          f"{row['perplexity']:.3f} ± {row['perplexity_error']:.2f}", *compared)
+        Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
     row = rows[0]
     beginning = "BOS before each window" if row["bos"] else "no BOS"
     typer.echo(f"{row['tokens']:,} tokens scored, window {row['window']}, stride {row['stride']}, {beginning}, "

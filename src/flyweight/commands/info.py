@@ -13,6 +13,8 @@ from rich.table import Table
 
 from flyweight.errors import FlyweightError
 
+PIPE_WIDTH = 110  # columns of the table where no terminal says
+
 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
@@ -73,7 +75,8 @@ def _show(summary: Any, machine: Any, why_not: str | None) -> None:
     for name, value in facts.items():
         console.print(f"{name:<16} {value}")
     console.print()
-    Console(highlight=False, markup=False, width=max(110, console.width)).print(_table(summary))
+    width = console.width if console.is_terminal else PIPE_WIDTH
+    Console(highlight=False, markup=False, width=width).print(_table(summary))
     for kernel, why in dict.fromkeys((group.kernel, group.why) for group in summary.groups if group.kernel):
         console.print(f"\n{kernel}: {why}")
 
@@ -90,9 +93,10 @@ def _machine_facts(machine: Any) -> dict[str, str]:
 
 
 def _table(summary: Any) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("layers", "module", "scheme", "shape", "bits/weight", "size", "kernel"):
-        table.add_column(heading, justify="right" if heading in ("bits/weight", "size") else "left")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for heading in ("layers", "module", "scheme", "shape", "bits", "size", "kernel"):
+        table.add_column(heading, justify="right" if heading in ("bits", "size") else "left",
+                         no_wrap=heading in ("shape", "bits", "size"), overflow="fold")
     for group in summary.groups:
         table.add_row(ranges(group.layers), group.module, group.scheme, " × ".join(map(str, group.shape)),
                       f"{group.bits_per_weight:.2f}", decimal(group.nbytes), group.kernel)
