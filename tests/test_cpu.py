@@ -1,4 +1,4 @@
-"""Threads and types of numbers on a CPU: no more threads than cores, no arithmetic that the CPU does not have."""
+"""Threads and types of numbers on a CPU: what it has, and no more."""
 
 import os
 import subprocess
@@ -25,7 +25,9 @@ def options_of(verb):
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_that_computes_takes_a_number_of_threads(verb):
     options = options_of(verb)
-    assert "--threads" in options or "--device" not in options or verb == "convert"  # which only moves bits
+    assert (
+        "--threads" in options or "--device" not in options or verb == "convert"
+    )  # which only moves bits
 
 
 @pytest.fixture
@@ -43,19 +45,33 @@ def machine(monkeypatch, tmp_path):
     return set_up
 
 
-@pytest.mark.parametrize(("cores", "quota", "usable"), [
-    (8, "max 100000", 8), (3, "max 100000", 3), (8, "200000 100000", 2), (8, "50000 100000", 1), (8, "nonsense", 8),
-])
+@pytest.mark.parametrize(
+    ("cores", "quota", "usable"),
+    [
+        (8, "max 100000", 8),
+        (3, "max 100000", 3),
+        (8, "200000 100000", 2),
+        (8, "50000 100000", 1),
+        (8, "nonsense", 8),
+    ],
+)
 def test_cores_are_those_that_the_process_may_use(machine, cores, quota, usable):
     machine(cores, quota)
     assert cpu.usable_cores() == usable
 
 
-@pytest.mark.parametrize(("asked", "quota", "given", "found"), [
-    (None, "max 100000", None, None),  # all cores: as torch chooses
-    (None, "200000 100000", None, "2"), (None, "200000 100000", "6", "6"), (5, "200000 100000", "6", "5"),
-])
-def test_threads_are_as_asked_else_no_more_than_cores(machine, monkeypatch, asked, quota, given, found):
+@pytest.mark.parametrize(
+    ("asked", "quota", "given", "found"),
+    [
+        (None, "max 100000", None, None),  # all cores: as torch chooses
+        (None, "200000 100000", None, "2"),
+        (None, "200000 100000", "6", "6"),
+        (5, "200000 100000", "6", "5"),
+    ],
+)
+def test_threads_are_as_asked_else_no_more_than_cores(
+    machine, monkeypatch, asked, quota, given, found
+):
     machine(8, quota)
     if given:
         monkeypatch.setenv(cpu.VARIABLE, given)
@@ -64,17 +80,24 @@ def test_threads_are_as_asked_else_no_more_than_cores(machine, monkeypatch, aske
 
 
 def test_the_option_reaches_torch():
-    code = ("import sys\nfrom flyweight import cli\nimport flyweight.commands.generate as verb\n"
-            "def load(*_, **__):\n    import torch\n    print(torch.get_num_threads())\n    sys.exit(0)\n"
-            "verb.load = load\ncli.main(['generate', 'x', '--prompt', 'y', '--threads', '3'])")
+    code = (
+        "import sys\nfrom flyweight import cli\nimport flyweight.commands.generate as verb\n"
+        "def load(*_, **__):\n    import torch\n    print(torch.get_num_threads())\n    sys.exit(0)\n"
+        "verb.load = load\ncli.main(['generate', 'x', '--prompt', 'y', '--threads', '3'])"
+    )
     environment = {name: value for name, value in os.environ.items() if name != cpu.VARIABLE}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.stdout == "3\n", done.stderr
 
 
 def test_a_type_without_arithmetic_is_computed_in_float32_and_told(monkeypatch):
     monkeypatch.setattr(cpu, "slowdown", lambda dtype: 35.2)
-    with pytest.warns(UserWarning, match=r"no bfloat16 arithmetic \(a product takes 35 times as long as in float32\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"no bfloat16 arithmetic \(a product takes 35 times as long as in float32\)",
+    ):
         assert choose_dtype("bfloat16", {}, CPU) is torch.float32
     assert choose_dtype("bfloat16", {}, torch.device("cuda")) is torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""The Python of README and docs: it parses, and every call of an LLM uses methods and keywords that there are."""
+"""The Python of README and docs: every call uses methods and keywords that there are."""
 
 import ast
 import inspect
@@ -16,7 +16,9 @@ CALLED = {"LLM": LLM, "SamplingParams": SamplingParams, "quantize": flyweight.qu
 
 def blocks():
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for number, found in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)):
+        for number, found in enumerate(
+            re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+        ):
             yield pytest.param(found, id=f"{path.name} {number}")
 
 
@@ -25,7 +27,11 @@ def target_of(call):
     function = call.func
     if isinstance(function, ast.Name):
         return CALLED.get(function.id)
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "llm":
+    if (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id == "llm"
+    ):
         return getattr(LLM, function.attr)
     return None
 

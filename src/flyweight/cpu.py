@@ -1,4 +1,4 @@
-"""What this process may use of the CPU: how many cores, and which types of numbers it can compute with.
+"""What this process may use of the CPU: how many cores, and which types of numbers.
 
 Torch is imported late: the number of threads must be known before it starts its own.
 """
@@ -18,14 +18,18 @@ if TYPE_CHECKING:
     import torch
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # what a container may use: "200000 100000" is two cores
-VARIABLE = "OMP_NUM_THREADS"  # read by torch when it starts, and by every process that this one starts
+VARIABLE = (
+    "OMP_NUM_THREADS"  # read by torch when it starts, and by every process that this one starts
+)
 PROBE = 768  # width of the product that is timed
 TOO_SLOW = 4.0  # times the time of float32: done by conversion, not by arithmetic
 
 
 def usable_cores() -> int:
     """That this process may run on, by its affinity and by the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = QUOTA.read_text().split()[:2]
         return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
@@ -34,10 +38,10 @@ def usable_cores() -> int:
 
 
 def use_threads(count: int | None) -> int | None:
-    """So many threads for torch, here and in child processes; None: no more than there are cores to use.
+    """So many threads for torch, here and in child processes; None: no more than usable cores.
 
-    Torch counts the cores of the machine and knows nothing of quotas: sixty-four threads on two cores wait
-    for each other.
+    Torch counts the cores of the machine and knows nothing of quotas: sixty-four threads on two
+    cores wait for each other.
     """
     if count is None and (VARIABLE in os.environ or usable_cores() >= (os.cpu_count() or 1)):
         return None  # as the user has set it, or as torch chooses
@@ -50,7 +54,7 @@ def use_threads(count: int | None) -> int | None:
 
 @functools.cache
 def slowdown(dtype: torch.dtype) -> float:
-    """How many times as long as in float32 a product takes on this CPU; a tenth of a second to find out."""
+    """How many times as long as in float32 a product takes on this CPU; measured in 0.1 s."""
     import torch
 
     def seconds(kind: torch.dtype) -> float:
@@ -67,12 +71,14 @@ def slowdown(dtype: torch.dtype) -> float:
 
 
 def computable(dtype: torch.dtype) -> torch.dtype:
-    """The type itself where this CPU has arithmetic for it, else float32, with a line that says so."""
+    """The type itself where this CPU has arithmetic for it, else float32 and a warning."""
     import torch
 
     if dtype == torch.float32 or slowdown(dtype) < TOO_SLOW:
         return dtype
     name = str(dtype).removeprefix("torch.")
-    warnings.warn(f"this CPU has no {name} arithmetic (a product takes {slowdown(dtype):.0f} times as long as in float32): "
-                  "computing in float32")
+    warnings.warn(
+        f"this CPU has no {name} arithmetic (a product takes {slowdown(dtype):.0f} times as long as "
+        "in float32): computing in float32"
+    )
     return torch.float32

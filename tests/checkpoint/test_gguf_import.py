@@ -1,4 +1,4 @@
-"""What a user meets when a GGUF file is imported: room on the disk, who may read the files, no false alarms."""
+"""What a user meets when a GGUF file is imported: room, file modes, sampling, no false alarms."""
 
 import errno
 import json
@@ -68,7 +68,9 @@ def fail_in_tokenizer(monkeypatch):
 
 
 @pytest.mark.parametrize("fail", [fail_in_weights, fail_in_tokenizer])
-def test_a_disk_that_fills_up_on_the_way_is_one_line_and_leaves_nothing(file, tmp_path, monkeypatch, fail):
+def test_a_disk_that_fills_up_on_the_way_is_one_line_and_leaves_nothing(
+    file, tmp_path, monkeypatch, fail
+):
     fail(monkeypatch)
     with pytest.raises(ResourceError) as error:
         convert(file, tmp_path / "out")
@@ -78,12 +80,16 @@ def test_a_disk_that_fills_up_on_the_way_is_one_line_and_leaves_nothing(file, tm
 
 
 def test_a_large_vocabulary_is_not_taken_for_an_old_mistral(file, tmp_path, monkeypatch, caplog):
-    """transformers warns of a wrong pattern in every large tokenizer whose config has no version."""
+    """transformers warns of a wrong pattern in large tokenizers whose config has no version."""
     import transformers
 
     folder = convert(file, tmp_path / "out")
     warned = []
-    monkeypatch.setattr(transformers.tokenization_utils_tokenizers.logger, "warning", lambda text, *_: warned.append(text))
+    monkeypatch.setattr(
+        transformers.tokenization_utils_tokenizers.logger,
+        "warning",
+        lambda text, *_: warned.append(text),
+    )
     raw = Checkpoint(folder).tokenizer().backend_tokenizer
     raw.add_tokens([f"<extra {number}>" for number in range(100_001)])
     raw.save(str(folder / "tokenizer.json"))
@@ -92,18 +98,30 @@ def test_a_large_vocabulary_is_not_taken_for_an_old_mistral(file, tmp_path, monk
     assert tokens == raw.encode("hello world 123").ids
 
 
-@pytest.mark.parametrize(("family", "pre", "expected"), [
-    ("llama", "smollm", {"temperature": 0.2, "top_p": 0.9}),
-    ("llama", "llama-bpe", {"temperature": 0.6, "top_p": 0.9}),
-    ("qwen2", "qwen2", {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}),
-    ("qwen3", "qwen2", {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
-    ("llama", "gpt-2", {"temperature": 0.7, "top_p": 0.95}),
-])
+@pytest.mark.parametrize(
+    ("family", "pre", "expected"),
+    [
+        ("llama", "smollm", {"temperature": 0.2, "top_p": 0.9}),
+        ("llama", "llama-bpe", {"temperature": 0.6, "top_p": 0.9}),
+        (
+            "qwen2",
+            "qwen2",
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+        ),
+        ("qwen3", "qwen2", {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ("llama", "gpt-2", {"temperature": 0.7, "top_p": 0.95}),
+    ],
+)
 def test_a_model_that_answers_gets_the_sampling_of_its_family(tmp_path, family, pre, expected):
     file = write_gguf(tmp_path / "model.gguf", tiny_model(family), pre=pre)
     found = Checkpoint(convert(file, tmp_path / "out", dtype=torch.float16)).generation_config
     assert found.items() >= (expected | {"do_sample": True}).items()
-    assert found.keys() - expected.keys() <= {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id"}
+    assert found.keys() - expected.keys() <= {
+        "do_sample",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
 
 
 def test_quantizing_a_low_bit_file_says_that_it_was_rounded_before(tmp_path):
@@ -118,5 +136,7 @@ def test_quantizing_a_low_bit_file_says_that_it_was_rounded_before(tmp_path):
     folder = convert(full, tmp_path / "full")
     assert rounded_before(str(folder)) is None
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
     assert "is quantized already (awq)" in rounded_before(str(folder))

@@ -32,8 +32,16 @@ class ScriptedStream:
     def output(self):
         whole = self.made == len(self.model.words)
         text = "".join(self.model.words[: self.made])
-        done = Completion(0, text, list(range(self.made)), "stop" if whole else "cancelled", None, None,
-                          Timing(0.0, ()), 0)
+        done = Completion(
+            0,
+            text,
+            list(range(self.made)),
+            "stop" if whole else "cancelled",
+            None,
+            None,
+            Timing(0.0, ()),
+            0,
+        )
         return Output("prompt", [1], [done])
 
 

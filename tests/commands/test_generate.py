@@ -50,8 +50,12 @@ def generate(monkeypatch, capsys):
 
 def test_a_reader_of_a_pipe_sees_each_piece_when_it_is_made():
     program = PROGRAM.format(tests=str(Path(__file__).parent))
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert os.read(process.stdout.fileno(), 100) == b"one "  # while the program waits for us
     rest, _ = process.communicate(b"\n\n\n\n")
     assert rest == b"two three four\n" and process.returncode == 0
@@ -71,8 +75,15 @@ def test_a_signal_keeps_the_json_whole(generate):
     code, out, _ = generate(Scripted(interrupt_at=2), "--json")
     assert code == 130
     assert json.loads(out)["completions"][0] | {"timing": 0} == {
-        "index": 0, "text": "one two three ", "token_ids": [0, 1, 2], "finish_reason": "cancelled",
-        "stop_reason": None, "logprobs": None, "timing": 0, "cached_tokens": 0}
+        "index": 0,
+        "text": "one two three ",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "cancelled",
+        "stop_reason": None,
+        "logprobs": None,
+        "timing": 0,
+        "cached_tokens": 0,
+    }
 
 
 def test_without_max_tokens_the_length_is_left_to_the_model(generate):
@@ -84,9 +95,13 @@ def test_without_max_tokens_the_length_is_left_to_the_model(generate):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    program = ("from flyweight import cli\nimport typer\n"
-               "cli.app = lambda **_: [typer.echo('x' * 100) for _ in range(9999)]\ncli.main([])")
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program = (
+        "from flyweight import cli\nimport typer\n"
+        "cli.app = lambda **_: [typer.echo('x' * 100) for _ in range(9999)]\ncli.main([])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     process.stdout.read(10)
     process.stdout.close()
     assert process.stderr.read() == b""

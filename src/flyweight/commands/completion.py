@@ -1,4 +1,4 @@
-"""`flyweight --install-completion [SHELL]` and `--show-completion [SHELL]`: Tab in bash, zsh and fish."""
+"""`--install-completion [SHELL]` and `--show-completion [SHELL]`: Tab in bash, zsh and fish."""
 
 from __future__ import annotations
 
@@ -34,4 +34,6 @@ def this_shell() -> str:
     try:
         return shellingham.detect_shell()[0]
     except shellingham.ShellDetectionFailure:
-        raise OptionError(f"the shell cannot be told; name it: flyweight --install-completion {SHELLS[0]}") from None
+        raise OptionError(
+            f"the shell cannot be told; name it: flyweight --install-completion {SHELLS[0]}"
+        ) from None

@@ -24,8 +24,18 @@ COMMANDS = {  # name → (arguments, what it does)
     "/load": ("FILE", "go on with a conversation that /save wrote"),
     "/exit": ("", "leave; so does Ctrl-D"),
 }
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "repetition_penalty",
-            "presence_penalty", "frequency_penalty", "seed", "stop")
+SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
 ROLES = ("system", "user", "assistant")
 
 Message = dict[str, str]
@@ -51,7 +61,8 @@ class Conversation:
         """Carry out `/NAME …`; what it says back. Mistakes are told, not raised."""
         name, *rest = line.split(maxsplit=1)
         if name not in COMMANDS:
-            return f'{unknown("command", name, COMMANDS)} (a message that begins with / goes between """ and """)'
+            hint = 'a message that begins with / goes between """ and """'
+            return f"{unknown('command', name, COMMANDS)} ({hint})"
         act = getattr(self, f"do_{name[1:]}")
         try:
             return act(rest[0].strip() if rest else "")
@@ -60,9 +71,13 @@ class Conversation:
 
     def do_help(self, _: str) -> str:
         width = max(len(f"{name} {arguments}") for name, (arguments, _) in COMMANDS.items())
-        lines = [f"{f'{name} {arguments}':<{width}}  {text}"
-                 for name, (arguments, text) in COMMANDS.items()]
-        return "\n".join([*lines, 'Ctrl-C stops an answer. """ begins and ends a message of several lines.'])
+        lines = [
+            f"{f'{name} {arguments}':<{width}}  {text}"
+            for name, (arguments, text) in COMMANDS.items()
+        ]
+        return "\n".join(
+            [*lines, 'Ctrl-C stops an answer. """ begins and ends a message of several lines.']
+        )
 
     def do_exit(self, _: str) -> str:
         return ""
@@ -74,7 +89,11 @@ class Conversation:
 
     def do_system(self, text: str) -> str:
         self.system = text or None
-        said = f"the model is now told: {text}" if text else "the model is told nothing before the conversation"
+        said = (
+            f"the model is now told: {text}"
+            if text
+            else "the model is told nothing before the conversation"
+        )
         return f"{said}{' (the conversation goes on; /reset starts over)' if self.turns else ''}"
 
     def do_set(self, rest: str) -> str:
@@ -139,12 +158,18 @@ def read_saved(path: Path) -> tuple[list[Message], dict[str, Any]]:
         raise OptionError(f"{path}: not a saved conversation ({error})") from None
     messages = data.get("messages") if isinstance(data, Mapping) else None
     if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise OptionError(f"{path}: not a saved conversation: \"messages\" must be a list of {{role, content}}")
+        raise OptionError(
+            f'{path}: not a saved conversation: "messages" must be a list of {{role, content}}'
+        )
     settings = data.get("settings") or {}
     if not isinstance(settings, Mapping):
-        raise OptionError(f"{path}: \"settings\" must be an object")
+        raise OptionError(f'{path}: "settings" must be an object')
     return messages, {name: value for name, value in settings.items() if name in SETTINGS}
 
 
 def is_message(item: Any) -> bool:
-    return isinstance(item, Mapping) and item.get("role") in ROLES and isinstance(item.get("content"), str)
+    return (
+        isinstance(item, Mapping)
+        and item.get("role") in ROLES
+        and isinstance(item.get("content"), str)
+    )

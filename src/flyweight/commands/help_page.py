@@ -1,4 +1,4 @@
-"""The help of a verb, plain enough for 80 columns: names of options are never cut, examples never broken."""
+"""The help of a verb, plain enough for 80 columns: no option's name is cut, no example broken."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ class PlainHelp(TyperCommand):
     """A command whose `--help` is text in two columns, without frames."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        needed = [one.name.upper() + ("…" if one.nargs != 1 else "") for one in self.params
-                  if one.param_type_name == "argument"]
+        needed = [
+            one.name.upper() + ("…" if one.nargs != 1 else "")
+            for one in self.params
+            if one.param_type_name == "argument"
+        ]
         formatter.write(f"Usage: {' '.join([ctx.command_path, '[OPTIONS]', *needed])}\n\n")
         formatter.write(described(self.help or "", formatter.width))
         kinds = kinds_of(self.callback)
         for title, wanted in (("Arguments", "argument"), ("Options", "option")):
-            rows = [row_of(parameter, kinds.get(parameter.name, "TEXT")) for parameter in self.get_params(ctx)
-                    if parameter.param_type_name == wanted and not getattr(parameter, "hidden", False)]
+            rows = [
+                row_of(parameter, kinds.get(parameter.name, "TEXT"))
+                for parameter in self.get_params(ctx)
+                if parameter.param_type_name == wanted and not getattr(parameter, "hidden", False)
+            ]
             if rows:
                 formatter.write(f"\n{title}:\n")
                 for name, text in rows:
@@ -33,7 +39,7 @@ class PlainHelp(TyperCommand):
 
 
 def described(text: str, width: int) -> str:
-    """Paragraphs filled to the width; indented ones are commands to be copied, and stay as they are."""
+    """Paragraphs filled to the width; indented ones are commands to be copied, and stay so."""
     shown = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith(" "):
@@ -56,7 +62,7 @@ def kinds_of(function: Any) -> dict[str, str]:
 
 
 def row_of(parameter: Any, kind: str) -> tuple[str, str]:
-    """(names with the kind of value, help with the default); from attributes that every typer has."""
+    """(names with the kind of value, help with the default), from what every typer has."""
     text = getattr(parameter, "help", None) or ""
     if parameter.param_type_name == "argument":
         return parameter.name.upper(), text

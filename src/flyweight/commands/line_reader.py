@@ -19,7 +19,7 @@ HISTORY = 1000  # lines
 
 
 def messages(hint: str) -> Iterator[tuple[str, bool]]:
-    """(text, whether it may be a command) until Ctrl-D. Ctrl-C drops the line and shows the hint."""
+    """(text, whether it is a command) until Ctrl-D. Ctrl-C drops the line and shows the hint."""
     while True:
         try:
             text, block = read_message()

@@ -1,4 +1,4 @@
-"""`flyweight quantize --list`: every scheme, read from its table without loading what carries it out."""
+"""`flyweight quantize --list`: every scheme, from its table, without loading what runs it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,33 @@ import tomllib
 from importlib.resources import files
 from typing import Any
 
-PLAIN = {"solver": "gptq", "bits": 4, "group_size": 128, "symmetric": True, "activations": "none"}  # as quant.recipe.Layer
-SHAPED = {"scheme": "vptq:v8-k65536-256", "bits": "(16 + 8) / 8", "engines": "Flyweight, transformers with vptq",
-          "summary": "codebooks of a chosen shape: vector length, centroids, residual centroids"}
+PLAIN = {
+    "solver": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "symmetric": True,
+    "activations": "none",
+}  # as quant.recipe.Layer
+SHAPED = {
+    "scheme": "vptq:v8-k65536-256",
+    "bits": "(16 + 8) / 8",
+    "engines": "Flyweight, transformers with vptq",
+    "summary": "codebooks of a chosen shape: vector length, centroids, residual centroids",
+}
 
 
 def schemes() -> list[dict[str, str]]:
     """scheme, bits, summary and engines of each, in the order of the file."""
     text = files("flyweight.quant").joinpath("schemes.toml").read_text(encoding="utf-8")
-    rows = [{"scheme": name, "bits": bits_of(PLAIN | keys), "summary": keys["summary"], "engines": keys["engines"]}
-            for name, keys in tomllib.loads(text).items()]
+    rows = [
+        {
+            "scheme": name,
+            "bits": bits_of(PLAIN | keys),
+            "summary": keys["summary"],
+            "engines": keys["engines"],
+        }
+        for name, keys in tomllib.loads(text).items()
+    ]
     return [*rows, SHAPED]
 
 
@@ -42,12 +59,19 @@ def shown(rows: list[dict[str, str]]) -> str:
     """On a terminal a paragraph each, within its width; in a pipe a line each, for grep."""
     if not sys.stdout.isatty():
         sizes = [max(len(row[key]) for row in rows) for key in ("scheme", "bits", "summary")]
-        return "\n".join(f"{row['scheme']:<{sizes[0]}}  {row['bits']:<{sizes[1]}}  {row['summary']:<{sizes[2]}}  "
-                         f"{row['engines']}" for row in rows)
+        return "\n".join(
+            f"{row['scheme']:<{sizes[0]}}  {row['bits']:<{sizes[1]}}  {row['summary']:<{sizes[2]}}  "
+            f"{row['engines']}"
+            for row in rows
+        )
     width = min(100, shutil.get_terminal_size().columns)
     paragraphs = []
     for row in rows:
-        about = textwrap.fill(f"{row['summary']}.", width, initial_indent="    ", subsequent_indent="    ")
-        readers = textwrap.fill(f"read by {row['engines']}", width, initial_indent="    ", subsequent_indent="    ")
+        about = textwrap.fill(
+            f"{row['summary']}.", width, initial_indent="    ", subsequent_indent="    "
+        )
+        readers = textwrap.fill(
+            f"read by {row['engines']}", width, initial_indent="    ", subsequent_indent="    "
+        )
         paragraphs.append(f"{row['scheme']}: {row['bits']} bits\n{about}\n{readers}")
     return "\n".join(paragraphs)

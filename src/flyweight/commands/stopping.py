@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def interruptible(*signals: int) -> Iterator[list[int]]:
     """A signal (Ctrl-C unless others are named) fills the list instead of raising.
 
-    So a step is never torn in the middle. The second signal of a kind acts as it did before: whoever
-    cannot wait for the end of a step presses Ctrl-C twice.
+    So a step is never torn in the middle. The second signal of a kind acts as it did before:
+    whoever cannot wait for the end of a step presses Ctrl-C twice.
     """
     stopped: list[int] = []
     numbers = signals or (signal.SIGINT,)

@@ -57,7 +57,9 @@ class WordWrap:
             self.column = 0
             return space
         self.line += space
-        if self.column >= (self.width or 0) and not self.code:  # a space at the edge would open an empty line
+        if (
+            self.column >= (self.width or 0) and not self.code
+        ):  # a space at the edge would open an empty line
             return ""
         self.column += 1
         return space

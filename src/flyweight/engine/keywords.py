@@ -1,8 +1,8 @@
 """Keyword arguments that are checked by name, where signatures still tell what can be given.
 
 A misspelt keyword must never vanish: it is an error that names the nearest known one.
-`inspect.signature`, `help()` and editors must show the true list all the same, so nothing here hides
-a signature behind `*args, **options`.
+`inspect.signature`, `help()` and editors must show the true list all the same, so nothing here
+hides a signature behind `*args, **options`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,15 @@ def checked(what: str, error: type[FlyweightError]) -> Callable[[Kind], Kind]:
 
 def takes_fields_of(kind: type) -> Callable[[Function], Function]:
     """A method whose `**options` stand for the fields of a dataclass: its signature lists them."""
-    fields = [inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default_of(field),
-                                annotation=field.type)
-              for field in dataclasses.fields(kind)]
+    fields = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default_of(field),
+            annotation=field.type,
+        )
+        for field in dataclasses.fields(kind)
+    ]
 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
@@ -71,5 +77,7 @@ def refuse_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
             continue
         if difflib.get_close_matches(name, names, n=1, cutoff=NEAR):
             raise RequestError(unknown("keyword", name, names))
-        raise RequestError(f"unknown keyword {name!r}; arguments of a chat template go into "
-                           f"chat_template_kwargs={{{name!r}: …}}, known keywords are: {', '.join(sorted(names))}")
+        raise RequestError(
+            f"unknown keyword {name!r}; arguments of a chat template go into "
+            f"chat_template_kwargs={{{name!r}: …}}, known keywords are: {', '.join(sorted(names))}"
+        )

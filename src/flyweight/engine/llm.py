@@ -130,11 +130,10 @@ class LLM:
             for one in prepared:
                 submitted.append(self.engine.submit(one.tokens, one.params))
             self._run(submitted, progress)
+            for request in (request for requests in submitted for request in requests):
+                check_served(request.finish_reason, request.stop_reason)
         finally:  # Ctrl-C or a failure: leave nothing behind in the engine
             self.engine.cancel(request for requests in submitted for request in requests)
-        for request in (request for requests in submitted for request in requests):
-            if request.finish_reason == "failed":  # by a step that another thread ran
-                raise RequestError(f"the step that served this request failed: {request.stop_reason}")
         return [Output.of(one.text, one.tokens, requests)
                 for one, requests in zip(prepared, submitted, strict=True)]
 
@@ -211,10 +210,12 @@ class LLM:
         requests += self.engine.submit(prepared.tokens, prepared.params, listener=chunks.append)
         try:
             while chunks or not all(request.finished for request in requests):
-                if chunks:
-                    yield not_failed(chunks.popleft())
-                else:
+                if not chunks:
                     self.engine.step()
+                    continue
+                chunk = chunks.popleft()
+                check_served(chunk.finish_reason, chunk.stop_reason)
+                yield chunk
         finally:
             self.engine.cancel(requests)
 
@@ -228,7 +229,8 @@ class LLM:
         unfinished = len(requests)
         try:
             while unfinished:
-                chunk = not_failed(await queue.get())
+                chunk = await queue.get()
+                check_served(chunk.finish_reason, chunk.stop_reason)
                 unfinished -= chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -290,10 +292,10 @@ def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None,
     return list(params)
 
 
-def not_failed(chunk: Chunk) -> Chunk:
-    if chunk.finish_reason == "failed":
-        raise RequestError(f"the step that served this request failed: {chunk.stop_reason}")
-    return chunk
+def check_served(finish_reason: str | None, stop_reason: str | int | None) -> None:
+    """A step fails in the thread that makes it; whoever waits in another must hear of it too."""
+    if finish_reason == "failed":
+        raise RequestError(f"the step that served this request failed: {stop_reason}")
 
 
 def deliver(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:

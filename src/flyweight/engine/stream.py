@@ -13,14 +13,19 @@ Asynchronous = AsyncGenerator[Chunk, None]
 
 
 class Stream:
-    """Chunks of one prompt. Nothing runs before the first is asked for; leaving early cancels the rest.
+    """Chunks of one prompt. Nothing runs before the first is asked for; leaving cancels the rest.
 
-    `for chunk in stream` runs the engine's steps in the caller's thread. `async for chunk in stream`
-    runs them in the engine's own thread, and any number of such streams share the batch.
+    `for chunk in stream` runs the engine's steps in the caller's thread. `async for` runs them in
+    the engine's own thread, and any number of such streams share the batch.
     """
 
-    def __init__(self, prompt: str | None, tokens: list[int], plain: Callable[[list[Request]], Plain],
-                 asynchronous: Callable[[list[Request]], Asynchronous]):
+    def __init__(
+        self,
+        prompt: str | None,
+        tokens: list[int],
+        plain: Callable[[list[Request]], Plain],
+        asynchronous: Callable[[list[Request]], Asynchronous],
+    ):
         self.prompt = prompt
         self.tokens = tokens
         self.requests: list[Request] = []  # filled when the first chunk is asked for
@@ -63,6 +68,10 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()

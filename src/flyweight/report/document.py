@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyweight.report import figures, layouts, performance
-from flyweight.report.answer import answer, inside_the_error
+from flyweight.report.answer import answer
 from flyweight.report.blocks import Block, Heading, Items, Paragraph, Table, make_table, with_colors
+from flyweight.report.choice import inside_the_error
 from flyweight.report.records import Record, add_agreement, add_speedups, make_record, tell_apart
 from flyweight.report.rows import Results, Row, group
 from flyweight.report.units import bytes_text, plain, time_text

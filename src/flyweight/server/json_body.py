@@ -1,8 +1,8 @@
 """Bodies that are JSON whatever their header says, and what to say of those that are not.
 
-`curl -d` announces a form unless it is told otherwise, so a body of another kind is read as JSON where no
-browser sent it. From a browser it is refused: a page of another site may send forms and plain text to any
-address without asking, and must not put this server to work.
+`curl -d` announces a form unless it is told otherwise, so a body of another kind is read as JSON
+where no browser sent it. From a browser it is refused: a page of another site may send forms and
+plain text to any address without asking, and must not put this server to work.
 """
 
 from __future__ import annotations
@@ -45,6 +45,6 @@ def broken_json(error: RequestValidationError) -> str | None:
 
 
 def near(text: str, at: int) -> str:
-    """The words around the place, so that it is found in a body that was put together by a program."""
+    """The words around the place, so that it is found in a body that a program put together."""
     around = text[max(0, at - 20) : at + 20].strip()
     return f", near {around!r}" if around else ""

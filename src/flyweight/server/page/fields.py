@@ -1,6 +1,6 @@
 """One line about each field of a request, for the reference at /docs and in /openapi.json.
 
-By name, because a field means the same in every API that has it; a description at the field itself wins.
+By name, because a field means the same in every API that has it; a description of its own wins.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FIELDS = {
     "stream_options": "What a stream tells beside the text, such as include_usage.",
     "tools": "Functions that the model may ask to be called.",
     "tool_choice": "Whether it may, must or must not ask for one.",
-    "chat_template_kwargs": "What the model's chat template takes, such as enable_thinking for Qwen3.",
-    "add_generation_prompt": "End the prompt with the beginning of an answer; true unless the last message is continued.",
+    "chat_template_kwargs": "What the chat template takes, such as enable_thinking for Qwen3.",
+    "add_generation_prompt": "End the prompt where an answer begins; true by default.",
     "continue_final_message": "Go on with the last message instead of answering it.",
     "add_special_tokens": "False: a text prompt gets no begin-of-text token.",
     "logprobs": "Report the log-probability of each token of the answer.",
