@@ -81,7 +81,8 @@ def screen(choice: Choice, *, alone: bool) -> list[Block]:
     elif best["change"] is None:
         take = f"**{best['scheme']} is fastest**, and none is recommended: {choice.why}."
     else:
-        take = f"**Take {best['scheme']}** instead of {original['scheme']}: {choice.why}."
+        gains = ", ".join(gained(best, original))
+        take = f"**Take {best['scheme']}** instead of {original['scheme']} ({gains}): {choice.why}."
     where = conditions(choice.variants)
     shown = (
         best
@@ -97,6 +98,20 @@ def screen(choice: Choice, *, alone: bool) -> list[Block]:
     ]
 
 
+def gained(best: Record, original: Record) -> list[str]:
+    """What the one to take gains and costs, in a few words."""
+    parts = []
+    if best["smaller"]:
+        parts.append(f"{best['smaller']:.2f} × smaller")
+    if best["faster"] and inside_the_error(best, original, "decode_tok_s"):
+        parts.append("as fast within the error")
+    elif best["faster"]:
+        parts.append(f"{best['faster']:.2f} × as fast")
+    if best.get("change_text"):
+        parts.append(f"perplexity {best['change_text']}")
+    return parts
+
+
 def cards(best: Record, original: Record) -> list[tuple[str, str, str]]:
     """(what, the figure, against what)"""
     found = []
@@ -110,11 +125,10 @@ def cards(best: Record, original: Record) -> list[tuple[str, str, str]]:
         if not best.get(key) or (key == "weights_gb" and best.get("allocated_gb") is not None):
             continue
         error = best.get(f"{key}±") if key in TIMED else None
-        figure = (
-            f"{plain(best[key])} {unit}"
-            if error is None
-            else f"{best[key]:.1f} ± {error:.1f} {unit}"
-        )
+        digits = 0 if best[key] >= 1000 else 1
+        figure = f"{plain(best[key])} {unit}"
+        if error is not None:
+            figure = f"{best[key]:.{digits}f} ± {error:.{digits}f} {unit}"
         found.append((name, figure, against(best, original, key, unit, words)))
     if best.get("perplexity_text"):
         change = best.get("change_text")
@@ -135,6 +149,8 @@ def against(best: Record, original: Record, key: str, unit: str, words: tuple[st
     if not before or best is original:
         return ""
     times = best[key] / before if key == "decode_tok_s" else before / best[key]
+    if f"{times:.2f}" == "1.00" and key not in TIMED:
+        return f"as {original['scheme']}"
     if key in TIMED and inside_the_error(best, original, key):
         return f"{original['scheme']}: {plain(before)} {unit}, equal within the error"
     if times >= 1 or key == "decode_tok_s":
