@@ -56,7 +56,7 @@ def read_block(first: str) -> str:
 
 def more_is_waiting() -> bool:
     """Whether a terminal has the next line already: nobody types that fast, so it was pasted."""
-    if not sys.stdin.isatty():
+    if not sys.stdin.isatty() or sys.platform == "win32":  # where only sockets can be waited for
         return False
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
