@@ -24,8 +24,10 @@ from flyweight.server.embeddings import add_embeddings
 from flyweight.server.error_shapes import error_content
 from flyweight.server.fleet import Fleet
 from flyweight.server.gate import Gate
+from flyweight.server.json_body import broken_json
 from flyweight.server.ollama.routes import add_ollama
 from flyweight.server.page import documentation, page
+from flyweight.server.page.fields import describe
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, error_body
 from flyweight.server.responses.routes import add_responses
@@ -195,7 +197,7 @@ def openapi(app: FastAPI) -> dict[str, Any]:
             schema["components"]["schemas"].pop(name, None)
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}, {}]
-        app.openapi_schema = schema
+        app.openapi_schema = describe(schema)
     return app.openapi_schema
 
 
@@ -210,6 +212,8 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"][1:]]
         message = f"{'.'.join(where)}: {first['msg']}" if where else f"the body is not a request: {first['msg']}"
+        if (broken := broken_json(error)) is not None:
+            where, message = [], broken
         request.state.facts.setdefault("error", f"{'.'.join(where)}: {first['type']}")
         refusal = BadRequest(message, param=where[0] if where else None)
         return json_response(error_content(request.url.path, refusal), status=400)

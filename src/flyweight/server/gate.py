@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flyweight.server.error_shapes import error_content
 from flyweight.server.hosts import Hosts
+from flyweight.server.json_body import take_as_json
 from flyweight.server.logs import log, logger
 from flyweight.server.metrics import Metrics
 from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSlow, WrongKey
@@ -58,6 +59,7 @@ class Gate:
         try:
             self.hosts.check(headers.get(b"host", b""))
             self.check_key(scope["path"], headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
+            take_as_json(scope, headers)
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     body = await read_body(receive, headers, self.settings.max_body)

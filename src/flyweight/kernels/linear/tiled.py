@@ -150,13 +150,13 @@ class TiledLinear(FusedLinear):
             return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
         if kernel == "cublas":
             return self._via_cublas(x, out, norm=norm, residual=residual)
-        multiply: Callable[..., Any] = {
+        kernels: dict[str, Callable[..., Any]] = {
             "gemv": gemv.multiply,
             "gemv_splitk": gemv_splitk.multiply,
             "gemm_small": gemm_small.multiply,
             "gemm": gemm.multiply,
-        }[kernel]
-        return multiply(weight, x, out, norm=norm, residual=residual)
+        }
+        return kernels[kernel](weight, x, out, norm=norm, residual=residual)
 
     def _via_cublas(
         self, x: Tensor, out: Tensor | None, *, norm: Norm | None, residual: Tensor | None
