@@ -87,7 +87,7 @@ def test_all_are_loaded_at_the_start_and_found_by_name(folders):
         assert ask(running, None).json()["model"] == "one", "the first, where no name is given"
         missing = ask(running, "four")
         assert missing.status_code == 404 and "unknown model 'four'" in missing.json()["error"]["message"]
-        assert running.client.get("/v1/models/two").json()["root"] == str(folders[1])
+        assert running.client.get("/v1/models/two").json()["root"].endswith("two")
         assert running.client.get("/ready").status_code == 200 and running.metric("samples_in_flight") == 0
 
 
