@@ -1,5 +1,8 @@
 """What a wheel must hold beside Python files; an editable install would hide that something is missing."""
 
+import re
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,3 +24,31 @@ def test_every_folder_of_the_package_is_a_package_or_holds_data_only():
     package = ROOT / "src" / "flyweight"
     lost = {path.parent for path in package.rglob("*.py") if not (path.parent / "__init__.py").exists()}
     assert lost == set()
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_default_model_runs_without_any_extra(smollm2):
+    """Modules that only the extras bring are taken away; the model is read from its GGUF import and answers."""
+    extras = " ".join(line for lines in project()["optional-dependencies"].values() for line in lines)
+    modules = ["fastapi", "uvicorn", "prometheus_client", "llguidance", "httptools", "uvloop", "matplotlib", "pytest", "httpx"]
+    assert all(module in extras for module in modules)
+    assert any(line.startswith("gguf") for line in project()["dependencies"])
+    program = (f"import sys\nfor name in {modules!r}: sys.modules[name] = None\n"
+               "from flyweight.cli import main\n"
+               f"main(['generate', {str(smollm2)!r}, '--prompt', 'The capital of France is', '--max-tokens', '1', "
+               "'--temperature', '0', '--max-model-len', '64'])")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == " Paris\n", done.stderr
+
+
+def test_the_dockerfile_copies_what_there_is_and_runs_a_version_that_is_tested():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) == allowed and all((ROOT / name).exists() for name in copied)
+    version = re.search(r"FROM python:(\d\.\d+)", (ROOT / "Dockerfile").read_text())[1]
+    assert f"Programming Language :: Python :: {version}" in project()["classifiers"]
+    assert {line.split()[-1] for line in lines if line.startswith("FROM ")} == {"source", "cpu", "cuda"}

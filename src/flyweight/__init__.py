@@ -27,3 +27,8 @@ def __getattr__(name: str) -> Any:
     if name not in HOME:
         raise AttributeError(f"module 'flyweight' has no attribute {name!r}")
     return getattr(import_module(HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """With the names that are imported on first use: completion in a notebook must find them."""
+    return sorted({*globals(), *HOME})

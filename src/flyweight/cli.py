@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -25,6 +28,9 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of t
 
 VERBS = {  # verb → (module:function, one line of help)
     "pull": ("flyweight.commands.pull:pull", "Get a model: a name, a hub id, or a GGUF file."),
+    "models": ("flyweight.commands.models:models", "List the models on this machine; `list` does the same."),
+    "list": ("flyweight.commands.models:list_models", "The same as `models`."),
+    "rm": ("flyweight.commands.models:rm", "Delete models from the cache."),
     "info": ("flyweight.commands.info:info", "Show what a model is: layers, schemes, sizes, kernels."),
     "quantize": ("flyweight.commands.quantize:quantize", "Make a smaller copy of a model."),
     "convert": ("flyweight.commands.convert:convert", "Write a quantized model in another file format."),
@@ -32,6 +38,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "generate": ("flyweight.commands.generate:generate", "Complete a prompt."),
     "chat": ("flyweight.commands.chat:chat", "Talk with a model."),
     "serve": ("flyweight.commands.serve:serve", "Serve a model over HTTP, as the OpenAI API does."),
+    "ps": ("flyweight.commands.models:ps", "Show the servers that run on this machine."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
     "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
     "profile": ("flyweight.commands.profile:profile", "Show which operators and kernels the time goes to."),
@@ -67,9 +74,11 @@ class Verbs(TyperGroup):
         if isinstance(target, dict):
             group = type("Group", (Verbs,), {"table": target, "about": self.table[name][1]})
             return group(name=name, context_settings=SETTINGS)
-        single = typer.Typer(add_completion=False, context_settings=SETTINGS, rich_markup_mode="markdown",
+        from flyweight.commands.help_page import PlainHelp
+
+        single = typer.Typer(add_completion=False, context_settings=SETTINGS, rich_markup_mode=None,
                              pretty_exceptions_enable=False)
-        single.command(name)(target)
+        single.command(name, cls=PlainHelp)(target)
         command = typer.main.get_command(single)
         command.name = name
         return command
@@ -90,10 +99,12 @@ class Verbs(TyperGroup):
         typer.echo(f"Usage: {ctx.command_path} VERB [OPTIONS]\n\n{self.about}\n")
         for verb, (_, text) in self.table.items():
             typer.echo(f"  {verb:<{width}}  {text}")
-        typer.echo(f"\nOptions: --debug shows tracebacks, --version, --help. `{ctx.command_path} VERB --help` has examples.")
+        typer.echo(f"\n`{ctx.command_path} VERB --help` has examples. --debug shows tracebacks.")
+        if self.table is VERBS:
+            typer.echo("--version; --install-completion [bash, zsh or fish] lets Tab complete verbs and options.")
 
 
-app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False, context_settings=SETTINGS)
+app = typer.Typer(cls=Verbs, add_completion=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
 
 
 def show_version(value: bool) -> None:
@@ -122,6 +133,19 @@ def describe(error) -> str:
     return f"{message}; see `{context.command_path if context else 'flyweight'} --help`"
 
 
+def by_option(text: str, arguments: Sequence[str]) -> str:
+    """What Python calls max_model_len is --max-model-len to whoever typed a verb that has it."""
+    command: Any = typer.main.get_command(app)
+    for word in arguments:
+        if not hasattr(command, "table") or (command := command.get_command(None, word)) is None:
+            break
+    for parameter in getattr(command, "params", ()):
+        option = f"--{parameter.name.replace('_', '-')}"
+        if "_" in parameter.name and option in parameter.opts:
+            text = re.sub(rf"(?<![\w-]){parameter.name}(?!\w)", option, text)
+    return text
+
+
 def refused(error: OSError | MemoryError | RuntimeError) -> str:
     """What the machine would not do, in one line, and what helps."""
     if not isinstance(error, OSError):
@@ -139,16 +163,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments.remove("--debug")
     warnings.formatwarning = lambda message, *_, **__: f"flyweight: {message}\n"  # no line of code
     try:
+        if arguments and arguments[0] in ("--install-completion", "--show-completion"):
+            importlib.import_module("flyweight.commands.completion").complete(arguments)
+            sys.exit(0)
         code = app(args=arguments, prog_name="flyweight", standalone_mode=False)
     except (FlyweightError, UsageError) as error:
         if debug:
             traceback.print_exc()
         else:
-            print(f"flyweight: {error if isinstance(error, FlyweightError) else describe(error)}", file=sys.stderr)
+            text = by_option(str(error), arguments) if isinstance(error, FlyweightError) else describe(error)
+            print(f"flyweight: {text}", file=sys.stderr)
         sys.exit(2)
     except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
         print(f"flyweight: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # `| head` has seen enough; nothing can be told on a pipe that nobody reads
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as the shell says of a program that SIGPIPE ended
     except (OSError, MemoryError, RuntimeError) as error:
         if debug or (isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"):
             raise

@@ -205,6 +205,7 @@ def test_an_agreement_of_other_weights_or_another_device_is_not_borrowed(bench):
 
 def test_native_in_half_precision_is_compared_in_half_precision(monkeypatch):
     add_tiny(monkeypatch)
+    monkeypatch.setattr("flyweight.cpu.slowdown", lambda dtype: 1.0)  # whatever this CPU can do
     backend = base.create("native", "preset:tiny:fp32", EngineOptions(device="cpu", dtype="bfloat16"))
     backend.start(Limits(2, 12, None))
     asked, exact_logits = [], check.exact_logits

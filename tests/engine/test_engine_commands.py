@@ -1,15 +1,12 @@
-"""generate, chat and eval from the command line."""
+"""generate and eval on a real model; tests/commands/ has what needs none."""
 
 import io
 import json
-import signal
 
 import pytest
 
 from flyweight.cli import main
-from flyweight.commands.chat import answer, chat, interruptible
 from flyweight.commands.evaluate import read_text
-from flyweight.engine.request import Chunk, SamplingParams
 from flyweight.quant import calibration
 from flyweight.quant.subject import encode
 
@@ -64,66 +61,12 @@ def test_a_prompt_on_standard_input_must_be_text(monkeypatch, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["eval", "m", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
     (["generate", "m", "--prompt", ""], "the prompt is empty"),
-    (["generate", "m", "--prompt", "x", "--top-p", "2"], "top_p must lie between"),
+    (["generate", "m", "--prompt", "x", "--top-p", "2"], "--top-p must lie between"),
 ])
 def test_user_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, arguments, message):
     assert call(monkeypatch, *arguments) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error
-
-
-class Scripted:
-    """An LLM whose answer is written down; it is told to stop in the middle."""
-
-    def __init__(self, interrupt_at=None):
-        self.interrupt_at, self.closed, self.seen = interrupt_at, False, []
-        self.sampling_defaults = {"temperature": 0.6}
-
-    def iterate(self, messages, params, **template):
-        self.seen.append(([dict(message) for message in messages], params, template))
-        try:
-            for i, word in enumerate(["one ", "two ", "three ", "four"]):
-                if i == self.interrupt_at:
-                    signal.raise_signal(signal.SIGINT)
-                yield Chunk(0, word, [i])
-        finally:
-            self.closed = True
-
-
-def test_ctrl_c_stops_the_answer_and_keeps_what_came(capsys):
-    model, before = Scripted(interrupt_at=1), signal.getsignal(signal.SIGINT)
-    assert answer(model, [], SamplingParams(), {}) == "one two "
-    assert model.closed and signal.getsignal(signal.SIGINT) is before
-    assert "stopped" in capsys.readouterr().err
-
-
-def test_ctrl_c_outside_an_answer_is_an_ordinary_one():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores the signal
-    with interruptible():
-        pass
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-
-
-def test_a_conversation_remembers_and_forgets(monkeypatch, capsys):
-    model, lines = Scripted(), iter(["first", KeyboardInterrupt, "second", "/reset", "third", EOFError])
-
-    def ask(_):
-        line = next(lines)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr("flyweight.commands.chat.load", lambda *_, **__: model)
-    chat("any", system="Be brief.", max_tokens=9, temperature=None, top_p=None, seed=None, think=False, device=None, dtype=None,
-         max_model_len=None, memory_fraction=None)
-    roles = [[message["role"] for message in messages] for messages, _, _ in model.seen]
-    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
-    messages, params, template = model.seen[1]
-    assert messages[2]["content"] == "one two three four"
-    assert (params.temperature, params.top_p, template) == (0.6, 0.95, {"enable_thinking": False})
 
 
 def test_a_tokenizer_that_begins_texts_with_bos_gets_one_per_window():

@@ -162,7 +162,7 @@ def test_leaving_a_stream_frees_its_blocks(tiny):
 
     asyncio.run(leave())
     assert model.engine.pool.available == 64
-    for _ in model.iterate([1, 2, 3], greedy(max_tokens=100)):
+    for _ in model.stream([1, 2, 3], greedy(max_tokens=100)):
         break
     assert model.engine.pool.available == 64
 
@@ -274,7 +274,6 @@ def test_the_type_of_numbers_follows_device_and_config():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_dtype(None, {"dtype": "bfloat16"}, cpu) is torch.float32
     assert choose_dtype(None, {"torch_dtype": "float16"}, cuda) is torch.float16
-    assert choose_dtype("bfloat16", {}, cpu) is torch.bfloat16
 
 
 def test_a_model_without_a_chat_template_says_so():

@@ -1,8 +1,11 @@
 """SamplingParams: what is refused, and how it is said."""
 
+import dataclasses
+import inspect
+
 import pytest
 
-from flyweight.engine.request import SamplingParams
+from flyweight.engine.request import SamplingOptions, SamplingParams
 from flyweight.errors import RequestError
 
 
@@ -40,3 +43,12 @@ def test_the_models_defaults_fill_only_what_the_caller_left_open():
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():
     assert SamplingParams(temperature=1e-30).temperature == 0
+
+
+def test_the_signature_lists_every_field():
+    """A constructor that checks names must not show itself as (*args, **options)."""
+    assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in dataclasses.fields(SamplingParams)]
+
+
+def test_keywords_of_a_call_are_the_fields_of_sampling_params():
+    assert list(SamplingOptions.__annotations__) == [field.name for field in dataclasses.fields(SamplingParams)]

@@ -125,3 +125,15 @@ def test_no_token_looks_through_the_list_of_stop_strings():
         detokenizer.add(token)
     detokenizer.finish()
     assert detokenizer.text == "some words, 12 never come" and detokenizer.stopped_by is None
+
+
+def test_special_tokens_that_mark_a_call_stay_in_the_text():
+    """Mistral's and Llama's are special: without them an answer's calls would read like words."""
+    from tokenizers import AddedToken, models
+    from tokenizers import Tokenizer as Fast
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Fast(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    fast.add_special_tokens([AddedToken(text, special=True) for text in ("<end>", "[TOOL_CALLS]", "[ARGS]")])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>"))
+    assert tokenizer.decode([0, 3, 4, 1, 5, 0]) == "a[TOOL_CALLS]b[ARGS]a" and tokenizer.decode([0, 3]) == "a"

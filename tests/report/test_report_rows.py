@@ -105,7 +105,7 @@ def test_checkpoints_that_are_named_by_tool_and_seed_are_not_called_confusing(wr
 def test_speedup_is_over_the_baseline_of_the_same_backend(write):
     rows = [latency("a"), latency("b", scheme="awq-int4", checkpoint="bb", decode_tok_s=500.0),
             latency("c", scheme="awq-int4", checkpoint="bb", backend="vllm", decode_tok_s=100.0)]
-    text = terminal(build(View(read([write(*rows)]))))
+    text = terminal(build(View(read([write(*rows)]), sections=("latency",))))
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| awq-int4")]
     assert {(line[2].strip(), line[-2].strip()) for line in lines} == {("native", "2.00"), ("vllm", "–")}
 

@@ -7,6 +7,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
 from tiny_server import make_model, serving
+from tool_models import CONVERSATION, make_family, scripted
 
 
 @pytest.fixture(scope="session")
@@ -23,4 +24,12 @@ def tiny(tiny_folder):
 @pytest.fixture(scope="session")
 def real(smollm2):
     with serving(smollm2, names=("smollm2-135m",), engine={"max_model_len": 512}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory):
+    """A scripted model that speaks, thinks and calls tools as Qwen does."""
+    folder = make_family("qwen", tmp_path_factory.mktemp("talking") / "model")
+    with serving(folder, names=("talker",), engine_class=scripted(CONVERSATION)) as running:
         yield running

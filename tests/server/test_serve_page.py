@@ -61,10 +61,16 @@ def server(tiny_folder):
 def chat(browser, server):
     browser.size(1200, 800)
     browser.open(server.url + "/")
+    browser.js("localStorage.clear()")  # what the test before has kept
+    load(browser, server)
+    return browser
+
+
+def load(browser, server):
+    browser.open(server.url + "/")
     # Counted in the page: an answer, or a refusal, may begin and end between two looks at it.
     browser.js("window.turns = {true: 0, false: 0}; new MutationObserver(() => turns[document.body.dataset.busy]++)"
                ".observe(document.body, {attributeFilter: ['data-busy']})")
-    return browser
 
 
 def ask(chat, text, *, wait=True):
@@ -169,6 +175,34 @@ def test_export_has_the_conversation_and_its_timings(chat):
     conversation = json.loads(saved)["messages"]
     assert [message["role"] for message in conversation] == ["user", "assistant"]
     assert conversation[1]["timings"]["predicted_n"] == 3 and conversation[1]["usage"]["completion_tokens"] == 3
+
+
+def test_a_reload_keeps_the_conversation_and_a_button_clears_it(chat, server):
+    chat.js("for (const [id, value] of Object.entries({system: 'Be brief.', temperature: 0.5, key: 'secret'})) "
+            "document.getElementById(id).value = value")
+    ask(chat, "hello")
+    shown = "[...document.querySelectorAll('article')].map((one) => [one.className, one.querySelector('.text').textContent])"
+    before = chat.js(shown)
+    assert [kind for kind, _ in before] == ["user", "assistant"]
+    load(chat, server)
+    assert chat.js(shown) == before
+    assert chat.js("['system', 'temperature', 'key'].map((id) => document.getElementById(id).value)") == ["Be brief.", "0.5", ""]
+    assert "secret" not in chat.js("JSON.stringify(localStorage)"), "a key is typed again"
+    ask(chat, "and more")
+    assert len(chat.js(shown)) == 4
+    chat.js("document.getElementById('system').value = ''; document.getElementById('new').click()")
+    load(chat, server)
+    assert chat.js(shown) == [] and not chat.js("document.getElementById('empty').hidden")
+    assert chat.js("localStorage.length") == 0
+
+
+@pytest.mark.parametrize("kept", ["{", "[]", "null", '{"messages": [{"role": "system"}, 3, {"role": "user", "content": {}}]}'])
+def test_what_another_version_has_kept_does_not_break_the_page(chat, server, kept):
+    chat.js(f"localStorage.setItem('flyweight conversation', {json.dumps(kept)})")
+    load(chat, server)
+    assert chat.js("document.querySelectorAll('article').length") == 0 and not chat.errors
+    ask(chat, "hello")
+    assert chat.js("document.querySelectorAll('article').length") == 2
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])

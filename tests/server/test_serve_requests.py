@@ -26,7 +26,7 @@ def events(answer):
     ("/v1/completions", ASK | {"use_beam_search": True}, "use_beam_search is not supported and would change", "use_beam_search"),
     ("/v1/completions", ASK | {"suffix": "end"}, "suffix is not supported", "suffix"),
     ("/v1/completions", ASK | {"best_of": 2}, "best_of is not supported, except where it equals n", "best_of"),
-    ("/v1/completions", ASK | {"guided_json": {}}, "guided_json is not supported", "guided_json"),
+    ("/v1/completions", ASK | {"bad_words": ["x"]}, "bad_words is not supported", "bad_words"),
     ("/v1/completions", ASK | {"max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
     ("/v1/completions", ASK | {"max_tokens": "4"}, "max_tokens: Input should be a valid integer", "max_tokens"),
     ("/v1/completions", ASK | {"temperature": -1}, "temperature: Input should be greater than or equal to 0", "temperature"),
@@ -44,9 +44,9 @@ def events(answer):
     ("/v1/completions", ASK | {"prompt": ["a"] * 600}, "are 600 samples, but this server holds at most 264", "n"),
     ("/v1/completions", ASK | {"response_format": {"type": "json_schema"}}, "json_schema, and no other", "response_format"),
     ("/v1/completions", ASK | {"response_format": {"type": "json_object"}, "ignore_eos": True}, "contradict", "ignore_eos"),
-    ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "function"}}, "no call can be forced", "tool_choice"),
-    ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, "no call can be forced", "tool_choice"),
-    ("/v1/chat/completions", CHAT | {"reasoning_effort": "high"}, "reasoning_effort is not supported", "reasoning_effort"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "function"}}, "tool_choice needs tools", "tool_choice"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
+    ("/v1/chat/completions", CHAT | {"reasoning_effort": "most"}, "reasoning_effort: Input should be", "reasoning_effort"),
     ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
     ("/v1/chat/completions", CHAT | {"max_completion_tokens": 9}, "two names of one thing", "max_tokens"),
     ("/v1/chat/completions", CHAT | {"messages": []}, "messages: List should have at least 1 item", "messages"),
@@ -135,7 +135,8 @@ def test_the_chat_template_gets_tools_kwargs_and_the_last_message(tiny):
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
     assert '"look_up"' in rendered(tools=[tool])
     answer = tiny.post("/v1/chat/completions", **CHAT | {"chat_template_kwargs": {"mood": "good"}, "tools": [tool]})
-    assert answer.headers["x-warning"] == "this model's chat template does not know 'mood' (ignored)"
+    assert answer.headers["x-warning"].startswith("this model's chat template does not know 'mood' (ignored); ")
+    assert "no format of tool calls that is known" in answer.headers["x-warning"]
     assert answer.json()["usage"]["prompt_tokens"] > 80
     without = tiny.post("/v1/chat/completions", **CHAT | {"tools": [tool], "tool_choice": "none"})
     assert without.json()["usage"]["prompt_tokens"] < 30

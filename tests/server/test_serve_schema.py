@@ -26,11 +26,14 @@ def operations(server):
 def test_every_endpoint_is_described(operations):
     assert {name.split()[1] for name in operations} >= {
         "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize",
-        "/detokenize", "/health", "/ready", "/metrics", "/reset_prefix_cache"}
+        "/detokenize", "/health", "/ready", "/metrics", "/reset_prefix_cache", "/v1/responses", "/v1/messages",
+        "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/tags", "/api/show"}
 
 
 @pytest.mark.parametrize(("name", "mode"), [
-    *[(f"POST {path}", mode) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    *[(f"POST {path}", mode) for path in (
+        "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/responses", "/v1/messages",
+        "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show")
       for mode in ("POSITIVE", "NEGATIVE")],
     *[(f"GET {path}", "POSITIVE") for path in ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics")],
     ("POST /v1/embeddings", "POSITIVE"), ("POST /reset_prefix_cache", "POSITIVE")])

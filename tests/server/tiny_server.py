@@ -42,7 +42,8 @@ DEADLINE = 120.0  # seconds until a test gives up waiting for what takes millise
 START = 600.0  # and for what imports torch and loads a model first
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, template: str = TEMPLATE, special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Path:
+    """`special` and `added` are further tokens, at most five: the vocabulary has room for no more."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True)
@@ -53,11 +54,12 @@ def make_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIALS, *special)])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|start|>", "eos_token": "<|end|>", "pad_token": "<|pad|>",
-        "chat_template": TEMPLATE}))
+        "chat_template": template}))
     return folder
 
 
@@ -93,6 +95,7 @@ class ScriptedEngine(EngineClient):
     """No process and no model: it says what `answers` holds for the last words of a prompt, a few characters a step."""
 
     answers: ClassVar[dict[str, str]] = {}
+    submitted: ClassVar[list[Submit]] = []
     endless = "never ends"  # a prompt with these words is answered until it is cancelled
 
     def start(self) -> None:
@@ -116,22 +119,24 @@ class ScriptedEngine(EngineClient):
         if isinstance(command, Cancel):
             self.cancelled.add(command.key)
         elif isinstance(command, Submit):
+            self.submitted.append(command)
             words = bytes(token for token in command.prompt if token < 256).decode(errors="replace")
             text = next((answer for question, answer in self.answers.items() if question in words), "plain answer")
             pieces = ["again "] * 10**6 if self.endless in words else [text[i : i + 5] for i in range(0, len(text), 5)]
             limit = command.params.max_tokens or 10**6
+            reason = "length" if limit < len(pieces) else "stop"
             for sample in range(command.params.n):
-                asyncio.get_running_loop().call_soon(self.say, command.key, sample, pieces[:limit], 0)
+                asyncio.get_running_loop().call_soon(self.say, command.key, sample, pieces[:limit], 0, reason)
 
-    def say(self, key: int, sample: int, pieces: list[str], at: int) -> None:
+    def say(self, key: int, sample: int, pieces: list[str], at: int, reason: str) -> None:
         if self.connection is None or key in self.cancelled:
             return
         last = at == len(pieces) - 1
-        delta = Delta(key, sample, pieces[at], [65], finish_reason="stop" if last else None, started=time.perf_counter())
+        delta = Delta(key, sample, pieces[at], [65], finish_reason=reason if last else None, started=time.perf_counter())
         self.inbox.append(Step(time.perf_counter(), [delta], Load(at, int(not last), 0, 64 - 8 * (not last), 64, 0)))
         self._read()
         if not last:
-            asyncio.get_running_loop().call_later(0.002, self.say, key, sample, pieces, at + 1)
+            asyncio.get_running_loop().call_later(0.002, self.say, key, sample, pieces, at + 1, reason)
 
 
 @contextlib.contextmanager
@@ -142,8 +147,9 @@ def serving(model: Path | str, *, wait: bool = True, threads: str | None = "1", 
     listener = listen("127.0.0.1", 0)
     root, tokenizer = open_tokenizer(str(model))
     engine = {"device": "cpu", **options.pop("engine", {})}
+    others = options.pop("others", ())
     server = Server(Settings(model=root, engine=engine, **({"names": ("tiny",)} | options)), listener, tokenizer=tokenizer,
-                    signals=False, engine_class=engine_class)
+                    signals=False, engine_class=engine_class, others=others)
     if threads:  # of the engine process: the tiny model is too small to share out
         os.environ["OMP_NUM_THREADS"] = threads
 

@@ -100,6 +100,13 @@ class Native:
         return self.meter.fields() | {"weights_gb": weights / 1e9,
                                       "kv_gb": sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) / 1e9}
 
+    def read_bytes(self) -> int:
+        """Of weights in one decode step of one sequence."""
+        from flyweight.engine.memory import read_bytes
+
+        assert self.llm is not None, "start comes first"
+        return read_bytes(self.llm.decoder)
+
     def stop(self) -> None:
         if self.llm is not None:
             self.llm = None

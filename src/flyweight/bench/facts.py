@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flyweight.errors import OptionError
+from flyweight.limit import decode_limit
 
 NOTE = "flyweight.json"  # what `flyweight quantize` leaves in the folder it makes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+FIELDS = ("model", "scheme", "checkpoint", "weights", "size_gb", "bits_per_weight", "file_bits_per_weight")
 COMMON_IDS = 10_000  # every vocabulary has so many
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1}
 
@@ -45,21 +47,21 @@ class ModelFacts:
     context: int | None = None
     layers: int = 0
     kv_width: int = 0  # numbers that one layer keeps of one token
-    step_bytes: int = 0  # of weights that a decode step reads: all but the rows of the embedding it does not look up
+    step_bytes: int = 0  # of weights that a decode step reads, as the files hold them; an engine may tell better
+    file_bits_per_weight: float | None = None  # embedding, head and norms included
 
     def fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "scheme", "checkpoint", "weights", "size_gb", "bits_per_weight")}
+        return {name: getattr(self, name) for name in FIELDS}
 
     def kv_bytes(self, dtype: str | None) -> int:
         """Of one token."""
         return self.layers * self.kv_width * BYTES.get(dtype or "bfloat16", 2)
 
-    def decode_limit(self, *, batch: int, input: int, output: int, kv_dtype: str | None, copy_gb_s: float | None) -> float | None:
-        """Tokens/s if a step took only the reading of the weights and of the KV of the mean context, at the copy bandwidth."""
-        if not self.step_bytes or not copy_gb_s:
-            return None
-        context = input + (output + 1) / 2
-        return batch * copy_gb_s * 1e9 / (self.step_bytes + batch * context * self.kv_bytes(kv_dtype))
+    def decode_limit(self, *, batch: int, input: int, output: int, kv_dtype: str | None, copy_gb_s: float | None,
+                     read_bytes: int | None = None) -> float | None:
+        """The limit of flyweight/limit.py over the mean context; `read_bytes` is what the engine really reads."""
+        return decode_limit(weight_bytes=read_bytes or self.step_bytes, copy_gb_s=copy_gb_s, batch=batch,
+                            context=input + (output + 1) / 2, kv_bytes_per_token=self.kv_bytes(kv_dtype))
 
 
 def facts_of(variant: Variant, *, model: str | None = None) -> ModelFacts:
@@ -104,7 +106,8 @@ def preset_facts(name: str) -> ModelFacts:
     itemsize = config.dtype.itemsize
     return replace(
         _shape_facts(config, model=preset, scheme=weights.scheme), size_gb=round((linear_bytes + others * itemsize) / 1e9, 4),
-        bits_per_weight=round(8 * linear_bytes / linear_weights, 4), step_bytes=int(read_bytes) + (others - looked_up) * itemsize)
+        bits_per_weight=round(8 * linear_bytes / linear_weights, 4), step_bytes=int(read_bytes) + (others - looked_up) * itemsize,
+        file_bits_per_weight=round(8 * (linear_bytes + others * itemsize) / (linear_weights + others), 4))
 
 
 def _shape_facts(config: Any, *, model: str, scheme: str) -> ModelFacts:
@@ -122,13 +125,12 @@ def checkpoint_facts(name: str) -> ModelFacts:
     checkpoint = Checkpoint(resolve(name))
     summary, config = summarize(checkpoint), ModelConfig.from_dict(checkpoint.config)
     note = read_json(checkpoint.folder / NOTE) if (checkpoint.folder / NOTE).exists() else {}
-    linears = [group for group in summary.groups if group.layers]
-    bits = 8 * sum(group.nbytes for group in linears) / sum(group.parameters for group in linears)
     plain, source = SHORT.get(summary.dtype, summary.dtype), str(note.get("model") or name)
     return ModelFacts(
         model=base_name(source), checkpoint=checkpoint.hash(), weights="random" if source.startswith("preset:") else "trained",
         scheme=note.get("recipe", {}).get("name") or summary.quantization or plain, size_gb=round(checkpoint.nbytes / 1e9, 4),
-        bits_per_weight=round(bits, 4), vocabulary=config.vocab_size, context=config.context_length, layers=config.layers,
+        bits_per_weight=round(summary.linear_bits, 4), file_bits_per_weight=round(summary.file_bits, 4),
+        vocabulary=config.vocab_size, context=config.context_length, layers=config.layers,
         kv_width=2 * config.kv_heads * config.head_dim, step_bytes=read_per_token(summary, config))
 
 

@@ -95,10 +95,9 @@ class Profiler:
         prompts = random_prompts(
             work.batch, work.input, vocabulary=self.llm.config.vocab_size, seed=work.seed
         )
+        prepared = [self.llm.prepare(prompt, params) for prompt in prompts]
         requests = [
-            request
-            for prompt in prompts
-            for request in engine.submit(*self.llm.prepare(prompt, params)[1:])
+            request for one in prepared for request in engine.submit(one.tokens, one.params)
         ]
         try:
             while any(request.generated < after for request in requests):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from flyweight.backends.base import Limits
+from flyweight.backends.base import Backend, Limits
 from flyweight.bench.cases import Case, Listen, attempt
 from flyweight.bench.check import SelfCheck
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
@@ -158,9 +158,11 @@ class Sweep:
         figures: Row = {name: found[name] for name in self.plan.table.figures}
         if "decode_tok_s" in figures:
             limit = case.facts.decode_limit(batch=workload.batch, input=workload.input, output=workload.output,
-                                            kv_dtype=case.backend.kv_dtype, copy_gb_s=self.environment.get("copy_gb_s"))
+                                            kv_dtype=case.backend.kv_dtype, copy_gb_s=self.environment.get("copy_gb_s"),
+                                            read_bytes=(read := bytes_read_by(case.backend)))
             rate = found["decode_tok_s"]
-            figures |= {"limit_tok_s": limit, "share_of_limit": rate / limit if limit and rate else None}
+            figures |= {"limit_tok_s": limit, "share_of_limit": rate / limit if limit and rate else None,
+                        "read_gb": (read or case.facts.step_bytes) / 1e9}
         return figures
 
     def row(self, case: Case, workload: Workload, **fields: object) -> Row:
@@ -172,6 +174,12 @@ class Sweep:
         rows = [row for row in self.found(case, workload) if row["status"] == "ok"]
         marks = outliers([row["latency_s"] for row in rows])
         self.file.amend(row | {"outlier": mark} for row, mark in zip(rows, marks, strict=True))
+
+
+def bytes_read_by(backend: Backend) -> int | None:
+    """Of weights in a decode step, where the engine can tell; else the files' own bytes are the least it must read."""
+    tell = getattr(backend, "read_bytes", None)
+    return tell() if tell else None
 
 
 def too_long(case: Case, workload: Workload) -> Row | None:

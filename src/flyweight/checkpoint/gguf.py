@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from flyweight.checkpoint.gguf_header import check_header
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
 from flyweight.checkpoint.reader import is_finite
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
-from flyweight.errors import CheckpointError, MissingPackageError, UnsupportedError, unknown
+from flyweight.errors import CheckpointError, MissingPackageError, ResourceError, UnsupportedError, unknown
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -44,6 +45,19 @@ SIZES = {  # config.json ← GGUF metadata, less its architecture prefix
     "max_position_embeddings": "context_length",
 }
 SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
+# Few files say how to sample, and plain sampling lets a small model ramble. By architecture or word pattern: what the
+# authors ask for in the card or generation_config.json of their instruct models; a middle way for others.
+INSTRUCT: dict[str, dict[str, Any]] = {
+    "smollm": {"temperature": 0.2, "top_p": 0.9},
+    "qwen2": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+    "qwen3": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "llama-bpe": {"temperature": 0.6, "top_p": 0.9},
+    "other": {"temperature": 0.7, "top_p": 0.95},
+}
+SOURCE = "flyweight_source"  # in config.json, which other programs read past
+# transformers takes any large vocabulary without a version for a Mistral tokenizer of old, whose pattern was wrong.
+# Ours come from the table in gguf_tokenizer.py.
+WRITTEN_FOR = "5.0.0"
 
 
 class GGUF:
@@ -54,7 +68,7 @@ class GGUF:
         try:
             import gguf
         except ImportError:
-            raise MissingPackageError("reading GGUF files needs the gguf package: pip install 'flyweight[gguf]'") from None
+            raise MissingPackageError("reading GGUF files needs the gguf package: pip install gguf") from None
         try:
             check_header(self.path)
             reader = gguf.GGUFReader(self.path)
@@ -99,13 +113,27 @@ def convert(path: str | Path, target: str | Path, *, dtype: torch.dtype = torch.
     config = make_config(file, dtype)
     names = {name: hugging_face_name(file, name) for name in file.tensors if name != ROPE_FACTORS}
     _check_tensors(file, config)
+    check_room(file, Path(target), dtype)
     with CheckpointWriter(target, overwrite=overwrite) as writer:
         for name in track(names, f"Converting {file.path.name}", console=Console(stderr=True), transient=True,
                           disable=not sys.stderr.isatty()):
             writer.add(names[name], _converted(file, name, config, dtype))
-        write_tokenizer(file.metadata, writer.staging, file=file.path)
-        write_json(writer.staging / "generation_config.json", make_generation_config(file))
+        with writer.writing("the tokenizer"):
+            write_tokenizer(file.metadata, writer.staging, file=file.path)
+            write_json(writer.staging / "generation_config.json", make_generation_config(file))
         return writer.finish(config)
+
+
+def check_room(file: GGUF, target: Path, dtype: torch.dtype) -> None:
+    """A disk that cannot hold the result is told before the work, not after it."""
+    needed = sum(math.prod(map(int, tensor.shape)) for tensor in file.tensors.values()) * dtype.itemsize
+    place = target.absolute().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ResourceError(f"{file.path.name} takes {needed / 1e6:,.0f} MB as a folder, but only {free / 1e6:,.0f} MB are free "
+                            f"at {place}; make room, or set FLYWEIGHT_CACHE to another folder")
 
 
 def hugging_face_name(file: GGUF, name: str) -> str:
@@ -129,7 +157,7 @@ def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
         raise UnsupportedError(f"{file.path}: sliding-window attention in a GGUF file; get the Hugging Face folder of this model")
     config |= {
         "architectures": [ARCHITECTURES[file.architecture]], "model_type": file.architecture,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."), "transformers_version": WRITTEN_FOR,
         "num_key_value_heads": file.number("attention.head_count_kv", heads), "head_dim": head_dim, "hidden_act": "silu",
         "vocab_size": int(_tensor(file, "token_embd.weight").shape[-1]),
         "tie_word_embeddings": "output.weight" not in file.tensors, "rope_theta": file.number("rope.freq_base", 10000.0),
@@ -139,13 +167,28 @@ def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if scaling := _rope_scaling(file, head_dim, config["rope_theta"]):
         config["rope_scaling"] = scaling
-    return config | _token_ids(file)
+    return config | _token_ids(file) | {SOURCE: describe_source(file)}
+
+
+def describe_source(file: GGUF) -> dict[str, Any]:
+    """How the file stores its matrices: weights that were rounded once are told from those that never were."""
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    counts: dict[str, int] = {}
+    for tensor in matrices:
+        counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+    weights = sum(counts.values())
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in matrices) / max(1, weights)
+    most = max(counts, key=lambda name: counts[name], default="F16")
+    return {"file": file.path.name, "type": most, "bits_per_weight": round(bits, 2)}
 
 
 def make_generation_config(file: GGUF) -> dict[str, Any]:
-    """Stop tokens, and the author's sampling where newer files carry it."""
+    """Stop tokens, and the author's sampling where newer files carry it; else what suits a model that answers."""
     sampling = {key: file.metadata[f"general.sampling.{name}"] for key, name in SAMPLING.items()
                 if f"general.sampling.{name}" in file.metadata}
+    if not sampling and "tokenizer.chat_template" in file.metadata:
+        pattern = str(file.metadata.get("tokenizer.ggml.pre"))
+        sampling = dict(INSTRUCT.get(file.architecture) or INSTRUCT.get(pattern) or INSTRUCT["other"])
     ids = _token_ids(file)
     turn = file.metadata.get("tokenizer.ggml.eot_token_id")
     if turn not in (None, ids.get("eos_token_id")):

@@ -96,7 +96,8 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path, *, file: Path) -> No
                                   for token in vocabulary.of_types(UNKNOWN, CONTROL)])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)])
     _add_frame(tokenizer, vocabulary, begin=begin)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # not `tokenizer.save`: what it raises when the disk is full is no OSError
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **vocabulary.special()}
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]

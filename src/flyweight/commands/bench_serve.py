@@ -24,7 +24,7 @@ from flyweight.commands.bench_sweep import (
     engine_options,
     resumable,
 )
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Device, Dtype, Threads
 from flyweight.errors import OptionError
 
 
@@ -48,7 +48,8 @@ def serve(
     processes: Annotated[int, typer.Option(min=1, help="Client processes (servers only).")] = 1,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before the run that do not count.")] = 4,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
-    seed: Seed = 0, check: Check = True, model_name: Name = None, device: Device = None, dtype: Dtype = None,
+    seed: Seed = 0, check: Check = True, model_name: Name = None,
+    device: Device = None, threads: Threads = None, dtype: Dtype = None,
     quantization: Quantization = None, tensor_parallel: TensorParallel = 1, option: Extra = None, as_json: Json = False,
 ) -> None:
     """TTFT, TPOT, gaps and end-to-end times under load, as percentiles; goodput under a service-level objective.

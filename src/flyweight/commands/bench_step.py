@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flyweight.commands.bench_sweep import Models, Out, close
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Device, Dtype, Threads
 
 if TYPE_CHECKING:
     from flyweight.bench.facts import Variant
@@ -22,7 +22,7 @@ def step(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; default: 1 and 64.")] = None,
     input: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
     output: Annotated[int, typer.Option("--output", min=8, help="Tokens of each answer: the steps.")] = 34,
-    device: Device = None, dtype: Dtype = None,
+    device: Device = None, threads: Threads = None, dtype: Dtype = None,
 ) -> None:
     """Linears, attention, the head, gaps between kernels and the host's work in one decode step, in microseconds.
 

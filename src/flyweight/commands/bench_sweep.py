@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Device, Dtype, Threads
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def latency(
     output: Annotated[int | None, typer.Option("--output", min=1, help="tokens of each answer.")] = None,
     repeats: Repeats = 3, seed: Seed = 0, check: Check = True,
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Load one variant after the other.")] = False,
-    model_name: Name = None, device: Device = None, dtype: Dtype = None, quantization: Quantization = None,
+    model_name: Name = None,
+    device: Device = None, threads: Threads = None, dtype: Dtype = None, quantization: Quantization = None,
     tensor_parallel: TensorParallel = 1, url: Url = None, option: Extra = None, as_json: Json = False,
 ) -> None:
     """Latency, TTFT, TPOT and throughput of variants of a model, on fixed workloads.
@@ -78,7 +79,8 @@ def speed(
     models: Models, backend: Backends = None, out: Out = Path("result.jsonl"),
     input: Annotated[list[int] | None, typer.Option(min=1, help="Input lengths; default: 1, 6144, 14336, 30720.")] = None,
     output: Annotated[int, typer.Option("--output", min=2, help="Tokens to generate.")] = 2048,
-    repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None, device: Device = None,
+    repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None,
+    device: Device = None, threads: Threads = None,
     dtype: Dtype = None, quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
     option: Extra = None, as_json: Json = False,
 ) -> None:
@@ -109,7 +111,8 @@ def throughput(
     input: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1000,
     output: Annotated[int, typer.Option("--output", min=1, help="Tokens of each answer.")] = 100,
     sequences: Annotated[int, typer.Option(min=1, help="Most prompts in work at once; the others wait.")] = 256,
-    repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None, device: Device = None,
+    repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None,
+    device: Device = None, threads: Threads = None,
     dtype: Dtype = None, quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
     option: Extra = None, as_json: Json = False,
 ) -> None:

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
+import dataclasses
+import shutil
+import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Context, Device, Dtype, Fraction, load
+from flyweight.commands.generate import Context, Device, Dtype, Fraction, Threads, load
+from flyweight.commands.line_reader import editing, messages
+from flyweight.commands.stopping import interruptible
+from flyweight.commands.word_wrap import WordWrap
 
 if TYPE_CHECKING:
+    from flyweight.commands.conversation import Conversation
     from flyweight.engine.llm import LLM
-    from flyweight.engine.request import SamplingParams
 
-HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+HINT = "/help lists the commands, Ctrl-D leaves, Ctrl-C stops an answer."
 LIVELY = {"temperature": 0.7, "top_p": 0.95}  # for models whose files ask for nothing
+MAX_TOKENS = 1024
 
 
 def chat(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer; fewer where the context ends.")] = MAX_TOKENS,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token; default: as the model asks.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
     think: Annotated[bool | None, typer.Option(help="For models that can think before they answer.")] = None,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
 ) -> None:
-    """Talk with a model. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer and not the program.
+    """Talk with a model. Lines can be edited and are remembered; Ctrl-C stops an answer and not the program.
+
+    /help lists the commands: /reset, /system, /set, /save, /load, /exit. A message of several lines can be pasted, or
+    typed between lines of three quotes.
 
     Examples:
 
@@ -41,68 +49,57 @@ def chat(
 
         flyweight chat Qwen/Qwen3-0.6B --no-think --system "Answer in one sentence."
     """
+    from flyweight.checkpoint.hub import cache_folder
+    from flyweight.commands.conversation import COMMANDS, Conversation
     from flyweight.engine.request import SamplingParams
-    from flyweight.errors import RequestError
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len, memory_fraction=memory_fraction)
     params = params.with_defaults({**LIVELY, **llm.sampling_defaults})
     template = {} if think is None else {"enable_thinking": think}
-    start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
-    typer.echo(HELP, err=True)
-    for line in questions():
-        if line == "/reset":
-            messages = list(start)
-        elif line.startswith("/"):
-            typer.echo(HELP, err=True)
-        else:
-            messages.append({"role": "user", "content": line})
-            try:
-                messages.append({"role": "assistant", "content": answer(llm, messages, params, template)})
-            except RequestError as error:  # such as a conversation that has grown too long
-                typer.echo(f"flyweight: {error}", err=True)
-                messages.pop()
+    conversation = Conversation(params, system=system)
+    typer.echo(HINT, err=True)
+    with editing(cache_folder() / "chat_history", COMMANDS):
+        for text, is_command in messages(HINT):
+            if is_command and text == "/exit":
+                return
+            if is_command:
+                typer.echo(conversation.command(text), err=True)
+            else:
+                reply(llm, conversation, text, template)
 
 
-def questions() -> Iterator[str]:
-    """Lines of the user, until /exit or Ctrl-D."""
-    while True:
-        try:
-            line = input("> ").strip()
-        except KeyboardInterrupt:
-            typer.echo(f"\n{HELP}", err=True)
-            continue
-        except EOFError:
-            typer.echo()
-            return
-        if line == "/exit":
-            return
-        if line:
-            yield line
+def reply(llm: LLM, conversation: Conversation, text: str, template: dict[str, Any]) -> None:
+    """Answer one message; a message that cannot be answered is not part of the conversation."""
+    from flyweight.errors import RequestError
+
+    conversation.add("user", text)
+    try:
+        conversation.add("assistant", answer(llm, conversation, template))
+    except RequestError as error:  # such as a conversation that has grown too long
+        typer.echo(f"flyweight: {error}", err=True)
+        conversation.turns.pop()
 
 
-def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, template: dict[str, Any]) -> str:
+def answer(llm: LLM, conversation: Conversation, template: dict[str, Any]) -> str:
     """Show the answer as it comes; a stopped one stays in the conversation as far as it got."""
-    text, count, begin = "", 0, time.perf_counter()
-    with interruptible() as stopped:
-        for chunk in llm.iterate(messages, params, **template):
-            text, count = text + chunk.text, count + len(chunk.token_ids)
-            typer.echo(chunk.text, nl=False)
+    room = llm.room(conversation.messages, chat_template_kwargs=template)
+    longest = min(conversation.params.max_tokens or room, room)
+    params = dataclasses.replace(conversation.params, max_tokens=max(1, longest))
+    stream = llm.stream(conversation.messages, params, chat_template_kwargs=template)
+    wrap = WordWrap(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    text = ""
+    count = 0
+    begin = time.perf_counter()
+    with interruptible() as stopped, stream:
+        for chunk in stream:
+            text += chunk.text
+            count += len(chunk.token_ids)
+            typer.echo(wrap.add(chunk.text), nl=False)
             if stopped:
                 break
+    typer.echo(wrap.finish())
     speed = count / (time.perf_counter() - begin)
-    typer.echo()
-    typer.echo(f"[{count} tokens, {speed:.1f} tok/s{', stopped' if stopped else ''}]", err=True)
+    end = ", stopped" if stopped else ", max_tokens reached" if count >= longest else ""
+    typer.echo(f"[{count} tokens, {speed:.1f} tok/s{end}]", err=True)
     return text
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[list[bool]]:
-    """Ctrl-C fills the list instead of raising: a step is never torn in the middle."""
-    stopped: list[bool] = []
-    before = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Device, Dtype, Threads
+from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
     from flyweight.quant.evaluate import Agreement, Perplexity
     from flyweight.quant.subject import Subject
 
+PIPE_WIDTH = 110  # columns of a table where no terminal says
 BUILT_IN = "built-in"  # our own prose, of which the built-in calibration text holds nothing
 
 
@@ -28,6 +31,7 @@ def evaluate(
     tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")] = None,
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the rows of --json to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,
@@ -121,16 +125,18 @@ def print_table(models: list[str], rows: list[dict[str, Any]]) -> None:
         typer.echo(f"perplexity {rows[0]['perplexity']:.4f} ± {rows[0]['perplexity_error']:.4f} (standard error)")
     else:
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table("model", "size", "bits", "perplexity", "change", "KL", "top-1", box=None, pad_edge=False)
+        table = Table(Column("model", overflow="fold"), box=None, pad_edge=False)
+        for heading in ("size", "bits", "perplexity", "change", "KL", "top-1"):
+            table.add_column(heading, no_wrap=True)
         for model, row in zip(models, rows, strict=True):
             compared = ("", "", "") if "kl" not in row else (
                 f"{100 * math.expm1(row['log_ratio']):+.2f} ± {100 * row['log_ratio_error']:.2f} %", f"{row['kl']:.5f}",
                 f"{100 * row['top1_agreement']:.2f} %")
             table.add_row(model, f"{1000 * row['size_gb']:,.0f} MB", f"{row['bits_per_weight']:.2f}",
-                          f"{row['perplexity']:.4f} ± {row['perplexity_error']:.2f}", *compared)
-        Console(highlight=False, width=110).print(table)
+                          f"{row['perplexity']:.3f} ± {row['perplexity_error']:.2f}", *compared)
+        Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
     row = rows[0]
     beginning = "BOS before each window" if row["bos"] else "no BOS"
     typer.echo(f"{row['tokens']:,} tokens scored, window {row['window']}, stride {row['stride']}, {beginning}, "
@@ -149,10 +155,7 @@ class show_progress:
     """A bar on standard error that tells the perplexity so far."""
 
     def __init__(self, console: Any):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(TextColumn("perplexity {task.description}"), BarColumn(), MofNCompleteColumn(),
-                                 TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+        self.progress = progress_line(console, "perplexity", "windows")
         self.task = self.progress.add_task("…", total=None)
 
     def __enter__(self) -> Any:

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flyweight.commands.stopping import interruptible
+from flyweight.cpu import use_threads
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
-    from flyweight.engine.request import Output, SamplingParams
+    from flyweight.engine.request import Output
+    from flyweight.engine.stream import Stream
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU if there is one.")]
 Fraction = Annotated[float | None, typer.Option(min=0, max=1, help="Of the device's memory, for weights and KV cache together "
                                                 "(CPU: of what is free, for the cache alone); 0.9 (CPU: 0.25).")]
 Context = Annotated[int | None, typer.Option(min=2, help="Longest context to make room for.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own.")]
+Threads = Annotated[int | None, typer.Option(min=1, callback=use_threads,
+                                             help="Of a CPU; the cores that this process may use.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own. A "
+                                            "CPU without 16-bit arithmetic computes in float32.")]
 
 
 def generate(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
     prompt: Annotated[str, typer.Option(help="The text to complete; - reads it from standard input.")],
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate; 256, fewer where the context ends.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token; default: as the model asks.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this share.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep so many tokens; 0 keeps all.")] = None,
@@ -37,12 +44,15 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="How many answers.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Complete a prompt. The text appears as it is made; the speed goes to standard error.
+    """Complete a prompt. The text appears as it is made, in a pipe or file too; the speed goes to standard error.
+
+    Ctrl-C and SIGTERM stop the answer: what was made by then is written, with --json as a whole object.
 
     Examples:
 
@@ -54,8 +64,11 @@ def generate(
     """
     from flyweight.engine.request import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-                            repetition_penalty=repetition_penalty, stop=stop or (), n=n)
+    sampling: dict[str, Any] = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
+                                    repetition_penalty=repetition_penalty, stop=stop or ())
+    if max_tokens is not None:
+        sampling["max_tokens"] = max_tokens
+    SamplingParams(**sampling)  # refused before a model is loaded
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:
@@ -65,14 +78,18 @@ def generate(
     llm = load(model, device=device, dtype=dtype, max_model_len=max_model_len, memory_fraction=memory_fraction)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()
-    if sys.stdout.isatty() and not as_json and n == 1:
-        count = show_stream(llm, asked, params)
-    else:
-        output = llm.generate([asked], params, progress=sys.stderr.isatty())[0]
-        count = sum(len(completion.token_ids) for completion in output.completions)
-        typer.echo(json.dumps(as_row(model, output)) if as_json else "\n---\n".join(c.text for c in output.completions))
-    seconds = time.perf_counter() - begin
-    typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included", err=True)
+    stream = llm.stream(asked, **sampling)
+    stopped = run(stream, show=n == 1 and not as_json)
+    output, seconds = stream.output, time.perf_counter() - begin
+    if as_json:
+        typer.echo(json.dumps(as_row(model, output)))
+    elif n > 1:
+        typer.echo("\n---\n".join(completion.text for completion in output.completions))
+    count = sum(len(completion.token_ids) for completion in output.completions)
+    end = f"; stopped by {signal.Signals(stopped).name}" if stopped else ""
+    typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included{end}", err=True)
+    if stopped:
+        raise typer.Exit(128 + stopped)
 
 
 def load(model: str, **options: Any) -> LLM:
@@ -87,13 +104,19 @@ def load(model: str, **options: Any) -> LLM:
     return llm
 
 
-def show_stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
-    count = 0
-    for chunk in llm.iterate(prompt, params):
-        count += len(chunk.token_ids)
-        typer.echo(chunk.text, nl=False)
-    typer.echo()
-    return count
+def run(stream: Stream, *, show: bool) -> int | None:
+    """Until the end or a signal, whose number is returned; the text is shown as it comes."""
+    shown = 0
+    with interruptible(signal.SIGINT, signal.SIGTERM) as stopped, stream:
+        for chunk in stream:
+            if show:
+                typer.echo(chunk.text, nl=False)  # flushes: whoever reads a pipe sees it at once
+                shown += len(chunk.text)
+            if stopped:
+                break
+    if show:  # what a stop string could still have begun with is held back until the end
+        typer.echo(stream.output.text[shown:])
+    return stopped[0] if stopped else None
 
 
 def as_row(model: str, output: Output) -> dict[str, Any]:

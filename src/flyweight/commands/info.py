@@ -33,6 +33,7 @@ ROWS = (
     4096,
     8192,
 )  # where another kernel may be faster
+PIPE_WIDTH = 110  # columns of the table where no terminal says
 
 
 class Laid:
@@ -92,19 +93,22 @@ def info(
         lambda tensor: Laid(prepare(tensor.to(device), dtype=dtype)),
         itemsize=dtype.itemsize,
     )
+    machine = None
+    why_not = None
     try:
         machine = capacity(
             summary, ModelConfig.from_dict(checkpoint.config), device=device, dtype=dtype
         )
-    except FlyweightError:  # an architecture that is not run here still has files to describe
-        machine = None
+    except FlyweightError as error:  # an architecture that is not run here still has files to describe
+        why_not = str(error)
     if as_json:
-        typer.echo(json.dumps(summary.to_dict() | {"machine": machine and machine.to_dict()}))
+        facts = summary.to_dict() | {"machine": machine and machine.to_dict(), "runs": machine is not None, "why_not": why_not}
+        typer.echo(json.dumps(facts))
     else:
-        _show(summary, machine)
+        _show(summary, machine, why_not)
 
 
-def _show(summary: Any, machine: Any) -> None:
+def _show(summary: Any, machine: Any, why_not: str | None) -> None:
     bits = ", ".join(f"{scheme} {bits:.2f}" for scheme, bits in summary.bits_by_scheme().items())
     tied = "tied" if summary.tied_embeddings else "not tied"
     facts = {
@@ -113,7 +117,8 @@ def _show(summary: Any, machine: Any) -> None:
         f"{summary.heads} heads / {summary.kv_heads} KV heads",
         "parameters": f"{summary.parameters / 1e6:,.1f} M, {summary.dtype}, embeddings {tied}",
         "quantization": summary.quantization or "none",
-        "bits per weight": bits,
+        "runs here": f"no: {why_not}" if why_not else "yes",
+        "bits per weight": f"{summary.linear_bits:.2f} in the layers, {summary.file_bits:.2f} over the whole file ({bits})",
         "vocabulary": f"{summary.vocabulary:,}" if summary.vocabulary else "?",
         "context": f"{summary.context_length:,} tokens" if summary.context_length else "?",
         "on disk": f"{decimal(summary.disk)} in {summary.folder}",
@@ -123,7 +128,8 @@ def _show(summary: Any, machine: Any) -> None:
     for name, value in facts.items():
         console.print(f"{name:<16} {value}")
     console.print()
-    Console(highlight=False, markup=False, width=max(110, console.width)).print(_table(summary))
+    width = console.width if console.is_terminal else PIPE_WIDTH
+    Console(highlight=False, markup=False, width=width).print(_table(summary))
     named = {
         (group.kernel.partition(" ")[0], group.why) for group in summary.groups if group.kernel
     }
@@ -138,16 +144,17 @@ def _machine_facts(machine: Any) -> dict[str, str]:
         "machine": f"{machine.device}, {decimal(machine.memory_bytes)} of {memory} ({kind})",
         "KV cache": f"{decimal(machine.kv_bytes)} left: {machine.kv_tokens:,} tokens of "
         f"{decimal(machine.kv_bytes_per_token)}",
-        "speed limit": f"{machine.limit_tok_s:,.1f} tokens/s at batch 1: "
-        f"{decimal(machine.read_bytes_per_token)} read for "
-        f"each token, {machine.copy_gb_s:,.1f} GB/s measured by a copy",
+        "speed limit": f"{machine.limit_tok_s:,.1f} tokens/s at batch 1, before any context: "
+        f"{decimal(machine.read_bytes_per_token)} of weights read for each token, "
+        f"{machine.copy_gb_s:,.1f} GB/s measured by a copy",
     }
 
 
 def _table(summary: Any) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("layers", "module", "scheme", "shape", "bits/weight", "size", "kernel"):
-        table.add_column(heading, justify="right" if heading in ("bits/weight", "size") else "left")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for heading in ("layers", "module", "scheme", "shape", "bits", "size", "kernel"):
+        table.add_column(heading, justify="right" if heading in ("bits", "size") else "left",
+                         no_wrap=heading in ("shape", "bits", "size"), overflow="fold")
     for group in summary.groups:
         table.add_row(
             ranges(group.layers),

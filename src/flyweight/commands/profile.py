@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype
+from flyweight.commands.generate import Device, Dtype, Threads
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def profile(
     out: Annotated[Path, typer.Option("--out", "-o", help="A folder for rows, Chrome traces and the plot.")] = Path("profile"),
     top: Annotated[int, typer.Option(min=1, help="Operators to show of each phase.")] = 25,
     layout: Annotated[str, typer.Option(help="full, or seed: exactly the columns of the document reproduced.")] = "full",
-    device: Device = None, dtype: Dtype = None,
+    device: Device = None, threads: Threads = None, dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows instead of tables.")] = False,
 ) -> None:
     """Operators and kernels by device time, prefill and decode apart, warmed; with Chrome traces and a plot by layer.

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flyweight.commands import scheme_list
 from flyweight.commands.evaluate import read_text
-from flyweight.commands.generate import Device, Dtype
-from flyweight.errors import OptionError
+from flyweight.commands.generate import Device, Dtype, Threads
+from flyweight.commands.progress_line import progress_line
+from flyweight.errors import FlyweightError, OptionError
+
+LOW_BITS = 9.0  # and less: rounded to a grid that a scheme may hit again
 
 if TYPE_CHECKING:
     from flyweight.quant.events import Event
@@ -21,7 +25,8 @@ if TYPE_CHECKING:
 
 def quantize(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")] = "",
-    scheme: Annotated[str, typer.Option(help="A named scheme; --list explains them.")] = "gptq-int4",
+    scheme: Annotated[str, typer.Option(help="A named scheme; --list explains them.",
+                                             autocompletion=scheme_list.names)] = "gptq-int4",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The folder to make.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (TOML) instead of a scheme.")] = None,
     calibration: Annotated[str, typer.Option(help="A text or JSONL file, or a hub dataset.")] = "built-in",
@@ -34,6 +39,7 @@ def quantize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that exists.")] = False,
     format: Annotated[str | None, typer.Option(help="File format; default: what most engines read for this scheme.")] = None,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a forward pass; fewer need less memory.")] = None,
     cache_gb: Annotated[float, typer.Option(min=0, help="Host memory for activations; the rest goes to disk.")] = 4.0,
@@ -66,6 +72,9 @@ def quantize(
 
     if eval_text is not None:
         read_text(str(eval_text), option="--eval")  # an hour of work must not end at a file that is not there
+    dtype = dtype_for(device, dtype)
+    if note := rounded_before(model):
+        typer.echo(note, err=True)
     try:
         with LiveView(model, recipe.stem if recipe else scheme) as view:
             summary = make(model, scheme, output, recipe=recipe, calibration=calibration, samples=samples, length=length,
@@ -80,34 +89,42 @@ def quantize(
     print_summary(summary, quality, as_json)
 
 
+def dtype_for(device: str | None, dtype: str | None) -> str | None:
+    """As asked for, unless this CPU could compute with it only very slowly."""
+    import torch
+
+    from flyweight.cpu import computable
+    from flyweight.device import pick_device
+
+    if dtype not in ("float16", "bfloat16") or pick_device(device).type != "cpu":
+        return dtype
+    return str(computable(getattr(torch, dtype))).removeprefix("torch.")
+
+
+def rounded_before(model: str) -> str | None:
+    """A line where the source itself is a low-bit file: what quantizing costs cannot be seen on it."""
+    if model.startswith("preset:"):
+        return None
+    from flyweight.checkpoint.gguf import SOURCE
+    from flyweight.checkpoint.hub import resolve
+    from flyweight.checkpoint.reader import read_json
+
+    try:
+        config = read_json(resolve(model) / "config.json")
+    except FlyweightError:  # what is wrong with it is told by the work itself
+        return None
+    if method := (config.get("quantization_config") or {}).get("quant_method"):
+        return f"note: {model} is quantized already ({method}): its rounding stays in the result, and the new one comes on top"
+    source = config.get(SOURCE) or {}
+    if source.get("bits_per_weight", 16) > LOW_BITS:
+        return None
+    return (f"note: {model} comes from {source['file']}, which stores weights in {source['bits_per_weight']:.1f} bits (mostly "
+            f"{source['type']}): they were rounded before, so what this scheme costs on full-precision weights will be more")
+
+
 def print_schemes(as_json: bool) -> None:
-    from flyweight.quant.recipe import named
-
-    rows = [dict(scheme=name, bits=bits_of(recipe.layer), summary=recipe.summary, engines=recipe.engines)
-            for name, recipe in named().items()]
-    rows.append(dict(scheme="vptq:v8-k65536-256", bits="(16 + 8) / 8", summary="codebooks of a chosen shape: vector length, "
-                     "centroids, residual centroids", engines="Flyweight, transformers with vptq"))
-    if as_json:
-        return typer.echo(json.dumps(rows, indent=1))
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("scheme", "bits", "what it costs, when to pick it", "read by", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(f"[bold]{row['scheme']}[/]", row["bits"], row["summary"], row["engines"])
-    Console(highlight=False, width=None if sys.stdout.isatty() else 250).print(table)  # for grep, a line each
-
-
-def bits_of(layer: Any) -> str:
-    if layer.solver == "fp8":
-        return "8 (float)"
-    if layer.solver == "vptq":
-        return f"{layer.bits} + 0.25"
-    group = "channel" if layer.group_size == -1 else f"group {layer.group_size}"
-    activations = ", int8 activations" if layer.activations == "int8" else ""
-    return f"{layer.bits}, {group}{'' if layer.symmetric else ', zero points'}{activations}"
+    rows = scheme_list.schemes()
+    typer.echo(json.dumps(rows, indent=1) if as_json else scheme_list.shown(rows))
 
 
 class LiveView:
@@ -115,13 +132,9 @@ class LiveView:
 
     def __init__(self, model: str, scheme: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self.console = Console(stderr=True, highlight=False)
-        self.progress = Progress(TextColumn(f"{scheme}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("blocks"),
-                                 TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"),
-                                 TimeRemainingColumn(elapsed_when_finished=True), console=self.console, transient=True,
-                                 disable=not self.console.is_terminal)
+        self.progress = progress_line(self.console, scheme, "blocks")
         self.task = self.progress.add_task(f"reading {model} …", total=None)
 
     def __enter__(self) -> LiveView:
@@ -132,10 +145,11 @@ class LiveView:
         self.progress.stop()
 
     def listen(self, event: Event) -> None:
-        texts = {"layer": f"{event.layer} error {event.error:.2e}", "tuned": "steps of tuning the whole"}
+        layer = str(event.layer).removeprefix("model.")
+        texts = {"layer": f"{layer} error {event.error:.2e}", "tuned": "steps of tuning the whole"}
         done = event.block + (event.kind in ("finished", "resumed"))
         self.progress.update(self.task, total=event.blocks, completed=done,
-                             description=f"{texts.get(event.kind, 'running finished blocks')}  {memory_text()}")
+                             description=f"{memory_text()}  {texts.get(event.kind, 'running finished blocks')}")
 
 
 def memory_text() -> str:
@@ -164,6 +178,16 @@ def measure(model: str, text: Path, tokens: int | None, *, device: str | None, d
     return {"perplexity": result.perplexity, "error": result.error, "tokens": result.tokens}
 
 
+def whole_file(summary: Summary) -> str:
+    """Bits per weight with embedding and head, which most schemes leave as they are."""
+    if not summary.finished:
+        return ""
+    from flyweight.checkpoint.reader import Checkpoint
+    from flyweight.checkpoint.summary import summarize
+
+    return f", {summarize(Checkpoint(summary.output)).file_bits:.3f} over the whole file"
+
+
 def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_json: bool) -> None:
     if as_json:
         data = dataclasses.asdict(summary) | {"output": str(summary.output), "mean_error": summary.mean_error, "quality": quality}
@@ -173,7 +197,8 @@ def print_summary(summary: Summary, quality: dict[str, dict[str, float]], as_jso
 
     worst, error = summary.worst
     rows = [("scheme", f"{summary.scheme}, written as {summary.format}"),
-            ("bits per weight", f"{summary.bits_per_weight:.3f} (scales and codebooks included)"),
+            ("bits per weight", f"{summary.bits_per_weight:.3f} in the layers (scales and codebooks included)"
+                                f"{whole_file(summary)}"),
             ("size", f"{summary.bytes_before / 1e6:,.1f} MB → {summary.bytes_after / 1e6:,.1f} MB"),
             ("layer error, mean", f"{summary.mean_error:.2e} of the output's energy"),
             ("layer error, worst", f"{error:.2e} in {worst}")]

@@ -10,15 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Context, Device, Dtype
-from flyweight.errors import MissingPackageError, OptionError
+from flyweight.commands.generate import Context, Device, Dtype, Threads
+from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
 
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
+    models: Annotated[list[str], typer.Argument(
+        metavar="MODEL...", help="A name, a folder, a hub id or a GGUF file; several share one address.")],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(
@@ -32,7 +33,11 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")] = True,
     device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Of several models: load each when it is first asked for.")] = False,
+    max_loaded: Annotated[int | None, typer.Option(
+        min=1, help="Of several models: most in memory at once; as many as there is room for otherwise.")] = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
@@ -45,17 +50,23 @@ def serve(
         "--hide-cached-tokens", help="Do not tell clients how much of a prompt was in the cache.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
+    tool_parser: Annotated[str | None, typer.Option(
+        help="Format of tool calls: hermes, llama or mistral; the chat template shows it otherwise.")] = None,
+    embeddings: Annotated[str | None, typer.Option(
+        help="Open /v1/embeddings; how tokens become one vector: mean or last.")] = None,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
     tensor_parallel: Annotated[int | None, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")] = None,
     quantization: Annotated[str | None, typer.Option(help="By the engine's own name, such as awq_marlin (vllm, sglang).")] = None,
 ) -> None:
-    """Serve a model over HTTP, as the OpenAI API does; / is a page to chat with it, /docs lists the endpoints.
+    """Serve models over HTTP, as the APIs of OpenAI, Anthropic and Ollama do; / is a page to chat, /docs lists the endpoints.
 
     Examples:
 
         flyweight serve smollm2-135m
 
         flyweight serve ./my-model --host 0.0.0.0 --port 8080 --served-name assistant --max-model-len 4096
+
+        flyweight serve smollm2-135m ./my-model --max-loaded 1
 
         flyweight serve Qwen/Qwen3-32B --backend vllm --tensor-parallel 4 --memory-fraction 0.9
     """
@@ -67,42 +78,62 @@ def serve(
     if backend != "native":
         from flyweight.server.handover import hand_over
 
-        hand_over(backend, model, context=context, host=host, port=port, keys=keys, names=tuple(served_name or ()),
+        if len(models) > 1:
+            raise OptionError(f"--backend {backend} serves one model, not {len(models)}")
+        hand_over(backend, models[0], context=context, host=host, port=port, keys=keys, names=tuple(served_name or ()),
                   tensor_parallel=tensor_parallel, quantization=quantization, **engine)
         return
     if (tensor_parallel or 1) > 1 or quantization:
         raise OptionError("--tensor-parallel and --quantization are for --backend vllm or sglang: the native engine runs on one "
                           "GPU, and takes the quantization from the model's own files")
-    run(model, engine, host=host, port=port, log_format=log_format, api_keys=keys, allowed_hosts=tuple(allowed_host or ()),
+    if embeddings not in (None, "mean", "last"):
+        raise OptionError(unknown("--embeddings", embeddings or "", ["mean", "last"]))
+    if len(models) > 1 and served_name:
+        raise OptionError("--served-name is for one model; several are called by their own names")
+    run(models, engine, host=host, port=port, log_format=log_format, api_keys=keys, allowed_hosts=tuple(allowed_host or ()),
         names=tuple(served_name or ()), strict=strict, max_queue=max_queue, max_body=int(max_body_mb * 2**20),
         timeout=timeout, engine_timeout=engine_timeout, drain=drain, allow_reset=allow_reset,
-        hide_cached_tokens=hide_cached_tokens, log_prompts=log_prompts)
+        hide_cached_tokens=hide_cached_tokens, log_prompts=log_prompts, tool_parser=tool_parser, lazy=lazy,
+        max_loaded=max_loaded, embeddings=embeddings)
 
 
-def run(model: str, engine: dict[str, Any], *, host: str, port: int, log_format: str, **options: Any) -> None:
+def run(models: list[str], engine: dict[str, Any], *, host: str, port: int, log_format: str, **options: Any) -> None:
     try:
         from flyweight.server import logs
         from flyweight.server.hosts import reaches_others
         from flyweight.server.run import Server, listen
     except ImportError as error:
         raise MissingPackageError(f"serving needs {error.name}: pip install 'flyweight[serve]'") from error
-    from flyweight.server.settings import Settings
+    from flyweight.server.registry import registered
 
     logs.configure(log_format)
     listener = listen(host, port)
-    root, tokenizer = open_tokenizer(model)
-    settings = Settings(model=root, engine={name: value for name, value in engine.items() if value is not None},
-                        **options | {"names": options["names"] or (served_as(model),)})
-    server = Server(settings, listener, tokenizer=tokenizer)
+    served = [settings_of(model, engine, options) for model in models]
+    (settings, tokenizer), *others = served
+    names = [name for one, _ in served for name in one.served]
+    if len(set(names)) < len(names):
+        raise OptionError(f"two of the models would be called {max(names, key=names.count)!r}; give folders of different names")
+    server = Server(settings, listener, tokenizer=tokenizer, others=others)
     address = listener.getsockname()
-    logs.log("listening", url=f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}", model=settings.served[0],
+    logs.log("listening", url=f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}", model=", ".join(names),
              api_key="needed" if settings.api_keys else "none", port=address[1], pid=os.getpid())
     if reaches_others(host) and not settings.api_keys:
         logs.log("no_api_key", level=logging.WARNING, host=host,
                  meaning=f"everybody who can reach this address can use the server; set {KEY_VARIABLE}, or listen on 127.0.0.1")
     garbage.settle()
-    server.run_all()
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{address[1]}"
+    with registered({"url": url, "port": address[1], "models": names, "folders": [one.model for one, _ in served]}):
+        server.run_all()
     logs.log("stopped")
+
+
+def settings_of(model: str, engine: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    """(settings, tokenizer) of one model."""
+    from flyweight.server.settings import Settings
+
+    root, tokenizer = open_tokenizer(model)
+    given = {name: value for name, value in engine.items() if value is not None}
+    return Settings(model=root, engine=given, **options | {"names": options["names"] or (served_as(model),)}), tokenizer
 
 
 def served_as(model: str) -> str:

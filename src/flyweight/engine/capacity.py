@@ -1,8 +1,6 @@
 """What a model may hope for on this machine before it is loaded: room for its KV cache, and how fast one sequence can go.
 
-Decoding one token reads every weight once (of a mixture of experts, those of the chosen experts), so no kernel can be
-faster than those bytes over the memory bandwidth. The bandwidth is measured by a copy: data sheets promise more than
-any program gets.
+How fast is `flyweight.limit`'s formula, with an empty context; a bench adds the KV of the contexts it has.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import torch
 
 from flyweight.checkpoint.summary import Summary
 from flyweight.engine.memory import DEFAULT_FRACTION, CacheShape, available_memory
+from flyweight.limit import decode_limit
 from flyweight.machine import copy_bandwidth, device_name
 from flyweight.models.config import ModelConfig
 
@@ -37,7 +36,7 @@ class Capacity:
     @property
     def limit_tok_s(self) -> float:
         """Of one sequence with a short context."""
-        return 1e9 * self.copy_gb_s / self.read_bytes_per_token
+        return decode_limit(weight_bytes=self.read_bytes_per_token, copy_gb_s=self.copy_gb_s) or 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"kv_tokens": self.kv_tokens, "limit_tok_s": round(self.limit_tok_s, 2)}

@@ -1,9 +1,9 @@
-"""Answers that must be JSON, or fit a JSON schema: which tokens may come next, from llguidance.
+"""Answers that must fit a JSON schema or another grammar: which tokens may come next, from llguidance.
 
-A schema becomes an automaton over the bytes of the vocabulary once; each sample walks a copy of it. Between elements
-there is exactly one space, as most models write it: where any white space is allowed, small models write it for ever.
+A grammar becomes an automaton over the bytes of the vocabulary once; each sample walks a copy of it. `grammar_kinds.py`
+says which kinds there are.
 
-Schemas are strangers' programs: what one may cost is found out in a process apart (`grammar_limits.py`), and compiling
+Grammars are strangers' programs: what one may cost is found out in a process apart (`grammar_limits.py`), and compiling
 lets go of the interpreter lock, so that a thread beside the step loop may do it.
 """
 
@@ -16,34 +16,30 @@ import numpy
 import torch
 from torch import Tensor
 
+from flyweight.engine.grammar_kinds import missing, translate
 from flyweight.engine.grammar_limits import LEAST_BYTES, GrammarCache, GrammarLimits, Trials
-from flyweight.errors import MissingPackageError, RequestError
-
-WHITE_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+from flyweight.errors import RequestError
 
 
 class Grammars:
-    """Compiles schemas for one vocabulary. `Grammars(…)(schema)` gives a maker of constraints, one for each sample."""
+    """Compiles grammars for one vocabulary. `Grammars(…)(schema)` gives a maker of constraints, one for each sample."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Iterable[int], *, limits: GrammarLimits | None = None):
         try:
             import llguidance.hf
         except ImportError as error:
-            raise MissingPackageError("answers in a given JSON shape need llguidance: pip install 'flyweight[serve]'") from error
+            raise missing() from error
         self.vocabulary = vocabulary
         self.end_ids = sorted(end_ids)
         self.matcher = llguidance.LLMatcher
         self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=self.end_ids)
         limits = limits or GrammarLimits()
-        self.trials = Trials(limits)
+        self.trials = Trials(limits, vocabulary=vocabulary, special=special_names(tokenizer))
         self.cache = GrammarCache(limits)
 
     def __call__(self, schema: str) -> Callable[[], GrammarConstraint]:
-        try:
-            grammar = self.matcher.grammar_from_json_schema(schema, overrides=WHITE_SPACE)
-        except ValueError as error:
-            raise RequestError(f"the JSON schema cannot be read: {error}") from error
-        return self.follow(grammar, kind="the JSON schema")
+        kind, grammar = translate(schema)
+        return self.follow(grammar, kind=kind)
 
     def follow(self, grammar: str, *, kind: str) -> Callable[[], GrammarConstraint]:
         """From any thread; `grammar` in llguidance's own words, `kind` for its errors."""
@@ -65,6 +61,12 @@ class Grammars:
         found = RequestError(matcher.get_error().strip().splitlines()[0]) if matcher.is_error() else matcher
         self.cache.put(grammar, found, size)
         return found
+
+
+def special_names(tokenizer: Any) -> list[str]:
+    """Tokens that a grammar may call by their names."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [token.content for token in added.values() if token.special]
 
 
 class GrammarConstraint:

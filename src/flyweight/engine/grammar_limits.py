@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ class TooCostly(RequestError):
 class Trials:
     """`measure(grammar)` from any thread: the bytes the compiled grammar holds, or why there will be none."""
 
-    def __init__(self, limits: GrammarLimits):
+    def __init__(self, limits: GrammarLimits, *, vocabulary: int = 0, special: Sequence[str] = ()):
+        """Grammars may speak of tokens: by numbers below `vocabulary`, or by the names of `special` ones."""
         self.limits = limits
+        self.tokens = json.dumps({"vocabulary": vocabulary, "special": list(special)})
         self.idle: list[subprocess.Popen[str]] = []  # one for each that was ever needed at once
 
     def measure(self, grammar: str) -> int:
@@ -74,9 +77,12 @@ class Trials:
                 end(process)
             return process
         # One arena, because each takes 64 MB of addresses, which are what the limit counts.
-        return subprocess.Popen([sys.executable, "-P", str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
-                                env=os.environ | {"MALLOC_ARENA_MAX": "1"})
+        process = subprocess.Popen([sys.executable, "-P", str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
+                                   env=os.environ | {"MALLOC_ARENA_MAX": "1"})
+        with contextlib.suppress(OSError):  # it has died already: whoever asks it finds out
+            print(self.tokens, file=process.stdin, flush=True)
+        return process
 
     def close(self) -> None:
         while self.idle:

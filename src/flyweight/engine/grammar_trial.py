@@ -1,10 +1,12 @@
 """Compiles grammars of strangers in a process that may die of it: a program, started by `grammar_limits.py`.
 
-A line of JSON in (`grammar`, `seconds`, `megabytes`), a line of JSON out (`error`, `bytes`). Beyond the processor time the
+First a line of JSON about the vocabulary (`vocabulary`: how many tokens, `special`: their names). Then for each grammar
+a line of JSON in (`grammar`, `seconds`, `megabytes`), a line of JSON out (`error`, `bytes`). Beyond the processor time the
 kernel ends this process, and beyond the memory an allocation fails, which ends it too; whoever waits for the line then
 knows. It imports nothing of this package, so that it starts in a tenth of a second and holds little memory.
 
-The vocabulary does not matter: what is expensive about a grammar is its regular expressions, and those are built over bytes.
+The tokens' texts do not matter: what is expensive about a grammar is its regular expressions, and those are built over
+bytes. Only the numbers and names by which a grammar may speak of tokens are there.
 """
 
 import contextlib
@@ -24,13 +26,17 @@ LEAST_CPU = 1  # seconds: the kernel counts whole ones
 
 
 class Bytes:
-    """A tokenizer of one token a byte, and an end."""
+    """A tokenizer of one token a byte, an end, and tokens without text up to the size of the vocabulary."""
 
     eos_token_id = 256
     bos_token_id = None
     unk_token_id = None
-    special_token_ids = (256,)
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __init__(self, vocabulary: int, special: list[str]):
+        named = [name.encode() for name in dict.fromkeys(special)]
+        texts = [*(bytes([byte]) for byte in range(256)), b"<end>", *named]
+        self.special_token_ids = list(range(256, len(texts)))
+        self.tokens = texts + [b""] * (vocabulary - len(texts))
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -63,7 +69,8 @@ def attempt(asked: dict, tokens: llguidance.LLTokenizer, answer: dict) -> None:
 
 
 def main() -> None:
-    tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, eos_token=[256])
+    given = Bytes(**json.loads(sys.stdin.readline()))
+    tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(given), n_vocab=len(given.tokens), eos_token=[256], slices=[])
     threading.stack_size(STACK)
     for line in sys.stdin:
         answer: dict = {}

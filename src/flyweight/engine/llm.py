@@ -1,24 +1,29 @@
-"""LLM: a model, loaded and ready to answer. `generate` for many prompts, `iterate` and `stream` for one at a time.
+"""LLM: a model, loaded and ready to answer. `generate` for many prompts, `chat` and `stream` for one at a time.
 
-All three submit to one engine and drive its `step()`. The asynchronous `stream` runs the steps in one thread of its
-own, always the same one, because every new thread would start a team of OpenMP workers of its own.
+All of them submit to one engine and drive its `step()`. An asynchronous stream runs the steps in one thread of the
+engine's own, always the same one, because every new thread would start a team of OpenMP workers of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 
+from flyweight.cpu import computable
 from flyweight.device import pick_device
 from flyweight.engine.core import Engine
+from flyweight.engine.keywords import checked, refuse_unknown, takes_fields_of
 from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace, weight_bytes
 from flyweight.engine.packed import SIZES
-from flyweight.engine.request import Chunk, Output, Request, SamplingParams
+from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
+from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.config import DTYPES
@@ -32,8 +37,19 @@ DEFAULTS = {  # by device: sequences in one step, tokens in one step, of those o
     "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prompt_tokens_beside": 512},
     "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640, "prompt_tokens_beside": 4096},
 }
+SAMPLING = [field.name for field in fields(SamplingParams)]
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt of any kind, ready for the engine."""
+
+    text: str | None
+    tokens: list[int]
+    params: SamplingParams
+
+
+@checked("option of LLM", OptionError)
 class LLM:
     """`LLM("smollm2-135m").generate("Once upon a time")[0].text`
 
@@ -93,50 +109,122 @@ class LLM:
             if captured is not None:
                 captured.warm_up()
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 progress: bool = False, **template: Any) -> list[Output]:
-        """Answer all prompts, in their order; `params` for all or one for each, `template` for chat templates."""
+    @takes_fields_of(SamplingParams)
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 params: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False,
+                 chat_template_kwargs: Mapping[str, Any] | None = None,
+                 **sampling: Unpack[SamplingOptions]) -> list[Output]:
+        """Answer all prompts, in their order.
+
+        How tokens are chosen is told by keywords (`max_tokens=5, temperature=0`) or by `params`: one
+        SamplingParams for all prompts, or one for each. A max_tokens that is given must fit into the
+        context; without one an answer has up to 256 tokens, fewer where the context ends.
+        `chat_template_kwargs` are the chat template's own.
+        """
         items = as_prompts(prompts)
-        each = [params] * len(items) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(items):
-            raise RequestError(f"there are {len(items)} prompts but {len(each)} sampling parameters")
-        prepared = [self.prepare(item, one, **template) for item, one in zip(items, each, strict=True)]
+        each = params_of_each(params, sampling, len(items))
+        prepared = [self._prepare(item, one, sampling, chat_template_kwargs)
+                    for item, one in zip(items, each, strict=True)]
         submitted: list[list[Request]] = []
         try:
-            for _, tokens, one in prepared:
-                submitted.append(self.engine.submit(tokens, one))
+            for one in prepared:
+                submitted.append(self.engine.submit(one.tokens, one.params))
             self._run(submitted, progress)
             for request in (request for requests in submitted for request in requests):
                 check_served(request.finish_reason, request.stop_reason)
         finally:  # Ctrl-C or a failure: leave nothing behind in the engine
             self.engine.cancel(request for requests in submitted for request in requests)
-        return [make_output(text, requests) for (text, _, _), requests in zip(prepared, submitted, strict=True)]
+        return [Output.of(one.text, one.tokens, requests)
+                for one, requests in zip(prepared, submitted, strict=True)]
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Output:
-        """The next message of a conversation; `enable_thinking=False` and the like go to the chat template."""
-        return self.generate([messages], params, **template)[0]
+    @takes_fields_of(SamplingParams)
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+             chat_template_kwargs: Mapping[str, Any] | None = None,
+             **sampling: Unpack[SamplingOptions]) -> Output:
+        """The next message of a conversation; `chat_template_kwargs={"enable_thinking": False}`
+        and the like go to the chat template."""
+        outputs = self.generate([messages], params, chat_template_kwargs=chat_template_kwargs, **sampling)
+        return outputs[0]
 
-    def iterate(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> Iterator[Chunk]:
-        """One prompt, chunk by chunk. Leaving the loop early cancels the rest."""
-        _, tokens, params = self.prepare(prompt, params, **template)
-        chunks: list[Chunk] = []
-        requests = self.engine.submit(tokens, params, listener=chunks.append)
+    @takes_fields_of(SamplingParams)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *,
+               chat_template_kwargs: Mapping[str, Any] | None = None,
+               **sampling: Unpack[SamplingOptions]) -> Stream:
+        """One prompt, chunk by chunk, by `for` or by `async for`. Leaving the loop cancels the rest."""
+        prepared = self._prepare(prompt, params, sampling, chat_template_kwargs)
+        return Stream(prepared.text, prepared.tokens, lambda requests: self._chunks(prepared, requests),
+                      lambda requests: self._chunks_async(prepared, requests))
+
+    @takes_fields_of(SamplingParams)
+    def iterate(self, prompt: Prompt, params: SamplingParams | None = None, *,
+                chat_template_kwargs: Mapping[str, Any] | None = None,
+                **sampling: Unpack[SamplingOptions]) -> Generator[Chunk, None, None]:
+        """As `stream`, as a plain generator."""
+        return self._chunks(self._prepare(prompt, params, sampling, chat_template_kwargs), [])
+
+    def room(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> int:
+        """Tokens that the context holds beyond this prompt; 0 where the prompt alone is too long."""
+        _, tokens = self._encode(prompt, chat_template_kwargs)
+        return max(0, self.engine.max_model_len - len(tokens))
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, *,
+                chat_template_kwargs: Mapping[str, Any] | None = None) -> Prepared:
+        """A prompt of any kind as token ids, with complete parameters."""
+        return self._prepare(prompt, params, {}, chat_template_kwargs)
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None, sampling: SamplingOptions,
+                 template: Mapping[str, Any] | None) -> Prepared:
+        text, tokens = self._encode(prompt, template)
+        chosen = one_of(params, sampling)
+        given = params is not None or "max_tokens" in sampling
+        complete = chosen.with_defaults(self.sampling_defaults)
+        return Prepared(text, tokens, self._fit(tokens, complete, given))
+
+    def _encode(self, prompt: Prompt,
+                template: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+            return None, list(cast(Sequence[int], prompt))
+        if self.tokenizer is None:
+            raise RequestError(f"{self.name} has no tokenizer; give the prompt as token ids")
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        text = self.tokenizer.render_chat(cast(Sequence[Message], prompt), **(template or {}))
+        return text, self.tokenizer.encode(text, special=False)
+
+    def _fit(self, tokens: list[int], params: SamplingParams, given: bool) -> SamplingParams:
+        """An answer that the context cannot hold is refused, unless its length is the default."""
+        context = self.engine.max_model_len
+        room = context - len(tokens)
+        if params.max_tokens is None or params.max_tokens <= room:
+            return params
+        if room < 1:  # the engine says that the prompt alone is too long
+            return params
+        if not given:
+            return replace(params, max_tokens=room)
+        raise RequestError(f"the prompt has {len(tokens)} tokens and max_tokens asks for "
+                           f"{params.max_tokens} more, but the context holds {context}; ask for at most "
+                           f"{room}, or raise max_model_len")
+
+    def _chunks(self, prepared: Prepared, requests: list[Request]) -> Generator[Chunk, None, None]:
+        chunks: deque[Chunk] = deque()  # a step of another thread may bring some too
+        requests += self.engine.submit(prepared.tokens, prepared.params, listener=chunks.append)
         try:
             while chunks or not all(request.finished for request in requests):
                 if not chunks:
                     self.engine.step()
-                ready, chunks[:] = list(chunks), []
-                for chunk in ready:
-                    check_served(chunk.finish_reason, chunk.stop_reason)
-                    yield chunk
+                    continue
+                chunk = chunks.popleft()
+                check_served(chunk.finish_reason, chunk.stop_reason)
+                yield chunk
         finally:
             self.engine.cancel(requests)
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> AsyncIterator[Chunk]:
-        """As `iterate`, for an event loop; any number may run at once and share the batch."""
-        _, tokens, params = self.prepare(prompt, params, **template)
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
-        requests = self.engine.submit(tokens, params, listener=lambda chunk: deliver(loop, queue, chunk))
+    async def _chunks_async(self, prepared: Prepared,
+                            requests: list[Request]) -> AsyncGenerator[Chunk, None]:
+        loop = asyncio.get_running_loop()
+        queue = asyncio.Queue[Chunk]()
+        requests += self.engine.submit(prepared.tokens, prepared.params,
+                                       listener=lambda chunk: deliver(loop, queue, chunk))
         self._drive(loop)
         unfinished = len(requests)
         try:
@@ -147,19 +235,6 @@ class LLM:
                 yield chunk
         finally:
             self.engine.cancel(requests)
-
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None,
-                **template: Any) -> tuple[str | None, list[int], SamplingParams]:
-        """(text, token ids, complete parameters) of a prompt of any kind."""
-        complete = (params or SamplingParams()).with_defaults(self.sampling_defaults)
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
-            return None, list(cast(Sequence[int], prompt)), complete
-        if self.tokenizer is None:
-            raise RequestError(f"{self.name} has no tokenizer; give the prompt as token ids")
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt), complete
-        messages = cast(Sequence[Message], prompt)
-        return self.tokenizer.render_chat(messages, **template), self.tokenizer.encode_chat(messages, **template), complete
 
     def _run(self, submitted: list[list[Request]], show: bool) -> None:
         requests = [request for group in submitted for request in group]
@@ -192,6 +267,31 @@ class LLM:
         self._driver = loop.create_task(run())
 
 
+def one_of(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
+    """The parameters of one prompt, however they were told."""
+    refuse_unknown(sampling, [*SAMPLING, "chat_template_kwargs"])
+    if params is None:
+        return SamplingParams(**sampling)
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}; or give "
+                           "keywords, such as max_tokens=5")
+    if sampling:
+        raise RequestError(f"{next(iter(sampling))} is given beside params; put it into the "
+                           "SamplingParams, or give keywords only")
+    return params
+
+
+def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None,
+                   sampling: SamplingOptions, count: int) -> list[SamplingParams | None]:
+    """One for each prompt; None where only keywords tell."""
+    if params is None or isinstance(params, SamplingParams) or not isinstance(params, Sequence):
+        one_of(params, sampling)  # refused before any prompt is looked at
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"there are {count} prompts but {len(params)} sampling parameters")
+    return list(params)
+
+
 def check_served(finish_reason: str | None, stop_reason: str | int | None) -> None:
     """A step fails in the thread that makes it; whoever waits in another must hear of it too."""
     if finish_reason == "failed":
@@ -201,13 +301,6 @@ def check_served(finish_reason: str | None, stop_reason: str | int | None) -> No
 def deliver(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
     if not loop.is_closed():  # else the reader is gone, and its request about to be cancelled
         loop.call_soon_threadsafe(queue.put_nowait, chunk)
-
-
-def make_output(text: str | None, requests: list[Request]) -> Output:
-    first = requests[0]
-    wanted = first.params.prompt_logprobs is not None
-    return Output(prompt=text, prompt_token_ids=first.prompt, completions=[request.completion() for request in requests],
-                  prompt_logprobs=(first.prompt_logprobs or [None]) if wanted else None)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -239,7 +332,7 @@ def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], dev
         dtype = "float32" if device.type == "cpu" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in DTYPES:
         raise OptionError(unknown("dtype", dtype, DTYPES))
-    return DTYPES[dtype]
+    return computable(DTYPES[dtype]) if device.type == "cpu" else DTYPES[dtype]
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:

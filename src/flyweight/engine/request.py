@@ -11,9 +11,10 @@ import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from flyweight.errors import RequestError, unknown
+from flyweight.engine.keywords import checked
+from flyweight.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,7 @@ LEAST_TEMPERATURE = 1e-5  # below it the likeliest token always wins, and dividi
 WHOLE = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "n", "seed"}
 
 
+@checked("sampling parameter", RequestError)
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. None for temperature, top_k, top_p or repetition_penalty: as the model's generation_config says.
@@ -53,13 +55,6 @@ class SamplingParams:
     n: int = 1
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
-    def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                raise RequestError(unknown("sampling parameter", name, known))
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
@@ -77,6 +72,28 @@ class SamplingParams:
         plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
         chosen = {name: defaults.get(name, value) for name, value in plain.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **chosen)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams as keywords of a call, for type checkers; a test keeps the two alike."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int
+    logit_bias: Mapping[int, float]
 
 
 def check_field(name: str, value: Any) -> None:
@@ -148,6 +165,13 @@ class Output:
     prompt_token_ids: list[int]
     completions: list[Completion]
     prompt_logprobs: list[TokenLogprob | None] | None = None  # the first token has none
+
+    @classmethod
+    def of(cls, prompt: str | None, tokens: list[int], requests: Sequence[Request]) -> Output:
+        """Of requests that are over, or as far as they have come."""
+        wanted = bool(requests) and requests[0].params.prompt_logprobs is not None
+        return cls(prompt, tokens, [request.completion() for request in requests],
+                   (requests[0].prompt_logprobs or [None]) if wanted else None)
 
     @property
     def text(self) -> str:

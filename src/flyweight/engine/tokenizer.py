@@ -17,6 +17,9 @@ BROKEN = "\ufffd"  # what an incomplete character decodes to
 LONGEST_CHARACTER = 8  # tokens; a replacement character still there after so many is really in the text
 WINDOW, OVERLAP = 24, 6  # tokens that are decoded together, and those kept when they have become too many
 
+# Special tokens that are part of an answer all the same: without them a call of a tool reads like words.
+MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+
 Message = Mapping[str, Any]
 
 
@@ -24,6 +27,8 @@ class Tokenizer:
     def __init__(self, inner: Any):
         self.inner = inner  # a transformers tokenizer
         self.fast = getattr(inner, "backend_tokenizer", inner)  # the same without the wrapping: decoding is done per token
+        added = getattr(inner, "added_tokens_decoder", {})
+        self.markers = {number: token.content for number, token in added.items() if token.special and token.content in MARKERS}
 
     @property
     def end_id(self) -> int | None:
@@ -37,7 +42,15 @@ class Tokenizer:
         return self.inner.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.fast.decode(tokens, skip_special_tokens=True)
+        if self.markers.keys().isdisjoint(tokens):
+            return self.fast.decode(tokens, skip_special_tokens=True)
+        parts: list[str] = []
+        begin = 0
+        for at, token in enumerate(tokens):
+            if token in self.markers:
+                parts += [self.fast.decode(tokens[begin:at], skip_special_tokens=True), self.markers[token]]
+                begin = at + 1
+        return "".join(parts) + self.fast.decode(tokens[begin:], skip_special_tokens=True)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; options (`enable_thinking`, `tools`, …) are the template's."""

@@ -29,7 +29,9 @@ from flyweight.models.standard import plan_of
 class Stage(Protocol):
     """Norm, q/k/v, rope and attention of one step, over whatever holds its keys and values."""
 
-    lengths: Tensor | None  # of each row's sequence, where rows of length 0 are padding
+    @property
+    def lengths(self) -> Tensor | None:
+        """Of each row's sequence, where rows of length 0 are padding."""
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
         """[..., tokens, hidden] → what o multiplies with: [..., tokens, heads · head_dim]"""

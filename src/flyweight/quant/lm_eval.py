@@ -69,7 +69,8 @@ def evaluate_tasks(model: str, tasks: Iterable[str], *, limit: int | None = None
             for request in requests:
                 prompt, options = request.args
                 stop = options.get("until") or ()
-                params = SamplingParams(max_tokens=options.get("max_gen_toks", 256), temperature=0, stop=stop)
+                longest = max(1, min(options.get("max_gen_toks", 256), self.engine.room(prompt)))
+                params = SamplingParams(max_tokens=longest, temperature=0, stop=stop)
                 answers.append(self.engine.generate([prompt], params)[0].text)
             return answers
 

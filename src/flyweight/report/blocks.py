@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flyweight.report.units import plain
+
+PALETTE = 8  # colours, as many as page.css and plot.py name
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Highlights:
+    """The few figures that matter most: (what, the figure, against what)."""
+
+    items: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
 class Point:
     x: float | str
     y: float
@@ -50,8 +59,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
+    """`scheme` is what decides the colour, the same in every figure; None where the series are no schemes."""
+
     name: str
     points: tuple[Point, ...]
+    scheme: str | None = None
+    color: int | None = None  # its number in the palette; None: its place in the figure
 
 
 @dataclass(frozen=True)
@@ -69,12 +82,31 @@ class Figure:
     middle: float | None = None  # of a heat map: the value where good turns to bad
     front: tuple[tuple[float, float], ...] = ()  # a dotted line through the best trade-offs
 
+    def look(self, index: int) -> tuple[int, bool]:
+        """(the number of a series' colour, whether another before it in this figure looks the same)"""
+        numbers = [place if series.color is None else series.color for place, series in enumerate(self.series)]
+        wrapped = [number % PALETTE for number in numbers]
+        return wrapped[index], wrapped[index] in wrapped[:index]
+
     @property
     def categories(self) -> list[str]:
         return list(dict.fromkeys(str(point.x) for series in self.series for point in series.points))
 
 
-Block = Heading | Paragraph | Items | Table | Figure
+Block = Heading | Paragraph | Items | Highlights | Table | Figure
+
+
+def with_colors(blocks: Sequence[Block]) -> list[Block]:
+    """Every scheme gets one colour for the whole report, in the order in which they appear."""
+    numbers: dict[str, int] = {}
+    colored: list[Block] = []
+    for block in blocks:
+        if isinstance(block, Figure):
+            series = tuple(replace(one, color=None if one.scheme is None else numbers.setdefault(one.scheme, len(numbers)))
+                           for one in block.series)
+            block = replace(block, series=series)
+        colored.append(block)
+    return colored
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyweight.report import figures, layouts, performance
-from flyweight.report.blocks import Block, Heading, Items, Paragraph, Table, make_table
+from flyweight.report.answer import answer
+from flyweight.report.blocks import Block, Heading, Items, Paragraph, Table, make_table, with_colors
+from flyweight.report.choice import inside_the_error
 from flyweight.report.records import Record, add_agreement, add_speedups, make_record, tell_apart
 from flyweight.report.rows import Results, Row, group
 from flyweight.report.units import bytes_text, plain, time_text
@@ -85,7 +87,8 @@ def latency(view: View) -> list[Block]:
     if not blocks:
         return []
     by = "by Output Throughput" if view.seed else "each workload by the metric it is about"
-    return [Heading("Performance Benchmark Results", level=1), *blocks, Heading(f"Performance Ranking ({by})"), *rankings,
+    return [Heading("Performance Benchmark Results", level=1, short="Performance"), *blocks,
+            Heading(f"Performance Ranking ({by})", short="Ranking"), *rankings,
             *figures.throughput_latency(records), *figures.first_token_bars(records)]
 
 
@@ -122,14 +125,36 @@ def rank(records: Sequence[Record], metric: str) -> list[Record]:
 def ranking(best: Sequence[Record], metric: str, *, named: bool) -> Items:
     name, unit, more = layouts.METRICS[metric]
     digits = 3 if unit == "s" else 2
-    marks = [*MEDALS, *(f"{place}." for place in range(len(MEDALS) + 1, len(best) + 1))]
+    marks = marks_inside_errors(best, metric) if named else [
+        *MEDALS, *(f"{place}." for place in range(len(MEDALS) + 1, len(best) + 1))]
     places = [(0, f"{mark} **{one['place']}**: {one[metric]:.{digits}f} {unit}")
               for mark, one in zip(marks, best, strict=False) if one.get(metric) is not None]
     one = best[0]
     wanted = layouts.about(one.get("workload"), batch=one["batch"], input=one["input"], output=one["output"])[0]
     instead = "" if wanted == metric else f" ({layouts.METRICS[wanted][0]} was not measured)"
     head = [(0, f"by {name}{instead}, {'more' if more else 'less'} is better")] if named else []
+    if named and any(mark.startswith("=") for mark in marks):
+        head = [(0, f"{head[0][1]}; = is equal within the deviations of the runs")]
     return Items((*head, *places), ranked=True)
+
+
+def marks_inside_errors(best: Sequence[Record], metric: str) -> list[str]:
+    """Places, shared by those whose difference is inside the deviations of the runs; medals only for places that are not.
+
+    Without repeats no error is known, and nobody gets a medal.
+    """
+    firsts: list[int] = []  # for each, the first of those it is equal to
+    for index, one in enumerate(best):
+        equal = index > 0 and inside_the_error(one, best[firsts[-1]], metric)
+        firsts.append(firsts[-1] if equal else index)
+    marks = []
+    for index, one in enumerate(best):
+        place = firsts[index]
+        shared = firsts.count(place) > 1
+        known = one.get(f"{metric}±") is not None and len(best) > 1
+        medal = MEDALS[place] if place < len(MEDALS) and known and not shared else ""
+        marks.append(medal or f"{'=' if shared else ''}{place + 1}.")
+    return marks
 
 
 def details(view: View, records: Sequence[Record]) -> list[Block]:
@@ -284,10 +309,12 @@ SECTIONS = {section.__name__: section for section in (
 
 
 def build(view: View) -> list[Block]:
-    """The whole report, with what a reader must know at its top."""
+    """The whole report: the answer, what a reader must know, then everything that was measured."""
     notes = [Items(tuple((0, note) for note in view.results.notes))] if view.results.notes else []
     names = view.sections or [name for name in SECTIONS if not (view.seed and name == "environments")]
     sections = [block for name in names for block in SECTIONS[name](view)]
     if view.sections:
-        return sections
-    return [*sections, *notes] if view.seed else [*notes, *sections]  # a document's own layout begins with its own table
+        return with_colors(sections)
+    if view.seed:  # a document's own layout begins with its own table
+        return [*sections, *notes]
+    return with_colors([*answer(view.results, view.baseline), *notes, *sections])

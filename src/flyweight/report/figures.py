@@ -23,11 +23,15 @@ PEERS = ("torch._weight_int4pack_mm", "torch._int_mm", "torch._scaled_mm", "cusp
          "vllm.cutlass")
 
 
-def collect(records: Iterable[Record], name: Callable[[Record], str], point: Callable[[Record], Point]) -> tuple[Series, ...]:
+def collect(records: Iterable[Record], name: Callable[[Record], str], point: Callable[[Record], Point], *,
+            schemes: bool = False) -> tuple[Series, ...]:
+    """A series for each name; `schemes` says that each is of one scheme, which gives it its colour."""
     found: dict[str, list[Point]] = {}
+    colors: dict[str, str] = {}
     for record in records:
         found.setdefault(name(record), []).append(point(record))
-    return tuple(Series(key, tuple(points)) for key, points in found.items())
+        colors[name(record)] = str(record.get("scheme"))
+    return tuple(Series(key, tuple(points), scheme=colors[key] if schemes else None) for key, points in found.items())
 
 
 def by_model(records: Iterable[Record], *needs: str) -> dict[Any, list[Record]]:
@@ -82,7 +86,7 @@ def throughput_latency(records: Sequence[Record]) -> list[Figure]:
     figures: list[Figure] = []
     for x, y, how in (("latency_s", "overall_tok_s", ""), ("e2e_s", "output_tok_s", ", served")):
         for (model, device), part in by_model(records, x, y).items():
-            series = collect(part, variant, partial(trade_off, x=x, y=y))
+            series = collect(part, variant, partial(trade_off, x=x, y=y), schemes=True)
             if len(part) == 1:
                 continue  # one point is no trade-off
             figures.append(Figure("scatter", f"Throughput against latency{how}: {model} on {device}", "latency (s)",
@@ -116,9 +120,9 @@ def first_token_bars(records: Sequence[Record]) -> list[Figure]:
     for name in ("ttft_ms_last", "tpot_ms"):
         shown = (one for one in records if one["bench"] == "latency" and one.get("workload") != "startup")
         for (model, device), part in by_model(shown, name).items():
-            series = collect(part, variant, partial(workload_point, metric=name, label=names[name]))
+            series = collect(part, variant, partial(workload_point, metric=name, label=names[name]), schemes=True)
             figures.append(Figure("bars", f"{names[name]}: {model} on {device}", "workload", "ms", series,
-                                  y_log=name != "tpot_ms", caption="Lower is better."))
+                                  caption="Lower is better."))
     return figures
 
 
@@ -138,7 +142,7 @@ def speed_lines(records: Sequence[Record]) -> list[Figure]:
         series = collect(sorted(part, key=lambda one: one["input"]),
                          partial(variant, gpus=several),
                          lambda one: Point(one["input"], one["output_tok_s"], tip=f"{variant(one)}, {one['input']} input tokens, "
-                                           f"{one.get('gpus') or 1} GPU: {one['output_tok_s']:.2f} tokens/s"))
+                                           f"{one.get('gpus') or 1} GPU: {one['output_tok_s']:.2f} tokens/s"), schemes=True)
         figures.append(Figure("line", f"Speed by input length: {model} on {device}", "input tokens",
                               "tokens/s, prefill included", series))
     return figures
@@ -148,7 +152,7 @@ def memory_bars(records: Sequence[Record]) -> list[Figure]:
     figures: list[Figure] = []
     for (model, device), part in by_model(records, "allocated_gb").items():
         series = collect(part, variant, lambda one: Point(str(one["input"]), one["allocated_gb"],
-                         tip=f"{variant(one)}, {one['input']} input tokens: {one['allocated_gb']:.2f} GB"))
+                         tip=f"{variant(one)}, {one['input']} input tokens: {one['allocated_gb']:.2f} GB"), schemes=True)
         figures.append(Figure("bars", f"Peak memory by input length: {model} on {device}", "input tokens", "GB", series))
     return figures
 
@@ -193,7 +197,7 @@ def draw_front(pairs: Sequence[tuple[Row, Row]], *, model: Any, metric: str, lab
         tip = (f"{quality['scheme']}: {label} {plain(quality[metric])}, {plain(speed['decode_tok_s'])} tok/s, {plain(mark[2])} GB"
                f"{'' if beaten else ', on the Pareto front'}; checkpoint {str(quality['checkpoint'])[:12]}")
         series.append(Series(quality["scheme"], (Point(speed["decode_tok_s"], quality[metric], tip=tip, size=mark[2],
-                                                       marked=not beaten),)))
+                                                       marked=not beaten),), scheme=str(quality["scheme"])))
     first = pairs[0][1]
     where = f"batch {first.get('batch', 1)}, {first['input']} in, {first['output']} out, {first['backend']}"
     flat = [mark[:2] for mark in marks]

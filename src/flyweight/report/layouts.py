@@ -122,13 +122,17 @@ PROFILE = {
     ),
 }
 QUALITY = (
-    Column("Model", "label_model"), Column("Scheme", "scheme"), Column("Checkpoint", "checkpoint"),
-    Column("Tool", "tool", optional=True), Column("Seed", "seed", optional=True),
-    Column("Size (GB)", "size_gb", ".3f", optional=True), Column("Bits per weight", "bits_per_weight", ".2f", optional=True),
-    Column("Perplexity", "perplexity", ".3f", optional=True), Column("standard error", "perplexity_error", ".3f", optional=True),
+    Column("Scheme", "scheme"), Column("Perplexity", "perplexity", ".3f", optional=True),
+    Column("standard error", "perplexity_error", ".3f", optional=True),
     Column("of the original", "perplexity_original", ".3f", optional=True), Column("KL", "kl", ".4f", optional=True),
-    Column("Same top token", "top1_agreement", ".1%", optional=True), Column("Text", "text", optional=True),
+    Column("its error", "kl_error", ".4f", optional=True),
+    Column("Same top token", "top1_agreement", ".1%", optional=True), Column("Model", "label_model"),
+    Column("Size (GB)", "size_gb", ".3f", optional=True),
+    Column("Bits per weight, layers", "bits_per_weight", ".2f", optional=True),
+    Column("whole file", "file_bits_per_weight", ".2f", optional=True), Column("Tool", "tool", optional=True),
+    Column("Seed", "seed", optional=True), Column("Text", "text", optional=True),
     Column("Window", "window", optional=True), Column("Tokens", "tokens", optional=True),
+    Column("Checkpoint", "checkpoint"),
 )
 CHECKS = (
     Column("Check", "check"), Column("Model", "label_model"), Column("Format", "scheme"),

@@ -8,10 +8,11 @@ from html import escape
 from pathlib import Path
 
 from flyweight.report import svg
-from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Table
+from flyweight.report.blocks import Block, Figure, Heading, Highlights, Items, Paragraph, Table
 
 HERE = Path(__file__).parent
-NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?( ?(%|ms|us|s|b|Kb|Mb|Gb|×))?( ± [\d.]+)?")
+NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?( ?(%|ms|us|s|b|Kb|Mb|Gb|×))?( ± [\d.]+%?)?")
+ABSENT = "–"
 FEW = 4  # a table of fewer lines needs no filter
 
 
@@ -35,12 +36,20 @@ def render(block: Block, index: int) -> str:
         return f"<p>{inline(block.text)}</p>"
     if isinstance(block, Items):
         return listing(block)
+    if isinstance(block, Highlights):
+        return highlights(block)
     return table(block) if isinstance(block, Table) else figure(block)
 
 
 def inline(text: str) -> str:
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escape(text))
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+
+
+def highlights(block: Highlights) -> str:
+    cards = "".join(f"<div><dt>{escape(what)}</dt><dd><strong>{escape(figure)}</strong><span>{escape(against)}</span></dd></div>"
+                    for what, figure, against in block.items)
+    return f'<dl class="highlights">{cards}</dl>'
 
 
 def listing(block: Items) -> str:
@@ -53,18 +62,19 @@ def listing(block: Items) -> str:
 
 
 def table(block: Table) -> str:
-    columns = zip(*block.rows, strict=True)
-    head = "".join(f'<th scope="col" tabindex="0" aria-sort="none"{numeric(column[0])}><span>{inline(name)}</span></th>'
-                   for name, column in zip(block.headers, columns, strict=True))
-    rows = "".join(f"<tr>{''.join(cell(text) for text in line)}</tr>" for line in block.rows)
+    kinds = [numeric(next((text for text in column if text != ABSENT), "")) for column in zip(*block.rows, strict=True)]
+    head = "".join(f'<th scope="col" tabindex="0" aria-sort="none"{kind}><span>{inline(name)}</span></th>'
+                   for name, kind in zip(block.headers, kinds, strict=True))
+    rows = "".join(f"<tr>{''.join(cell(text, kind) for text, kind in zip(line, kinds, strict=True))}</tr>" for line in block.rows)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in block.notes)
     search = '<input type="search" placeholder="filter rows" aria-label="filter rows">' if len(block.rows) >= FEW else ""
     return (f'<section class="table"><div class="bar"><strong>{escape(block.title)}</strong>{search}</div><div class="scroll">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{notes}</section>")
 
 
-def cell(text: str) -> str:
-    return f"<td{numeric(text)}>{inline(text)}</td>"
+def cell(text: str, kind: str) -> str:
+    """Of a column of figures on the right, what is absent too."""
+    return f"<td{kind if text == ABSENT else numeric(text)}>{inline(text)}</td>"
 
 
 def numeric(text: str) -> str:
@@ -72,9 +82,9 @@ def numeric(text: str) -> str:
 
 
 def figure(block: Figure) -> str:
-    names = [series.name for series in block.series] if block.kind != "heat" else []
-    keys = "".join(f'<button type="button" class="s{index % svg.COLORS}" data-series="{index}" aria-pressed="true">{escape(name)}'
-                   "</button>" for index, name in enumerate(names))
+    shown = block.series if block.kind != "heat" else ()
+    keys = "".join(f'<button type="button" class="{svg.look(block, index)}" data-series="{index}" aria-pressed="true">'
+                   f"{escape(series.name)}</button>" for index, series in enumerate(shown))
     caption = f'<span class="note">{escape(block.caption)}</span>' if block.caption else ""
     return (f'<figure><figcaption><strong>{escape(block.title)}</strong> {caption}</figcaption>'
             f'<div class="scroll">{svg.draw(block)}</div><div class="legend">{keys}</div></figure>')

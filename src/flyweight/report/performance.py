@@ -86,7 +86,8 @@ def limits(results: Results) -> list[Block]:
             blocks.append(make_table(f"{model} on {device}, {text}", columns, records))
             if bench == "latency":
                 blocks += slower_than_bf16(records)
-    return [Heading("Beside vLLM and the limit"), Paragraph(
+    peers = any(str(row["backend"]).startswith(PEER) for bench in ("latency", "speed") for row in results.of(bench))
+    return [Heading("Beside vLLM and the limit" if peers else "Beside the memory's limit"), Paragraph(
         "The limit is the rate at which the weights and the KV cache of the mean context could be read at the measured copy "
         "bandwidth, once a step; reading alone is a few percent faster than copying, so shares just over 100 % occur."),
         *blocks] if blocks else []

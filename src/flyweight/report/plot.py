@@ -54,16 +54,18 @@ def short(name: str) -> str:
 
 def lines(figure: Figure, axes: Any) -> None:
     for index, series in enumerate(figure.series):
+        color, again = figure.look(index)
         axes.plot([point.x for point in series.points], [point.y for point in series.points], marker="o", markersize=4,
-                  color=COLORS[index % len(COLORS)], linestyle="-" if index < len(COLORS) else "--", label=short(series.name))
+                  color=COLORS[color], linestyle="--" if again else "-", label=short(series.name))
 
 
 def scatter(figure: Figure, axes: Any) -> None:
     largest = max((point.size or 0 for series in figure.series for point in series.points), default=0) or 1
     for index, series in enumerate(figure.series):
-        color = COLORS[index % len(COLORS)]
+        number, again = figure.look(index)
+        color = COLORS[number]
         axes.scatter([point.x for point in series.points], [point.y for point in series.points], color=color, alpha=0.8,
-                     label=short(series.name), marker="o" if index < len(COLORS) else "s",
+                     label=short(series.name), marker="s" if again else "o",
                      s=[30 if point.size is None else 30 + 600 * point.size / largest for point in series.points],
                      edgecolors=["black" if point.marked else color for point in series.points], linewidths=1.6)
         for point in series.points if figure.front else ():
@@ -78,9 +80,10 @@ def bars(figure: Figure, axes: Any) -> None:
     places = {name: index for index, name in enumerate(figure.categories)}
     width = 0.8 / max(len(figure.series), 1)
     for index, series in enumerate(figure.series):
+        color, again = figure.look(index)
         axes.bar([places[str(point.x)] + (index + 0.5) * width - 0.4 for point in series.points],
-                 [point.y for point in series.points], width=width, color=COLORS[index % len(COLORS)], label=short(series.name),
-                 hatch="" if index < len(COLORS) else "////", edgecolor="white", linewidth=0)
+                 [point.y for point in series.points], width=width, color=COLORS[color], label=short(series.name),
+                 hatch="////" if again else "", edgecolor="white", linewidth=0)
     longest = max(map(len, places))
     names = ["\n".join(textwrap.wrap(short(name), WIDEST)) for name in places]
     axes.set_xticks(range(len(places)), names, rotation=20 if 9 < longest <= WIDEST else 0)

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Table
+from flyweight.report.blocks import Block, Figure, Heading, Highlights, Items, Paragraph, Table
 
 UNDERLINES = "=-~^"
 Pictures = Callable[[Figure], Path | None]  # where the picture of a figure is, if it was drawn
@@ -78,6 +78,8 @@ def markdown_block(block: Block, pictures: Pictures | None) -> str:
             return "\n".join(f"{text}  " if not text.endswith("  ") else text for _, text in block.items)
         title = f"#### {block.title}\n\n" if block.title else ""
         return title + "\n".join(f"{'  ' * depth}- {text}" for depth, text in block.items)
+    if isinstance(block, Highlights):
+        return "\n".join(f"- {what}: **{figure}**{f', {against}' if against else ''}" for what, figure, against in block.items)
     if isinstance(block, Table):
         title = f"**{block.title}**\n\n" if block.title else ""
         return title + pipe_table(block) + "".join(f"\n\nNote: {note}." for note in block.notes)
@@ -111,6 +113,8 @@ def rst_block(block: Block, pictures: Pictures | None) -> str:
                 lines.append("")  # rst starts and ends a nested list with an empty line
             lines.append(f"{'  ' * depth}- {code(text)}")
         return "\n".join(lines)
+    if isinstance(block, Highlights):
+        return "\n".join(f"- {what}: **{figure}**{f', {against}' if against else ''}" for what, figure, against in block.items)
     if isinstance(block, Table):
         plain = Table(block.title, tuple(map(code, block.headers)), tuple(tuple(map(code, line)) for line in block.rows),
                       merge=block.merge)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from flyweight.report.blocks import Figure, Point
-from flyweight.report.units import plain
 
 WIDTH, HEIGHT = 640, 380
 LEFT, RIGHT, TOP, BOTTOM = 80, 14, 12, 56
-COLORS = 8  # as many as page.css names
 HEAD, CELL = 22, 24  # heights of the names and of a line of a heat map
+FEWEST_TICKS = 3
+TICK = 5  # length of a tick
+LETTER = 6.4  # width of a figure above a bar
 Scale = Callable[[float], float]
 
 
@@ -43,15 +44,24 @@ def make_scale(values: Sequence[float], begin: float, end: float, *, log: bool, 
     if log and low > 0:
         low, high = low / 1.15, high * 1.15
         first, last = math.log(low), math.log(high)
-        steps = (1, 2, 5) if last - first < math.log(200) else (1,)
-        ticks = [step * 10.0 ** power for power in range(math.floor(first / math.log(10)), math.ceil(last / math.log(10)) + 1)
-                 for step in steps if low <= step * 10.0 ** power <= high]
-        return lambda value: begin + (math.log(max(value, low)) - first) / (last - first) * (end - begin), ticks
+        return (lambda value: begin + (math.log(max(value, low)) - first) / (last - first) * (end - begin),
+                log_ticks(low, high))
     margin = 0.12 * (high - low or abs(high) or 1.0)
     low, high = (min(0.0, low) if zero else low - margin), high + margin
-    step = nice((high - low) / 5)
-    ticks = [step * index for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    return lambda value: begin + (value - low) / (high - low) * (end - begin), ticks
+    return lambda value: begin + (value - low) / (high - low) * (end - begin), even_ticks(low, high)
+
+
+def even_ticks(low: float, high: float) -> list[float]:
+    step = nice((high - low) / 6)
+    return [step * index for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10, … or powers of ten alone; where a narrow range holds too few of them, even steps."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high / low < 200 else (1,)
+    ticks = [step * 10.0 ** power for power in powers for step in steps if low <= step * 10.0 ** power <= high]
+    return ticks if len(ticks) >= FEWEST_TICKS else even_ticks(low, high)
 
 
 def nice(step: float) -> float:
@@ -60,9 +70,27 @@ def nice(step: float) -> float:
 
 
 def y_axis(scale: Scale, ticks: Sequence[float]) -> str:
-    return "".join(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{scale(tick):.1f}" y2="{scale(tick):.1f}"/>'
-                   f'{label(plain(tick), LEFT - 6, scale(tick) + 4, anchor="end")}'
-                   for tick in ticks)
+    """The axis with a tick, a figure and a line across the picture at each of them."""
+    shown = "".join(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{scale(tick):.1f}" y2="{scale(tick):.1f}"/>'
+                    f'<line class="rule" x1="{LEFT - TICK}" x2="{LEFT}" y1="{scale(tick):.1f}" y2="{scale(tick):.1f}"/>'
+                    f'{label(f"{tick:g}", LEFT - TICK - 4, scale(tick) + 4, anchor="end")}'
+                    for tick in ticks)
+    return shown + f'<line class="rule" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+
+
+def x_axis(places: Sequence[tuple[float, str]], *, drop: bool = False) -> str:
+    """The axis with a tick and a name at each place; `drop` puts every second name a line lower."""
+    base = HEIGHT - BOTTOM
+    shown = "".join(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + TICK}"/>'
+                    f"{label(name, x, base + 18 + 14 * (index % 2 if drop else 0))}"
+                    for index, (x, name) in enumerate(places))
+    return shown + f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
+
+
+def look(figure: Figure, index: int) -> str:
+    """The classes of a series: its colour, and another pattern where that colour was there before."""
+    color, shared = figure.look(index)
+    return f"s{color}{' again' if shared else ''}"
 
 
 def plane(figure: Figure) -> str:
@@ -71,7 +99,7 @@ def plane(figure: Figure) -> str:
     across, x_ticks = make_scale([float(point.x) for point in points], LEFT, WIDTH - RIGHT, log=figure.x_log, zero=zero)
     up, y_ticks = make_scale([point.y for point in points], HEIGHT - BOTTOM, TOP, log=figure.y_log, zero=zero)
     largest = max((point.size or 0.0 for point in points), default=0.0) or 1.0
-    out = y_axis(up, y_ticks) + "".join(label(plain(tick), across(tick), HEIGHT - BOTTOM + 18) for tick in x_ticks)
+    out = y_axis(up, y_ticks) + x_axis([(across(tick), f"{tick:g}") for tick in x_ticks])
     if figure.front:
         out += f'<polyline class="front" points="{" ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in figure.front)}"/>'
     for index, series in enumerate(figure.series):
@@ -80,7 +108,7 @@ def plane(figure: Figure) -> str:
         marks = "".join(f'<circle class="{"marked" if point.marked else ""}" cx="{x:.1f}" cy="{y:.1f}" '
                         f'r="{radius(point, largest):.1f}" {tip(point)}/>' for x, y, point in places)
         names = "".join(label(series.name, x, y - radius(point, largest) - 5) for x, y, point in places if figure.front)
-        out += group(index, path + marks + names)
+        out += group(figure, index, path + marks + names)
     return out
 
 
@@ -95,14 +123,22 @@ def bars(figure: Figure) -> str:
     slot = (WIDTH - LEFT - RIGHT) / len(names)
     width = 0.84 * slot / len(figure.series)
     base = HEIGHT - BOTTOM
-    out = y_axis(up, ticks) + "".join(label(name, LEFT + (index + 0.5) * slot, base + 18 + 14 * (index % 2 if slot < 90 else 0))
-                                      for index, name in enumerate(names))
+    named = max(len(short(value)) for value in values) * LETTER < width  # there is room for the figures above the bars
+    out = y_axis(up, ticks) + x_axis([(LEFT + (index + 0.5) * slot, name) for index, name in enumerate(names)], drop=slot < 90)
     for index, series in enumerate(figure.series):
-        lefts = [LEFT + (names.index(str(point.x)) + 0.08) * slot + index * width for point in series.points]
-        out += group(index, "".join(f'<rect x="{left:.1f}" y="{up(point.y):.1f}" width="{max(width - 1, 1):.1f}" '
-                                    f'height="{max(base - up(point.y), 1):.1f}" {tip(point)}/>'
-                                    for left, point in zip(lefts, series.points, strict=True)))
+        body = ""
+        for point in series.points:
+            left = LEFT + (names.index(str(point.x)) + 0.08) * slot + index * width
+            body += (f'<rect x="{left:.1f}" y="{up(point.y):.1f}" width="{max(width - 1, 1):.1f}" '
+                     f'height="{max(base - up(point.y), 1):.1f}" {tip(point)}/>')
+            if named:
+                body += label(short(point.y), left + width / 2, up(point.y) - 4, kind="value")
+        out += group(figure, index, body)
     return out
+
+
+def short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def heat(figure: Figure) -> str:
@@ -124,8 +160,8 @@ def heat(figure: Figure) -> str:
     return out
 
 
-def group(index: int, body: str) -> str:
-    return f'<g class="series s{index % COLORS}{" again" if index >= COLORS else ""}" data-series="{index}">{body}</g>'
+def group(figure: Figure, index: int, body: str) -> str:
+    return f'<g class="series {look(figure, index)}" data-series="{index}">{body}</g>'
 
 
 def tip(point: Point) -> str:

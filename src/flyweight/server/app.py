@@ -19,10 +19,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from flyweight import __version__
+from flyweight.server.anthropic.routes import add_anthropic
+from flyweight.server.embeddings import add_embeddings
+from flyweight.server.error_shapes import error_content
+from flyweight.server.fleet import Fleet
 from flyweight.server.gate import Gate
+from flyweight.server.json_body import broken_json
+from flyweight.server.ollama.routes import add_ollama
 from flyweight.server.page import documentation, page
+from flyweight.server.page.fields import describe
 from flyweight.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, UnsupportedField, error_body
+from flyweight.server.refusals import BadRequest, EngineFailed, Forbidden, Refusal, error_body
+from flyweight.server.responses.routes import add_responses
 from flyweight.server.service import Service, json_response
 
 
@@ -49,18 +57,20 @@ STREAM: dict[int | str, dict[str, Any]] = {
           "content": {"application/json": {}, "text/event-stream": {}}}}
 
 
-def create_app(service: Service, *, start: bool = True) -> ASGIApp:
+def create_app(service: Service | Fleet, *, start: bool = True) -> ASGIApp:
     """`start`: the engine begins to load when the server begins to listen."""
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if start:
-            service.engine.start()
+            service.start()
         yield
-        service.engine.stop()
+        service.stop()
 
     app = FastAPI(title="Flyweight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
                   description="An OpenAI-compatible server. Every error is an object with message, type, param and code.")
     add_generation(app, service)
+    for add_api in (add_responses, add_anthropic, add_ollama, add_embeddings):
+        add_api(app, service, {**REFUSALS, **STREAM})
     add_tokens(app, service)
     add_state(app, service)
     add_pages(app)
@@ -68,7 +78,7 @@ def create_app(service: Service, *, start: bool = True) -> ASGIApp:
     return Gate(app, service.settings, service.metrics)
 
 
-def add_generation(app: FastAPI, service: Service) -> None:
+def add_generation(app: FastAPI, service: Service | Fleet) -> None:
     @app.post("/v1/completions", responses={**REFUSALS, **STREAM}, response_class=Response, tags=["generate"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, token ids, or several of either."""
@@ -79,35 +89,30 @@ def add_generation(app: FastAPI, service: Service) -> None:
         """The next message of a conversation."""
         return await service.chat(request, body)
 
-    @app.post("/v1/embeddings", responses={400: REFUSALS[400]}, response_class=Response, tags=["generate"])
-    async def embeddings() -> Response:
-        """Refused: this server generates text."""
-        raise UnsupportedField("embeddings are not supported: this server generates text; use an embedding model's own server")
 
-
-def add_tokens(app: FastAPI, service: Service) -> None:
+def add_tokens(app: FastAPI, service: Service | Fleet) -> None:
     @app.post("/tokenize", responses=REFUSALS, response_class=Response, tags=["tokens"])
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt, or of messages in the model's chat template."""
-        service.check_model(body.model)
+        one = service.of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
         if body.prompt is not None:
-            tokens = (await service.prompts.encode([body.prompt], special=body.add_special_tokens is not False))[0]
+            tokens = (await one.prompts.encode([body.prompt], special=body.add_special_tokens is not False))[0]
         else:
-            tokens = (await service.prompts.chat(body)).tokens  # type: ignore[arg-type]
-        names = await asyncio.to_thread(lambda: list(map(service.names.text, tokens))) if body.return_token_strs else None
-        return json_response({"count": len(tokens), "max_model_len": service.engine.facts.get("max_model_len"), "tokens": tokens,
+            tokens = (await one.prompts.chat(body)).tokens  # type: ignore[arg-type]
+        names = await asyncio.to_thread(lambda: list(map(one.token_names.text, tokens))) if body.return_token_strs else None
+        return json_response({"count": len(tokens), "max_model_len": one.engine.facts.get("max_model_len"), "tokens": tokens,
                               "token_strs": names})
 
     @app.post("/detokenize", responses=REFUSALS, response_class=Response, tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        service.check_model(body.model)
-        size = len(service.prompts.need().inner)
+        one = service.of(body.model)
+        size = len(one.prompts.need().inner)
         if bad := next((token for token in body.tokens if token >= size), None):
             raise BadRequest(f"token id {bad} is outside the vocabulary of {size}", param="tokens")
-        return json_response({"prompt": await asyncio.to_thread(service.text_of, body.tokens)})
+        return json_response({"prompt": await asyncio.to_thread(one.text_of, body.tokens)})
 
     @app.post("/reset_prefix_cache", responses={**REFUSALS, 403: {"model": ErrorBody, "description": "Not switched on."}},
               response_class=Response, tags=["state"])
@@ -119,20 +124,18 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         return json_response({"status": "ok"})
 
 
-def add_state(app: FastAPI, service: Service) -> None:
+def add_state(app: FastAPI, service: Service | Fleet) -> None:
     created, engine = int(time.time()), service.engine
-    model_name = service.settings.model
-    # This machine's folders are nobody's business.
-    root = os.path.basename(model_name) if os.path.isabs(model_name) else model_name
 
     def describe(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": root,
-                "parent": None, "max_model_len": engine.facts.get("max_model_len")}
+        one = service.of(name)
+        return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": root_of(one.settings.model),
+                "parent": None, "max_model_len": one.engine.facts.get("max_model_len")}
 
     @app.get("/v1/models", response_class=Response, responses={401: REFUSALS[401]}, tags=["state"])
     async def models() -> Response:
         """The names this server answers to; `root` is the model behind them."""
-        return json_response({"object": "list", "data": [describe(name) for name in service.settings.served]})
+        return json_response({"object": "list", "data": [describe(name) for name in service.names]})
 
     missing: dict[int | str, dict[str, Any]] = {401: REFUSALS[401], 404: REFUSALS[404]}
 
@@ -158,6 +161,11 @@ def add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def root_of(model: str) -> str:
+    """Without its folder: this machine's folders are nobody's business."""
+    return os.path.basename(model) if os.path.isabs(model) else model
 
 
 def add_pages(app: FastAPI) -> None:
@@ -189,7 +197,7 @@ def openapi(app: FastAPI) -> dict[str, Any]:
             schema["components"]["schemas"].pop(name, None)
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}, {}]
-        app.openapi_schema = schema
+        app.openapi_schema = describe(schema)
     return app.openapi_schema
 
 
@@ -197,20 +205,23 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
         request.state.facts.setdefault("error", str(error))
-        return json_response(error.body(), status=error.status, headers=error.headers)
+        return json_response(error_content(request.url.path, error), status=error.status, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"][1:]]
         message = f"{'.'.join(where)}: {first['msg']}" if where else f"the body is not a request: {first['msg']}"
+        if (broken := broken_json(error)) is not None:
+            where, message = [], broken
         request.state.facts.setdefault("error", f"{'.'.join(where)}: {first['type']}")
-        return json_response(BadRequest(message, param=where[0] if where else None).body(), status=400)
+        refusal = BadRequest(message, param=where[0] if where else None)
+        return json_response(error_content(request.url.path, refusal), status=400)
 
     @app.exception_handler(Exception)  # a fault of ours: the gate writes down which
-    async def failed(_: Request, __: Exception) -> Response:
+    async def failed(request: Request, _: Exception) -> Response:
         error = EngineFailed("the server failed on this request; its log says why")
-        return json_response(error.body(), status=error.status)
+        return json_response(error_content(request.url.path, error), status=error.status)
 
     @app.exception_handler(HTTPException)
     async def refused_by_framework(_: Request, error: HTTPException) -> Response:

@@ -6,6 +6,7 @@ Lists end at their first wrong entry, because the report of a wrong entry takes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BeforeValidator, FailFast
@@ -15,13 +16,14 @@ MOST_PROMPTS = 2048  # the queue's own limit comes later, with better words
 MOST_TOKENS = 1 << 20
 MOST_MESSAGES = 10_000
 MOST_PARTS = 10_000  # of one message
-MOST_TOOLS = 1024
+MOST_TOOLS = 512
 MOST_STOPS = 64
 LONGEST_STOP = 512  # characters
 MOST_STOP_TOKENS = 256
 MOST_BIAS = 300
 MOST_TEMPLATE_ARGUMENTS = 64
 MOST_SHOWN = 8  # unknown fields that are named
+LONGEST_NAME = 80  # characters of an unknown field's name that are repeated
 
 
 class EndAtFirstError(FailFast):
@@ -29,6 +31,15 @@ class EndAtFirstError(FailFast):
 
 
 FIRST_ERROR = EndAtFirstError()
+
+
+def ignored_fields(names: Iterable[str], kind: str = "field") -> list[str]:
+    """Warnings about unknown fields: the first few by their names, the others by their number."""
+    strangers = list(names)
+    warnings = [f"unknown {kind} {name[:LONGEST_NAME]!r} (ignored)" for name in strangers[:MOST_SHOWN]]
+    if len(strangers) > MOST_SHOWN:
+        warnings.append(f"{len(strangers) - MOST_SHOWN} more unknown {kind}s (ignored)")
+    return warnings
 
 
 def check_count(value: Any, count: int) -> Any:

@@ -36,6 +36,7 @@ BACK_OFF = (0.0, 1.0, 5.0)  # seconds before the engine is started again, by how
 LONGEST_RETRY = 60  # seconds
 BEATS = 4  # looks at the engine within its patience; one alone may be late because this process was held up itself
 SLOWEST = 10  # times the longest warm-up on a CPU: a step may take so long before it is called a hang
+ENDING = 5.0  # seconds for a process to end by itself
 REAPING = 2.0  # seconds that a killed process has to be gone
 
 
@@ -104,8 +105,17 @@ class EngineClient:
         self.state = "stopped"
         self._disconnect()
         if self.process is not None:
-            self.process.join(timeout=5 if loaded else 0)  # it ends by itself between two steps, but not while it loads
-            self._reap()
+            self._end(ENDING if loaded else 0)  # it ends by itself between two steps, but not while it loads
+
+    async def unload(self) -> None:
+        """Let go of the process and its memory, while others go on; `start` makes another."""
+        self._disconnect()
+        if self.process is not None:
+            await asyncio.to_thread(self._end)
+
+    def disconnect(self) -> None:
+        """Hear no more of a process that ends by itself."""
+        self._disconnect()
 
     def _disconnect(self) -> None:
         if self.timer is not None:
@@ -114,6 +124,12 @@ class EngineClient:
             asyncio.get_running_loop().remove_reader(self.connection.fileno())
             self.connection.close()
             self.connection = None
+
+    def _end(self, seconds: float = ENDING) -> None:
+        """Its socket is closed: wait for the process to end by itself, and help it where it does not."""
+        assert self.process is not None
+        self.process.join(timeout=seconds)
+        self._reap()
 
     def _reap(self) -> None:
         assert self.process is not None
@@ -222,7 +238,7 @@ class EngineClient:
         return wanted
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None,
-               cache_salt: str | None = None) -> Ticket:
+               pooling: str | None = None, cache_salt: str | None = None) -> Ticket:
         """Raises a Refusal where there is no engine, no room, or no context long enough."""
         wanted = self.check_room(len(prompts), params.n)
         for prompt in prompts:
@@ -235,7 +251,7 @@ class EngineClient:
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._send(Submit(key, prompt, params, schema, cache_salt))
+            self._send(Submit(key, prompt, params, schema=schema, pooling=pooling, cache_salt=cache_salt))
         return ticket
 
     def release(self, ticket: Ticket) -> None:

@@ -43,6 +43,7 @@ from flyweight.server.messages import (
 )
 
 if TYPE_CHECKING:
+    from flyweight.engine.embedding import Embedder
     from flyweight.engine.llm import LLM
     from flyweight.engine.request import Chunk, Request
 
@@ -106,6 +107,7 @@ class EngineLoop:
         self.cancelled: set[int] = set()  # of those, the ones that nobody waits for any more
         self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="flyweight-schemas")
         self.grammars_lock = threading.Lock()
+        self.texts: deque[Submit] = deque()  # that want a vector
         self.deltas: list[Delta] = []
         self.wake = threading.Event()
         # On a GPU a step is read after the next one has begun: its time is not known then, and prompts are fast.
@@ -161,6 +163,8 @@ class EngineLoop:
             self.obey(self.commands.popleft())
         if self.closed:
             return
+        if self.texts:
+            self.embed()
         try:
             self.step()
         except Exception:  # every request of the step was told; go on with those to come if the device still works
@@ -184,12 +188,15 @@ class EngineLoop:
     def obey(self, command: Any) -> None:
         if command is None:
             self.closed = True
+        elif isinstance(command, Submit) and command.pooling:
+            self.texts.append(command)
         elif isinstance(command, Submit):
             self.submit(command)
         elif isinstance(command, Cancel):
             if command.key in self.compiling:
                 self.cancelled.add(command.key)
             self.engine.cancel(self.requests.pop(command.key, []))
+            self.texts = deque(text for text in self.texts if text.key != command.key)
         elif isinstance(command, ResetPrefixCache):
             self.engine.pool.forget()
 
@@ -214,6 +221,32 @@ class EngineLoop:
         except Exception as error:  # ours, not the client's: it must not end the requests of others
             traceback.print_exc()
             self.deltas.append(Delta(command.key, 0, "", [], finish_reason=FAILED, stop_reason=repr(error)))
+
+    @functools.cached_property
+    def embedder(self) -> Embedder:
+        from flyweight.engine.embedding import Embedder
+
+        return Embedder(self.llm)
+
+    def embed(self) -> None:
+        """One pass of texts; those that are left wait for the next turn, so that answers go on between."""
+        texts = [self.texts.popleft() for _ in range(self.embedder.take([text.prompt for text in self.texts]))]
+        for text in list(texts):
+            try:
+                self.embedder.check(text.prompt)
+            except FlyweightError as error:
+                texts.remove(text)
+                self.deltas.append(Delta(text.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
+        try:
+            vectors = self.embedder.embed([text.prompt for text in texts], texts[0].pooling or "mean") if texts else []
+            self.deltas += [Delta(text.key, 0, "", [], finish_reason="stop", embedding=vector)
+                            for text, vector in zip(texts, vectors, strict=True)]
+        except Exception as error:
+            traceback.print_exc()
+            self.deltas += [Delta(text.key, 0, "", [], finish_reason=FAILED, stop_reason=repr(error)) for text in texts]
+            self.check_device()
+        if self.texts:
+            self.wake.set()
 
     def tell(self, key: int, chunk: Chunk) -> None:
         requests = self.requests.get(key)

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from flyweight.engine.request import TokenLogprob
 from flyweight.server.messages import Delta
+from flyweight.server.pieces import Arguments, Call, Piece, Text, Thought
 from flyweight.server.protocol import ChatRequest, CompletionRequest
-from flyweight.server.reasoning import ReasoningSplitter
+from flyweight.server.reader import MessageReader
 from flyweight.server.token_names import TokenNames
 
 
@@ -61,26 +62,22 @@ class CompletionFormat:
 class ChatFormat:
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, request: ChatRequest, prompt: list[int], names: TokenNames, *, splits: bool, inside: bool):
+    def __init__(self, request: ChatRequest, prompt: list[int], names: TokenNames, readers: Sequence[MessageReader]):
+        """`readers`: one for each sample."""
         self.request, self.prompt, self.names = request, prompt, names
         self.started: set[int] = set()
-        self.splitters = [ReasoningSplitter(inside=inside) for _ in range(request.samples)] if splits else None
+        self.readers = readers
 
     def choice(self, number: int, delta: Delta, *, whole: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"} if number not in self.started else {}
         self.started.add(number)
-        if self.splitters is None:
-            message["content"] = delta.text
-        else:
-            reasoning, content = self.splitters[number].add(delta.text, last=delta.finish_reason is not None)
-            if reasoning or whole:
-                message["reasoning_content"] = reasoning or None
-            if content or whole or not reasoning:
-                message["content"] = content
+        reader = self.readers[number]
+        pieces = reader.add(delta.text, last=delta.finish_reason is not None)
+        message |= chat_message(pieces, whole=whole, thinks=reader.splitter is not None)
         choice: dict[str, Any] = {
             "index": number, "message" if whole else "delta": message,
             "logprobs": self.names.chat(delta.logprobs or []) if self.request.logprobs else None,
-            "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            "finish_reason": reader.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
         if whole:
             message["refusal"] = None
         if self.request.return_token_ids:
@@ -89,6 +86,41 @@ class ChatFormat:
 
     def envelope(self, *, first: bool) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompt} if first and self.request.return_token_ids else {}
+
+
+def chat_message(pieces: Sequence[Piece], *, whole: bool, thinks: bool) -> dict[str, Any]:
+    """The fields of a message or of a delta. A delta that says nothing has empty content."""
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    calls = whole_calls(pieces) if whole else call_deltas(pieces)
+    message: dict[str, Any] = {}
+    if thought or (whole and thinks):
+        message["reasoning_content"] = thought or None
+    if content or whole or not (thought or calls):
+        message["content"] = None if whole and calls and not content else content
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def call_deltas(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    deltas: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, Call):
+            deltas.append({"index": piece.index, "id": piece.id, "type": "function",
+                           "function": {"name": piece.name, "arguments": ""}})
+        elif isinstance(piece, Arguments):
+            if not deltas or deltas[-1]["index"] != piece.index:
+                deltas.append({"index": piece.index, "function": {"arguments": ""}})
+            deltas[-1]["function"]["arguments"] += piece.text
+    return deltas
+
+
+def whole_calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    calls = call_deltas(pieces)
+    for call in calls:
+        del call["index"]
+    return calls
 
 
 def join(deltas: Sequence[Delta]) -> Delta:

@@ -18,7 +18,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flyweight.server.error_shapes import error_content
 from flyweight.server.hosts import Hosts
+from flyweight.server.json_body import take_as_json
 from flyweight.server.logs import log, logger
 from flyweight.server.metrics import Metrics
 from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSlow, WrongKey
@@ -56,7 +58,8 @@ class Gate:
 
         try:
             self.hosts.check(headers.get(b"host", b""))
-            self.check_key(scope["path"], headers.get(b"authorization", b""))
+            self.check_key(scope["path"], headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
+            take_as_json(scope, headers)
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     body = await read_body(receive, headers, self.settings.max_body)
@@ -65,11 +68,11 @@ class Gate:
             await self.app(scope, replay(body, receive), tagged)
         except Refusal as refusal:
             state["facts"]["error"] = str(refusal)
-            await refuse(refusal, tagged)
+            await refuse(refusal, tagged, scope["path"])
         except Exception:
             logger.exception("server_error", extra={"fields": {"request_id": state["request_id"]}})
             if not status:
-                await refuse(EngineFailed("the server failed on this request; its log says why"), tagged)
+                await refuse(EngineFailed("the server failed on this request; its log says why"), tagged, scope["path"])
         finally:
             self.write_down(scope, status, time.perf_counter() - begin)
 
@@ -124,8 +127,8 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def refuse(refusal: Refusal, send: Send) -> None:
-    body = json.dumps(refusal.body()).encode()
+async def refuse(refusal: Refusal, send: Send, path: str) -> None:
+    body = json.dumps(error_content(path, refusal)).encode()
     headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
     start: dict[str, Any] = {"type": "http.response.start", "status": refusal.status, "headers": headers}

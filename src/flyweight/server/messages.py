@@ -19,7 +19,8 @@ class Submit:
     key: int  # chosen by the server; every Delta of the answer carries it
     prompt: list[int]
     params: SamplingParams
-    schema: str | None = None  # JSON schema that the answer must fit
+    schema: str | None = None  # JSON schema or another grammar that the answer must fit (engine/grammar_kinds.py)
+    pooling: str | None = None  # mean or last: no answer is wanted but the prompt's vector
     cache_salt: str | None = None  # whose prefixes it may share
 
 
@@ -51,6 +52,7 @@ class Delta(NamedTuple):
     started: float | None = None  # with a sample's first token: when it left the queue
     cached: int = 0  # with a sample's first token: prompt tokens from the prefix cache
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token, where they were asked for
+    embedding: list[float] | None = None  # alone, where a vector was asked for
 
 
 class Load(NamedTuple):

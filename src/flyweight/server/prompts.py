@@ -14,9 +14,11 @@ from typing import Any
 
 from flyweight.engine.tokenizer import Tokenizer
 from flyweight.errors import FlyweightError
-from flyweight.server.protocol import LONGEST_NAME, ChatFields, Message
+from flyweight.server.counts import LONGEST_NAME
+from flyweight.server.protocol import ChatFields, Message
 from flyweight.server.reasoning import CLOSE, OPEN
 from flyweight.server.refusals import BadRequest, ContextTooLong, UnsupportedField
+from flyweight.server.thinking import thinking_options
 from flyweight.server.threads import Threads
 
 LONG = 10_000  # characters
@@ -91,7 +93,8 @@ class Prompts:
             if "tools" not in self.template:
                 raise UnsupportedField("tools are not supported: this model's chat template has no place for them", param="tools")
             options["tools"] = [tool.model_dump() for tool in fields.tools]
-        warnings = []
+        switches, warnings = thinking_options(self.template, fields.reasoning_effort, fields.enable_thinking)
+        options |= switches
         for name, value in (fields.chat_template_kwargs or {}).items():
             if name in RESERVED:
                 raise UnsupportedField(f"chat_template_kwargs.{name} cannot be set by a request", param="chat_template_kwargs")
@@ -118,7 +121,9 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str,
 
 def plain_message(message: Message) -> dict[str, Any]:
     """As chat templates want it: text as one string, the arguments of tool calls as objects."""
-    plain = message.model_dump(exclude_unset=True)
+    given = message.model_dump(exclude_unset=True)
+    # Clients send back what they got, with null in every field it did not have; templates ask whether a field is there.
+    plain = {name: value for name, value in given.items() if value is not None and value != []}
     plain.setdefault("content", None)
     if isinstance(message.content, list):
         if bad := [part for part in message.content if part.get("type") != "text" or not isinstance(part.get("text"), str)]:
@@ -131,6 +136,6 @@ def plain_message(message: Message) -> dict[str, Any]:
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadRequest(f"the arguments of a tool call are not JSON: {error}", param="messages") from error
     return plain

@@ -7,7 +7,7 @@ with a value that changes nothing and refused by name otherwise; and unknown one
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -17,11 +17,11 @@ from flyweight.engine.request import SamplingParams
 from flyweight.errors import unknown
 from flyweight.server.counts import (
     FIRST_ERROR,
+    LONGEST_NAME,
     LONGEST_STOP,
     MOST_BIAS,
     MOST_MESSAGES,
     MOST_PARTS,
-    MOST_SHOWN,
     MOST_STOP_TOKENS,
     MOST_STOPS,
     MOST_TEMPLATE_ARGUMENTS,
@@ -30,12 +30,14 @@ from flyweight.server.counts import (
     at_most,
     check_prompt,
     check_stop,
+    ignored_fields,
 )
+from flyweight.server.guided import GuidedFields
 from flyweight.server.refusals import BadRequest, UnsupportedField
+from flyweight.server.thinking import Effort
+from flyweight.server.tools.choice import ToolChoice, read_choice
 
-ANY_OBJECT = '{"type": "object"}'
 MOST_LOGPROBS = 20
-LONGEST_NAME = 80  # characters of an unknown field's name that are repeated
 DEFAULT_COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # field → the values that change nothing
@@ -43,17 +45,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field → the values that change noth
     "skip_special_tokens": (None, True), "spaces_between_special_tokens": (None, True), "no_stop_trim": (None, False),
     "include_stop_str_in_output": (None, False), "truncate_prompt_tokens": (None,), "allowed_token_ids": (None, []),
     "bad_words": (None, []), "logits_processors": (None, []), "lora_path": (None, ""), "session_params": (None,),
-    "min_new_tokens": (None, 0), "regex": (None,), "ebnf": (None,), "structural_tag": (None,), "structured_outputs": (None,),
-    "guided_json": (None,), "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
-    "thinking_token_budget": (None,), "reasoning_effort": (None,), "include_reasoning": (None, True),
+    "min_new_tokens": (None, 0), "thinking_token_budget": (None,), "include_reasoning": (None, True),
+    "guided_whitespace_pattern": (None,),
     "separate_reasoning": (None, True), "documents": (None, []), "chat_template": (None,), "mm_processor_kwargs": (None,),
-    "functions": (None, []), "function_call": (None, "none"), "parallel_tool_calls": (None, True), "audio": (None,),
+    "functions": (None, []), "function_call": (None, "none"), "audio": (None,),
     "modalities": (None, ["text"]), "web_search_options": (None,), "verbosity": (None, "medium"), "store": (None, False),
     "prompt_embeds": (None,), "typical_p": (None, 1.0), "mirostat": (None, 0), "dry_multiplier": (None, 0.0),
 }
 HARMLESS = {  # fields that never change an answer
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "priority", "request_id", "rid",
+    "priority", "request_id", "rid", "guided_decoding_backend",
 }
 
 
@@ -69,30 +70,17 @@ class StreamOptions(Loose):
     include_obfuscation: bool | None = Field(False, description="Accepted; chunks are never padded.")
 
 
-class JSONSchema(BaseModel):
-    model_config = ConfigDict(strict=True, populate_by_name=True)
-
-    name: str = "answer"
-    description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
-
-
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], FIRST_ERROR]
 Texts = Annotated[list[str], FIRST_ERROR]
 Parts = Annotated[list[dict[str, Any]], FIRST_ERROR, at_most(MOST_PARTS)]
+Items = Annotated[list[dict[str, Any]], FIRST_ERROR, at_most(MOST_MESSAGES)]  # messages, tools and the like of other APIs
+Prompt = Annotated[str | Texts | TokenIds | Annotated[list[TokenIds], FIRST_ERROR], BeforeValidator(check_prompt)]
+Stops = Annotated[str | Texts | None, BeforeValidator(check_stop)]
 TemplateArguments = Annotated[dict[str, Any], at_most(MOST_TEMPLATE_ARGUMENTS)]
 
 
-class SamplingFields(Loose):
+class SamplingFields(Loose, GuidedFields):
     """What both endpoints take."""
 
     model: str | None = Field(None, description="A served name; may be left out.")
@@ -105,7 +93,7 @@ class SamplingFields(Loose):
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, description="Accepted where it equals n, which changes nothing.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[str | Texts | None, BeforeValidator(check_stop)] = Field(
+    stop: Stops = Field(
         None, description=f"Where the text ends: at most {MOST_STOPS} strings of {LONGEST_STOP} characters.")
     stop_token_ids: Annotated[TokenIds | None, at_most(MOST_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
@@ -113,7 +101,6 @@ class SamplingFields(Loose):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: Annotated[dict[str, float] | None, at_most(MOST_BIAS)] = None
-    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(
@@ -125,6 +112,11 @@ class SamplingFields(Loose):
         return self.n or 1
 
     @property
+    def endless(self) -> bool:
+        """The answer may not end where it wants to, which no grammar can follow."""
+        return bool(self.ignore_eos or self.min_tokens)
+
+    @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -132,26 +124,15 @@ class SamplingFields(Loose):
     def continuous_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    @property
-    def schema_text(self) -> str | None:
-        """What the answer must fit, as a JSON schema."""
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return None
-        return json.dumps(wanted.json_schema.schema_) if wanted.json_schema else ANY_OBJECT
-
     def check(self, *, strict: bool) -> list[str]:
         """The warnings about fields that were ignored; raises for those that may not be."""
         if self.best_of not in (None, self.samples):
             raise UnsupportedField(f"best_of is not supported, except where it equals n ({self.samples})", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream: true", param="stream_options")
-        if self.response_format is not None and self.response_format.type != "text":
-            if (self.response_format.type == "json_schema") != (self.response_format.json_schema is not None):
-                raise BadRequest("response_format of type json_schema, and no other, has a json_schema", param="response_format")
-            if self.ignore_eos or self.min_tokens:
-                raise BadRequest("ignore_eos and min_tokens contradict response_format: JSON ends where it is complete",
-                                 param="ignore_eos" if self.ignore_eos else "min_tokens")
+        if self.guide is not None and self.endless:
+            raise BadRequest("ignore_eos and min_tokens contradict response_format: a shape ends where it is complete",
+                             param="ignore_eos" if self.ignore_eos else "min_tokens")
         extra = dict(self.model_extra or {})
         for name, neutral in NEUTRAL.items():
             if name in extra and extra.pop(name) not in neutral:
@@ -161,13 +142,13 @@ class SamplingFields(Loose):
         known = [*type(self).model_fields, *NEUTRAL]
         extra |= {f"stream_options.{name}": None for name in (self.stream_options and self.stream_options.model_extra) or ()}
         strangers = [name for name in extra if name not in HARMLESS]
-        warnings = [f"unknown field {name[:LONGEST_NAME]!r}" for name in strangers[:MOST_SHOWN]]
-        if warnings:  # the nearest known field of the first: to look for one costs more than all the rest of a request
-            warnings[0] = unknown("field", strangers[0][:LONGEST_NAME], known).split("; known:")[0]
-        if strict and warnings:
-            raise BadRequest(warnings[0], param=strangers[0][:LONGEST_NAME])
-        more = [f"{len(strangers) - MOST_SHOWN} more unknown fields"] if len(strangers) > MOST_SHOWN else []
-        return [f"{warning} (ignored)" for warning in [*warnings, *more]]
+        if not strangers:
+            return []
+        # The nearest known field of the first only: to look for one costs more than all the rest of a request.
+        guess = unknown("field", strangers[0][:LONGEST_NAME], known).split("; known:")[0]
+        if strict:
+            raise BadRequest(guess, param=strangers[0][:LONGEST_NAME])
+        return [f"{guess} (ignored)", *ignored_fields(strangers)[1:]]
 
     def sampling(self, **more: Any) -> SamplingParams:
         """None leaves a value to the model's own defaults, or to ours."""
@@ -183,8 +164,7 @@ class SamplingFields(Loose):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: Annotated[str | Texts | TokenIds | Annotated[list[TokenIds], FIRST_ERROR], BeforeValidator(check_prompt)] = Field(
-        description="Text, token ids, or a list of either.")
+    prompt: Prompt = Field(description="Text, token ids, or a list of either.")
     echo: bool | None = Field(None, description="The prompt comes back before the answer.")
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="So many of the likeliest tokens, each with its own.")
     add_special_tokens: bool | None = Field(None, description="False: a text prompt gets no begin-of-text token.")
@@ -218,8 +198,10 @@ class ChatFields(Loose):
     """What a chat template takes; /tokenize has it too."""
 
     messages: Messages = Field(min_length=1)
-    tools: Tools | None = Field(None, description="Given to the chat template; calls come back as text.")
+    tools: Tools | None = Field(None, description="Functions that the model may call.")
     chat_template_kwargs: TemplateArguments | None = Field(None, description="Such as enable_thinking for Qwen3.")
+    reasoning_effort: Effort | None = Field(None, description="none, or how hard to think, where the template knows of it.")
+    enable_thinking: bool | None = Field(None, description="The switch alone.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -228,11 +210,21 @@ class ChatRequest(SamplingFields, ChatFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tool_choice: str | dict[str, Any] | None = Field(None, description="auto or none: no call can be forced.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or one function by its name.")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
+
+    @property
+    def shaped(self) -> bool:
+        return bool(self.tools) or super().shaped
+
+    @functools.cached_property
+    def chosen_tools(self) -> ToolChoice:
+        return read_choice(self.tool_choice, [tool.function for tool in self.tools or ()])
 
     def check(self, *, strict: bool) -> list[str]:
-        if self.tool_choice not in (None, "auto", "none"):
-            raise UnsupportedField("tool_choice is supported only as auto or none: no call can be forced", param="tool_choice")
+        if self.chosen_tools.mode == "required" and self.endless:
+            raise BadRequest("ignore_eos and min_tokens contradict tool_choice: a call ends where it is complete",
+                             param="tool_choice")
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -247,6 +239,8 @@ class TokenizeRequest(Loose):
     messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 LONGEST_MESSAGE = 2000  # characters
 
+
 class Refusal(Exception):
     """A request that gets no answer, or not all of it."""
 
@@ -17,7 +18,7 @@ class Refusal(Exception):
     code: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None):
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.param = param
         self.retry_after = retry_after  # seconds
 
@@ -123,7 +124,10 @@ class TookTooLong(Refusal):
     code = "request_timeout"
 
 
+def shortened(message: str) -> str:
+    """A long one repeats what was sent."""
+    return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
+
+
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    if len(message) > LONGEST_MESSAGE:  # it repeats what was sent
-        message = message[:LONGEST_MESSAGE] + "…"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}

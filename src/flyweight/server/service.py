@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,26 +17,70 @@ from flyweight.engine.request import SamplingParams
 from flyweight.engine.tokenizer import Tokenizer
 from flyweight.errors import FlyweightError, unknown
 from flyweight.server.answer import Answer, timings
+from flyweight.server.answer_plan import AnswerPlan, plan_answer
+from flyweight.server.counts import LONGEST_NAME
 from flyweight.server.engine_client import EngineClient
 from flyweight.server.formats import ChatFormat, CompletionFormat, Format
 from flyweight.server.metrics import Metrics
-from flyweight.server.prompts import Prompts
-from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, LONGEST_NAME, ChatRequest, CompletionRequest, SamplingFields
+from flyweight.server.prompts import ChatPrompt, Prompts
+from flyweight.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingFields
 from flyweight.server.refusals import BadRequest, ClientGone, UnknownModel
 from flyweight.server.settings import Settings
+from flyweight.server.telling import Teller, ToldAnswer
 from flyweight.server.ticket import Ticket
 from flyweight.server.token_names import TokenNames
+from flyweight.server.tools import choose_format
+from flyweight.server.tools.grammar import Thinking
+from flyweight.server.words import Words
 
+EVENTS = "text/event-stream"
 GRACE = 30.0  # seconds beyond the time limit that a reader has for what is already there
 LONGEST_WARNING = 1000  # characters in a header
+SHAPE_SECONDS = 10.0  # for a grammar or tools to be read, before they are compiled
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A chat request, read."""
+
+    model: str
+    prompt: ChatPrompt
+    params: SamplingParams
+    plan: AnswerPlan
+    warnings: list[str]
 
 
 class Service:
     def __init__(self, settings: Settings, engine: EngineClient, tokenizer: Tokenizer | None):
         self.settings, self.engine = settings, engine
         self.prompts = Prompts(tokenizer)
-        self.names = TokenNames(tokenizer)
+        self.token_names = TokenNames(tokenizer)
+        self.words = Words(tokenizer)
+        self.tool_format = choose_format(self.prompts.template, settings.tool_parser)
         self.metrics = Metrics(engine)
+        self.when_finished: Callable[[], None] = lambda: None  # after every request
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return self.settings.served
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def stop(self) -> None:
+        self.engine.stop()
+
+    def of(self, name: str | None) -> Service:
+        """The service of the model with this name: there is one, or the name is refused."""
+        self.check_model(name)
+        return self
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[Service]:
+        """The same for a request that goes on to the engine."""
+        yield self.of(name)
 
     def check_model(self, name: str | None) -> str:
         served = self.settings.served
@@ -48,7 +93,8 @@ class Service:
         return self.engine.facts.get("max_model_len")
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
+        model = self.check_model(body.model)
+        warnings = await self.aside(body, lambda: body.check(strict=self.settings.strict))
         if body.max_tokens == 0 and not body.echo:
             raise BadRequest("max_tokens must be at least 1, except with echo, where 0 judges the prompt", param="max_tokens")
         self.engine.check_room(len(body.prompts), body.samples)  # before the work: there may be very many
@@ -57,37 +103,76 @@ class Service:
         more: dict[str, Any] = {"max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)}
         if body.logprobs is not None:
             more |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
-        form = CompletionFormat(body, prompts, texts, self.names)
-        return await self.generate(request, body, form, prompts, sampling(body, **more), model=model, warnings=warnings)
+        form = CompletionFormat(body, prompts, texts, self.token_names)
+        guide = body.guide
+        grammar = await self.aside(body, lambda: guide.grammar(self.words)) if guide else None
+        return await self.generate(request, body, form, prompts, sampling(body, **more), model=model, warnings=warnings,
+                                   grammar=grammar)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        model, warnings = self.check_model(body.model), body.check(strict=self.settings.strict)
+        asked = await self.prepare(body)
+        readers = [asked.plan.reader() for _ in range(body.samples)]
+        form = ChatFormat(body, asked.prompt.tokens, self.token_names, readers)
+        return await self.generate(request, body, form, [asked.prompt.tokens], asked.params, model=asked.model,
+                                   warnings=asked.warnings, grammar=asked.plan.grammar)
+
+    async def converse(self, request: Request, body: ChatRequest, teller: Callable[[str], Teller], *,
+                       warnings: Sequence[str] = (), media_type: str = EVENTS) -> Response:
+        """A chat whose answer is told in the words of another API; `teller` is made with the model's name."""
+        asked = await self.prepare(body)
+
+        def answer(ticket: Ticket) -> ToldAnswer:
+            return ToldAnswer(ticket, asked.plan.reader(), teller(asked.model))
+
+        return await self.run(request, body, answer, [asked.prompt.tokens], asked.params, grammar=asked.plan.grammar,
+                              warnings=[*warnings, *asked.warnings], media_type=media_type)
+
+    async def prepare(self, body: ChatRequest) -> PreparedChat:
+        model = self.check_model(body.model)
+        warnings = await self.aside(body, lambda: body.check(strict=self.settings.strict))
         self.engine.check_room(1, body.samples)
+        params = chat_sampling(body)
         prompt = await self.prompts.chat(body, context=self.context)
-        limit = body.max_completion_tokens or body.max_tokens
-        if limit == 0:
-            raise BadRequest("max_tokens must be at least 1", param="max_tokens")
-        more: dict[str, Any] = {"max_tokens": limit} | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
-        form = ChatFormat(body, prompt.tokens, self.names, splits=prompt.splits, inside=prompt.inside)
-        return await self.generate(request, body, form, [prompt.tokens], sampling(body, **more), model=model,
-                                   warnings=[*warnings, *prompt.warnings])
+        plan = await self.aside(body, lambda: self.plan(body, prompt))
+        return PreparedChat(model, prompt, params, plan, [*warnings, *prompt.warnings, *plan.warnings])
+
+    def plan(self, body: ChatRequest, prompt: ChatPrompt) -> AnswerPlan:
+        thinking = Thinking(possible=prompt.splits, begun=prompt.splits and prompt.inside)
+        return plan_answer(body.chosen_tools, body.guide, self.words, form=self.tool_format, thinking=thinking,
+                           parallel=body.parallel_tool_calls is not False, free=body.endless)
+
+    async def aside(self, body: SamplingFields, work: Callable[[], Result]) -> Result:
+        """Grammars and tools are read beside the event loop: they may be long, and are strangers'."""
+        if not body.shaped:
+            return work()
+        slow = BadRequest(f"the shape of the answer could not be read within {SHAPE_SECONDS:g} seconds; simplify it")
+        return await self.prompts.threads.run(work, seconds=SHAPE_SECONDS, refusal=slow)
 
     async def generate(self, request: Request, body: SamplingFields, form: Format, prompts: Sequence[list[int]],
-                       params: SamplingParams, *, model: str, warnings: list[str]) -> Response:
+                       params: SamplingParams, *, model: str, warnings: list[str], grammar: str | None = None) -> Response:
+        def answer(ticket: Ticket) -> Answer:
+            return Answer(body, ticket, form, model=model)
+
+        return await self.run(request, body, answer, prompts, params, warnings=warnings, grammar=grammar)
+
+    async def run(self, request: Request, body: SamplingFields, answer_of: Callable[[Ticket], Answer | ToldAnswer],
+                  prompts: Sequence[list[int]], params: SamplingParams, *, warnings: Sequence[str], grammar: str | None,
+                  media_type: str = EVENTS) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
-        ticket = self.engine.submit(prompts, params, schema=body.schema_text, cache_salt=body.cache_salt)
+        ticket = self.engine.submit(prompts, params, schema=grammar, cache_salt=body.cache_salt)
         ticket.shows_cached = not self.settings.hide_cached_tokens
-        answer = Answer(body, ticket, form, model=model)
-        stream = None
+        events = None
         try:
+            answer = answer_of(ticket)
             async with while_connected(request.receive, ticket):
                 if not body.stream:
                     return json_response(await answer.whole(), headers=headers)
                 first = await ticket.next()
-            stream = EventStream(self, request, ticket, answer.events(first), headers)
-            return stream
+            headers["content-type"] = media_type
+            events = EventStream(self, request, ticket, answer.events(first), headers)
+            return events
         finally:
-            if stream is None:  # else it finishes when its last event is written
+            if events is None:  # else it finishes when its last event is written
                 self.finish(request, ticket)
 
     def finish(self, request: Request, ticket: Ticket) -> None:
@@ -106,6 +191,7 @@ class Service:
             request.state.facts["error"] = str(ticket.failure)
         if self.settings.log_prompts:
             request.state.facts["prompts"] = [self.text_of(list(prompt)) for prompt in ticket.prompts]
+        self.when_finished()
 
     def text_of(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -113,6 +199,16 @@ class Service:
         tokenizer = self.prompts.tokenizer
         size = len(tokenizer.inner) if tokenizer else 0
         return tokenizer.fast.decode([t for t in prompt if t < size], skip_special_tokens=False) if tokenizer else ""
+
+
+def chat_sampling(body: ChatRequest) -> SamplingParams:
+    limit = body.max_completion_tokens or body.max_tokens
+    if limit == 0:
+        raise BadRequest("max_tokens must be at least 1", param="max_tokens")
+    more: dict[str, Any] = {"max_tokens": limit}
+    if body.logprobs:
+        more["logprobs"] = body.top_logprobs or 0
+    return sampling(body, **more)
 
 
 def sampling(body: SamplingFields, **more: Any) -> SamplingParams:
@@ -139,9 +235,7 @@ async def while_connected(receive: Receive, ticket: Ticket) -> AsyncIterator[Non
 
 
 class EventStream(Response):
-    """Server-sent events, written as they come. A reader that does not read waits alone."""
-
-    media_type = "text/event-stream"
+    """Events, written as they come. A reader that does not read waits alone."""
 
     def __init__(self, service: Service, request: Request, ticket: Ticket, events: AsyncIterator[bytes], headers: dict[str, str]):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})

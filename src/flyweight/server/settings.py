@@ -24,6 +24,10 @@ class Settings:
     hide_cached_tokens: bool = False  # clients are not told how much of a prompt was in the prefix cache
     log_prompts: bool = False
     connections: ConnectionLimits = field(default_factory=ConnectionLimits.of_this_process)
+    tool_parser: str | None = None  # format of tool calls; None: as the chat template shows
+    embeddings: str | None = None  # pooling of /v1/embeddings: mean or last; None: refused
+    lazy: bool = False  # of several models, none is loaded before it is asked for
+    max_loaded: int | None = None  # of several models, so many at once; None: as many as there is room for
     engine: dict[str, Any] = field(default_factory=dict)  # options of LLM
 
     @property

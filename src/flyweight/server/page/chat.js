@@ -129,6 +129,30 @@ function finish(parts, message) {
 
 function fail(text) { $("error").textContent = text; $("error").hidden = !text; }
 
+// -- the conversation kept over a reload: of this browser alone, until "Clear"; the API key is never kept
+
+const KEPT = "flyweight conversation";
+
+function keep() {
+  const kept = { messages, system: $("system").value, settings: Object.fromEntries(FIELDS.map((name) => [name, $(name).value])) };
+  try {
+    if (messages.length || kept.system) localStorage.setItem(KEPT, JSON.stringify(kept));
+    else localStorage.removeItem(KEPT);
+  } catch { /* private windows and full stores keep nothing */ }
+}
+
+function restore() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(KEPT)) || {};
+    const known = (one) => one && ["user", "assistant"].includes(one.role) && typeof one.content === "string";
+    messages = Array.isArray(kept.messages) ? kept.messages.filter(known) : [];
+    $("system").value = typeof kept.system === "string" ? kept.system : "";
+    for (const name of FIELDS) $(name).value = (kept.settings || {})[name] || "";
+  } catch { messages = []; }
+  redraw();
+  log.scrollTop = log.scrollHeight;
+}
+
 // -- talking to the server
 
 function headers() {
@@ -195,6 +219,7 @@ async function answer() {
     draw(parts, message);
     finish(parts, message);
   } else parts.article.remove();
+  keep();
   prompt.focus();
 }
 
@@ -209,6 +234,7 @@ function send() {
   if (running || !content) return;
   const message = { role: "user", content, time: new Date().toISOString() };
   messages.push(message);
+  keep();
   draw(show(message), message);
   log.scrollTop = log.scrollHeight;
   prompt.value = "";
@@ -223,7 +249,7 @@ function regenerate() {
 }
 
 function stop() { if (running) running.abort(); }
-function reset() { stop(); messages = []; fail(""); redraw(); prompt.focus(); }
+function reset() { stop(); messages = []; keep(); fail(""); redraw(); prompt.focus(); }
 
 function save() {
   const file = { exported: new Date().toISOString(), system: $("system").value, messages };
@@ -257,6 +283,7 @@ async function hello() {
 
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("controls").addEventListener("submit", (event) => event.preventDefault());
+$("controls").addEventListener("change", keep);
 $("key").addEventListener("change", () => { fail(""); hello(); });
 prompt.addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); } });
 for (const [id, action] of Object.entries({ stop, new: reset, export: save, settings: toggle })) $(id).addEventListener("click", action);
@@ -269,5 +296,6 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
   else if (event.altKey && KEYS[event.code]) { event.preventDefault(); KEYS[event.code](); }
 });
+restore();
 hello();
 watch();

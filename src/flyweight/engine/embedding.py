@@ -1,0 +1,97 @@
+"""Vectors for texts: what the last layer makes of their tokens, normed, pooled and of unit length.
+
+    mean   the mean over all tokens of the text
+    last   its last token, which has seen all the others
+
+Texts go through the model in passes of their own, between the engine's steps. Nothing of them is read again, so all layers write
+their keys and values into one small cache that is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flyweight.batch import Batch, KVStorage
+from flyweight.errors import RequestError
+
+if TYPE_CHECKING:
+    from flyweight.engine.llm import LLM
+
+POOLINGS = ("mean", "last")
+BLOCK = 16  # tokens
+
+
+class Embedder:
+    def __init__(self, llm: LLM):
+        self.decoder = llm.decoder
+        self.device = llm.device
+        self.dtype = llm.dtype
+        self.vocabulary = llm.engine.vocabulary
+        self.longest = llm.engine.max_model_len
+        self.most_tokens = llm.engine.scheduler.max_num_batched_tokens  # in one pass, but for one text that has more
+
+    def take(self, texts: Sequence[Sequence[int]]) -> int:
+        """How many of the texts, from the first on, go into the next pass."""
+        total = 0
+        for count, text in enumerate(texts):
+            total += len(text)
+            if total > self.most_tokens and count:
+                return count
+        return len(texts)
+
+    def check(self, text: Sequence[int]) -> None:
+        if not text:
+            raise RequestError("the input is empty; give at least one token")
+        if len(text) > self.longest:
+            raise RequestError(f"the input has {len(text)} tokens, but this model's context holds {self.longest}")
+        if min(text) < 0 or max(text) >= self.vocabulary:
+            raise RequestError(f"the input has token ids outside the vocabulary of {self.vocabulary}")
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[list[float]]:
+        """One vector for each text; they are checked already."""
+        lengths = [len(text) for text in texts]
+        config = self.decoder.config
+        blocks = sum(-(-length // BLOCK) for length in lengths)
+        size = (blocks, BLOCK, config.kv_heads, config.head_dim)
+        cache = KVStorage(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
+        batch = pack(texts, self.device)
+        hidden = self.norm(self.decoder.hidden(batch, [cache] * config.layers).float())  # [tokens, hidden]
+        pooled = torch.stack([pool(part, pooling) for part in hidden.split(lengths)])
+        return torch.nn.functional.normalize(pooled, dim=-1).cpu().tolist()
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The model's last norm, which otherwise stands before the head."""
+        norm = self.decoder.norm
+        scale = hidden.square().mean(-1, keepdim=True).add(norm.epsilon).rsqrt()
+        weight = norm.weight.float()
+        return hidden * scale * (1 + weight if getattr(norm, "plus_one", False) else weight)
+
+
+def pool(hidden: Tensor, pooling: str) -> Tensor:
+    """[tokens, hidden] → [hidden]."""
+    return hidden[-1] if pooling == "last" else hidden.mean(0)
+
+
+def pack(texts: Sequence[Sequence[int]], device: torch.device) -> Batch:
+    """Whole texts, one after the other, each in blocks of its own."""
+    lengths = [len(text) for text in texts]
+    blocks = [-(-length // BLOCK) for length in lengths]
+    starts = [0]
+    first_blocks = [0]
+    for length, count in zip(lengths, blocks, strict=True):
+        starts.append(starts[-1] + length)
+        first_blocks.append(first_blocks[-1] + count)
+    tables = torch.zeros(len(texts), max(blocks), dtype=torch.int32)
+    for row, count in enumerate(blocks):
+        tables[row, :count] = torch.arange(first_blocks[row], first_blocks[row] + count, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    slots = torch.cat([torch.arange(length) + BLOCK * first for length, first in zip(lengths, first_blocks[:-1], strict=True)])
+    tokens = torch.tensor([token for text in texts for token in text])
+    return Batch(
+        tokens=tokens.to(device), positions=positions.to(device), slots=slots.to(device), block_tables=tables.to(device),
+        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1)
