@@ -102,10 +102,8 @@ class Native:
 
     def read_bytes(self) -> int:
         """Of weights in one decode step of one sequence."""
-        from flyweight.engine.memory import read_bytes
-
         assert self.llm is not None, "start comes first"
-        return read_bytes(self.llm.decoder)
+        return self.llm.decoder.step_nbytes
 
     def stop(self) -> None:
         if self.llm is not None:

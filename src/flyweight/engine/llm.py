@@ -20,7 +20,7 @@ from flyweight.cpu import computable
 from flyweight.device import pick_device
 from flyweight.engine.core import Engine
 from flyweight.engine.keywords import checked, refuse_unknown, takes_fields_of
-from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace, weight_bytes
+from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace
 from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.stream import Stream
@@ -58,19 +58,19 @@ class LLM:
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
+    native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
-                 prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None):
-        from flyweight.models.decoder import Decoder
-
+                 prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
+                 native: bool = False):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        self.decoder = decoder or Decoder.load(self.weights, device=self.device, dtype=self.dtype, exact=exact)
+        self.decoder: Any = decoder or load_decoder(self.weights, self.device, self.dtype, exact=exact, native=native)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -88,7 +88,7 @@ class LLM:
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
                                         memory_fraction=memory_fraction, reserved=(workspace, graphs))
         kv_tokens = blocks * block_size
-        self._memory = Memory(weight_bytes(self.decoder), workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens)
+        self._memory = Memory(self.decoder.nbytes, workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens)
         self.engine = Engine(
             self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
             block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed, max_num_batched_tokens=tokens,
@@ -323,6 +323,19 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
     checkpoint = Checkpoint(resolve(name))
     return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer()) if checkpoint.has_tokenizer else None
+
+
+def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool) -> Any:
+    """The torch decoder, or the native one of a CPU."""
+    if native:
+        if device.type != "cpu":
+            raise OptionError("native kernels are for a CPU: leave out --native, or choose --device cpu")
+        from flyweight.models.native import load
+
+        return load(weights, exact=exact)
+    from flyweight.models.decoder import Decoder
+
+    return Decoder.load(weights, device=device, dtype=dtype, exact=exact)
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -50,25 +50,6 @@ class Memory:
         return ", ".join([*parts, f"KV cache {self.kv / 1e9:.2f} GB for {self.kv_tokens:,} tokens"])
 
 
-def weight_bytes(decoder: Decoder) -> int:
-    """As laid out for the kernels; a head tied to the embedding counts where it has a copy of its own."""
-    linears = [linear for block in decoder.blocks for linear in block.linears.values()]
-    table = decoder.embedding.weight
-    tied = decoder.config.tied_embeddings and table.device.type == "cpu"
-    return sum(linear.nbytes for linear in linears) + table.nbytes + (0 if tied else decoder.head.nbytes)
-
-
-def read_bytes(decoder: Decoder) -> int:
-    """Of weights, as laid out for the kernels, that a decode step of one sequence reads; see flyweight/limit.py."""
-    moe = decoder.config.moe
-    share = moe.experts_per_token / moe.experts if moe else 1.0
-    total = float(decoder.head.nbytes)
-    for block in decoder.blocks:
-        for name, linear in block.linears.items():
-            total += linear.nbytes * (share if name.startswith("experts.") else 1.0)
-    return int(total)
-
-
 def graph_bytes(decoder: Decoder, rows: int, tokens: int) -> int:
     """What captured steps of so many rows and passes of so many tokens will take.
 

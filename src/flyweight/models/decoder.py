@@ -106,6 +106,28 @@ class Decoder:
         """cos and sin of a model with one rope table."""
         return self.ropes[ROPE]
 
+    @property
+    def nbytes(self) -> int:
+        """Of all weights as laid out for the kernels; a head tied to the embedding counts where it
+        has a copy of its own.
+        """
+        linears = [linear for block in self.blocks for linear in block.linears.values()]
+        table = self.embedding.weight
+        shared = self.config.tied_embeddings and table.device.type == "cpu"
+        head = 0 if shared else self.head.nbytes
+        return sum(linear.nbytes for linear in linears) + table.nbytes + head
+
+    @property
+    def step_nbytes(self) -> int:
+        """Of the weights that a decode step of one sequence reads; see flyweight/limit.py."""
+        moe = self.config.moe
+        share = moe.experts_per_token / moe.experts if moe else 1.0
+        total = float(self.head.nbytes)
+        for block in self.blocks:
+            for group in block.groups:
+                total += block.linears[group.name].nbytes * (share if group.routed else 1.0)
+        return int(total)
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Kernels in here take this model's buffers, and its device: a loaded model is of one

@@ -187,6 +187,12 @@ class NativeDecoder:
         self.pages: Pages | None = None
         self.memory = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def step_nbytes(self) -> int:
+        """Of the weights that a decode step of one sequence reads: all but the rows of a table."""
+        table = self.parts.table
+        return self.nbytes - (0 if table is None else table.nbytes)
+
     def forward(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
         if self.pages is None or self.pages.caches is not caches:
             self.pages = self._open(caches)
