@@ -259,10 +259,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   for (int i = 0; i < ROUNDS; i++) {  // all of them are asked for before the first is looked at
     const int task = warp + i * WARPS, column = task < own ? head * SHARING + item * G + task : HEADS + (task - own) * KV_HEADS + head;
 #pragma unroll
-    for (int j = 0; j < PER; j++) {
-      const int d = lane + 32 * j;
-      v[i][j] = task < tasks && in_head(d) ? to_float(row[column * HEAD_DIM + d]) : 0.f;
-    }
+    for (int j = 0; j < PER; j++)
+      v[i][j] = task < tasks && in_head(lane + 32 * j) ? to_float(row[column * HEAD_DIM + lane + 32 * j]) : 0.f;
   }
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
