@@ -1,5 +1,5 @@
 # Flyweight in a container, for a CPU or for an NVIDIA GPU (the host brings the driver, torch's wheels the rest):
-#   docker build --target cpu  -t flyweight:cpu .
+#   docker build --target cpu  -t flyweight:cpu --build-arg TORCH_INDEX=... .
 #   docker build --target cuda -t flyweight:cuda .
 #   docker run -p 8000:8000 -v flyweight:/models flyweight:cpu                  # serves the default model
 #   docker run --gpus all -p 8000:8000 -v flyweight:/models flyweight:cuda serve Qwen/Qwen3-8B --host 0.0.0.0
@@ -12,7 +12,9 @@ RUN useradd --uid 1000 --create-home flyweight && mkdir /models && chown 1000 /m
 ENV PIP_NO_CACHE_DIR=1 FLYWEIGHT_CACHE=/models HF_HOME=/models/hub
 
 FROM source AS cpu
-RUN pip install --constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch \
+# PyTorch's index of CPU-only wheels (its install page names it); without it pip brings gigabytes of CUDA packages.
+ARG TORCH_INDEX=
+RUN pip install --constraint constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && pip install --constraint constraints.txt ".[all]"
 USER 1000
 VOLUME /models
