@@ -11,14 +11,16 @@ import ctypes
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flyweight.engine.batch import Batch, KVStorage
 from flyweight.kernels.native import library
 from flyweight.kernels.native.weight import Weight
+
+if TYPE_CHECKING:
+    from flyweight.engine.batch import Batch, KVStorage
 
 STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GATED = {"silu": 2, "gelu": 3}  # `Mode` of source/matrix.h

@@ -138,14 +138,18 @@ class _Team:
 
 def team() -> int:
     """The handle of this process's threads, started when first needed."""
-    if _Team.process != os.getpid():
-        count = thread_count()
-        cores = allowed_cores()
-        pinned = count == len(cores) and count > 1  # with fewer threads than cores the system knows better
-        _Team.cores = (ctypes.c_int32 * count)(*cores) if pinned else None
-        _Team.handle = load().team_make(count, _Team.cores)
-        if not _Team.handle:
-            raise NativeError(f"{count} threads cannot be started; set OMP_NUM_THREADS to fewer")
-        _Team.process = os.getpid()
+    if _Team.handle is None or _Team.process != os.getpid():
+        start_team(thread_count())
     assert _Team.handle is not None
     return _Team.handle
+
+
+def start_team(count: int) -> None:
+    """So many threads from now on; those from before sleep for ever."""
+    cores = allowed_cores()
+    pinned = count == len(cores) and count > 1  # with fewer threads than cores the system knows better where to put them
+    _Team.cores = (ctypes.c_int32 * count)(*cores) if pinned else None
+    _Team.handle = load().team_make(count, _Team.cores)
+    _Team.process = os.getpid()
+    if not _Team.handle:
+        raise NativeError(f"{count} threads cannot be started; set OMP_NUM_THREADS to fewer")
