@@ -79,6 +79,7 @@ static Matrix describe(const Case *c) {
     Matrix w = {.format = c->format, .activation = c->activation, .outputs = OUTPUTS, .inputs = c->inputs};
     w.group = group;
     w.groups = groups;
+    w.input_group = integers && group > 32 ? 32 : group;
     w.columns = group * groups;
     w.wide_scales = c->wide;
     w.zeros = c->zeros;

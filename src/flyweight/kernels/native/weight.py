@@ -29,7 +29,8 @@ WIDTH = 8  # outputs of a block
 FORMATS = ("int4", "int8", "float32", "float16", "bfloat16", "float8", "vectors")
 ACTIVATIONS = ("as it is", "int8 by group", "int8 static", "float8 by token", "float8 static", "float8 by group")
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-LONGEST_GROUP = 128  # inputs of x that share a scale, where the weight does not ask for more
+LONGEST_GROUP = 128  # inputs under one copy of a scale
+INPUT_GROUP = 32  # inputs of x that share a scale of x: with 64, rounding x costs more than twice as much (in KL)
 HALF_MOST = 65504.0
 
 
@@ -38,7 +39,8 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         ("format", ctypes.c_int32), ("activation", ctypes.c_int32), ("outputs", ctypes.c_int32), ("inputs", ctypes.c_int32),
-        ("columns", ctypes.c_int32), ("group", ctypes.c_int32), ("groups", ctypes.c_int32), ("wide_scales", ctypes.c_int32),
+        ("columns", ctypes.c_int32), ("group", ctypes.c_int32), ("groups", ctypes.c_int32), ("input_group", ctypes.c_int32),
+        ("wide_scales", ctypes.c_int32),
         ("zeros", ctypes.c_int32), ("input_scale", ctypes.c_float), ("input_zero", ctypes.c_float), ("factor", ctypes.c_float),
         ("block_bytes", ctypes.c_int64), ("data", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("order", ctypes.c_void_p),
         ("bias", ctypes.c_void_p), ("column_scale", ctypes.c_void_p), ("column_bias", ctypes.c_void_p),
@@ -124,7 +126,7 @@ def blocks(outputs: int) -> int:
 def empty_matrix(tensor: QuantTensor | Tensor, kind: str, *, group: int, groups: int) -> Matrix:
     outputs, inputs = tensor.shape[-2:] if isinstance(tensor, Tensor) else tensor.matrix_shape
     return Matrix(format=FORMATS.index(kind), outputs=outputs, inputs=inputs, columns=group * groups, group=group,
-                  groups=groups, factor=1.0)
+                  groups=groups, input_group=group, factor=1.0)
 
 
 def _fill(weight: Weight, source: Source) -> Weight:
@@ -152,7 +154,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    group: int  # inputs that share a scale of x: the weight's group or a part of it
+    group: int  # inputs under one copy of a scale: the weight's group or a part of it
     groups: int
     order: Tensor | None  # int32 [columns]: the input of each column, −1 for filling
 
@@ -180,7 +182,7 @@ def group_layout(tensor: IntGroup) -> GroupLayout | None:
 
 
 def best_group(inputs: int) -> int:
-    """Of x, where the weight has one scale a row: the longest that needs no filling, or else little."""
+    """Where the weight has one scale a row: the longest that needs no filling, or else little."""
     return next((group for group in (LONGEST_GROUP, 64, 32) if inputs % group == 0), 32)
 
 
@@ -188,6 +190,7 @@ def pack_groups(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight
     kind = "int4" if tensor.bits <= 4 else "int8"
     matrix = empty_matrix(tensor, kind, group=layout.group, groups=layout.groups)
     matrix.activation = ACTIVATIONS.index("as it is" if exact else "int8 by group")
+    matrix.input_group = min(layout.group, INPUT_GROUP)
     scales, matrix.factor, matrix.wide_scales = narrow(tensor.scales, exact=exact)
     zeros = tensor.zeros
     if zeros is None and tensor.bits not in (4, 8):  # the middle of the file's bits is not the middle of ours

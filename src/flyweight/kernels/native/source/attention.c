@@ -137,7 +137,8 @@ void rope_and_store(const Run *run, Team *team, int layer) {
 // -- attention --------------------------------------------------------------------------------------------------------
 
 // scores[r][t] = query r · key t for `rows` queries, a constant; keys from `count` on are old scratch, whose scores nobody reads.
-ALWAYS_INLINE void score_keys(const float *const queries[2], const float *keys, float *scores, int count, int size, const int rows) {
+ALWAYS_INLINE void score_keys(const float *const queries[2], const float *keys, float *scores, int count, int size,
+                              const int rows) {
     for (int t = 0; t < count; t += 4) {
         floats8 sum[8];
         const float *key = keys + t * size;

@@ -10,13 +10,14 @@
 
 static int needs_copy(const Matrix *w) {
     if (input_factor(w) != 1) return 1;
-    return w->order || w->columns != w->inputs || w->column_scale || w->column_bias || (w->activation != AS_IT_IS && !takes_integers(w));
+    if (w->order || w->columns != w->inputs || w->column_scale || w->column_bias) return 1;
+    return w->activation != AS_IT_IS && !takes_integers(w);
 }
 
 size_t input_bytes(const Matrix *w, int rows) {
     size_t values = needs_copy(w) ? ALIGNED(4 * (size_t)rows * w->columns) : 0;
     size_t codes = takes_integers(w) ? ALIGNED((size_t)rows * w->columns) : 0;
-    size_t scales = takes_integers(w) ? 2 * ALIGNED(4 * (size_t)rows * w->groups) : 0;
+    size_t scales = takes_integers(w) ? 2 * ALIGNED(4 * (size_t)rows * input_groups(w)) : 0;
     return values + codes + scales + ALIGNED(4 * (size_t)rows);
 }
 
@@ -33,13 +34,15 @@ void input_place(const Matrix *w, Input *input, const float *x, int rows, int st
         input->codes = (int8_t *)at;
         at += ALIGNED((size_t)rows * w->columns);
         input->scales = (float *)at;
-        at += ALIGNED(4 * (size_t)rows * w->groups);
+        at += ALIGNED(4 * (size_t)rows * input_groups(w));
         input->sums = (int32_t *)at;
     }
 }
 
 int input_same(const Matrix *a, const Matrix *b) {
-    return a->activation == b->activation && a->inputs == b->inputs && a->columns == b->columns && a->group == b->group
+    if (takes_integers(a) && (a->format != b->format || a->zeros != b->zeros || a->wide_scales != b->wide_scales)) return 0;
+    return a->activation == b->activation && a->inputs == b->inputs && a->columns == b->columns
+        && a->input_group == b->input_group
         && a->order == b->order && a->column_scale == b->column_scale && a->column_bias == b->column_bias
         && a->input_scale == b->input_scale && a->input_zero == b->input_zero && input_factor(a) == input_factor(b);
 }
@@ -147,10 +150,12 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
             values = to;
         }
         if (!takes_integers(w)) continue;
-        for (int g = 0; g < w->groups; g++) {
-            size_t at = (size_t)row * w->groups + g;
-            int8_t *codes = input->codes + (size_t)row * w->columns + (size_t)g * w->group;
-            quantize_group(values + (size_t)g * w->group, w->group, codes, input->scales + at, input->sums + at);
+        int groups = input_groups(w), count = w->input_group, middle = w->format == INT4 ? 8 : BYTE_BIAS;
+        for (int g = 0; g < groups; g++) {
+            size_t at = (size_t)row * groups + g;
+            int8_t *codes = input->codes + (size_t)row * w->columns + (size_t)g * count;
+            quantize_group(values + (size_t)g * count, count, codes, input->scales + at, input->sums + at);
+            if (!w->zeros) input->sums[at] = (w->wide_scales ? 0 : MIDDLE_BITS) - middle * input->sums[at];
         }
     }
 }

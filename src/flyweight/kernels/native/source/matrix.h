@@ -26,6 +26,7 @@ typedef struct {
     int32_t columns;     // inputs filled up to whole groups
     int32_t group;
     int32_t groups;
+    int32_t input_group; // columns that share a scale of x: a part of a group, or all of it
     int32_t wide_scales; // the scales inside the data are float32
     int32_t zeros;       // there are zero points
     float input_scale;   // of static activations
@@ -46,19 +47,28 @@ typedef struct {
     int32_t residual_bytes;   // of an index: 0, 1 or 2
 } Matrix;
 
+// Sums of integers below 2^22 begin at the bits of 1.5 · 2^23, and so end as the bits of 1.5 · 2^23 + sum: no conversion is
+// needed. Only W8A8's long sums, whose scales are float32, are converted.
+#define MIDDLE_BITS 0x4b400000
+#define MIDDLE 12582912.0f
+
 // What a matrix takes: integers with scales and sums for INT8_…, else floats.
 typedef struct {
     int32_t rows;
     const float *values;  // [rows][stride]
     int32_t stride;
     int8_t *codes;        // [rows][columns]
-    float *scales;        // [rows][groups]
-    int32_t *sums;        // [rows][groups]: of the codes
+    float *scales;        // [rows][input groups]
+    int32_t *sums;        // [rows][input groups]: of the codes; without zero points, what integer sums begin at
     float *offsets;       // [rows]: what column_bias adds to every output
 } Input;
 
 static inline int matrix_blocks(const Matrix *w) {
     return (w->outputs + WIDTH - 1) / WIDTH;
+}
+
+static inline int input_groups(const Matrix *w) {
+    return w->columns / w->input_group;
 }
 
 static inline int takes_integers(const Matrix *w) {
