@@ -298,8 +298,8 @@ def pack_vectors(tensor: VectorQuant) -> Weight:
     weight = Weight(matrix, "vectors of eight, x in float32")
     weight.keep("data", data)
     books = [book for book in (tensor.codebook, tensor.residual) if book is not None]
-    matrix.wide_scales = int(any(not torch.equal(book.float().half().float(), book.float()) for book in books))
-    dtype = torch.float32 if matrix.wide_scales else torch.float16
+    dtype = book_dtype(books)
+    matrix.wide_scales = (torch.float16, torch.float32, torch.bfloat16).index(dtype)
     weight.keep("book", tensor.codebook.to(dtype).contiguous())
     matrix.entries = tensor.codebook.shape[1]
     if tensor.residual is not None:
@@ -310,6 +310,14 @@ def pack_vectors(tensor: VectorQuant) -> Weight:
     weight.keep("column_scale", None if tensor.scale is None else tensor.scale.float()[order].contiguous())
     weight.keep("column_bias", None if tensor.bias is None else tensor.bias.float()[order].contiguous())
     return weight
+
+
+def book_dtype(books: list[Tensor]) -> torch.dtype:
+    """Books are looked up at random: the fewer bytes, the nearer the cache that holds them."""
+    if all(book.dtype == torch.bfloat16 for book in books):
+        return torch.bfloat16
+    fits = all(torch.equal(book.float().half().float(), book.float()) for book in books)
+    return torch.float16 if fits else torch.float32
 
 
 def _by_block(indices: Tensor) -> Tensor:

@@ -16,6 +16,8 @@
 #include "vectors.h"
 
 enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS };
+#define WIDE_BFLOAT16 2
+
 enum Activation { AS_IT_IS, INT8_GROUP, INT8_STATIC, FLOAT8_TOKEN, FLOAT8_STATIC, FLOAT8_GROUP };
 
 typedef struct {
@@ -27,7 +29,7 @@ typedef struct {
     int32_t group;
     int32_t groups;
     int32_t input_group; // columns that share a scale of x: a part of a group, or all of it
-    int32_t wide_scales; // the scales inside the data are float32
+    int32_t wide_scales; // the scales inside the data, or the books, are float32; 2: books are bfloat16
     int32_t zeros;       // there are zero points
     float input_scale;   // of static activations
     float input_zero;
@@ -40,7 +42,7 @@ typedef struct {
     const float *column_scale; // [columns] or NULL: x is multiplied with it
     const float *column_bias;  // [columns] or NULL: x · column_bias is added to every output
     // VECTORS: block = 16-bit indices [columns] | residual indices [columns]; a group is what shares its books
-    const void *book;         // [groups][entries][8], float16 or, with wide_scales, float32
+    const void *book;         // [groups][entries][8], in the type that wide_scales says
     const void *residual;     // the same, or NULL
     int32_t entries;
     int32_t residual_entries;

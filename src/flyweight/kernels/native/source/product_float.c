@@ -18,6 +18,7 @@ ALWAYS_INLINE int bytes_of_eight(const int format) {
 }
 
 ALWAYS_INLINE floats8 book_entry(const Matrix *w, const void *book, size_t index, const int wide) {
+    if (wide == WIDE_BFLOAT16) return bfloats_load((const uint16_t *)book + 8 * index);
     return wide ? floats_load((const float *)book + 8 * index) : small_halves_load((const uint16_t *)book + 8 * index);
 }
 
@@ -100,7 +101,9 @@ void float_product(const Matrix *w, const Input *input, int block, int begin, in
     case FLOAT16: ROWS(FLOAT16, 0, 0)
     case BFLOAT16: ROWS(BFLOAT16, 0, 0)
     case FLOAT8: ROWS(FLOAT8, 0, 0)
-    case VECTORS: SCALES(VECTORS, 0)
+    case VECTORS:
+        if (w->wide_scales == WIDE_BFLOAT16) ROWS(VECTORS, WIDE_BFLOAT16, 0)
+        SCALES(VECTORS, 0)
     }
 }
 
