@@ -56,6 +56,12 @@ def test_flags_name_what_the_processor_has(machine: str, features: set[str], exp
     assert processor_flags(machine, frozenset(features)) == expected
 
 
+def test_zig_is_told_in_its_own_words():
+    zig = Compiler(("python", "-m", "ziglang", "cc"), "clang 22")
+    assert zig.is_zig and not Compiler(("gcc",), "gcc 12").is_zig
+    assert processor_flags("aarch64", frozenset({"asimddp", "asimdhp"}), zig=True) == ["-mcpu=generic+v8_2a+dotprod+fullfp16"]
+
+
 def test_vnni_is_used_where_all_of_it_is_there():
     most = frozenset({"avx2", "fma", "f16c", "avx512vl", "avx512bw", "avx512_vnni"})
     assert "-mavx512vnni" in processor_flags("x86_64", most)

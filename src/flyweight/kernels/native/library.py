@@ -42,7 +42,7 @@ def build() -> Path:
     if compiler is None:
         raise NativeError("the CPU's native kernels need a C compiler, and there is none; install gcc or clang, or "
                           "`pip install 'flyweight[cpu]'` (torch's own ops take over until then)")
-    flags = [*COMMON, *processor_flags(platform.machine(), cpu_features())]
+    flags = [*COMMON, *processor_flags(platform.machine(), cpu_features(), zig=compiler.is_zig)]
     path = library_path(compiler, flags)
     if path.exists():
         return path
