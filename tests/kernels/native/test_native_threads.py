@@ -1,4 +1,6 @@
-"""The threads behind the kernels: however many there are, results are the same, and a forked process gets its own."""
+"""The threads behind the kernels: however many there are, results are the same, and a forked
+process gets its own.
+"""
 
 import os
 import signal
@@ -16,9 +18,19 @@ from flyweight.tensors import IntGroup
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 
-TINY = dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=64, max_position_embeddings=256, hidden_act="silu", dtype="float32",
-            tie_word_embeddings=True)
+TINY = dict(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+    max_position_embeddings=256,
+    hidden_act="silu",
+    dtype="float32",
+    tie_word_embeddings=True,
+)
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -49,8 +61,15 @@ def run_steps() -> torch.Tensor:
     for start, count in [(0, 11), *((11 + i, 1) for i in range(20))]:
         positions = torch.arange(start, start + count).repeat(2)
         slots = torch.cat([positions[:count], positions[:count] + 64])
-        batch = Batch(positions % 64, positions, slots, tables, [0, count, 2 * count], [start + count] * 2,
-                      torch.tensor([count - 1, 2 * count - 1]))
+        batch = Batch(
+            positions % 64,
+            positions,
+            slots,
+            tables,
+            [0, count, 2 * count],
+            [start + count] * 2,
+            torch.tensor([count - 1, 2 * count - 1]),
+        )
         logits.append(decoder.forward(batch, pages))
     return torch.cat(logits)
 

@@ -1,10 +1,10 @@
-"""The CPU's own kernels: C compiled on first use, weights in the bits of their files, one call a step.
+"""The CPU's own kernels: C compiled on first use, weights in the bits of their files, one call a
+step.
 
-    compiler.py    which C compiler there is, and what this processor can do
-    library.py     sources → shared library, kept in the cache; its functions and threads
-    weight.py      QuantTensor → the layout that the kernels read
-    linear.py      y = x Wᵀ as a call
-    adapter.py     a checkpoint → what the executor runs: the only file here that knows of models/
-    executor.py    whole steps of a decoder: NativeDecoder
-    source/        the C: vectors*.h (processors), team (threads), input (x), product* (kernels), attention, decoder
+compiler.py    which C compiler there is, and what this processor can do library.py     sources →
+shared library, kept in the cache; its functions and threads weight.py      QuantTensor → the
+layout that the kernels read linear.py      y = x Wᵀ as a call adapter.py     a checkpoint → what
+the executor runs: the only file here that knows of models/ executor.py    whole steps of a
+decoder: NativeDecoder source/        the C: vectors*.h (processors), team (threads), input (x),
+product* (kernels), attention, decoder
 """

@@ -30,14 +30,18 @@ def why_not(config: ModelConfig) -> str | None:
 
 
 def load(weights: Weights, *, exact: bool = False, head_bits: int | None = None) -> NativeDecoder:
-    """A decoder that the engine can run; `config` and `nbytes` are what the rest of the package asks of one."""
+    """A decoder that the engine can run; `config` and `nbytes` are what the rest of the package
+    asks of one.
+    """
     decoder = NativeDecoder(read_parts(weights, exact=exact, head_bits=head_bits))
     decoder.config = ModelConfig.from_dict(weights.config)
     return decoder
 
 
 def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None = None) -> Parts:
-    """`head_bits` 8 rounds a head of floats (and with it a tied embedding) to 8 bits; None keeps it as it is."""
+    """`head_bits` 8 rounds a head of floats (and with it a tied embedding) to 8 bits; None keeps it
+    as it is.
+    """
     config = ModelConfig.from_dict(weights.config)
     if reason := why_not(config):
         raise UnsupportedError(reason)
@@ -48,18 +52,35 @@ def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None =
     tied = config.tied_embeddings
     if tied:
         if weights.has("lm_head.weight"):
-            weights.tensor("lm_head.weight")  # written a second time by some tools; asked for, so that it counts as used
+            weights.tensor(
+                "lm_head.weight"
+            )  # written a second time by some tools; asked for, so that it counts as used
         head = pack_head(Plain(embedding), exact=exact, bits=head_bits)
     else:
         tensor = weights.linear("lm_head")
-        head = pack_head(tensor, exact=exact, bits=head_bits) if isinstance(tensor, Plain) else pack(tensor, exact=exact)
+        head = (
+            pack_head(tensor, exact=exact, bits=head_bits)
+            if isinstance(tensor, Plain)
+            else pack(tensor, exact=exact)
+        )
     cos, sin = rope_tables(config)
     parts = Parts(
-        layers=layers, head=head, table=None if tied else embedding.contiguous(), cos=cos.contiguous(), sin=sin.contiguous(),
-        final_norm=read_vector(weights, "model.norm.weight", config.hidden_size), hidden=config.hidden_size,
-        heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, rotary=config.rope.rotary_dim,
-        intermediate=config.intermediate_size, vocabulary=config.vocab_size, epsilon=config.epsilon,
-        scale=config.head_dim**-0.5)
+        layers=layers,
+        head=head,
+        table=None if tied else embedding.contiguous(),
+        cos=cos.contiguous(),
+        sin=sin.contiguous(),
+        final_norm=read_vector(weights, "model.norm.weight", config.hidden_size),
+        hidden=config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rotary=config.rope.rotary_dim,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        epsilon=config.epsilon,
+        scale=config.head_dim**-0.5,
+    )
     weights.check_used()
     return parts
 
@@ -76,22 +97,30 @@ def read_layer(weights: Weights, config: ModelConfig, index: int, *, exact: bool
         return read_vector(weights, f"{prefix}{name}.weight", width)
 
     return Layer(
-        qkv=[linear("self_attn.q_proj", config.heads * size, hidden),
-             linear("self_attn.k_proj", config.kv_heads * size, hidden),
-             linear("self_attn.v_proj", config.kv_heads * size, hidden)],
+        qkv=[
+            linear("self_attn.q_proj", config.heads * size, hidden),
+            linear("self_attn.k_proj", config.kv_heads * size, hidden),
+            linear("self_attn.v_proj", config.kv_heads * size, hidden),
+        ],
         o=linear("self_attn.o_proj", hidden, config.heads * size),
         gate=linear("mlp.gate_proj", config.intermediate_size, hidden),
         up=linear("mlp.up_proj", config.intermediate_size, hidden),
         down=linear("mlp.down_proj", hidden, config.intermediate_size),
-        input_norm=norm("input_layernorm", hidden), post_norm=norm("post_attention_layernorm", hidden),
+        input_norm=norm("input_layernorm", hidden),
+        post_norm=norm("post_attention_layernorm", hidden),
         query_norm=norm("self_attn.q_norm", size) if config.qk_norm else None,
-        key_norm=norm("self_attn.k_norm", size) if config.qk_norm else None, window=config.windows[index] or 0)
+        key_norm=norm("self_attn.k_norm", size) if config.qk_norm else None,
+        window=config.windows[index] or 0,
+    )
 
 
 def read_linear(weights: Weights, name: str, shape: tuple[int, int], *, exact: bool) -> Weight:
     tensor = weights.linear(name)
     if tuple(tensor.shape) != shape:
-        raise UnsupportedError(f"{name}: shape {list(tensor.shape)} does not fit config.json, which asks for {list(shape)}")
+        raise UnsupportedError(
+            f"{name}: shape {list(tensor.shape)} does not fit config.json, "
+            f"which asks for {list(shape)}"
+        )
     bias = read_vector(weights, f"{name}.bias", shape[0]) if weights.has(f"{name}.bias") else None
     return pack(tensor, exact=exact, bias=bias)
 
@@ -101,11 +130,15 @@ def read_vector(weights: Weights, name: str, width: int) -> Tensor:
 
 
 def pack_head(head: Plain, *, exact: bool, bits: int | None) -> Weight:
-    return pack(head, exact=exact) if bits is None else pack(round_to_8_bits(head.weight), exact=exact)
+    return (
+        pack(head, exact=exact) if bits is None else pack(round_to_8_bits(head.weight), exact=exact)
+    )
 
 
 def round_to_8_bits(weight: Tensor, group: int = HEAD_GROUP) -> IntGroup:
-    """To the nearest of 255 levels in each group of inputs, as GGUF's Q8_0; in parts, since a head is large."""
+    """To the nearest of 255 levels in each group of inputs, as GGUF's Q8_0; in parts, since a head
+    is large.
+    """
     outputs, inputs = weight.shape
     codes = torch.empty(outputs, inputs, dtype=torch.uint8)
     scales = torch.empty(outputs, inputs // group, dtype=torch.float16)
@@ -114,5 +147,7 @@ def round_to_8_bits(weight: Tensor, group: int = HEAD_GROUP) -> IntGroup:
         grouped = weight[rows].float().unflatten(1, (-1, group))
         scales[rows] = grouped.abs().amax(-1) / 127
         inverse = 1 / scales[rows].float().clamp(min=1e-12)
-        codes[rows] = grouped.mul_(inverse[..., None]).round_().clamp_(-127, 127).add_(128).flatten(1)
+        codes[rows] = (
+            grouped.mul_(inverse[..., None]).round_().clamp_(-127, 127).add_(128).flatten(1)
+        )
     return IntGroup(codes.view(torch.int32), scales, None, 8, group, inputs)

@@ -1,8 +1,8 @@
 """Which C compiler there is, and which instructions it may use here.
 
-The system's compiler comes first, then the one that pip can bring (`ziglang`, which is clang). Flags name what the
-processor has instead of saying "native": both compilers understand them, and code for another processor can be made and run
-under an emulator.
+The system's compiler comes first, then the one that pip can bring (`ziglang`, which is clang).
+Flags name what the processor has instead of saying "native": both compilers understand them, and
+code for another processor can be made and run under an emulator.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pathlib import Path
 COMMON = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 
 # What each processor is told, by the features that it must have.
-ARM = (
-    ({"asimddp", "asimdhp"}, "-march=armv8.2-a+dotprod+fp16"),
-)
+ARM = (({"asimddp", "asimdhp"}, "-march=armv8.2-a+dotprod+fp16"),)
 X86 = (
-    ({"avx2", "fma", "f16c", "avx512vl", "avx512bw", "avx512_vnni"}, "-mavx2 -mfma -mf16c -mavx512vl -mavx512bw -mavx512vnni"),
+    (
+        {"avx2", "fma", "f16c", "avx512vl", "avx512bw", "avx512_vnni"},
+        "-mavx2 -mfma -mf16c -mavx512vl -mavx512bw -mavx512vnni",
+    ),
     ({"avx2", "fma", "f16c", "avx_vnni"}, "-mavx2 -mfma -mf16c -mavxvnni"),
     ({"avx2", "fma", "f16c"}, "-mavx2 -mfma -mf16c"),
 )
@@ -81,7 +82,9 @@ def cpu_features() -> frozenset[str]:
 
 
 def processor_flags(machine: str, features: frozenset[str], *, zig: bool = False) -> list[str]:
-    """For the widest instructions that are all there; none for plain C. zig spells some of them otherwise."""
+    """For the widest instructions that are all there; none for plain C. zig spells some of them
+    otherwise.
+    """
     table = {"aarch64": ARM, "arm64": ARM, "x86_64": X86, "AMD64": X86}.get(machine, ())
     for needed, flags in table:
         if needed <= features:

@@ -1,8 +1,9 @@
-"""Whole steps of a decoder in one native call: the same `forward(batch, caches)` as models.decoder.Decoder.
+"""Whole steps of a decoder in one native call: the same `forward(batch, caches)` as
+models.decoder.Decoder.
 
-The model is handed over as `Parts`: packed weights and plain numbers, which become the C structs of source/decoder.h.
-Batches are ragged, as the engine makes them: prompts, parts of prompts and single tokens in any mix, over the paged cache in
-float32, float16 or bfloat16.
+The model is handed over as `Parts`: packed weights and plain numbers, which become the C structs
+of source/decoder.h. Batches are ragged, as the engine makes them: prompts, parts of prompts and
+single tokens in any mix, over the paged cache in float32, float16 or bfloat16.
 """
 
 from __future__ import annotations
@@ -73,16 +74,30 @@ class Parts:
     def nbytes(self) -> int:
         """Of the weights."""
         table = 0 if self.table is None else self.table.nbytes
-        return table + self.head.nbytes + sum(weight.nbytes for layer in self.layers for weight in layer.weights)
+        return (
+            table
+            + self.head.nbytes
+            + sum(weight.nbytes for layer in self.layers for weight in layer.weights)
+        )
 
 
 class CLayer(ctypes.Structure):
     """`Layer` of source/decoder.h; its Projection is the count and the parts."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "query_norm",
-                                               "key_norm")),
-        ("qkv_count", ctypes.c_int32), ("qkv", ctypes.c_void_p * MOST_PARTS),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "input_norm",
+                "post_norm",
+                "attention_out_norm",
+                "mlp_out_norm",
+                "query_norm",
+                "key_norm",
+            )
+        ),
+        ("qkv_count", ctypes.c_int32),
+        ("qkv", ctypes.c_void_p * MOST_PARTS),
         *((name, ctypes.c_void_p) for name in ("o", "gate", "up", "down")),
         ("window", ctypes.c_int32),
     )
@@ -92,11 +107,29 @@ class CDecoder(ctypes.Structure):
     """`Decoder` of source/decoder.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("layers_count", "hidden", "heads", "kv_heads", "head_dim", "rotary",
-                                              "intermediate", "vocabulary", "gated", "storage", "block_size")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "layers_count",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "rotary",
+                "intermediate",
+                "vocabulary",
+                "gated",
+                "storage",
+                "block_size",
+            )
+        ),
         *((name, ctypes.c_float) for name in ("epsilon", "scale", "embedding_scale")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "layers", "final_norm", "embedding", "table")),
-        ("table_storage", ctypes.c_int32), ("head", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("cos", "sin", "layers", "final_norm", "embedding", "table")
+        ),
+        ("table_storage", ctypes.c_int32),
+        ("head", ctypes.c_void_p),
     )
 
 
@@ -104,9 +137,25 @@ class CStep(ctypes.Structure):
     """`Step` of source/decoder.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("tokens_count", "sequences", "outputs", "table_width")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "block_tables", "query_starts", "kv_lengths",
-                                               "output_rows", "keys", "values", "logits")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("tokens_count", "sequences", "outputs", "table_width")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "tokens",
+                "positions",
+                "slots",
+                "block_tables",
+                "query_starts",
+                "kv_lengths",
+                "output_rows",
+                "keys",
+                "values",
+                "logits",
+            )
+        ),
     )
 
 
@@ -125,7 +174,9 @@ class Pages:
 
 
 class NativeDecoder:
-    """`forward(batch, caches)` gives float32 logits [outputs, vocabulary], as the torch decoder does."""
+    """`forward(batch, caches)` gives float32 logits [outputs, vocabulary], as the torch decoder
+    does.
+    """
 
     config: Any = None  # whatever describes the model to those who load it
 
@@ -148,18 +199,35 @@ class NativeDecoder:
         lengths = (ctypes.c_int64 * len(batch.kv_lengths))(*batch.kv_lengths)
         tables = batch.block_tables.contiguous()
         step = CStep(
-            tokens_count=len(batch.tokens), sequences=len(batch.kv_lengths), outputs=len(batch.output_rows),
-            table_width=tables.shape[1], tokens=batch.tokens.data_ptr(), positions=batch.positions.data_ptr(),
-            slots=batch.slots.data_ptr(), block_tables=tables.data_ptr(), query_starts=ctypes.addressof(starts),
-            kv_lengths=ctypes.addressof(lengths), output_rows=batch.output_rows.data_ptr(),
-            keys=ctypes.addressof(self.pages.keys), values=ctypes.addressof(self.pages.values), logits=logits.data_ptr())
+            tokens_count=len(batch.tokens),
+            sequences=len(batch.kv_lengths),
+            outputs=len(batch.output_rows),
+            table_width=tables.shape[1],
+            tokens=batch.tokens.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            block_tables=tables.data_ptr(),
+            query_starts=ctypes.addressof(starts),
+            kv_lengths=ctypes.addressof(lengths),
+            output_rows=batch.output_rows.data_ptr(),
+            keys=ctypes.addressof(self.pages.keys),
+            values=ctypes.addressof(self.pages.values),
+            logits=logits.data_ptr(),
+        )
         team = library.team()
-        self.kernels.decoder_step(team, ctypes.byref(self.decoder), ctypes.byref(step), self._workspace(team, len(batch.tokens)))
+        self.kernels.decoder_step(
+            team,
+            ctypes.byref(self.decoder),
+            ctypes.byref(step),
+            self._workspace(team, len(batch.tokens)),
+        )
         return logits
 
     def _open(self, caches: Sequence[KVStorage]) -> Pages:
         first = caches[0].keys
-        if any(not pages.is_contiguous() for cache in caches for pages in (cache.keys, cache.values)):
+        if any(
+            not pages.is_contiguous() for cache in caches for pages in (cache.keys, cache.values)
+        ):
             raise ValueError("the pages of the KV cache must be contiguous")
         self.decoder.storage = STORAGE[first.dtype]
         self.decoder.block_size = first.shape[1]
@@ -176,8 +244,14 @@ class NativeDecoder:
 def _layer(layer: Layer) -> CLayer:
     names = [item.name for item in dataclasses.fields(Layer)]
     values = {name: getattr(layer, name) for name in names}
-    pointers = {name: value.data_ptr() for name, value in values.items() if isinstance(value, Tensor)}
-    matrices = {name: ctypes.addressof(value.matrix) for name, value in values.items() if isinstance(value, Weight)}
+    pointers = {
+        name: value.data_ptr() for name, value in values.items() if isinstance(value, Tensor)
+    }
+    matrices = {
+        name: ctypes.addressof(value.matrix)
+        for name, value in values.items()
+        if isinstance(value, Weight)
+    }
     made = CLayer(**pointers, **matrices, window=layer.window, qkv_count=len(layer.qkv))
     for i, weight in enumerate(layer.qkv):
         made.qkv[i] = ctypes.addressof(weight.matrix)
@@ -187,11 +261,24 @@ def _layer(layer: Layer) -> CLayer:
 def _decoder(parts: Parts, layers: Any) -> CDecoder:
     head = ctypes.addressof(parts.head.matrix)
     made = CDecoder(
-        layers_count=len(parts.layers), hidden=parts.hidden, heads=parts.heads, kv_heads=parts.kv_heads,
-        head_dim=parts.head_dim, rotary=parts.rotary, intermediate=parts.intermediate, vocabulary=parts.vocabulary,
-        gated=GATED[parts.activation], epsilon=parts.epsilon, scale=parts.scale, embedding_scale=parts.embedding_scale,
-        cos=parts.cos.data_ptr(), sin=parts.sin.data_ptr(), layers=ctypes.addressof(layers),
-        final_norm=parts.final_norm.data_ptr(), head=head)
+        layers_count=len(parts.layers),
+        hidden=parts.hidden,
+        heads=parts.heads,
+        kv_heads=parts.kv_heads,
+        head_dim=parts.head_dim,
+        rotary=parts.rotary,
+        intermediate=parts.intermediate,
+        vocabulary=parts.vocabulary,
+        gated=GATED[parts.activation],
+        epsilon=parts.epsilon,
+        scale=parts.scale,
+        embedding_scale=parts.embedding_scale,
+        cos=parts.cos.data_ptr(),
+        sin=parts.sin.data_ptr(),
+        layers=ctypes.addressof(layers),
+        final_norm=parts.final_norm.data_ptr(),
+        head=head,
+    )
     if parts.table is None:
         made.embedding = head
     else:

@@ -1,7 +1,8 @@
 """The C sources as a library in this process, and its threads.
 
-Compiled once for these sources, this compiler and these instructions; the library is kept in the cache under a hash of all
-of that. It is written beside and renamed, under a lock, so that several processes can start at once.
+Compiled once for these sources, this compiler and these instructions; the library is kept in the
+cache under a hash of all of that. It is written beside and renamed, under a lock, so that
+several processes can start at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from filelock import FileLock
 
 from flyweight.checkpoint.hub import cache_folder
 from flyweight.errors import FlyweightError
-from flyweight.kernels.native.compiler import COMMON, Compiler, cpu_features, find_compiler, processor_flags
+from flyweight.kernels.native.compiler import (
+    COMMON,
+    Compiler,
+    cpu_features,
+    find_compiler,
+    processor_flags,
+)
 
 SOURCES = Path(__file__).parent / "source"
 
@@ -40,8 +47,11 @@ def build() -> Path:
     """The library for this machine, compiled unless the cache has it."""
     compiler = find_compiler()
     if compiler is None:
-        raise NativeError("the CPU's native kernels need a C compiler, and there is none; install gcc or clang, or "
-                          "`pip install 'flyweight[cpu]'` (torch's own ops take over until then)")
+        raise NativeError(
+            "the CPU's native kernels need a C compiler, and there is none; "
+            "install gcc or clang, or "
+            "`pip install 'flyweight[cpu]'` (torch's own ops take over until then)"
+        )
     flags = [*COMMON, *processor_flags(platform.machine(), cpu_features(), zig=compiler.is_zig)]
     path = library_path(compiler, flags)
     if path.exists():
@@ -58,7 +68,10 @@ def compile_library(command: tuple[str, ...], flags: list[str], path: Path) -> N
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         sources = sorted(SOURCES.glob("*.c"))
         objects = [f"{folder}/{source.stem}.o" for source in sources]
-        jobs = [[*command, *flags, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
+        jobs = [
+            [*command, *flags, "-c", str(source), "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, jobs))
         made = f"{folder}/{path.name}"
@@ -69,7 +82,9 @@ def compile_library(command: tuple[str, ...], flags: list[str], path: Path) -> N
 def _run(command: list[str]) -> None:
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
-        raise NativeError(f"the native kernels do not compile ({' '.join(command)}):\n{answer.stderr[-4000:]}")
+        raise NativeError(
+            f"the native kernels do not compile ({' '.join(command)}):\n{answer.stderr[-4000:]}"
+        )
 
 
 @functools.cache
@@ -78,8 +93,11 @@ def load() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(build()))
     except OSError as error:
-        raise NativeError(f"the native kernels cannot be loaded ({error}); set FLYWEIGHT_CACHE to a folder that allows "
-                          "programs, or remove its `native` folder") from error
+        raise NativeError(
+            f"the native kernels cannot be loaded ({error}); "
+            "set FLYWEIGHT_CACHE to a folder that allows "
+            "programs, or remove its `native` folder"
+        ) from error
     pointer = ctypes.c_void_p
     signatures = {
         "team_make": (pointer, [ctypes.c_int, pointer]),
@@ -108,7 +126,9 @@ def why_not() -> str | None:
 
 
 def thread_count() -> int:
-    """OMP_NUM_THREADS, as everywhere; else the cores that this process may use, less where a container has a quota."""
+    """OMP_NUM_THREADS, as everywhere; else the cores that this process may use, less where a
+    container has a quota.
+    """
     if (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(given):
         return int(given)
     return max(1, min(len(allowed_cores()), cpu_quota()))
@@ -147,7 +167,9 @@ def team() -> int:
 def start_team(count: int) -> None:
     """So many threads from now on; those from before sleep for ever."""
     cores = allowed_cores()
-    pinned = count == len(cores) and count > 1  # with fewer threads than cores the system knows better where to put them
+    pinned = (
+        count == len(cores) and count > 1
+    )  # with fewer threads than cores the system knows better where to put them
     _Team.cores = (ctypes.c_int32 * count)(*cores) if pinned else None
     _Team.handle = load().team_make(count, _Team.cores)
     _Team.process = os.getpid()

@@ -28,6 +28,12 @@ class NativeLinear:
             kernels = library.load()
             matrix = ctypes.byref(self.weight.matrix)
             scratch = torch.empty(kernels.matrix_scratch(matrix, len(rows)) + 64, dtype=torch.uint8)
-            kernels.matrix_multiply(library.team(), matrix, rows.data_ptr(), out.data_ptr(), len(rows),
-                                    -(-scratch.data_ptr() // 64) * 64)
+            kernels.matrix_multiply(
+                library.team(),
+                matrix,
+                rows.data_ptr(),
+                out.data_ptr(),
+                len(rows),
+                -(-scratch.data_ptr() // 64) * 64,
+            )
         return out.view(*x.shape[:-1], self.outputs)

@@ -1,16 +1,18 @@
-"""A QuantTensor in the layout of source/matrix.h: blocks of eight outputs, groups of inputs under one scale.
+"""A QuantTensor in the layout of source/matrix.h: blocks of eight outputs, groups of inputs under
+one scale.
 
 Every kind keeps about the bits of its file:
 
-    IntGroup      2 to 4 bits → 4, 5 to 8 → 8; scales in float16 where that holds them (a power of two for all may help),
-                  else float32. Act-order becomes an order of the inputs.
+    IntGroup      2 to 4 bits → 4, 5 to 8 → 8; scales in float16 where that holds them (a power
+                  of two for all may help), else float32. Act-order becomes an order of the inputs.
     Int8Channel   8 bits, one float32 scale an output, x in 8 bits by token: what the format means
     Plain         as it is; float32 in 16 bits where those hold every value
     Float8        8 bits; x rounded to float8 where the format says so
     Sparse24      with its zeros written out, in the bits of the kept values
     VectorQuant   16-bit indices, residual indices in 8 or 16 bits; books of vectors of eight
 
-`exact` keeps x in float32 for weight-only kinds; without it integers multiply integers, x rounded to 8 bits by group.
+`exact` keeps x in float32 for weight-only kinds; without it integers multiply integers, x
+rounded to 8 bits by group.
 """
 
 from __future__ import annotations
@@ -23,14 +25,29 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels.native import library
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+from flyweight.tensors import (
+    Float8,
+    Int8Channel,
+    IntGroup,
+    Plain,
+    QuantTensor,
+    Sparse24,
+    VectorQuant,
+)
 
 WIDTH = 8  # outputs of a block
 FORMATS = ("int4", "int8", "float32", "float16", "bfloat16", "float8", "vectors")
-ACTIVATIONS = ("as it is", "int8 by group", "int8 static", "float8 by token", "float8 static", "float8 by group")
+ACTIVATIONS = (
+    "as it is",
+    "int8 by group",
+    "int8 static",
+    "float8 by token",
+    "float8 static",
+    "float8 by group",
+)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LONGEST_GROUP = 128  # inputs under one copy of a scale
-INPUT_GROUP = 32  # inputs of x that share a scale of x: with 64, rounding x costs more than twice as much (in KL)
+INPUT_GROUP = 32  # inputs of x that share a scale of x: rounding with 64 costs twice the KL
 HALF_MOST = 65504.0
 
 
@@ -38,14 +55,31 @@ class Matrix(ctypes.Structure):
     """`Matrix` of source/matrix.h."""
 
     _fields_ = (
-        ("format", ctypes.c_int32), ("activation", ctypes.c_int32), ("outputs", ctypes.c_int32), ("inputs", ctypes.c_int32),
-        ("columns", ctypes.c_int32), ("group", ctypes.c_int32), ("groups", ctypes.c_int32), ("input_group", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("input_group", ctypes.c_int32),
         ("wide_scales", ctypes.c_int32),
-        ("zeros", ctypes.c_int32), ("input_scale", ctypes.c_float), ("input_zero", ctypes.c_float), ("factor", ctypes.c_float),
-        ("block_bytes", ctypes.c_int64), ("data", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("order", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p), ("column_scale", ctypes.c_void_p), ("column_bias", ctypes.c_void_p),
-        ("book", ctypes.c_void_p), ("residual", ctypes.c_void_p), ("entries", ctypes.c_int32),
-        ("residual_entries", ctypes.c_int32), ("residual_bytes", ctypes.c_int32),
+        ("zeros", ctypes.c_int32),
+        ("input_scale", ctypes.c_float),
+        ("input_zero", ctypes.c_float),
+        ("factor", ctypes.c_float),
+        ("block_bytes", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("column_scale", ctypes.c_void_p),
+        ("column_bias", ctypes.c_void_p),
+        ("book", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("entries", ctypes.c_int32),
+        ("residual_entries", ctypes.c_int32),
+        ("residual_bytes", ctypes.c_int32),
     )
 
 
@@ -53,9 +87,16 @@ class Packing(ctypes.Structure):
     """`Packing` of source/matrix.h."""
 
     _fields_ = (
-        ("w", ctypes.c_void_p), ("codes", ctypes.c_void_p), ("row_bytes", ctypes.c_int64), ("source_bits", ctypes.c_int32),
-        ("is_signed", ctypes.c_int32), ("scales", ctypes.c_void_p), ("zeros", ctypes.c_void_p),
-        ("weight_group", ctypes.c_int32), ("weight_groups", ctypes.c_int32), ("to", ctypes.c_void_p),
+        ("w", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
+        ("source_bits", ctypes.c_int32),
+        ("is_signed", ctypes.c_int32),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("weight_group", ctypes.c_int32),
+        ("weight_groups", ctypes.c_int32),
+        ("to", ctypes.c_void_p),
     )
 
 
@@ -108,7 +149,9 @@ def _pack(tensor: QuantTensor, exact: bool) -> Weight:
         return pack_groups(tensor, layout, exact=exact)
     if isinstance(tensor, Int8Channel):
         return pack_channels(tensor)
-    if isinstance(tensor, Float8) and not bool((tensor.weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+    if isinstance(tensor, Float8) and not bool(
+        (tensor.weight.view(torch.uint8) & 0x7F == 0x7F).any()
+    ):
         return pack_float8(tensor)
     if isinstance(tensor, Plain):
         return pack_floats(tensor.weight, "as it is")
@@ -116,7 +159,9 @@ def _pack(tensor: QuantTensor, exact: bool) -> Weight:
         return pack_vectors(tensor)
     if isinstance(tensor, Float8):
         raise ValueError("a float8 weight holds NaN")
-    return pack_floats(tensor.dequantize(), f"no native layout for this {tensor.kind}: written out as floats")
+    return pack_floats(
+        tensor.dequantize(), f"no native layout for this {tensor.kind}: written out as floats"
+    )
 
 
 def blocks(outputs: int) -> int:
@@ -125,8 +170,16 @@ def blocks(outputs: int) -> int:
 
 def empty_matrix(tensor: QuantTensor | Tensor, kind: str, *, group: int, groups: int) -> Matrix:
     outputs, inputs = tensor.shape[-2:] if isinstance(tensor, Tensor) else tensor.matrix_shape
-    return Matrix(format=FORMATS.index(kind), outputs=outputs, inputs=inputs, columns=group * groups, group=group,
-                  groups=groups, input_group=group, factor=1.0)
+    return Matrix(
+        format=FORMATS.index(kind),
+        outputs=outputs,
+        inputs=inputs,
+        columns=group * groups,
+        group=group,
+        groups=groups,
+        input_group=group,
+        factor=1.0,
+    )
 
 
 def _fill(weight: Weight, source: Source) -> Weight:
@@ -138,9 +191,17 @@ def _fill(weight: Weight, source: Source) -> Weight:
     scales = None if source.scales is None else source.scales.float().contiguous()
     zeros = None if source.zeros is None else source.zeros.contiguous()
     packing = Packing(
-        w=ctypes.addressof(matrix), codes=codes.data_ptr(), row_bytes=codes.stride(0) * codes.element_size(),
-        source_bits=source.bits, is_signed=source.is_signed, scales=_address(scales), zeros=_address(zeros),
-        weight_group=source.group, weight_groups=0 if scales is None else scales.shape[1], to=data.data_ptr())
+        w=ctypes.addressof(matrix),
+        codes=codes.data_ptr(),
+        row_bytes=codes.stride(0) * codes.element_size(),
+        source_bits=source.bits,
+        is_signed=source.is_signed,
+        scales=_address(scales),
+        zeros=_address(zeros),
+        weight_group=source.group,
+        weight_groups=0 if scales is None else scales.shape[1],
+        to=data.data_ptr(),
+    )
     library.load().matrix_pack(library.team(), ctypes.byref(packing))
     return weight
 
@@ -149,7 +210,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# -- integers ---------------------------------------------------------------------------------------------------------
+# -- integers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,13 +228,17 @@ def group_layout(tensor: IntGroup) -> GroupLayout | None:
         return GroupLayout(group, -(-inputs // group), None)
     if size % 16:
         return None
-    group = next((g for g in (128, 64, 32, 16) if size % g == 0 and (g < 64 or inputs % g == 0)), 16)
+    group = next(
+        (g for g in (128, 64, 32, 16) if size % g == 0 and (g < 64 or inputs % g == 0)), 16
+    )
     if tensor.g_idx is None:
         return GroupLayout(group, -(-inputs // group), None)
     counts = torch.bincount(tensor.g_idx.long(), minlength=tensor.groups)
     if int(counts.max()) > size:
         return None
-    order = torch.full((tensor.groups, size), -1, dtype=torch.int32)  # each group's inputs, filled up
+    order = torch.full(
+        (tensor.groups, size), -1, dtype=torch.int32
+    )  # each group's inputs, filled up
     by_group = tensor.g_idx.long().argsort(stable=True)
     start = counts.cumsum(0) - counts
     column = torch.arange(inputs) - start[tensor.g_idx.long()[by_group]]
@@ -193,19 +258,28 @@ def pack_groups(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight
     matrix.input_group = min(layout.group, INPUT_GROUP)
     scales, matrix.factor, matrix.wide_scales = narrow(tensor.scales, exact=exact)
     zeros = tensor.zeros
-    if zeros is None and tensor.bits not in (4, 8):  # the middle of the file's bits is not the middle of ours
+    if zeros is None and tensor.bits not in (
+        4,
+        8,
+    ):  # the middle of the file's bits is not the middle of ours
         zeros = torch.full(scales.shape, 1 << (tensor.bits - 1), dtype=torch.uint8)
     matrix.zeros = int(zeros is not None)
     header = (32 if matrix.wide_scales else 16) + 16 * matrix.zeros
     codes = layout.group * WIDTH // (2 if kind == "int4" else 1)
     matrix.block_bytes = layout.groups * (header + codes)
-    weight = Weight(matrix, f"{kind}, groups of {layout.group}" + (", x in float32" if exact else ", x in 8 bits by group"))
+    weight = Weight(
+        matrix,
+        f"{kind}, groups of {layout.group}"
+        + (", x in float32" if exact else ", x in 8 bits by group"),
+    )
     weight.keep("order", layout.order)
     if tensor.bits in (4, 8):  # the stream of the file is what the packer reads
         values, bits = tensor.codes.contiguous().view(torch.uint8), tensor.bits
     else:
         values, bits = tensor.values().to(torch.uint8), 8
-    return _fill(weight, Source(values, bits, scales, zeros, min(tensor.group_size, matrix.columns)))
+    return _fill(
+        weight, Source(values, bits, scales, zeros, min(tensor.group_size, matrix.columns))
+    )
 
 
 def narrow(scales: Tensor, *, exact: bool) -> tuple[Tensor, float, int]:
@@ -235,21 +309,28 @@ def pack_channels(tensor: Int8Channel) -> Weight:
         matrix.input_scale = float(tensor.input_scale)
         matrix.input_zero = 0.0 if tensor.input_zero is None else float(tensor.input_zero)
     scales = tensor.scales.float().expand(len(tensor.codes), 1)
-    return _fill(Weight(matrix, "int8, x in 8 bits"), Source(tensor.codes, 8, scales, None, group, is_signed=True))
+    return _fill(
+        Weight(matrix, "int8, x in 8 bits"),
+        Source(tensor.codes, 8, scales, None, group, is_signed=True),
+    )
 
 
-# -- floats -----------------------------------------------------------------------------------------------------------
+# -- floats ----------------------------------------------------------------------------------------
 
 
 def pack_floats(values: Tensor, why: str) -> Weight:
     if values.dtype == torch.float32 and torch.equal(values.half().float(), values):
         values = values.half()
-    if values.dtype == torch.float16 and not bool(values.isfinite().all()):  # the kernel knows numbers only
+    if values.dtype == torch.float16 and not bool(
+        values.isfinite().all()
+    ):  # the kernel knows numbers only
         values = values.float()
     group = -(-values.shape[1] // 8) * 8
     matrix = empty_matrix(values, FLOATS[values.dtype], group=group, groups=1)
     matrix.block_bytes = group * WIDTH * values.element_size()
-    return _fill(Weight(matrix, f"{FLOATS[values.dtype]}, {why}"), Source(values, 8 * values.element_size()))
+    return _fill(
+        Weight(matrix, f"{FLOATS[values.dtype]}, {why}"), Source(values, 8 * values.element_size())
+    )
 
 
 def pack_float8(tensor: Float8) -> Weight:
@@ -257,7 +338,12 @@ def pack_float8(tensor: Float8) -> Weight:
     group = tensor.block or -(-inputs // 8) * 8
     groups = -(-inputs // group)
     matrix = empty_matrix(tensor, "float8", group=group, groups=groups)
-    names = {"none": "as it is", "token": "float8 by token", "static": "float8 static", "group": "float8 by group"}
+    names = {
+        "none": "as it is",
+        "token": "float8 by token",
+        "static": "float8 static",
+        "group": "float8 by group",
+    }
     matrix.activation = ACTIVATIONS.index(names[tensor.activation])
     if tensor.input_scale is not None:
         matrix.input_scale = float(tensor.input_scale)
@@ -271,18 +357,27 @@ def float8_scales(tensor: Float8, groups: int) -> Tensor:
     """[blocks, groups, 8]"""
     outputs = tensor.matrix_shape[0]
     rows = tensor.scales.float()
-    rows = rows.repeat_interleave(tensor.block, 0)[:outputs] if tensor.block else rows.expand(outputs, 1)
+    rows = (
+        rows.repeat_interleave(tensor.block, 0)[:outputs]
+        if tensor.block
+        else rows.expand(outputs, 1)
+    )
     padded = torch.zeros(blocks(outputs) * WIDTH, groups)
     padded[:outputs] = rows
     return padded.view(-1, WIDTH, groups).transpose(1, 2).contiguous()
 
 
-# -- vectors ----------------------------------------------------------------------------------------------------------
+# -- vectors ---------------------------------------------------------------------------------------
 
 
 def takes_vectors(tensor: VectorQuant) -> bool:
     """An entry of a book must be a block of outputs, and an index fit into 16 bits."""
-    return tensor.length == WIDTH and not tensor.outliers and max(tensor.index_bits) <= 16 and tensor.group_columns % 8 == 0
+    return (
+        tensor.length == WIDTH
+        and not tensor.outliers
+        and max(tensor.index_bits) <= 16
+        and tensor.group_columns % 8 == 0
+    )
 
 
 def pack_vectors(tensor: VectorQuant) -> Weight:
@@ -292,7 +387,11 @@ def pack_vectors(tensor: VectorQuant) -> Weight:
     parts = [_by_block(main).to(torch.uint16).view(torch.uint8)]
     if residual is not None:
         matrix.residual_bytes = 1 if tensor.index_bits[1] <= 8 else 2
-        parts.append(_by_block(residual).to(torch.uint8 if matrix.residual_bytes == 1 else torch.uint16).view(torch.uint8))
+        parts.append(
+            _by_block(residual)
+            .to(torch.uint8 if matrix.residual_bytes == 1 else torch.uint16)
+            .view(torch.uint8)
+        )
     data = torch.cat(parts, 1).contiguous()
     matrix.block_bytes = data.shape[1]
     weight = Weight(matrix, "vectors of eight, x in float32")
@@ -307,8 +406,12 @@ def pack_vectors(tensor: VectorQuant) -> Weight:
         matrix.residual_entries = tensor.residual.shape[1]
     order = torch.arange(tensor.in_features) if tensor.perm is None else tensor.perm.long()
     weight.keep("order", None if tensor.perm is None else order.to(torch.int32).contiguous())
-    weight.keep("column_scale", None if tensor.scale is None else tensor.scale.float()[order].contiguous())
-    weight.keep("column_bias", None if tensor.bias is None else tensor.bias.float()[order].contiguous())
+    weight.keep(
+        "column_scale", None if tensor.scale is None else tensor.scale.float()[order].contiguous()
+    )
+    weight.keep(
+        "column_bias", None if tensor.bias is None else tensor.bias.float()[order].contiguous()
+    )
     return weight
 
 
@@ -327,5 +430,10 @@ def _by_block(indices: Tensor) -> Tensor:
 
 def describe(weight: Weight) -> dict[str, Any]:
     """For `info` and for tests."""
-    return {"format": FORMATS[weight.matrix.format], "activation": ACTIVATIONS[weight.matrix.activation],
-            "group": weight.matrix.group, "nbytes": weight.nbytes, "why": weight.why}
+    return {
+        "format": FORMATS[weight.matrix.format],
+        "activation": ACTIVATIONS[weight.matrix.activation],
+        "group": weight.matrix.group,
+        "nbytes": weight.nbytes,
+        "why": weight.why,
+    }

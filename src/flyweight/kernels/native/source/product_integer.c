@@ -1,32 +1,42 @@
-// y[m, n] = Σ over groups p of x of scale[n, p] · xscale[m, p] · (Σ over k in p of code[n, k] · xcode[m, k] − zero[n, p] · Σ xcode)
+// y[m, n] = Σ over groups p of x of scale[n, p] · xscale[m, p] · (Σ over k in p of code[n, k] ·
+// xcode[m, k] − zero[n, p] · Σ xcode)
 //
-// where scale[n, p] and zero[n, p] are those of the weight's group that p is a part of. Short groups of x cost a little time and
-// save accuracy: what is lost by rounding x depends on the largest value of a group.
+// where scale[n, p] and zero[n, p] are those of the weight's group that p is a part of. Short
+// groups of x cost a little time and save accuracy: what is lost by rounding x depends on the
+// largest value of a group.
 //
-// The sum inside is of integers and exact. Codes of 4 bits are unsigned, their zero point 8 where none is stored; codes of 8
-// bits are signed (stored less 128), as are their zero points. One call makes eight outputs of one to four rows of x:
-// the codes are unpacked once for all of them, and both sums stay in registers.
+// The sum inside is of integers and exact. Codes of 4 bits are unsigned, their zero point 8 where
+// none is stored; codes of 8 bits are signed (stored less 128), as are their zero points. One call
+// makes eight outputs of one to four rows of x: the codes are unpacked once for all of them, and
+// both sums stay in registers.
 //
 // Bound by memory at one row, by dot products from about four rows on; rows in benchmarks/cpu/.
 #include "matrix.h"
 
-#define AHEAD 1024 // bytes: what is far enough ahead to be there in time, and near enough not to be gone again
+// Bytes: far enough ahead to be there in time, and near enough not to be gone again.
+#define AHEAD 1024
 
-// Where the sum of a group begins: what `input_fill` has made of the sum of x, or, with zero points, a product with it.
-ALWAYS_INLINE ints8 start(ints8 zero, int32_t xsum, const int bits, const int wide, const int zeros) {
+// Where the sum of a group begins: what `input_fill` has made of the sum of x, or, with zero
+// points, a product with it.
+ALWAYS_INLINE ints8 start(ints8 zero, int32_t xsum, const int bits, const int wide,
+        const int zeros) {
     if (!zeros) return ints_splat(xsum);
     const int32_t from = wide ? 0 : MIDDLE_BITS;
-    return ints_add(ints_scale(zero, -xsum), ints_splat(from + (bits == 8 ? (128 - BYTE_BIAS) * xsum : 0)));
+    return ints_add(ints_scale(zero, -xsum), ints_splat(from + (bits == 8
+            ? (128 - BYTE_BIAS) * xsum : 0)));
 }
 
 ALWAYS_INLINE floats8 finish(ints8 sum, const int wide) {
     return wide ? ints_to_floats(sum) : floats_subtract(ints_as_floats(sum), floats_splat(MIDDLE));
 }
 
-ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begin, float out[][WIDTH], const int rows,
+ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begin,
+        float out[][WIDTH], const int rows,
                         const int bits, const int wide, const int zeros) {
     const int sums = DOT_SUMS / rows > 1 ? DOT_SUMS / rows : 1;
-    const int header = (wide ? 32 : 16) + (zeros ? 16 : 0), step = w->input_group, groups = input_groups(w);
+    const int header = (wide ? 32 : 16) + (zeros ? 16 : 0);
+    const int step = w->input_group;
+    const int groups = input_groups(w);
     const uint8_t *at = w->data + block * w->block_bytes;
     const int8_t *x = input->codes + (size_t)begin * w->columns;
     const float *xscales = input->scales + (size_t)begin * groups;
@@ -49,8 +59,10 @@ ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begi
                 else dot_bytes(sum, at, x, w->columns, rows, sums);
             }
             UNROLL for (int m = 0; m < rows; m++) {
-                UNROLL for (int i = 1; i < sums; i++) sum[m * sums] = ints_add(sum[m * sums], sum[m * sums + i]);
-                total[m] = floats_fma(total[m], finish(sum[m * sums], wide), floats_scale(scales, xscales[m * groups]));
+                UNROLL for (int i = 1; i < sums; i++) sum[m * sums] = ints_add(sum[m * sums],
+                        sum[m * sums + i]);
+                total[m] = floats_fma(total[m], finish(sum[m * sums], wide), floats_scale(scales,
+                        xscales[m * groups]));
             }
         }
     }
@@ -66,7 +78,8 @@ ALWAYS_INLINE void tile(const Matrix *w, const Input *input, int block, int begi
     }
 #define SCALES(bits, zeros) if (w->wide_scales) ROWS(bits, 1, zeros) else ROWS(bits, 0, zeros)
 
-void integer_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]) {
+void integer_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]) {
     if (w->format == INT4) {
         if (w->zeros) SCALES(4, 1) else SCALES(4, 0)
     } else {
