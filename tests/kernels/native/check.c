@@ -1,5 +1,6 @@
-// Every product against sums in double, for processors that Python does not run on here: compiled with the kernels for
-// x86 (under an emulator) or without any vectors. Ends with 0 and the name of the instructions, or says what is wrong.
+// Every product against sums in double, for processors that Python does not run on here: compiled
+// with the kernels for x86 (under an emulator) or without any vectors. Ends with 0 and the name of
+// the instructions, or says what is wrong.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,14 +35,17 @@ static uint8_t codes[OUTPUTS * MOST_INPUTS * 4], zero_points[OUTPUTS * MOST_INPU
 static float scales[OUTPUTS * MOST_INPUTS];
 
 static float decode_float8(uint8_t byte) {
-    int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    int exponent = byte >> 3 & 15;
+    int mantissa = byte & 7;
     float size = exponent ? ldexpf(1 + mantissa / 8.0f, exponent - 7) : ldexpf(mantissa / 8.0f, -6);
     return byte & 0x80 ? -size : size;
 }
 
 // The weight of one place, written to `codes` in the format's bits.
 static float make_weight(const Case *c, int n, int k, int group) {
-    int at = n * c->inputs + k, from = n * ((c->inputs + c->group - 1) / c->group) + group, code = draw() % 256;
+    int at = n * c->inputs + k;
+    int from = n * ((c->inputs + c->group - 1) / c->group) + group;
+    int code = draw() % 256;
     float value = draw_float();
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -60,7 +64,8 @@ static float make_weight(const Case *c, int n, int k, int group) {
         memcpy(&value, &bits, 4);
         return value;
     case FLOAT16: // a sixteenth and its multiples below 8, of either sign: 3 exponents and 5 bits
-        ((uint16_t *)codes)[at] = (uint16_t)((code & 1) << 15 | (14 + code % 3) << 10 | (code >> 3) << 5);
+        ((uint16_t *)codes)[at] =
+                (uint16_t)((code & 1) << 15 | (14 + code % 3) << 10 | (code >> 3) << 5);
         value = ldexpf(1 + (code >> 3) / 32.0f, code % 3 - 1);
         return code & 1 ? -value : value;
     default:
@@ -70,26 +75,32 @@ static float make_weight(const Case *c, int n, int k, int group) {
 }
 
 static int bytes_of_eight(int format) {
-    return format == INT4 ? 32 : format == FLOAT32 ? 256 : format == INT8 || format == FLOAT8 ? 64 : 128;
+    return format == INT4 ? 32 : format == FLOAT32 ? 256 : format == INT8 || format == FLOAT8
+            ? 64 : 128;
 }
 
 static Matrix describe(const Case *c) {
     int integers = c->format == INT4 || c->format == INT8;
-    int group = integers ? c->group : (c->inputs + 7) / 8 * 8, groups = integers ? (c->inputs + group - 1) / group : 1;
-    Matrix w = {.format = c->format, .activation = c->activation, .outputs = OUTPUTS, .inputs = c->inputs};
+    int group = integers ? c->group : (c->inputs + 7) / 8 * 8;
+    int groups = integers ? (c->inputs + group - 1) / group : 1;
+    Matrix w = {.format = c->format, .activation = c->activation, .outputs = OUTPUTS, .inputs =
+            c->inputs};
     w.group = group;
     w.groups = groups;
+    w.input_group = integers && group > 32 ? 32 : group;
     w.columns = group * groups;
     w.wide_scales = c->wide;
     w.zeros = c->zeros;
     w.factor = 1;
-    w.block_bytes = groups * ((integers ? (c->wide ? 32 : 16) + 16 * c->zeros : 0) + group / 8 * bytes_of_eight(c->format));
+    w.block_bytes = groups * ((integers ? (c->wide ? 32 : 16) + 16 * c->zeros
+            : 0) + group / 8 * bytes_of_eight(c->format));
     return w;
 }
 
 static int check(Team *team, const Case *c) {
     Matrix w = describe(c);
-    int groups = (c->inputs + c->group - 1) / c->group, integers = c->format == INT4 || c->format == INT8;
+    int groups = (c->inputs + c->group - 1) / c->group;
+    int integers = c->format == INT4 || c->format == INT8;
     for (int i = 0; i < OUTPUTS * groups; i++) {
         scales[i] = (float)(1 + draw() % 64) / 1024; // float16 holds it
         zero_points[i] = c->format == INT4 ? draw() % 16 : draw() % 256;
@@ -99,17 +110,20 @@ static int check(Team *team, const Case *c) {
     for (int i = 0; i < ROWS * c->inputs; i++) x[i] = draw_float();
     uint8_t *data = aligned_alloc(64, (matrix_blocks(&w) * w.block_bytes + 63) / 64 * 64);
     int bits = integers ? 8 : bytes_of_eight(c->format) / 8;
-    Packing packing = {&w, codes, (int64_t)c->inputs * bits / 8, bits, 0, scales, zero_points, c->group, groups, data};
+    Packing packing = {&w, codes, (int64_t)c->inputs * bits / 8, bits, 0, scales, zero_points,
+            c->group, groups, data};
     w.data = data;
     matrix_pack(team, &packing);
     void *scratch = aligned_alloc(64, (matrix_scratch(&w, ROWS) + 63) / 64 * 64);
-    double most = 0, error = 0;
+    double most = 0;
+    double error = 0;
     for (int rows = 1; rows <= ROWS; rows++) {
         matrix_multiply(team, &w, x, y, rows, scratch);
         for (int m = 0; m < rows; m++)
             for (int n = 0; n < OUTPUTS; n++) {
                 double sum = 0;
-                for (int k = 0; k < c->inputs; k++) sum += (double)dense[n][k] * x[m * c->inputs + k];
+                for (int k =
+                        0; k < c->inputs; k++) sum += (double)dense[n][k] * x[m * c->inputs + k];
                 most = fmax(most, fabs(sum));
                 error = fmax(error, fabs(sum - y[m * OUTPUTS + n]));
             }
@@ -122,7 +136,8 @@ static int check(Team *team, const Case *c) {
 }
 
 int main(void) {
-    const double exact = 2e-6, rounded = 0.02;
+    const double exact = 2e-6;
+    const double rounded = 0.02;
     const Case cases[] = {
         {"int4", INT4, INT8_GROUP, 256, 64, 0, 0, rounded},
         {"int4 zeros", INT4, INT8_GROUP, 256, 32, 0, 1, rounded},

@@ -1,5 +1,6 @@
-"""Sources → library: which compiler, which instructions, and what becomes of the result. check.c runs the kernels where
-Python does not: without vectors, and for x86 under an emulator."""
+"""Sources → library: which compiler, which instructions, and what becomes of the result. check.c
+runs the kernels where Python does not: without vectors, and for x86 under an emulator.
+"""
 
 import importlib.util
 import platform
@@ -21,8 +22,16 @@ def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     program = folder / "check"
     names = ("team", "input", "pack", "product", "product_integer", "product_float")
     sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
-    options = ["-std=gnu11", "-O0", "-pthread", f"-I{library.SOURCES}", *flags]  # optimizing would take longer than running
-    subprocess.run([*command, *options, *sources, "-o", str(program), "-lm"], check=True, capture_output=True)
+    options = [
+        "-std=gnu11",
+        "-O0",
+        "-pthread",
+        f"-I{library.SOURCES}",
+        *flags,
+    ]  # optimizing would take longer than running
+    subprocess.run(
+        [*command, *options, *sources, "-o", str(program), "-lm"], check=True, capture_output=True
+    )
     return program
 
 
@@ -35,8 +44,10 @@ def test_products_are_right_without_any_vectors(tmp_path: Path):
     assert (answer.returncode, answer.stdout) == (0, "plain C\n")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("ziglang") or not shutil.which("qemu-x86_64"),
-                    reason="needs ziglang and qemu-user, to make and run code for x86")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("ziglang") or not shutil.which("qemu-x86_64"),
+    reason="needs ziglang and qemu-user, to make and run code for x86",
+)
 def test_products_are_right_on_x86_with_avx2(tmp_path: Path):
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-musl"]
     program = compile_check(tmp_path, zig, ["-mavx2", "-mfma", "-mf16c"])
@@ -44,16 +55,27 @@ def test_products_are_right_on_x86_with_avx2(tmp_path: Path):
     assert (answer.returncode, answer.stdout) == (0, "avx2\n")
 
 
-@pytest.mark.parametrize("machine, features, expected", [
-    ("aarch64", {"asimd", "asimddp", "asimdhp", "fp"}, ["-march=armv8.2-a+dotprod+fp16"]),
-    ("aarch64", {"asimd", "fp"}, []),
-    ("x86_64", {"avx2", "fma", "f16c"}, ["-mavx2", "-mfma", "-mf16c"]),
-    ("x86_64", {"avx2", "fma", "f16c", "avx_vnni"}, ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"]),
-    ("x86_64", {"avx2"}, []),
-    ("riscv64", {"v"}, []),
-])
+@pytest.mark.parametrize(
+    "machine, features, expected",
+    [
+        ("aarch64", {"asimd", "asimddp", "asimdhp", "fp"}, ["-march=armv8.2-a+dotprod+fp16"]),
+        ("aarch64", {"asimd", "fp"}, []),
+        ("x86_64", {"avx2", "fma", "f16c"}, ["-mavx2", "-mfma", "-mf16c"]),
+        ("x86_64", {"avx2", "fma", "f16c", "avx_vnni"}, ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"]),
+        ("x86_64", {"avx2"}, []),
+        ("riscv64", {"v"}, []),
+    ],
+)
 def test_flags_name_what_the_processor_has(machine: str, features: set[str], expected: list[str]):
     assert processor_flags(machine, frozenset(features)) == expected
+
+
+def test_zig_is_told_in_its_own_words():
+    zig = Compiler(("python", "-m", "ziglang", "cc"), "clang 22")
+    assert zig.is_zig and not Compiler(("gcc",), "gcc 12").is_zig
+    assert processor_flags("aarch64", frozenset({"asimddp", "asimdhp"}), zig=True) == [
+        "-mcpu=generic+v8_2a+dotprod+fullfp16"
+    ]
 
 
 def test_vnni_is_used_where_all_of_it_is_there():
@@ -64,7 +86,11 @@ def test_vnni_is_used_where_all_of_it_is_there():
 
 def test_another_compiler_or_processor_is_another_library():
     gcc, clang = Compiler(("gcc",), "gcc 12"), Compiler(("clang",), "clang 19")
-    paths = {library.library_path(gcc, []), library.library_path(clang, []), library.library_path(gcc, ["-mavx2"])}
+    paths = {
+        library.library_path(gcc, []),
+        library.library_path(clang, []),
+        library.library_path(gcc, ["-mavx2"]),
+    }
     assert len(paths) == 3
 
 
@@ -77,7 +103,11 @@ def test_without_a_compiler_one_line_says_what_to_install(monkeypatch):
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    monkeypatch.setattr(library, "find_compiler", lambda: Compiler((sys.executable, "-c", "raise SystemExit('no room')"), "none"))
+    monkeypatch.setattr(
+        library,
+        "find_compiler",
+        lambda: Compiler((sys.executable, "-c", "raise SystemExit('no room')"), "none"),
+    )
     with pytest.raises(library.NativeError, match="no room"):
         library.build()
     assert not list(tmp_path.rglob("*.so"))
@@ -95,7 +125,9 @@ def test_the_second_process_finds_the_library_of_the_first(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.skipif(platform.machine() not in ("aarch64", "x86_64"), reason="others have no vectors of their own")
+@pytest.mark.skipif(
+    platform.machine() not in ("aarch64", "x86_64"), reason="others have no vectors of their own"
+)
 def test_the_kernels_use_the_vectors_of_this_processor():
     features = compiler.cpu_features()
     expected = "plain C" if not processor_flags(platform.machine(), features) else ("neon", "avx")

@@ -1,8 +1,9 @@
 """Whole steps through the native executor against the torch decoder, on tiny random models.
 
-Exact steps of weight-only formats differ by float32 rounding. Formats that round x differ where a value lies on the edge
-between two codes: one step of 127 (int8) or of 16 (float8) of single values, which three layers of a random model turn into
-percents of the logits. The same holds for x in 8 bits by group.
+Exact steps of weight-only formats differ by float32 rounding. Formats that round x differ where
+a value lies on the edge between two codes: one step of 127 (int8) or of 16 (float8) of single
+values, which three layers of a random model turn into percents of the logits. The same holds for
+x in 8 bits by group.
 """
 
 import pytest
@@ -21,12 +22,23 @@ from flyweight.models.presets import PresetWeights
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 
-LLAMA = dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, vocab_size=129, max_position_embeddings=512, hidden_act="silu", dtype="float32",
-             tie_word_embeddings=True)
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=129,
+    max_position_embeddings=512,
+    hidden_act="silu",
+    dtype="float32",
+    tie_word_embeddings=True,
+)
 FAMILIES = {
     "llama": LLAMA,
-    "llama, untied, biases": LLAMA | dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+    "llama, untied, biases": LLAMA
+    | dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
     "llama, part of the head turned": LLAMA | dict(partial_rotary_factor=0.5),
     "mistral with a window": LLAMA | dict(model_type="mistral", sliding_window=9),
     "qwen2": LLAMA | dict(model_type="qwen2", tie_word_embeddings=False),
@@ -48,8 +60,10 @@ def caches(config: dict, dtype: torch.dtype = torch.float32) -> list[KVStorage]:
     heads = config["num_key_value_heads"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     shape = (PAGES, BLOCK, heads, size)
-    return [KVStorage(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-            for _ in range(config["num_hidden_layers"])]
+    return [
+        KVStorage(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        for _ in range(config["num_hidden_layers"])
+    ]
 
 
 def make_batch(sequences: list[tuple[int, int]], outputs: list[int] | None = None) -> Batch:
@@ -63,13 +77,24 @@ def make_batch(sequences: list[tuple[int, int]], outputs: list[int] | None = Non
             slots.append(int(tables[i, position // BLOCK]) * BLOCK + position % BLOCK)
         starts.append(starts[-1] + count)
     wanted = [end - 1 for end in starts[1:]] if outputs is None else outputs
-    return Batch(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), tables, starts,
-                 [start + count for start, count in sequences], torch.tensor(wanted, dtype=torch.int64))
+    return Batch(
+        torch.tensor(tokens),
+        torch.tensor(positions),
+        torch.tensor(slots),
+        tables,
+        starts,
+        [start + count for start, count in sequences],
+        torch.tensor(wanted, dtype=torch.int64),
+    )
 
 
-def largest_difference(config: dict, scheme: str, *, exact: bool, kv: torch.dtype = torch.float32, **options) -> float:
+def largest_difference(
+    config: dict, scheme: str, *, exact: bool, kv: torch.dtype = torch.float32, **options
+) -> float:
     """Of the logits' norm, over all steps."""
-    torch_decoder = Decoder.load(PresetWeights(config, scheme), device="cpu", dtype=torch.float32, exact=True)
+    torch_decoder = Decoder.load(
+        PresetWeights(config, scheme), device="cpu", dtype=torch.float32, exact=True
+    )
     native = NativeDecoder(read_parts(PresetWeights(config, scheme), exact=exact, **options))
     theirs, ours = caches(config), caches(config, kv)
     found = 0.0
@@ -122,7 +147,9 @@ def test_logits_of_every_token_can_be_asked_for_and_of_none():
     assert native.forward(part, ours).shape == (0, 129)
     torch_decoder.forward(part, theirs)
     rest = make_batch([(20, 7)], outputs=[6, 0, 3])
-    assert torch.allclose(native.forward(rest, ours), torch_decoder.forward(rest, theirs), atol=1e-5)
+    assert torch.allclose(
+        native.forward(rest, ours), torch_decoder.forward(rest, theirs), atol=1e-5
+    )
 
 
 def test_nan_stays_in_its_sequence():
@@ -138,18 +165,28 @@ def test_nan_stays_in_its_sequence():
 
 def generate(model, prompts: list[list[int]], **options) -> list[list[int]]:
     shape = CacheShape(layers=3, kv_heads=2, head_dim=16, dtype=torch.float32)
-    engine = Engine(model, shape, vocabulary=129, device=torch.device("cpu"), max_model_len=128, blocks=64, **options)
+    engine = Engine(
+        model,
+        shape,
+        vocabulary=129,
+        device=torch.device("cpu"),
+        max_model_len=128,
+        blocks=64,
+        **options,
+    )
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True).with_defaults({})
     requests = [engine.submit(prompt, params)[0] for prompt in prompts]
     while engine.busy:
         engine.step()
-    return [request.tokens[len(request.prompt):] for request in requests]
+    return [request.tokens[len(request.prompt) :] for request in requests]
 
 
 def test_the_engine_runs_it_like_any_model():
     """Batches, prompts in parts and shared prefixes give the tokens of the torch decoder."""
     weights = PresetWeights(LLAMA, "fp32")
-    prompts = [[(7 * i + k) % 129 for k in range(length)] for i, length in enumerate((3, 40, 17, 1))]
+    prompts = [
+        [(7 * i + k) % 129 for k in range(length)] for i, length in enumerate((3, 40, 17, 1))
+    ]
     prompts.append(prompts[1] + [5, 6])  # begins like another one
     expected = generate(Decoder.load(weights, device="cpu", dtype=torch.float32), prompts)
     native = NativeDecoder(read_parts(weights, exact=True))

@@ -1,8 +1,8 @@
 """Every format through the native kernels against `matmul_reference` in float64.
 
-Exact products differ from it by float32 rounding alone. Products with x in 8 bits by group differ by that rounding: half a
-step of 127 steps to the group's largest value, which for normal values of x (largest about 2.5 σ) is 0.6 % of a typical
-result and more of a small one.
+Exact products differ from it by float32 rounding alone. Products with x in 8 bits by group
+differ by that rounding: half a step of 127 steps to the group's largest value, which for normal
+values of x (largest about 2.5 σ) is 0.6 % of a typical result and more of a small one.
 """
 
 import dataclasses
@@ -13,7 +13,15 @@ import torch
 from flyweight.kernels.native import library
 from flyweight.kernels.native.linear import NativeLinear
 from flyweight.kernels.native.weight import describe
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+from flyweight.tensors import (
+    Float8,
+    Int8Channel,
+    IntGroup,
+    Plain,
+    QuantTensor,
+    Sparse24,
+    VectorQuant,
+)
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 
@@ -26,12 +34,16 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def groups(bits: int, size: int, symmetric: bool, columns: int = 256, **options) -> QuantTensor:
-    return IntGroup.random((40, columns), bits=bits, group_size=size, symmetric=symmetric, **options)
+    return IntGroup.random(
+        (40, columns), bits=bits, group_size=size, symmetric=symmetric, **options
+    )
 
 
 WEIGHT_ONLY = {
     f"int{bits} groups of {size}{' symmetric' if symmetric else ''}": groups(bits, size, symmetric)
-    for bits in (2, 3, 4, 8) for size in (32, 64, 128, -1) for symmetric in (True, False)
+    for bits in (2, 3, 4, 8)
+    for size in (32, 64, 128, -1)
+    for symmetric in (True, False)
 } | {
     "int4 act-order": groups(4, 64, False, act_order=True),
     "int4 act-order, last group short": groups(4, 64, False, columns=224, act_order=True),
@@ -45,21 +57,32 @@ WEIGHT_ONLY = {
 AS_DEFINED = {  # the activations are part of the format, so the result is exact either way
     "w8a8": Int8Channel.random((40, 256)),
     "w8a8 ragged": Int8Channel.random((43, 100)),
-    "w8a8 static": dataclasses.replace(Int8Channel.random((40, 256)), input_scale=torch.tensor([0.02])),
+    "w8a8 static": dataclasses.replace(
+        Int8Channel.random((40, 256)), input_scale=torch.tensor([0.02])
+    ),
     "w8a8 static with zero point": dataclasses.replace(
-        Int8Channel.random((40, 256)), input_scale=torch.tensor([0.02]), input_zero=torch.tensor([7.0])),
+        Int8Channel.random((40, 256)),
+        input_scale=torch.tensor([0.02]),
+        input_zero=torch.tensor([7.0]),
+    ),
     "float32": Plain.random((43, 101), dtype=torch.float32),
     "float16": Plain.random((43, 101), dtype=torch.float16),
     "bfloat16": Plain.random((43, 101), dtype=torch.bfloat16),
     "float8 by token": Float8.random((43, 101)),
     "float8 weight only": Float8.random((40, 256), activation="none"),
     "float8 by group": Float8.random((40, 256), activation="group"),
-    "float8 static": dataclasses.replace(Float8.random((40, 256), activation="static"), input_scale=torch.tensor([0.01])),
-    "float8 in blocks": Float8(Float8.random((200, 320)).weight, torch.rand(2, 3) / 64, "none", block=128),
+    "float8 static": dataclasses.replace(
+        Float8.random((40, 256), activation="static"), input_scale=torch.tensor([0.01])
+    ),
+    "float8 in blocks": Float8(
+        Float8.random((200, 320)).weight, torch.rand(2, 3) / 64, "none", block=128
+    ),
     "2:4 w8a8": Sparse24.random((40, 256)),
     "vptq": VectorQuant.random((40, 96), main=256, residual=16),
     "vptq without residual": VectorQuant.random((43, 96), main=256, residual=None),
-    "vptq in groups, permuted": VectorQuant.random((40, 96), main=64, residual=300, groups=2, permute=True),
+    "vptq in groups, permuted": VectorQuant.random(
+        (40, 96), main=64, residual=300, groups=2, permute=True
+    ),
     "vptq with outliers": VectorQuant.random((40, 96), main=64, residual=None, outliers=16),
     "vptq of four": VectorQuant.random((40, 96), length=4, main=64, residual=None, normalize=False),
 }
@@ -109,18 +132,26 @@ def test_bias_is_added():
     tensor = groups(4, 64, False)
     bias = torch.randn(40)
     x = torch.randn(5, 256)
-    assert relative(NativeLinear(tensor, exact=True, bias=bias)(x), tensor.matmul_reference(x) + bias) < FLOAT32_ERROR
+    assert (
+        relative(NativeLinear(tensor, exact=True, bias=bias)(x), tensor.matmul_reference(x) + bias)
+        < FLOAT32_ERROR
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", ["int4 groups of 64", "int8 groups of 32 symmetric", "w8a8", "float16", "float8 weight only"])
+@pytest.mark.parametrize(
+    "name",
+    ["int4 groups of 64", "int8 groups of 32 symmetric", "w8a8", "float16", "float8 weight only"],
+)
 def test_nan_and_infinity_are_passed_on_in_their_row_alone(name: str, exact: bool, bad: float):
     tensor = (WEIGHT_ONLY | AS_DEFINED)[name]
     x = torch.randn(6, tensor.matrix_shape[1])
     x[2, 17] = bad
     out = NativeLinear(tensor, exact=exact)(x)
-    touched = tensor.dequantize()[:, 17] != 0  # infinity times nothing is NaN, too, but is another matter
+    touched = (
+        tensor.dequantize()[:, 17] != 0
+    )  # infinity times nothing is NaN, too, but is another matter
     assert not out[2][touched].isfinite().any()
     assert out[[0, 1, 3, 4, 5]].isfinite().all()
 
@@ -134,7 +165,9 @@ def test_no_rows_give_no_rows():
 
 
 def test_small_scales_survive_in_16_bits():
-    """bfloat16 scales of 1e-7 would be subnormal float16: a power of two is taken out of all of them."""
+    """bfloat16 scales of 1e-7 would be subnormal float16: a power of two is taken out of all of
+    them.
+    """
     tensor = groups(4, 64, False)
     tiny = dataclasses.replace(tensor, scales=(tensor.scales.float() * 1e-5).bfloat16())
     x = torch.randn(2, 256)
@@ -143,8 +176,15 @@ def test_small_scales_survive_in_16_bits():
     assert relative(linear(x), tiny.matmul_reference(x)) < FLOAT32_ERROR
 
 
-@pytest.mark.parametrize("name, most", [
-    ("int4 groups of 64 symmetric", 1.01), ("int8 groups of 128", 1.02), ("float8 weight only", 1.01), ("bfloat16", 1.2)])
+@pytest.mark.parametrize(
+    "name, most",
+    [
+        ("int4 groups of 64 symmetric", 1.01),
+        ("int8 groups of 128", 1.02),
+        ("float8 weight only", 1.01),
+        ("bfloat16", 1.2),
+    ],
+)
 def test_weights_keep_about_the_bytes_of_their_file(name: str, most: float):
     tensor = (WEIGHT_ONLY | AS_DEFINED)[name]
     assert NativeLinear(tensor).nbytes <= most * tensor.nbytes

@@ -30,12 +30,17 @@ X86 = (
     ({"avx2", "fma", "f16c", "avx_vnni"}, "-mavx2 -mfma -mf16c -mavxvnni"),
     ({"avx2", "fma", "f16c"}, "-mavx2 -mfma -mf16c"),
 )
+ZIG = {"-march=armv8.2-a+dotprod+fp16": "-mcpu=generic+v8_2a+dotprod+fullfp16"}
 
 
 @dataclass(frozen=True)
 class Compiler:
     command: tuple[str, ...]
     version: str
+
+    @property
+    def is_zig(self) -> bool:
+        return "ziglang" in self.command or Path(self.command[0]).name == "zig"
 
 
 @functools.cache
@@ -76,10 +81,12 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def processor_flags(machine: str, features: frozenset[str]) -> list[str]:
-    """For the widest instructions that are all there; none for plain C."""
+def processor_flags(machine: str, features: frozenset[str], *, zig: bool = False) -> list[str]:
+    """For the widest instructions that are all there; none for plain C. zig spells some of them
+    otherwise.
+    """
     table = {"aarch64": ARM, "arm64": ARM, "x86_64": X86, "AMD64": X86}.get(machine, ())
     for needed, flags in table:
         if needed <= features:
-            return flags.split()
+            return [ZIG.get(flag, flag) if zig else flag for flag in flags.split()]
     return []

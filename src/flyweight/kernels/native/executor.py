@@ -1,9 +1,9 @@
 """Whole steps of a decoder in one native call: the same `forward(batch, caches)` as
 models.decoder.Decoder.
 
-The model is handed over as `Parts`: packed weights and plain numbers, which become the C structs of
-source/decoder.h. Batches are ragged, as the engine makes them: prompts, parts of prompts and single
-tokens in any mix, over the paged cache in float32, float16 or bfloat16.
+The model is handed over as `Parts`: packed weights and plain numbers, which become the C structs
+of source/decoder.h. Batches are ragged, as the engine makes them: prompts, parts of prompts and
+single tokens in any mix, over the paged cache in float32, float16 or bfloat16.
 """
 
 from __future__ import annotations

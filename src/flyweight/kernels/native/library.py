@@ -1,8 +1,8 @@
 """The C sources as a library in this process, and its threads.
 
 Compiled once for these sources, this compiler and these instructions; the library is kept in the
-cache under a hash of all of that. It is written beside and renamed, under a lock, so that several
-processes can start at once.
+cache under a hash of all of that. It is written beside and renamed, under a lock, so that
+several processes can start at once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def build() -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise NativeError(
-            "the CPU's native kernels need a C compiler, and there is none; install gcc or "
-            "clang, or "
+            "the CPU's native kernels need a C compiler, and there is none; "
+            "install gcc or clang, or "
             "`pip install 'flyweight[cpu]'` (torch's own ops take over until then)"
         )
-    flags = [*COMMON, *processor_flags(platform.machine(), cpu_features())]
+    flags = [*COMMON, *processor_flags(platform.machine(), cpu_features(), zig=compiler.is_zig)]
     path = library_path(compiler, flags)
     if path.exists():
         return path
@@ -94,8 +94,8 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(build()))
     except OSError as error:
         raise NativeError(
-            f"the native kernels cannot be loaded ({error}); set FLYWEIGHT_CACHE to a folder that "
-            f"allows "
+            f"the native kernels cannot be loaded ({error}); "
+            "set FLYWEIGHT_CACHE to a folder that allows "
             "programs, or remove its `native` folder"
         ) from error
     pointer = ctypes.c_void_p
@@ -158,15 +158,20 @@ class _Team:
 
 def team() -> int:
     """The handle of this process's threads, started when first needed."""
-    if _Team.process != os.getpid():
-        count = thread_count()
-        cores = allowed_cores()
-        # with fewer threads than cores the system knows better
-        pinned = count == len(cores) and count > 1
-        _Team.cores = (ctypes.c_int32 * count)(*cores) if pinned else None
-        _Team.handle = load().team_make(count, _Team.cores)
-        if not _Team.handle:
-            raise NativeError(f"{count} threads cannot be started; set OMP_NUM_THREADS to fewer")
-        _Team.process = os.getpid()
+    if _Team.handle is None or _Team.process != os.getpid():
+        start_team(thread_count())
     assert _Team.handle is not None
     return _Team.handle
+
+
+def start_team(count: int) -> None:
+    """So many threads from now on; those from before sleep for ever."""
+    cores = allowed_cores()
+    pinned = (
+        count == len(cores) and count > 1
+    )  # with fewer threads than cores the system knows better where to put them
+    _Team.cores = (ctypes.c_int32 * count)(*cores) if pinned else None
+    _Team.handle = load().team_make(count, _Team.cores)
+    _Team.process = os.getpid()
+    if not _Team.handle:
+        raise NativeError(f"{count} threads cannot be started; set OMP_NUM_THREADS to fewer")

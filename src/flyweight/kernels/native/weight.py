@@ -3,16 +3,16 @@ one scale.
 
 Every kind keeps about the bits of its file:
 
-    IntGroup      2 to 4 bits → 4, 5 to 8 → 8; scales in float16 where that holds them (a power of
-                  two for all may help), else float32. Act-order becomes an order of the inputs.
+    IntGroup      2 to 4 bits → 4, 5 to 8 → 8; scales in float16 where that holds them (a power
+                  of two for all may help), else float32. Act-order becomes an order of the inputs.
     Int8Channel   8 bits, one float32 scale an output, x in 8 bits by token: what the format means
     Plain         as it is; float32 in 16 bits where those hold every value
     Float8        8 bits; x rounded to float8 where the format says so
     Sparse24      with its zeros written out, in the bits of the kept values
     VectorQuant   16-bit indices, residual indices in 8 or 16 bits; books of vectors of eight
 
-`exact` keeps x in float32 for weight-only kinds; without it integers multiply integers, x rounded
-to 8 bits by group.
+`exact` keeps x in float32 for weight-only kinds; without it integers multiply integers, x
+rounded to 8 bits by group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ ACTIVATIONS = (
     "float8 by group",
 )
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-LONGEST_GROUP = 128  # inputs of x that share a scale, where the weight does not ask for more
+LONGEST_GROUP = 128  # inputs under one copy of a scale
+INPUT_GROUP = 32  # inputs of x that share a scale of x: rounding with 64 costs twice the KL
 HALF_MOST = 65504.0
 
 
@@ -61,6 +62,7 @@ class Matrix(ctypes.Structure):
         ("columns", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("groups", ctypes.c_int32),
+        ("input_group", ctypes.c_int32),
         ("wide_scales", ctypes.c_int32),
         ("zeros", ctypes.c_int32),
         ("input_scale", ctypes.c_float),
@@ -175,6 +177,7 @@ def empty_matrix(tensor: QuantTensor | Tensor, kind: str, *, group: int, groups:
         columns=group * groups,
         group=group,
         groups=groups,
+        input_group=group,
         factor=1.0,
     )
 
@@ -207,20 +210,19 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# -- integers ------------------------------------------------------------------------------
+# -- integers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    group: int  # inputs that share a scale of x: the weight's group or a part of it
+    group: int  # inputs under one copy of a scale: the weight's group or a part of it
     groups: int
     order: Tensor | None  # int32 [columns]: the input of each column, −1 for filling
 
 
 def group_layout(tensor: IntGroup) -> GroupLayout | None:
     """None where the weight's groups do not come in whole steps of 16 inputs."""
-    inputs = tensor.in_features
-    size = tensor.group_size
+    inputs, size = tensor.in_features, tensor.group_size
     if size >= inputs and tensor.g_idx is None:
         group = best_group(inputs)
         return GroupLayout(group, -(-inputs // group), None)
@@ -234,8 +236,9 @@ def group_layout(tensor: IntGroup) -> GroupLayout | None:
     counts = torch.bincount(tensor.g_idx.long(), minlength=tensor.groups)
     if int(counts.max()) > size:
         return None
-    # each group's inputs, filled up
-    order = torch.full((tensor.groups, size), -1, dtype=torch.int32)
+    order = torch.full(
+        (tensor.groups, size), -1, dtype=torch.int32
+    )  # each group's inputs, filled up
     by_group = tensor.g_idx.long().argsort(stable=True)
     start = counts.cumsum(0) - counts
     column = torch.arange(inputs) - start[tensor.g_idx.long()[by_group]]
@@ -244,9 +247,7 @@ def group_layout(tensor: IntGroup) -> GroupLayout | None:
 
 
 def best_group(inputs: int) -> int:
-    """Of x, where the weight has one scale a row: the longest that needs no filling, or else
-    little.
-    """
+    """Where the weight has one scale a row: the longest that needs no filling, or else little."""
     return next((group for group in (LONGEST_GROUP, 64, 32) if inputs % group == 0), 32)
 
 
@@ -254,10 +255,13 @@ def pack_groups(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight
     kind = "int4" if tensor.bits <= 4 else "int8"
     matrix = empty_matrix(tensor, kind, group=layout.group, groups=layout.groups)
     matrix.activation = ACTIVATIONS.index("as it is" if exact else "int8 by group")
+    matrix.input_group = min(layout.group, INPUT_GROUP)
     scales, matrix.factor, matrix.wide_scales = narrow(tensor.scales, exact=exact)
     zeros = tensor.zeros
-    # the middle of the file's bits is not the middle of ours
-    if zeros is None and tensor.bits not in (4, 8):
+    if zeros is None and tensor.bits not in (
+        4,
+        8,
+    ):  # the middle of the file's bits is not the middle of ours
         zeros = torch.full(scales.shape, 1 << (tensor.bits - 1), dtype=torch.uint8)
     matrix.zeros = int(zeros is not None)
     header = (32 if matrix.wide_scales else 16) + 16 * matrix.zeros
@@ -270,11 +274,9 @@ def pack_groups(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight
     )
     weight.keep("order", layout.order)
     if tensor.bits in (4, 8):  # the stream of the file is what the packer reads
-        values = tensor.codes.contiguous().view(torch.uint8)
-        bits = tensor.bits
+        values, bits = tensor.codes.contiguous().view(torch.uint8), tensor.bits
     else:
-        values = tensor.values().to(torch.uint8)
-        bits = 8
+        values, bits = tensor.values().to(torch.uint8), 8
     return _fill(
         weight, Source(values, bits, scales, zeros, min(tensor.group_size, matrix.columns))
     )
@@ -313,14 +315,15 @@ def pack_channels(tensor: Int8Channel) -> Weight:
     )
 
 
-# -- floats --------------------------------------------------------------------------------
+# -- floats ----------------------------------------------------------------------------------------
 
 
 def pack_floats(values: Tensor, why: str) -> Weight:
     if values.dtype == torch.float32 and torch.equal(values.half().float(), values):
         values = values.half()
-    # the kernel knows numbers only
-    if values.dtype == torch.float16 and not bool(values.isfinite().all()):
+    if values.dtype == torch.float16 and not bool(
+        values.isfinite().all()
+    ):  # the kernel knows numbers only
         values = values.float()
     group = -(-values.shape[1] // 8) * 8
     matrix = empty_matrix(values, FLOATS[values.dtype], group=group, groups=1)
@@ -364,7 +367,7 @@ def float8_scales(tensor: Float8, groups: int) -> Tensor:
     return padded.view(-1, WIDTH, groups).transpose(1, 2).contiguous()
 
 
-# -- vectors -------------------------------------------------------------------------------
+# -- vectors ---------------------------------------------------------------------------------------
 
 
 def takes_vectors(tensor: VectorQuant) -> bool:
@@ -394,10 +397,8 @@ def pack_vectors(tensor: VectorQuant) -> Weight:
     weight = Weight(matrix, "vectors of eight, x in float32")
     weight.keep("data", data)
     books = [book for book in (tensor.codebook, tensor.residual) if book is not None]
-    matrix.wide_scales = int(
-        any(not torch.equal(book.float().half().float(), book.float()) for book in books)
-    )
-    dtype = torch.float32 if matrix.wide_scales else torch.float16
+    dtype = book_dtype(books)
+    matrix.wide_scales = (torch.float16, torch.float32, torch.bfloat16).index(dtype)
     weight.keep("book", tensor.codebook.to(dtype).contiguous())
     matrix.entries = tensor.codebook.shape[1]
     if tensor.residual is not None:
@@ -412,6 +413,14 @@ def pack_vectors(tensor: VectorQuant) -> Weight:
         "column_bias", None if tensor.bias is None else tensor.bias.float()[order].contiguous()
     )
     return weight
+
+
+def book_dtype(books: list[Tensor]) -> torch.dtype:
+    """Books are looked up at random: the fewer bytes, the nearer the cache that holds them."""
+    if all(book.dtype == torch.bfloat16 for book in books):
+        return torch.bfloat16
+    fits = all(torch.equal(book.float().half().float(), book.float()) for book in books)
+    return torch.float16 if fits else torch.float32
 
 
 def _by_block(indices: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 // Rope, the paged KV cache, and attention over it.
 //
-// An item of work is one tile of a sequence's new tokens and one kv head (or, where there would be too few items, one
-// query head). Keys and values of TILE tokens at a time are gathered from their pages as float32, used for all the
-// item's queries, and softmax goes along ("online"):
+// An item of work is one tile of a sequence's new tokens and one kv head (or, where there would be
+// too few items, one query head). Keys and values of TILE tokens at a time are gathered from their
+// pages as float32, used for all the item's queries, and softmax goes along ("online"):
 //
 //            keys →   tile 0   tile 1   tile 2
-//   queries ↓         ┌──────┬──────┬──────┐      most, sum and the weighted values of each query are kept
+//   queries ↓         ┌──────┬──────┬──────┐   most, sum and the weighted values of each query are kept
 //   (tokens × heads)  │  ──► │  ──► │  ──► │      and rescaled when a larger score comes
 //                     └──────┴──────┴──────┘
 #include "decoder.h"
@@ -35,7 +35,8 @@ typedef struct {
 } Item;
 
 size_t attention_bytes(const Decoder *d) {
-    return 4 * ((size_t)(2 * TILE + QUERIES + d->heads) * d->head_dim + 2 * TILE + 2 * (QUERIES + d->heads)) + 256;
+    size_t rows = QUERIES + d->heads;
+    return 4 * ((2 * TILE + rows) * d->head_dim + 2 * TILE + 2 * rows) + 256;
 }
 
 static Scratch place(const Decoder *d, void *memory) {
@@ -50,7 +51,7 @@ static Scratch place(const Decoder *d, void *memory) {
     return s;
 }
 
-// -- the cache --------------------------------------------------------------------------------------------------------
+// -- the cache ------------------------------------------------------------------------------------
 
 static void store(void *to, const float *from, int count, int storage) {
     for (int d = 0; d < count; d += WIDTH) {
@@ -61,7 +62,8 @@ static void store(void *to, const float *from, int count, int storage) {
             for (int i = 0; i < WIDTH; i++) {
                 uint32_t bits;
                 memcpy(&bits, from + d + i, 4);
-                bits = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1);
+                bits = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000
+                        : bits + 0x7fff + (bits >> 16 & 1);
                 ((uint16_t *)to)[d + i] = (uint16_t)(bits >> 16);
             }
     }
@@ -70,7 +72,8 @@ static void store(void *to, const float *from, int count, int storage) {
 void fetch(float *to, const void *from, int count, int storage) {
     for (int d = 0; d < count; d += WIDTH) {
         if (storage == STORE_FLOAT32) floats_store(to + d, floats_load((const float *)from + d));
-        else if (storage == STORE_FLOAT16) floats_store(to + d, halves_load((const uint16_t *)from + d));
+        else if (storage == STORE_FLOAT16) floats_store(to + d,
+                halves_load((const uint16_t *)from + d));
         else floats_store(to + d, bfloats_load((const uint16_t *)from + d));
     }
 }
@@ -79,18 +82,21 @@ static size_t bytes_of(const Decoder *d) {
     return d->storage == STORE_FLOAT32 ? 4 : 2;
 }
 
-static void gather(const Item *item, int kv_head, int begin, int count, const void *pages, float *to) {
+static void gather(const Item *item, int kv_head, int begin, int count, const void *pages,
+        float *to) {
     const Decoder *d = item->run->decoder;
     const Step *step = item->run->step;
     const int32_t *table = step->block_tables + (size_t)item->sequence * step->table_width;
     for (int i = 0; i < count; i++) {
-        size_t slot = (size_t)table[(begin + i) / d->block_size] * d->block_size + (begin + i) % d->block_size;
+        size_t page = table[(begin + i) / d->block_size];
+        size_t slot = page * d->block_size + (begin + i) % d->block_size;
         size_t at = (slot * d->kv_heads + kv_head) * d->head_dim;
-        fetch(to + i * d->head_dim, (const uint8_t *)pages + at * bytes_of(d), d->head_dim, d->storage);
+        fetch(to + i * d->head_dim, (const uint8_t *)pages + at * bytes_of(d), d->head_dim,
+                d->storage);
     }
 }
 
-// -- norm and rope ----------------------------------------------------------------------------------------------------
+// -- norm and rope --------------------------------------------------------------------------------
 
 void rms_norm(const float *x, const float *weight, float *out, int size, float epsilon) {
     floats8 squares = floats_splat(0);
@@ -107,9 +113,11 @@ void rms_norm(const float *x, const float *weight, float *out, int size, float e
 
 static void turn(const Decoder *d, float *head, int64_t position) {
     int half = d->rotary / 2;
-    const float *cos = d->cos + position * half, *sin = d->sin + position * half;
+    const float *cos = d->cos + position * half;
+    const float *sin = d->sin + position * half;
     for (int i = 0; i < half; i++) {
-        float a = head[i], b = head[half + i];
+        float a = head[i];
+        float b = head[half + i];
         head[i] = a * cos[i] - b * sin[i];
         head[half + i] = b * cos[i] + a * sin[i];
     }
@@ -119,7 +127,9 @@ void rope_and_store(const Run *run, Team *team, int layer) {
     const Decoder *d = run->decoder;
     const Step *step = run->step;
     const Layer *l = d->layers + layer;
-    int size = d->head_dim, all = d->heads + 2 * d->kv_heads, width = bytes_of(d);
+    int size = d->head_dim;
+    int all = d->heads + 2 * d->kv_heads;
+    int width = bytes_of(d);
     for (int row; (row = team_claim(team, 1)) < run->rows;) {
         float *heads = run->qkv + (size_t)row * all * size;
         size_t at = (size_t)step->slots[row] * d->kv_heads * size;
@@ -128,22 +138,27 @@ void rope_and_store(const Run *run, Team *team, int layer) {
             if (norm) rms_norm(heads + h * size, norm, heads + h * size, size, d->epsilon);
             turn(d, heads + h * size, step->positions[row]);
         }
-        const float *keys = heads + d->heads * size, *values = keys + d->kv_heads * size;
+        const float *keys = heads + d->heads * size;
+        const float *values = keys + d->kv_heads * size;
         store((uint8_t *)step->keys[layer] + at * width, keys, d->kv_heads * size, d->storage);
         store((uint8_t *)step->values[layer] + at * width, values, d->kv_heads * size, d->storage);
     }
 }
 
-// -- attention --------------------------------------------------------------------------------------------------------
+// -- attention ------------------------------------------------------------------------------------
 
-// scores[r][t] = query r · key t for `rows` queries, a constant; keys from `count` on are old scratch, whose scores nobody reads.
-ALWAYS_INLINE void score_keys(const float *const queries[2], const float *keys, float *scores, int count, int size, const int rows) {
+// scores[r][t] = query r · key t for `rows` queries, a constant; keys from `count` on are old
+// scratch, whose scores nobody reads.
+ALWAYS_INLINE void score_keys(const float *const queries[2], const float *keys, float *scores,
+        int count, int size,
+                              const int rows) {
     for (int t = 0; t < count; t += 4) {
         floats8 sum[8];
         const float *key = keys + t * size;
         UNROLL for (int i = 0; i < 4 * rows; i++) sum[i] = floats_splat(0);
         for (int d = 0; d < size; d += WIDTH) {
-            floats8 first = floats_load(queries[0] + d), second = floats_load(queries[rows - 1] + d);
+            floats8 first = floats_load(queries[0] + d);
+            floats8 second = floats_load(queries[rows - 1] + d);
             UNROLL for (int i = 0; i < 4; i++) {
                 floats8 k = floats_load(key + i * size + d);
                 sum[i] = floats_fma(sum[i], first, k);
@@ -155,8 +170,9 @@ ALWAYS_INLINE void score_keys(const float *const queries[2], const float *keys, 
     }
 }
 
-// Scores → weights of one query, which sees keys `skip` to `count` of the tile; the sums so far are to be multiplied with the
-// result. Lanes of eight, because one maximum or sum would wait for itself. NaN is no maximum, but stays in the weights.
+// Scores → weights of one query, which sees keys `skip` to `count` of the tile; the sums so far are
+// to be multiplied with the result. Lanes of eight, because one maximum or sum would wait for
+// itself. NaN is no maximum, but stays in the weights.
 static float weigh(Scratch *s, int row, float *scores, int skip, int count, float scale) {
     int end = (count + WIDTH - 1) / WIDTH * WIDTH;
     float most[WIDTH], total[WIDTH] = {0};
@@ -169,7 +185,8 @@ static float weigh(Scratch *s, int row, float *scores, int skip, int count, floa
             scores[t + i] = score;
             most[i] = score > most[i] ? score : most[i];
         }
-    float before = s->most[row], now = before;
+    float before = s->most[row];
+    float now = before;
     for (int i = 0; i < WIDTH; i++) now = most[i] > now ? most[i] : now;
     if (now == -INFINITY) now = 0; // nothing but NaN
     for (int t = 0; t < end; t += WIDTH)
@@ -178,7 +195,8 @@ static float weigh(Scratch *s, int row, float *scores, int skip, int count, floa
             scores[t + i] = weight;
             total[i] += weight;
         }
-    float fade = before == -INFINITY ? 0 : exponential(before - now), sum = 0;
+    float fade = before == -INFINITY ? 0 : exponential(before - now);
+    float sum = 0;
     for (int i = 0; i < WIDTH; i++) sum += total[i];
     s->total[row] = s->total[row] * fade + sum;
     s->most[row] = now;
@@ -187,18 +205,22 @@ static float weigh(Scratch *s, int row, float *scores, int skip, int count, floa
 
 #define CHUNK 4 // vectors of a head that stay in registers while the values go by
 
-ALWAYS_INLINE void add_values(float *const sums[2], const float *values, const float *weights, int count, int size,
+ALWAYS_INLINE void add_values(float *const sums[2], const float *values, const float *weights,
+        int count, int size,
                               const float fade[2], const int rows) {
     for (int d = 0; d < size; d += CHUNK * WIDTH) {
         floats8 sum[2][CHUNK];
         int chunk = (size - d) / WIDTH < CHUNK ? (size - d) / WIDTH : CHUNK;
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int i = 0; i < CHUNK; i++)
-                sum[r][i] = i < chunk ? floats_scale(floats_load(sums[r] + d + i * WIDTH), fade[r]) : floats_splat(0);
+                sum[r][i] = i < chunk ? floats_scale(floats_load(sums[r] + d + i * WIDTH),
+                        fade[r]) : floats_splat(0);
         for (int t = 0; t < count; t++)
-            UNROLL for (int i = 0; i < CHUNK; i++) { // what lies beyond a short head is read, but not used
+            // what lies beyond a short head is read, but not used
+            UNROLL for (int i = 0; i < CHUNK; i++) {
                 floats8 v = floats_load(values + t * size + d + i * WIDTH);
-                UNROLL for (int r = 0; r < rows; r++) sum[r][i] = floats_fma_scalar(sum[r][i], v, weights[r * TILE + t]);
+                UNROLL for (int r = 0; r < rows; r++) sum[r][i] = floats_fma_scalar(sum[r][i], v,
+                        weights[r * TILE + t]);
             }
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int i = 0; i < CHUNK; i++)
@@ -206,17 +228,25 @@ ALWAYS_INLINE void add_values(float *const sums[2], const float *values, const f
     }
 }
 
-// One or two queries of an item and a tile of keys; `begin` is the first key's place in the sequence.
-ALWAYS_INLINE void attend_rows(const Item *item, Scratch *s, int row, int begin, int count, const int rows) {
+// One or two queries of an item and a tile of keys; `begin` is the first key's place in the
+// sequence.
+ALWAYS_INLINE void attend_rows(const Item *item, Scratch *s, int row, int begin, int count,
+        const int rows) {
     const Run *run = item->run;
     const Decoder *d = run->decoder;
-    int size = d->head_dim, window = d->layers[item->layer].window, least = TILE, most = 0;
-    int all = (d->heads + 2 * d->kv_heads) * size, start = run->step->query_starts[item->sequence] + item->first;
+    int size = d->head_dim;
+    int window = d->layers[item->layer].window;
+    int least = TILE;
+    int most = 0;
+    int all = (d->heads + 2 * d->kv_heads) * size;
+    int start = run->step->query_starts[item->sequence] + item->first;
     int skips[2], ends[2];
     const float *queries[2];
     float *sums[2], fade[2];
     for (int r = 0; r < rows; r++) {
-        int token = (row + r) / item->heads, head = item->head + (row + r) % item->heads, end = item->before + token + 1 - begin;
+        int token = (row + r) / item->heads;
+        int head = item->head + (row + r) % item->heads;
+        int end = item->before + token + 1 - begin;
         queries[r] = run->qkv + (size_t)(start + token) * all + head * size;
         sums[r] = s->sums + (row + r) * size;
         ends[r] = end < 0 ? 0 : end < count ? end : count;
@@ -240,13 +270,17 @@ static void attend_item(const Item *item, Scratch *s) {
     const Run *run = item->run;
     const Decoder *d = run->decoder;
     const Step *step = run->step;
-    int size = d->head_dim, window = d->layers[item->layer].window, rows = item->count * item->heads;
-    int kv_head = item->head / (d->heads / d->kv_heads), end = item->before + item->count;
+    int size = d->head_dim;
+    int window = d->layers[item->layer].window;
+    int rows = item->count * item->heads;
+    int kv_head = item->head / (d->heads / d->kv_heads);
+    int end = item->before + item->count;
     int begin = window && item->before + 1 > window ? item->before + 1 - window : 0;
     for (int row = 0; row < rows; row++) s->most[row] = -INFINITY, s->total[row] = 0;
     memset(s->sums, 0, 4 * (size_t)rows * size);
     for (int t = begin; t < end; t += TILE) {
-        int count = end - t < TILE ? end - t : TILE, row = 0;
+        int count = end - t < TILE ? end - t : TILE;
+        int row = 0;
         gather(item, kv_head, t, count, step->keys[item->layer], s->keys);
         gather(item, kv_head, t, count, step->values[item->layer], s->values);
         for (; row + 2 <= rows; row += 2) attend_rows(item, s, row, t, count, 2);
@@ -254,7 +288,8 @@ static void attend_item(const Item *item, Scratch *s) {
     }
     for (int row = 0; row < rows; row++) {
         size_t token = step->query_starts[item->sequence] + item->first + row / item->heads;
-        float *out = run->attended + (token * d->heads + item->head + row % item->heads) * size, scale = 1 / s->total[row];
+        float *out = run->attended + (token * d->heads + item->head + row % item->heads) * size;
+        float scale = 1 / s->total[row];
         for (int k = 0; k < size; k++) out[k] = s->sums[row * size + k] * scale;
     }
 }
@@ -264,13 +299,18 @@ void attend(const Run *run, Team *team, int layer, void *scratch) {
     const Step *step = run->step;
     Scratch s = place(d, scratch);
     int group = d->heads / d->kv_heads;
-    int heads = run->rows * d->kv_heads < team->threads ? 1 : group; // keys are gathered once for all heads of an item
-    int tile = QUERIES / heads > 1 ? QUERIES / heads : 1, across = d->heads / heads, claimed = team_claim(team, 1), piece = 0;
+    // keys are gathered once for all heads of an item
+    int heads = run->rows * d->kv_heads < team->threads ? 1 : group;
+    int tile = QUERIES / heads > 1 ? QUERIES / heads : 1;
+    int across = d->heads / heads;
+    int claimed = team_claim(team, 1);
+    int piece = 0;
     for (int sequence = 0; sequence < step->sequences; sequence++) {
         int fresh = step->query_starts[sequence + 1] - step->query_starts[sequence];
         int tiles = (fresh + tile - 1) / tile;
         for (; claimed < piece + tiles * across; claimed = team_claim(team, 1)) {
-            int at = claimed - piece, first = (tiles - 1 - at / across) * tile; // the longest first
+            int at = claimed - piece;
+            int first = (tiles - 1 - at / across) * tile; // the longest first
             int count = fresh - first < tile ? fresh - first : tile;
             int before = step->kv_lengths[sequence] - fresh + first;
             Item item = {run, layer, sequence, first, count, before, at % across * heads, heads};

@@ -1,10 +1,10 @@
 // One step of a decoder: every thread walks this program, and phases are parted by barriers.
 //
-//   embed │ for each layer: (norm, quantize) q·k·v │ rope, store │ attend │ (quantize) o + residual │
-//         │                 (norm, quantize) silu(gate) · up │ (quantize) down + residual │ norm, head
+//   embed │ each layer: (norm, quantize) q·k·v │ rope, store │ attend │ (quantize) o + residual │
+//         │             (norm, quantize) silu(gate) · up │ (quantize) down + residual │ norm, head
 //
-// What stands in parentheses is done by every thread for itself where there are few rows, since that costs less than a
-// barrier, and is a phase of its own where there are many.
+// What stands in parentheses is done by every thread for itself where there are few rows, since
+// that costs less than a barrier, and is a phase of its own where there are many.
 #include "decoder.h"
 
 #define FEW 2
@@ -25,7 +25,8 @@ static uint8_t *own_memory(const Walk *walk) {
 }
 
 // Norms rows begin … end of x into `normed` and makes of them what each product takes.
-static void prepare_rows(const Walk *walk, Product *products, int count, const float *x, const float *norm, float *normed,
+static void prepare_rows(const Walk *walk, Product *products, int count, const float *x,
+        const float *norm, float *normed,
                          int begin, int end) {
     int size = products[0].w->inputs;
     if (norm)
@@ -39,8 +40,10 @@ static void prepare_rows(const Walk *walk, Product *products, int count, const f
 }
 
 // x [rows][inputs], normed where there is a norm, as the input of each product.
-static void prepare(const Walk *walk, Product *products, int count, const float *x, const float *norm) {
-    int rows = walk->run.rows, size = products[0].w->inputs;
+static void prepare(const Walk *walk, Product *products, int count, const float *x,
+        const float *norm) {
+    int rows = walk->run.rows;
+    int size = products[0].w->inputs;
     uint8_t *at = is_few(walk) ? own_memory(walk) : walk->run.shared;
     float *normed = (float *)at;
     at += ALIGNED(4 * (size_t)rows * size);
@@ -65,9 +68,11 @@ static void embed(const Walk *walk) {
     const Decoder *d = walk->run.decoder;
     for (int row; (row = team_claim(walk->team, 1)) < walk->run.rows;) {
         float *to = walk->run.hidden + (size_t)row * d->hidden;
-        size_t token = walk->run.step->tokens[row], bytes = d->table_storage == STORE_FLOAT32 ? 4 : 2;
+        size_t token = walk->run.step->tokens[row];
+        size_t bytes = d->table_storage == STORE_FLOAT32 ? 4 : 2;
         if (d->embedding) matrix_row(d->embedding, token, to);
-        else fetch(to, (const uint8_t *)d->table + token * d->hidden * bytes, d->hidden, d->table_storage);
+        else fetch(to, (const uint8_t *)d->table + token * d->hidden * bytes, d->hidden,
+                d->table_storage);
         if (d->embedding_scale != 1)
             for (int k = 0; k < d->hidden; k++) to[k] *= d->embedding_scale;
     }
@@ -84,7 +89,8 @@ static void add_to_hidden(const Walk *walk, const Matrix *w, const float *x, con
     team_barrier(walk->team);
     if (!norm) return;
     for (int row; (row = team_claim(walk->team, 1)) < run->rows;) {
-        float *more = run->other + (size_t)row * size, *hidden = run->hidden + (size_t)row * size;
+        float *more = run->other + (size_t)row * size;
+        float *hidden = run->hidden + (size_t)row * size;
         rms_norm(more, norm, more, size, run->decoder->epsilon);
         for (int k = 0; k < size; k++) hidden[k] += more[k];
     }
@@ -94,7 +100,8 @@ static void add_to_hidden(const Walk *walk, const Matrix *w, const float *x, con
 static void project_qkv(const Walk *walk, const Layer *layer) {
     const Decoder *d = walk->run.decoder;
     Product products[MOST_PARTS];
-    int width = (d->heads + 2 * d->kv_heads) * d->head_dim, at = 0;
+    int width = (d->heads + 2 * d->kv_heads) * d->head_dim;
+    int at = 0;
     for (int i = 0; i < layer->qkv.count; i++) {
         products[i] = (Product){layer->qkv.parts[i], {0}, {walk->run.qkv + at, width, REPLACE}};
         at += layer->qkv.parts[i]->outputs;
@@ -123,7 +130,8 @@ static void pick_rows(Walk *walk) {
     float *attended = run->qkv; // no longer needed, and wider
     for (int i; (i = team_claim(walk->team, 1)) < step->outputs;) {
         size_t row = step->output_rows[i];
-        memcpy(run->other + (size_t)i * d->hidden, run->hidden + row * d->hidden, 4 * (size_t)d->hidden);
+        memcpy(run->other + (size_t)i * d->hidden, run->hidden + row * d->hidden,
+                4 * (size_t)d->hidden);
         memcpy(attended + (size_t)i * width, run->attended + row * width, 4 * (size_t)width);
     }
     float *hidden = run->other;
@@ -160,7 +168,7 @@ static void walk_step(void *argument, Team *team, int thread) {
     project(team, &product, 1);
 }
 
-// -- memory -----------------------------------------------------------------------------------------------------------
+// -- memory ---------------------------------------------------------------------------------------
 
 static size_t most(size_t a, size_t b) {
     return a > b ? a : b;
@@ -183,7 +191,10 @@ static size_t prepared_bytes(const Decoder *d, int rows) {
 
 // Cuts the memory up; with `memory` NULL only the size is of use.
 static size_t place_run(Run *run, const Decoder *d, int tokens, int threads, uint8_t *memory) {
-    size_t rows = tokens, at = 0, heads = (size_t)d->heads * d->head_dim, all = heads + 2 * (size_t)d->kv_heads * d->head_dim;
+    size_t rows = tokens;
+    size_t at = 0;
+    size_t heads = (size_t)d->heads * d->head_dim;
+    size_t all = heads + 2 * (size_t)d->kv_heads * d->head_dim;
     size_t widths[] = {d->hidden, d->hidden, all, heads, d->intermediate};
     float **places[] = {&run->hidden, &run->other, &run->qkv, &run->attended, &run->gated};
     for (int i = 0; i < 5; i++) {

@@ -7,7 +7,8 @@ enum Storage { STORE_FLOAT32, STORE_FLOAT16, STORE_BFLOAT16 };
 
 #define MOST_PARTS 3
 
-// Projections of one x whose outputs follow each other: q, k and v are one matrix where their formats agree.
+// Projections of one x whose outputs follow each other: q, k and v are one matrix where their
+// formats agree.
 typedef struct {
     int32_t count;
     const Matrix *parts[MOST_PARTS];
@@ -77,12 +78,14 @@ typedef struct {
     const Step *step;
     int rows;          // tokens; of the last layer's end and the head, outputs
     float *hidden;     // [rows][hidden]
-    float *other;      // [rows][hidden]: what attention or the MLP adds where a norm comes between; rows picked out
+    // [rows][hidden]: what attention or the MLP adds where a norm comes between; rows picked out
+    float *other;
     float *qkv;        // [rows][(heads + 2 kv_heads) · head_dim]
     float *attended;   // [rows][heads · head_dim]
     float *gated;      // [rows][intermediate]
     uint8_t *shared;   // normed rows and inputs of all threads
-    uint8_t *own;      // of each thread, `own_bytes` apart: the same for few rows, and attention's scratch
+    // of each thread, `own_bytes` apart: the same for few rows, and attention's scratch
+    uint8_t *own;
     size_t own_bytes;
 } Run;
 

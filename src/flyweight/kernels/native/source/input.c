@@ -1,7 +1,9 @@
-// x as a matrix takes it: columns in the matrix's order and filled up with zeros, then rounded to what its format asks for.
+// x as a matrix takes it: columns in the matrix's order and filled up with zeros, then rounded to
+// what its format asks for.
 //
-// Integers: codes = round(127 x / most), scale = most / 127 over each group, ties to even: `quantize_int8_rows` in tensors/.
-// A group with NaN or infinity gets the scale NaN, so that the result says so. Float8 stays floats, rounded to e4m3.
+// Integers: codes = round(127 x / most), scale = most / 127 over each group, ties to even:
+// `quantize_int8_rows` in tensors/. A group with NaN or infinity gets the scale NaN, so that the
+// result says so. Float8 stays floats, rounded to e4m3.
 #include <math.h>
 
 #include "matrix.h"
@@ -10,17 +12,19 @@
 
 static int needs_copy(const Matrix *w) {
     if (input_factor(w) != 1) return 1;
-    return w->order || w->columns != w->inputs || w->column_scale || w->column_bias || (w->activation != AS_IT_IS && !takes_integers(w));
+    if (w->order || w->columns != w->inputs || w->column_scale || w->column_bias) return 1;
+    return w->activation != AS_IT_IS && !takes_integers(w);
 }
 
 size_t input_bytes(const Matrix *w, int rows) {
     size_t values = needs_copy(w) ? ALIGNED(4 * (size_t)rows * w->columns) : 0;
     size_t codes = takes_integers(w) ? ALIGNED((size_t)rows * w->columns) : 0;
-    size_t scales = takes_integers(w) ? 2 * ALIGNED(4 * (size_t)rows * w->groups) : 0;
+    size_t scales = takes_integers(w) ? 2 * ALIGNED(4 * (size_t)rows * input_groups(w)) : 0;
     return values + codes + scales + ALIGNED(4 * (size_t)rows);
 }
 
-void input_place(const Matrix *w, Input *input, const float *x, int rows, int stride, void *scratch) {
+void input_place(const Matrix *w, Input *input, const float *x, int rows, int stride,
+        void *scratch) {
     uint8_t *at = scratch;
     *input = (Input){.rows = rows, .values = x, .stride = stride, .offsets = (float *)at};
     at += ALIGNED(4 * (size_t)rows);
@@ -33,15 +37,20 @@ void input_place(const Matrix *w, Input *input, const float *x, int rows, int st
         input->codes = (int8_t *)at;
         at += ALIGNED((size_t)rows * w->columns);
         input->scales = (float *)at;
-        at += ALIGNED(4 * (size_t)rows * w->groups);
+        at += ALIGNED(4 * (size_t)rows * input_groups(w));
         input->sums = (int32_t *)at;
     }
 }
 
 int input_same(const Matrix *a, const Matrix *b) {
-    return a->activation == b->activation && a->inputs == b->inputs && a->columns == b->columns && a->group == b->group
-        && a->order == b->order && a->column_scale == b->column_scale && a->column_bias == b->column_bias
-        && a->input_scale == b->input_scale && a->input_zero == b->input_zero && input_factor(a) == input_factor(b);
+    if (takes_integers(a) && (a->format != b->format || a->zeros != b->zeros
+            || a->wide_scales != b->wide_scales)) return 0;
+    return a->activation == b->activation && a->inputs == b->inputs && a->columns == b->columns
+        && a->input_group == b->input_group
+        && a->order == b->order && a->column_scale == b->column_scale
+                && a->column_bias == b->column_bias
+        && a->input_scale == b->input_scale && a->input_zero == b->input_zero
+                && input_factor(a) == input_factor(b);
 }
 
 static float largest(const float *x, int count) {
@@ -131,7 +140,8 @@ static void round_row(const Matrix *w, float *x) {
     if (w->activation == FLOAT8_STATIC) round_float8_group(x, count, w->input_scale);
     if (w->activation == INT8_STATIC) round_int8_static(x, count, w->input_scale, w->input_zero);
     if (w->activation == FLOAT8_GROUP)
-        for (int k = 0; k < count; k += 128) round_float8_group(x + k, 128, float8_scale(x + k, 128));
+        for (int k = 0; k < count; k += 128) round_float8_group(x + k, 128, float8_scale(x + k,
+                128));
 }
 
 void input_fill(const Matrix *w, Input *input, const float *x, int stride, int begin, int end) {
@@ -147,10 +157,16 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
             values = to;
         }
         if (!takes_integers(w)) continue;
-        for (int g = 0; g < w->groups; g++) {
-            size_t at = (size_t)row * w->groups + g;
-            int8_t *codes = input->codes + (size_t)row * w->columns + (size_t)g * w->group;
-            quantize_group(values + (size_t)g * w->group, w->group, codes, input->scales + at, input->sums + at);
+        int groups = input_groups(w);
+        int count = w->input_group;
+        int middle = w->format == INT4 ? 8 : BYTE_BIAS;
+        for (int g = 0; g < groups; g++) {
+            size_t at = (size_t)row * groups + g;
+            int8_t *codes = input->codes + (size_t)row * w->columns + (size_t)g * count;
+            quantize_group(values + (size_t)g * count, count, codes, input->scales + at,
+                    input->sums + at);
+            if (!w->zeros) input->sums[at] = (w->wide_scales ? 0
+                    : MIDDLE_BITS) - middle * input->sums[at];
         }
     }
 }

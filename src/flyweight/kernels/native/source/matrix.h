@@ -4,7 +4,7 @@
 //
 //   data = block 0 | block 1 | …        (the last one filled up with zeros)
 //   block = group 0 | group 1 | …
-//   group = 8 scales (float16 or float32) | 8 zero points (bytes; with padding to 16), if any | codes of `group` inputs
+//   group = 8 scales (float16 or float32) | 8 zero points (bytes, filled up to 16), if any | codes
 //
 // Formats of floats have scales of their own beside the data, [blocks][groups][8], or none.
 #pragma once
@@ -16,6 +16,8 @@
 #include "vectors.h"
 
 enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS };
+#define WIDE_BFLOAT16 2
+
 enum Activation { AS_IT_IS, INT8_GROUP, INT8_STATIC, FLOAT8_TOKEN, FLOAT8_STATIC, FLOAT8_GROUP };
 
 typedef struct {
@@ -26,11 +28,14 @@ typedef struct {
     int32_t columns;     // inputs filled up to whole groups
     int32_t group;
     int32_t groups;
-    int32_t wide_scales; // the scales inside the data are float32
+    int32_t input_group; // columns that share a scale of x: a part of a group, or all of it
+    // the scales inside the data, or the books, are float32; 2: books are bfloat16
+    int32_t wide_scales;
     int32_t zeros;       // there are zero points
     float input_scale;   // of static activations
     float input_zero;
-    float factor;        // every product is multiplied with it: a power of two that brings scales into float16
+    // every product is multiplied with it: a power of two that brings scales into float16
+    float factor;
     int64_t block_bytes;
     const uint8_t *data;
     const float *scales; // formats of floats: [blocks][groups][8] or NULL
@@ -38,13 +43,19 @@ typedef struct {
     const float *bias;   // [outputs] or NULL
     const float *column_scale; // [columns] or NULL: x is multiplied with it
     const float *column_bias;  // [columns] or NULL: x · column_bias is added to every output
-    // VECTORS: block = 16-bit indices [columns] | residual indices [columns]; a group is what shares its books
-    const void *book;         // [groups][entries][8], float16 or, with wide_scales, float32
+    // VECTORS: block = 16-bit indices [columns] | residual indices [columns]; a group is what
+    // shares its books
+    const void *book;         // [groups][entries][8], in the type that wide_scales says
     const void *residual;     // the same, or NULL
     int32_t entries;
     int32_t residual_entries;
     int32_t residual_bytes;   // of an index: 0, 1 or 2
 } Matrix;
+
+// Sums of integers below 2^22 begin at the bits of 1.5 · 2^23, and so end as the bits of 1.5 · 2^23
+// + sum: no conversion is needed. Only W8A8's long sums, whose scales are float32, are converted.
+#define MIDDLE_BITS 0x4b400000
+#define MIDDLE 12582912.0f
 
 // What a matrix takes: integers with scales and sums for INT8_…, else floats.
 typedef struct {
@@ -52,8 +63,9 @@ typedef struct {
     const float *values;  // [rows][stride]
     int32_t stride;
     int8_t *codes;        // [rows][columns]
-    float *scales;        // [rows][groups]
-    int32_t *sums;        // [rows][groups]: of the codes
+    float *scales;        // [rows][input groups]
+    // [rows][input groups]: of the codes; without zero points, what integer sums begin at
+    int32_t *sums;
     float *offsets;       // [rows]: what column_bias adds to every output
 } Input;
 
@@ -61,8 +73,13 @@ static inline int matrix_blocks(const Matrix *w) {
     return (w->outputs + WIDTH - 1) / WIDTH;
 }
 
+static inline int input_groups(const Matrix *w) {
+    return w->columns / w->input_group;
+}
+
 static inline int takes_integers(const Matrix *w) {
-    return w->activation == INT8_GROUP; // a static scale may ask for −128, which AVX2 cannot multiply: that goes through floats
+    // a static scale may ask for −128, which AVX2 cannot multiply: that goes through floats
+    return w->activation == INT8_GROUP;
 }
 
 // What the numbers of a format have to be multiplied with once they are read.
@@ -78,8 +95,10 @@ static inline float input_factor(const Matrix *w) {
 // Bytes of scratch that `rows` of x need for this matrix.
 size_t input_bytes(const Matrix *w, int rows);
 
-// Points an Input into scratch; `x` [rows][stride] is used as it is where nothing has to be done to it.
-void input_place(const Matrix *w, Input *input, const float *x, int rows, int stride, void *scratch);
+// Points an Input into scratch; `x` [rows][stride] is used as it is where nothing has to be done to
+// it.
+void input_place(const Matrix *w, Input *input, const float *x, int rows, int stride,
+        void *scratch);
 
 // Fills rows begin … end of a placed Input.
 void input_fill(const Matrix *w, Input *input, const float *x, int stride, int begin, int end);
@@ -87,13 +106,18 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
 // Whether two matrices of the same x can share one Input.
 int input_same(const Matrix *a, const Matrix *b);
 
-// out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x (1 to 4), scaled, with bias.
-void block_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
+// out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x (1 to 4),
+// scaled, with bias.
+void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]);
 
-void integer_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
-void float_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]);
+void integer_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]);
+void float_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]);
 
-// What becomes of a product: it replaces what is in out [rows][stride], is added to it, or is multiplied with silu or gelu of it.
+// What becomes of a product: it replaces what is in out [rows][stride], is added to it, or is
+// multiplied with silu or gelu of it.
 enum Mode { REPLACE, ADD, SILU, GELU };
 
 typedef struct {
@@ -109,10 +133,12 @@ typedef struct {
     Target target;
 } Product;
 
-// The calling thread's share of x Wᵀ for each; every thread of the team calls it, and a barrier has to follow.
+// The calling thread's share of x Wᵀ for each; every thread of the team calls it, and a barrier has
+// to follow.
 void project(Team *team, const Product *products, int count);
 
-// silu(x gateᵀ) · (x upᵀ), likewise: gate replaces, up has the mode SILU or GELU and the same target.
+// silu(x gateᵀ) · (x upᵀ), likewise: gate replaces, up has the mode SILU or GELU and the same
+// target.
 void project_gated(Team *team, const Product *gate, const Product *up);
 
 // One block as floats [columns][8], columns in the matrix's order.
@@ -124,7 +150,8 @@ void matrix_row(const Matrix *w, int row, float *out);
 // A row-major weight to be packed; of `w` everything is filled in but what `data` points to.
 typedef struct {
     const Matrix *w;
-    const uint8_t *codes;  // [outputs][row_bytes]: integers of source_bits, two to a byte from the low half up, or floats
+    // [outputs][row_bytes]: integers of source_bits, two to a byte from the low half up, or floats
+    const uint8_t *codes;
     int64_t row_bytes;
     int32_t source_bits;
     int32_t is_signed;     // codes of 8 bits are, and need no 128 taken off
@@ -140,7 +167,8 @@ void matrix_pack(Team *team, const Packing *packing);
 size_t matrix_scratch(const Matrix *w, int rows);
 
 // y [rows][outputs] = x [rows][inputs] Wᵀ; scratch: `matrix_scratch` bytes, aligned to 64.
-void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows, void *scratch);
+void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows,
+        void *scratch);
 
 // What the kernels were compiled for.
 const char *instructions(void);

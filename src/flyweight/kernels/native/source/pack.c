@@ -32,7 +32,8 @@ static uint8_t code_at(const Packing *p, int output, int column) {
 // Eight inputs of one output, from any source.
 static void pack_eight(const Packing *p, int output, int column, uint8_t *low, uint8_t *high) {
     for (int j = 0; j < 4; j++) {
-        uint8_t first = code_at(p, output, column + j), second = code_at(p, output, column + 4 + j);
+        uint8_t first = code_at(p, output, column + j);
+        uint8_t second = code_at(p, output, column + 4 + j);
         low[j] = p->w->format == INT4 ? (uint8_t)(first | second << 4) : first;
         if (p->w->format == INT8) high[j] = second;
     }
@@ -44,9 +45,11 @@ static uint32_t spread(uint32_t codes) {
     return (codes | codes << 4) & 0x0f0f0f0f;
 }
 
-// The same where the inputs lie in order and the bits are already those of the format: a word at a time.
+// The same where the inputs lie in order and the bits are already those of the format: a word at a
+// time.
 static void pack_eight_fast(const Packing *p, int output, int column, uint8_t *low, uint8_t *high) {
-    const uint8_t *from = p->codes + output * p->row_bytes + (p->w->format == INT4 ? column / 2 : column);
+    const uint8_t *from = p->codes + output * p->row_bytes + (p->w->format == INT4 ? column / 2
+            : column);
     uint32_t words[2];
     if (p->w->format == INT4) {
         memcpy(words, from, 4);
@@ -65,12 +68,15 @@ static void pack_eight_fast(const Packing *p, int output, int column, uint8_t *l
 static void pack_integer_block(const Packing *p, int block) {
     const Matrix *w = p->w;
     uint8_t *at = p->to + block * w->block_bytes;
-    int fast = !w->order && (block + 1) * WIDTH <= w->outputs && p->source_bits == (w->format == INT4 ? 4 : 8);
+    int fast = !w->order && (block + 1) * WIDTH <= w->outputs
+            && p->source_bits == (w->format == INT4 ? 4 : 8);
     for (int g = 0; g < w->groups; g++) {
         at = pack_header(p, block, g, at);
-        for (int k = g * w->group; k < (g + 1) * w->group; k += 8, at += w->format == INT4 ? 32 : 64)
+        for (int k = g * w->group; k < (g + 1) * w->group; k += 8, at += w->format == INT4 ? 32
+                : 64)
             for (int r = 0; r < WIDTH; r++) {
-                if (fast && k + 8 <= w->inputs) pack_eight_fast(p, block * WIDTH + r, k, at + 4 * r, at + 32 + 4 * r);
+                if (fast && k + 8 <= w->inputs) pack_eight_fast(p, block * WIDTH + r, k,
+                        at + 4 * r, at + 32 + 4 * r);
                 else pack_eight(p, block * WIDTH + r, k, at + 4 * r, at + 32 + 4 * r);
             }
     }
@@ -93,7 +99,8 @@ static void pack_float_block(const Packing *p, int block) {
 
 static void pack_blocks(void *argument, Team *team, int thread) {
     const Packing *p = argument;
-    int blocks = matrix_blocks(p->w), integers = p->w->format == INT4 || p->w->format == INT8;
+    int blocks = matrix_blocks(p->w);
+    int integers = p->w->format == INT4 || p->w->format == INT8;
     for (int block; (block = team_claim(team, 1)) < blocks;) {
         if (integers) pack_integer_block(p, block);
         else pack_float_block(p, block);

@@ -1,4 +1,5 @@
-// Products shared out over threads: a thread claims some blocks of outputs, reads their weights once and uses them for all rows.
+// Products shared out over threads: a thread claims some blocks of outputs, reads their weights
+// once and uses them for all rows.
 #include "matrix.h"
 
 #include <stdlib.h>
@@ -6,9 +7,11 @@
 #include "maths.h"
 
 #define ROWS_AT_ONCE 4
-#define MANY 16 // rows from which on writing a block out as floats once costs less than doing so every four rows
+// Rows from which on writing a block out as floats once costs less than doing so every four rows.
+#define MANY 16
 
-void block_product(const Matrix *w, const Input *input, int block, int begin, int rows, float out[][WIDTH]) {
+void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]) {
     if (takes_integers(w)) integer_product(w, input, block, begin, rows, out);
     else float_product(w, input, block, begin, rows, out);
     float factor = w->factor * (weight_factor(w) / input_factor(w));
@@ -20,7 +23,8 @@ void block_product(const Matrix *w, const Input *input, int block, int begin, in
     }
 }
 
-// So many pieces of work that a thread whose core is busy with something else leaves most to the others.
+// So many pieces of work that a thread whose core is busy with something else leaves most to the
+// others.
 static int blocks_at_once(const Team *team, int blocks) {
     int share = blocks / (8 * team->threads);
     return share < 1 ? 1 : share;
@@ -40,7 +44,8 @@ static void put(const Matrix *w, Target target, int block, int row, float *value
     memcpy(to, values, 4 * (size_t)count);
 }
 
-// One block of a weight as a weight of floats of its own, in memory of the thread's; false where there is none.
+// One block of a weight as a weight of floats of its own, in memory of the thread's; false where
+// there is none.
 static int widen(const Matrix *w, int block, Matrix *wide) {
     static _Thread_local float *memory;
     static _Thread_local size_t size;
@@ -85,11 +90,15 @@ static void project_blocks(const Product *product, int first, int last) {
 }
 
 void project(Team *team, const Product *products, int count) {
-    int before = 0, piece = team_claim(team, 1);
+    int before = 0;
+    int piece = team_claim(team, 1);
     for (int i = 0; i < count; i++) {
-        int blocks = matrix_blocks(products[i].w), step = blocks_at_once(team, blocks), pieces = (blocks + step - 1) / step;
+        int blocks = matrix_blocks(products[i].w);
+        int step = blocks_at_once(team, blocks);
+        int pieces = (blocks + step - 1) / step;
         for (; piece < before + pieces; piece = team_claim(team, 1)) {
-            int first = (piece - before) * step, last = first + step < blocks ? first + step : blocks;
+            int first = (piece - before) * step;
+            int last = first + step < blocks ? first + step : blocks;
             project_blocks(products + i, first, last);
         }
         before += pieces;
@@ -97,10 +106,12 @@ void project(Team *team, const Product *products, int count) {
 }
 
 void project_gated(Team *team, const Product *gates, const Product *ups) {
-    int blocks = matrix_blocks(gates->w), step = blocks_at_once(team, blocks);
+    int blocks = matrix_blocks(gates->w);
+    int step = blocks_at_once(team, blocks);
     for (int first; (first = team_claim(team, step)) < blocks;) {
         int last = first + step < blocks ? first + step : blocks;
-        for (int block = first; block < last; block++) { // one after the other, so that a gate is still in the cache
+        // one after the other, so that a gate is still in the cache
+        for (int block = first; block < last; block++) {
             project_blocks(gates, block, block + 1);
             project_blocks(ups, block, block + 1);
         }
@@ -122,7 +133,8 @@ static void fill_and_project(void *argument, Team *team, int thread) {
     project(team, &call->product, 1);
 }
 
-void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows, void *scratch) {
+void matrix_multiply(Team *team, const Matrix *w, const float *x, float *y, int rows,
+        void *scratch) {
     Call call = {{w, {0}, {y, w->outputs, REPLACE}}, x};
     input_place(w, &call.product.input, x, rows, w->inputs, scratch);
     team_run(team, fill_and_project, &call);

@@ -1,5 +1,5 @@
-// A thread that waits first spins, because the next phase is microseconds away, and then sleeps, because the next call may
-// never come and the core may be needed by others.
+// A thread that waits first spins, because the next phase is microseconds away, and then sleeps,
+// because the next call may never come and the core may be needed by others.
 #define _GNU_SOURCE
 #include "team.h"
 
@@ -10,7 +10,8 @@
 
 static inline void pause_briefly(void) {
 #if defined(__aarch64__)
-    __asm__ volatile("isb" ::: "memory"); // a few dozen cycles; `yield` is none at all on most cores
+    // a few dozen cycles; `yield` is none at all on most cores
+    __asm__ volatile("isb" ::: "memory");
 #elif defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -28,7 +29,8 @@ static void wait_for_change(Team *team, atomic_int *word, int old) {
     pthread_mutex_unlock(&team->sleeping);
 }
 
-// Sequentially consistent with the sleeper's count: either it is seen here, or the sleeper sees the change.
+// Sequentially consistent with the sleeper's count: either it is seen here, or the sleeper sees the
+// change.
 static void change(Team *team, atomic_int *word) {
     atomic_fetch_add(word, 1);
     if (!atomic_load(&team->sleepers)) return;

@@ -1,18 +1,23 @@
-// Eight floats or eight 32-bit integers at a time, and the two dot products that everything rests on.
+// Eight floats or eight 32-bit integers at a time, and the two dot products that everything rests
+// on.
 //
-// Weights lie in blocks of eight outputs, so eight is the width of every kernel, whatever the processor: two NEON registers,
-// one of AVX2. Each processor gives the same few functions:
+// Weights lie in blocks of eight outputs, so eight is the width of every kernel, whatever the
+// processor: two NEON registers, one of AVX2. Each processor gives the same few functions:
 //
 //   floats8, ints8                    the types
-//   dot_nibbles(sum, codes, x, …)     codes of eight outputs, 16 inputs, times x[0..15] of each row; unsigned, 64 bytes
-//   dot_bytes(sum, codes, x, …)       the same with codes of 8 bits, signed, 128 bytes; it may leave out BYTE_BIAS · Σ x
-//   nibbles_to_floats, bytes_to_floats   the same codes written out, unsigned: eight inputs, eight outputs each
+//   dot_nibbles(sum, codes, x, …)     codes of 8 outputs, 16 inputs, times x[0..15] of each row;
+//                                     unsigned, 64 bytes
+//   dot_bytes(sum, codes, x, …)       the same with codes of 8 bits, signed, 128 bytes; it may
+//                                     leave out BYTE_BIAS · Σ x
+//   nibbles_to_floats, bytes_to_floats   codes written out, unsigned: 8 inputs of 8 outputs
 //
-// A dot product of 16 inputs is four instructions, one after each four inputs. They go to `sums` vectors in turn, because an
-// instruction that adds to what the one before it has made would wait for it: sum[m · sums + i] is of row m of x.
+// A dot product of 16 inputs is four instructions, one after each four inputs. They go to `sums`
+// vectors in turn, because an instruction that adds to what the one before it has made would wait
+// for it: sum[m · sums + i] is of row m of x.
 //
-// Layout of 8 inputs of a block in 4 bits (32 bytes): byte 4r + j has input j of output r in its low half, input 4 + j above.
-// In 8 bits (64 bytes): byte 4r + j has input j, byte 32 + 4r + j input 4 + j.
+// Layout of 8 inputs of a block in 4 bits (32 bytes): byte 4r + j has input j of output r in its
+// low half, input 4 + j above. In 8 bits (64 bytes): byte 4r + j has input j, byte 32 + 4r + j
+// input 4 + j.
 #pragma once
 
 #include <stdint.h>

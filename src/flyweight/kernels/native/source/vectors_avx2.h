@@ -24,7 +24,8 @@ typedef __m256i ints8;
     _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
 #endif
 
-// Of numbers that come divided by it, and of x beside them; codes come as they are (see vectors_neon.h).
+// Of numbers that come divided by it, and of x beside them; codes come as they are (see
+// vectors_neon.h).
 #define HALF_FACTOR 1.0f
 #define FLOAT8_FACTOR 0x1p8f
 #define INPUT_FACTOR 1.0f
@@ -139,7 +140,8 @@ ALWAYS_INLINE __m256i four_inputs(const int8_t *x) {
     return _mm256_set1_epi32(bits);
 }
 
-ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
+        const int rows,
                                const int sums) {
     const __m256i mask = _mm256_set1_epi8(15);
     UNROLL for (int quarter = 0; quarter < 4; quarter++) {
@@ -152,7 +154,8 @@ ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x
     }
 }
 
-ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
+        const int rows,
                              const int sums) {
     UNROLL for (int quarter = 0; quarter < 4; quarter++) {
         __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 32 * quarter));
@@ -184,5 +187,6 @@ ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
 ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
     const __m256i sign = _mm256_set1_epi8((char)128);
     transpose_bytes(to, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)codes), sign));
-    transpose_bytes(to + 4, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(codes + 32)), sign));
+    transpose_bytes(to + 4, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(codes + 32)),
+            sign));
 }

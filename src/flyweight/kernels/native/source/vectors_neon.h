@@ -7,8 +7,9 @@
 #define BYTE_BIAS 0
 #define DOT_SUMS 1 // a dot product can add to the one before it without waiting
 
-// Converting float16 takes two slow instructions where a shift and a mask give the same number times 2^-112 (float8: 2^-120).
-// x is made larger by INPUT_FACTOR, so that products of such small numbers keep all their bits.
+// Converting float16 takes two slow instructions where a shift and a mask give the same number
+// times 2^-112 (float8: 2^-120). x is made larger by INPUT_FACTOR, so that products of such small
+// numbers keep all their bits.
 #define HALF_FACTOR 0x1p112f
 #define FLOAT8_FACTOR 0x1p120f
 #define INPUT_FACTOR 0x1p80f
@@ -91,26 +92,32 @@ ALWAYS_INLINE void halves_store(void *to, floats8 a) {
 }
 
 ALWAYS_INLINE floats8 bfloats_load(const void *from) {
-    static const uint8_t first[16] = {255, 255, 0, 1, 255, 255, 2, 3, 255, 255, 4, 5, 255, 255, 6, 7};
-    static const uint8_t second[16] = {255, 255, 8, 9, 255, 255, 10, 11, 255, 255, 12, 13, 255, 255, 14, 15};
+    static const uint8_t first[16] = {255, 255, 0, 1, 255, 255, 2, 3, 255, 255, 4, 5, 255, 255, 6,
+            7};
+    static const uint8_t second[16] = {255, 255, 8, 9, 255, 255, 10, 11, 255, 255, 12, 13, 255,
+            255, 14, 15};
     uint8x16_t bits = vld1q_u8(from); // tables go through both vector units, shifts through one
     return (floats8){vreinterpretq_f32_u8(vqtbl1q_u8(bits, vld1q_u8(first))),
                      vreinterpretq_f32_u8(vqtbl1q_u8(bits, vld1q_u8(second)))};
 }
 
-// float16 without NaN and infinity, divided by HALF_FACTOR. A shift and a product with 2^13 do the same, but on Neoverse N1
-// one goes through one vector unit alone and the other through the other alone.
+// float16 without NaN and infinity, divided by HALF_FACTOR. A shift and a product with 2^13 do the
+// same, but on Neoverse N1 one goes through one vector unit alone and the other through the other
+// alone.
 ALWAYS_INLINE floats8 small_halves_load(const void *from) {
     const int32x4_t mask = vdupq_n_s32((int32_t)0x8fffffff);
     int16x8_t bits = vld1q_s16(from);
     return (floats8){vreinterpretq_f32_s32(vandq_s32(vshll_n_s16(vget_low_s16(bits), 13), mask)),
-                     vreinterpretq_f32_s32(vandq_s32(vmull_high_s16(bits, vdupq_n_s16(1 << 13)), mask))};
+                     vreinterpretq_f32_s32(vandq_s32(vmull_high_s16(bits, vdupq_n_s16(1 << 13)),
+                             mask))};
 }
 
 // e4m3 without NaN, divided by FLOAT8_FACTOR: four bytes each become the upper bytes of four lanes.
 ALWAYS_INLINE floats8 small_float8s_load(const void *from) {
-    static const uint8_t first[16] = {255, 255, 255, 0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3};
-    static const uint8_t second[16] = {255, 255, 255, 4, 255, 255, 255, 5, 255, 255, 255, 6, 255, 255, 255, 7};
+    static const uint8_t first[16] = {255, 255, 255, 0, 255, 255, 255, 1, 255, 255, 255, 2, 255,
+            255, 255, 3};
+    static const uint8_t second[16] = {255, 255, 255, 4, 255, 255, 255, 5, 255, 255, 255, 6, 255,
+            255, 255, 7};
     const int32x4_t mask = vdupq_n_s32((int32_t)0x87ffffff);
     uint8x16_t bytes = vcombine_u8(vld1_u8(from), vdup_n_u8(0));
     int32x4_t low = vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vld1q_u8(first)));
@@ -133,7 +140,8 @@ ALWAYS_INLINE ints8 ints_scale(ints8 a, int32_t b) {
 
 ALWAYS_INLINE ints8 ints_from_bytes(const void *from) {
     uint16x8_t wide = vmovl_u8(vld1_u8(from));
-    return (ints8){vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_high_u16(wide))};
+    return (ints8){vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))),
+            vreinterpretq_s32_u32(vmovl_high_u16(wide))};
 }
 
 // The same bits.
@@ -146,23 +154,27 @@ ALWAYS_INLINE floats8 ints_to_floats(ints8 a) {
 }
 
 // Inputs 4 · quarter to 4 · quarter + 3 of every row.
-#define DOT_QUARTER(quarter, w_low, w_high)                                                              \
-    {                                                                                                    \
-        const int8x16_t to_low = w_low, to_high = w_high;                                                \
-        UNROLL for (int m = 0; m < rows; m++) {                                                          \
-            ints8 *to = sum + m * sums + quarter % sums;                                                 \
-            to->low = vdotq_laneq_s32(to->low, to_low, inputs[m], quarter);                              \
-            to->high = vdotq_laneq_s32(to->high, to_high, inputs[m], quarter);                           \
-        }                                                                                                \
+#define DOT_QUARTER(quarter, w_low, w_high)                                                       \
+    {                                                                                             \
+        const int8x16_t to_low = w_low, to_high = w_high;                                         \
+        UNROLL for (int m = 0; m < rows; m++) {                                                   \
+            ints8 *to = sum + m * sums + quarter % sums;                                          \
+            to->low = vdotq_laneq_s32(to->low, to_low, inputs[m], quarter);                       \
+            to->high = vdotq_laneq_s32(to->high, to_high, inputs[m], quarter);                    \
+        }                                                                                         \
     }
 #define LOWER(codes) vreinterpretq_s8_u8(vandq_u8(codes, mask))
 #define UPPER(codes) vreinterpretq_s8_u8(vshrq_n_u8(codes, 4))
 
-ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
+        const int rows,
                                const int sums) {
     const uint8x16_t mask = vdupq_n_u8(15);
     int8x16_t inputs[4];
-    uint8x16_t a = vld1q_u8(codes), b = vld1q_u8(codes + 16), c = vld1q_u8(codes + 32), d = vld1q_u8(codes + 48);
+    uint8x16_t a = vld1q_u8(codes);
+    uint8x16_t b = vld1q_u8(codes + 16);
+    uint8x16_t c = vld1q_u8(codes + 32);
+    uint8x16_t d = vld1q_u8(codes + 48);
     UNROLL for (int m = 0; m < rows; m++) inputs[m] = vld1q_s8(x + m * stride);
     DOT_QUARTER(0, LOWER(a), LOWER(b))
     DOT_QUARTER(1, UPPER(a), UPPER(b))
@@ -170,7 +182,8 @@ ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x
     DOT_QUARTER(3, UPPER(c), UPPER(d))
 }
 
-ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
+        const int rows,
                              const int sums) {
     const int8_t *w = (const int8_t *)codes;
     int8x16_t inputs[4];
@@ -182,11 +195,15 @@ ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, 
 }
 
 // One input of four outputs: byte `at` of each lane below the bits of 2^23.
-#define CODES(lanes, at) vreinterpretq_f32_u32(vbslq_u32(vdupq_n_u32(255), at ? vshrq_n_u32(lanes, at ? 8 * at : 1) : lanes, \
-                                                         vdupq_n_u32(0x4b000000)))
+#define CODES(lanes, at) below_middle(at ? vshrq_n_u32(lanes, at ? 8 * at : 1) : lanes)
+
+ALWAYS_INLINE float32x4_t below_middle(uint32x4_t codes) {
+    return vreinterpretq_f32_u32(vbslq_u32(vdupq_n_u32(255), codes, vdupq_n_u32(0x4b000000)));
+}
 
 ALWAYS_INLINE void spread_codes(floats8 to[4], uint8x16_t rows0to3, uint8x16_t rows4to7) {
-    uint32x4_t low = vreinterpretq_u32_u8(rows0to3), high = vreinterpretq_u32_u8(rows4to7);
+    uint32x4_t low = vreinterpretq_u32_u8(rows0to3);
+    uint32x4_t high = vreinterpretq_u32_u8(rows4to7);
     to[0] = (floats8){CODES(low, 0), CODES(high, 0)};
     to[1] = (floats8){CODES(low, 1), CODES(high, 1)};
     to[2] = (floats8){CODES(low, 2), CODES(high, 2)};
@@ -195,7 +212,8 @@ ALWAYS_INLINE void spread_codes(floats8 to[4], uint8x16_t rows0to3, uint8x16_t r
 
 ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
     const uint8x16_t mask = vdupq_n_u8(15);
-    uint8x16_t a = vld1q_u8(codes), b = vld1q_u8(codes + 16);
+    uint8x16_t a = vld1q_u8(codes);
+    uint8x16_t b = vld1q_u8(codes + 16);
     spread_codes(to, vandq_u8(a, mask), vandq_u8(b, mask));
     spread_codes(to + 4, vshrq_n_u8(a, 4), vshrq_n_u8(b, 4));
 }
@@ -203,5 +221,6 @@ ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
 ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
     const uint8x16_t sign = vdupq_n_u8(128);
     spread_codes(to, veorq_u8(vld1q_u8(codes), sign), veorq_u8(vld1q_u8(codes + 16), sign));
-    spread_codes(to + 4, veorq_u8(vld1q_u8(codes + 32), sign), veorq_u8(vld1q_u8(codes + 48), sign));
+    spread_codes(to + 4, veorq_u8(vld1q_u8(codes + 32), sign), veorq_u8(vld1q_u8(codes + 48),
+            sign));
 }

@@ -1,4 +1,5 @@
-// Any processor: plain loops over eight values, which the compiler turns into whatever vectors there are.
+// Any processor: plain loops over eight values, which the compiler turns into whatever vectors
+// there are.
 #pragma once
 
 #define INSTRUCTIONS "plain C"
@@ -6,7 +7,8 @@
 #define DOT_SUMS 1
 #define EACH for (int i = 0; i < 8; i++)
 
-// Of numbers that come divided by it, and of x beside them; codes come as they are (see vectors_neon.h).
+// Of numbers that come divided by it, and of x beside them; codes come as they are (see
+// vectors_neon.h).
 #define HALF_FACTOR 1.0f
 #define FLOAT8_FACTOR 0x1p8f
 #define INPUT_FACTOR 1.0f
@@ -93,7 +95,8 @@ ALWAYS_INLINE uint32_t bits_of_float(float value) {
     return bits;
 }
 
-// By a multiplication that moves the exponent's bias, so that subnormal numbers need no case of their own.
+// By a multiplication that moves the exponent's bias, so that subnormal numbers need no case of
+// their own.
 ALWAYS_INLINE float float_of_half(uint16_t half) {
     uint32_t rest = (uint32_t)(half & 0x7fff) << 13;
     float value = float_of_bits(rest) * 0x1p112f;
@@ -102,7 +105,9 @@ ALWAYS_INLINE float float_of_half(uint16_t half) {
 }
 
 ALWAYS_INLINE uint16_t half_of_float(float value) {
-    uint32_t bits = bits_of_float(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    uint32_t bits = bits_of_float(value);
+    uint32_t sign = bits >> 16 & 0x8000;
+    uint32_t rest = bits & 0x7fffffff;
     if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
     if (rest < 0x38800000)  // subnormal: the sum is rounded to the last bit that a half has
@@ -178,18 +183,26 @@ ALWAYS_INLINE floats8 ints_to_floats(ints8 a) {
     return b;
 }
 
-ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
+        const int rows,
                                const int sums) {
     for (int m = 0; m < rows; m++)
         for (int j = 0; j < 16; j++)
-            EACH sum[m * sums].at[i] += (codes[32 * (j / 8) + 4 * i + j % 4] >> (j / 4 % 2 * 4) & 15) * x[m * stride + j];
+            EACH {
+                int code = codes[32 * (j / 8) + 4 * i + j % 4] >> (j / 4 % 2 * 4) & 15;
+                sum[m * sums].at[i] += code * x[m * stride + j];
+            }
 }
 
-ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride, const int rows,
+ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
+        const int rows,
                              const int sums) {
     for (int m = 0; m < rows; m++)
         for (int j = 0; j < 16; j++)
-            EACH sum[m * sums].at[i] += (int8_t)codes[32 * (j / 4) + 4 * i + j % 4] * x[m * stride + j];
+            EACH {
+                int code = (int8_t)codes[32 * (j / 4) + 4 * i + j % 4];
+                sum[m * sums].at[i] += code * x[m * stride + j];
+            }
 }
 
 ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
