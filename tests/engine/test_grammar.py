@@ -106,6 +106,32 @@ def test_a_schema_that_takes_too_long_or_too_much_is_refused_and_remembered(smol
     make.trials.close()
 
 
+def test_grammars_may_speak_of_tokens_by_number_and_name(grammars):
+    """As those of tool calls do; the trial in the process apart must know them too."""
+    make, tokenizer = grammars
+    last = len(tokenizer) - 1
+    constraint = make(f'lark:start: "a" <[{last}]> <|im_end|>')()
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    assert constraint.allowed([]).nonzero().flatten().tolist() == [letter]
+    assert constraint.allowed([letter]).nonzero().flatten().tolist() == [last]
+    assert constraint.allowed([letter, last])[end]
+    with pytest.raises(RequestError, match=r"the grammar cannot be followed: .*unknown special token"):
+        make("lark:start: <nobody>")
+
+
+def test_a_schema_inside_a_larger_grammar_is_tried_under_the_same_limits(grammars):
+    """As the arguments of a tool are."""
+    with pytest.raises(RequestError, match="the grammar cannot be followed: it cannot be compiled within 2 s and 64 MB"):
+        grammars[0]('lark:start: "call" %json {"type": "integer", "multipleOf": 2999999}')
+
+
+@pytest.mark.parametrize("grammar", ["regex:a\ud800", "lark:start: \"\ud800\""])
+def test_a_grammar_that_is_not_unicode_is_refused(grammars, grammar):
+    with pytest.raises(RequestError, match="cannot be read"):
+        grammars[0](grammar)
+
+
 def test_the_cache_of_grammars_is_bounded_in_number_and_bytes():
     from flyweight.engine.grammar_limits import GrammarCache, GrammarLimits
 

@@ -34,12 +34,13 @@ class Embedder:
         self.longest = llm.engine.max_model_len
         self.most_tokens = llm.engine.scheduler.max_num_batched_tokens  # in one pass, but for one text that has more
 
-    def take(self, texts: Sequence[Sequence[int]]) -> int:
-        """How many of the texts, from the first on, go into the next pass."""
+    def take(self, texts: Sequence[Sequence[int]], *, most: int | None = None) -> int:
+        """How many of the texts, from the first on, go into the next pass; `most` tokens, where fewer than else."""
+        most = self.most_tokens if most is None else min(most, self.most_tokens)
         total = 0
         for count, text in enumerate(texts):
             total += len(text)
-            if total > self.most_tokens and count:
+            if total > most and count:
                 return count
         return len(texts)
 

@@ -84,7 +84,8 @@ class GrammarConstraint:
         self.matcher.consume_tokens(list(generated[self.consumed :]))
         self.consumed = len(generated)
         if self.matcher.is_error():  # it outgrew its limits: end this answer rather than the step that others share
-            self.error = f"the grammar cannot be followed any further: {self.matcher.get_error()}"
+            reason = self.matcher.get_error().strip().splitlines()[0]
+            self.error = f"the grammar cannot be followed any further: {reason}"
             return torch.zeros(self.vocabulary, dtype=torch.bool).index_fill_(0, torch.tensor(self.end_ids), True)
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
         return torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool))

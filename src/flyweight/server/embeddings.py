@@ -37,7 +37,7 @@ def texts_of(given: Any) -> list[Any]:
     if isinstance(given, str):
         return [given]
     if not given:
-        raise BadRequest(f"input has no texts; give 1 to {MOST_PROMPTS}", param="input")
+        raise BadRequest(f"input has 0 texts; give 1 to {MOST_PROMPTS}", param="input")
     return [given] if isinstance(given[0], int) else list(given)
 
 

@@ -230,7 +230,10 @@ class EngineLoop:
 
     def embed(self) -> None:
         """One pass of texts; those that are left wait for the next turn, so that answers go on between."""
-        texts = [self.texts.popleft() for _ in range(self.embedder.take([text.prompt for text in self.texts]))]
+        pace = self.engine.scheduler.pace if self.engine.scheduler.running else None
+        most = pace.tokens(self.embedder.most_tokens) if pace else None  # answers wait for the pass
+        count = self.embedder.take([text.prompt for text in self.texts], most=most)
+        texts = [self.texts.popleft() for _ in range(count)]
         for text in list(texts):
             try:
                 self.embedder.check(text.prompt)
