@@ -143,9 +143,9 @@ def test_wrong_options_are_one_line(capsys, arguments, message):
     ("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("127.0.0.1", (), False)])
 def test_a_server_that_everybody_may_use_says_so(monkeypatch, capsys, host, keys, warned):
     monkeypatch.setattr("flyweight.server.run.listen", lambda *_: listen("127.0.0.1", 0))
-    monkeypatch.setattr("flyweight.server.run.Server", lambda settings, listener, tokenizer: type(
+    monkeypatch.setattr("flyweight.server.run.Server", lambda settings, listener, tokenizer, others: type(
         "Server", (), {"run_all": lambda self: listener.close()})())
-    serve_command.run("preset:tiny", {}, host=host, port=0, log_format="text", api_keys=keys, names=())
+    serve_command.run(["preset:tiny"], {}, host=host, port=0, log_format="text", api_keys=keys, names=())
     assert ("WARNING no_api_key" in capsys.readouterr().err) is warned
 
 

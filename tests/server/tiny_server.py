@@ -162,7 +162,8 @@ def serving(model: Path | str, *, wait: bool = True, threads: str | None = "1", 
     thread.start()
     try:
         if wait:
-            wait_for(lambda: server.engine.state == "ready" or server.fatal, "the engine", seconds=START)
+            # A scripted engine is ready before the socket listens.
+            wait_for(lambda: (server.started and server.engine.state == "ready") or server.fatal, "the engine", seconds=START)
             assert server.fatal is None
         yield running
     finally:
