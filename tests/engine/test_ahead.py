@@ -22,7 +22,7 @@ def in_a_process(function, *arguments):
 
 
 @pytest.mark.parametrize(("model", "files"), [
-    ("preset:tiny:int4", {"gemv.cu", "gemv_split.cu", "batch.cu", "gemm.cu", "untile.cu", "qkv_attention.cu", "attention.cu"}),
+    ("preset:tiny:int4", {"gemv.cu", "gemv_split.cu", "batch.cu", "gemm.cu", "qkv_attention.cu", "attention.cu"}),
     ("preset:tiny:w8a8", {"batch.cu", "batch_pack.cu", "gemm.cu", "pack.cu", "token.cu", "rope.cu"}),
     ("preset:tiny:vptq", {"vptq.cu", "vptq_layout.cu", "vptq_decode.cu", "vptq_pack.cu", "vptq_rows.cu", "attention.cu"}),
     ("preset:tiny-moe:int4-sym", {"route.cu", "experts.cu", "gemm.cu", "pack.cu"}),

@@ -49,7 +49,8 @@ def test_kernels_that_only_hopper_has_are_planned_nowhere_else(planned, name):
 @pytest.mark.parametrize("name", [name for name, gpu in GPUS.items() if gpu.has_warpgroups])
 def test_hopper_runs_its_own_kernels(planned, name):
     launches, _ = planned[name]
-    assert {one.file for one in launches} >= HOPPER_ONLY
+    # a dry run compiles prompts' attention, but has no prompts to launch it for
+    assert {one.file for one in launches} >= HOPPER_ONLY - {"prefill_attention.cu"}
 
 
 @pytest.mark.parametrize("name", GPUS)
