@@ -62,4 +62,5 @@ def test_every_field_in_the_reference_has_a_line_of_description(server):
     page = httpx.get(server.url + "/docs").text
     rows = re.findall(r"<tr><td><code>(\w+)</code>.*?</td><td>.*?</td><td>(.*?)</td></tr>", page)
     assert len(rows) > 40
-    assert [name for name, text in rows if not html.unescape(text).strip()] == []
+    missing = [name for name, text in rows if not html.unescape(text).strip()]
+    assert not missing, " ".join(sorted(set(missing)))

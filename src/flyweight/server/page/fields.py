@@ -39,6 +39,21 @@ FIELDS = {
     "top_logprobs": "And of so many of the likeliest tokens beside it.",
     "return_token_strs": "Give the text of each token too.",
     "tokens": "Token ids.",
+    "guided_regex": "The answer must match this regular expression.",
+    "guided_choice": "The answer must be one of these texts.",
+    "guided_grammar": "The answer must follow this grammar, in Lark's or EBNF's form.",
+    "json_schema": "The answer must be JSON that fits this schema.",
+    "ebnf": "The answer must follow this grammar, in EBNF.",
+    "structural_tag": "Parts of the answer between such tags must fit their schemas.",
+    "reasoning_effort": "How long to think, for chat templates that know it.",
+    "enable_thinking": "Whether to think first, for chat templates that know it.",
+    "max_output_tokens": "Most tokens of an answer; it must fit into the context.",
+    "user": "Who asks, in the caller's words; nothing is done with it.",
+    "context": "A conversation of an earlier answer, in Ollama's form; refused.",
+    "images": "Pictures beside the text; refused, since no model here reads them.",
+    "suffix": "Text behind the gap to be filled; refused.",
+    "template": "Another chat template; refused.",
+    "verbose": "Tell more than the usual facts.",
 }
 
 
