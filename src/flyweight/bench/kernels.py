@@ -234,14 +234,11 @@ def chosen(linear: FusedLinear, rows: int, *, norm: bool = False, residual: bool
 
 
 def copied(linear: FusedLinear, prepare: Callable[[], FusedLinear]) -> FusedLinear:
-    (
-        """The same weight in memory of its own: a copy, which is faster than laying it out again.
+    """The same weight in memory of its own: a copy, which is faster than laying it out again.
 
     The weight of a torch linear is inside a function, which cannot be copied. Ops and formats are
     no part of a weight: all copies share them.
     """
-        ""
-    )
     if isinstance(linear, TorchLinear):
         return prepare()
     shared = [linear.ops, *WEIGHT_FORMATS.values()]
