@@ -178,12 +178,9 @@ def _nothing(x: Tensor) -> Tensor:
 class Embedding:
     def __init__(self, weight: Tensor, scale: float = 1.0):
         self.weight = weight  # [vocab, hidden]
-        self.scale = scale
+        # in the weight's own type and place: a step must not bring a number to the device
+        self.scale = None if scale == 1 else weight.new_tensor(scale)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         rows = torch.nn.functional.embedding(tokens, self.weight)
-        return (
-            rows
-            if self.scale == 1
-            else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
-        )
+        return rows if self.scale is None else rows * self.scale

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 
+from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.models.config import FAMILIES, ModelConfig, MoeConfig
 from flyweight.models.plan import (
     ROPE,
@@ -102,11 +103,11 @@ def experts_plan(config: ModelConfig, moe: MoeConfig | None) -> ExpertsPlan:
             config, "mlp.shared_expert.", moe.shared_intermediate_size, name="shared_expert."
         )
     return ExpertsPlan(
-        RouterPlan("mlp.gate.weight", moe.experts, moe.experts_per_token, moe.normalize_weights),
+        RouterPlan(ROUTER, moe.experts, moe.experts_per_token, moe.normalize_weights),
         tuple(
             gated_mlp(config, f"mlp.experts.{i}.", moe.intermediate_size, name=f"experts.{i}.")
             for i in range(moe.experts)
         ),
         shared,
-        "mlp.shared_expert_gate.weight" if shared else None,
+        SHARED_GATE if shared else None,
     )

@@ -143,6 +143,7 @@ class Tuning:
     formats: dict[str, FormatNumbers]
 
 
+@functools.cache
 def of(gpu: Gpu) -> Tuning:
     """The numbers for a GPU: its own file's, or those of the nearest GPU that has one."""
     return min(
