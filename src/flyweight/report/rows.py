@@ -38,6 +38,7 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "sanitize": ("kernel", "check", "found"),
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "agreement_with"),
+    "ablation": ("model", "scheme", "rows", "us", "ratio"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
     "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "context", "group_size", "zero_points",
@@ -52,6 +53,7 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
     "sanitize": ("kernel", "check"),
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "gpus"),
+    "ablation": ("model", "scheme", "rows", "without"),
 }
 PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}
 TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backend", "workload", "format", "kernel", "operator",
