@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 
 from gpu_shards import pytest_runtest_logreport, pytest_runtestloop  # noqa: F401 (hooks)
 
+from flyweight import gpu
 from flyweight.errors import FlyweightError
 
 with contextlib.suppress(ImportError):  # kernels are also tested where it is not installed
@@ -41,6 +42,8 @@ def pytest_runtest_setup(item):
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
+    if item.get_closest_marker("hopper") and torch.cuda.is_available() and not gpu.of(0).has_warpgroups:
+        pytest.skip(f"of a kernel for Hopper alone, and this GPU is an {gpu.of(0).architecture}")
 
 
 @pytest.fixture(scope="session")

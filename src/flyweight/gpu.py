@@ -1,18 +1,30 @@
-"""What a GPU can do, as far as plans depend on it, and a GPU that is not there.
+"""What a GPU can do, as far as plans depend on it, and GPUs that are not there.
 
 Plans (shared memory, thread blocks, which kernel at all) are computed from a `Gpu`, never from
-constants of one card. `of` asks the driver; a dry run (`pretend`) answers for a card that is not
-there, so that the engine's own code finds out which kernels it would launch on it. A process that
-has pretended is good for nothing else: much is kept by shape or device.
+constants of one card. `of` asks the driver, unless the process pretends, in one of two ways:
+
+- a dry run (`pretend`) answers for a card that is not there, so that the engine's own code finds
+  out which kernels it would launch on it; nothing runs.
+- an imitation (`imitate`, or the environment variable FLYWEIGHT_PRETEND=sm_80) runs another card's
+  code on the card that is here: its capability, its shared memory, its SMs or the fewer that are
+  here, and kernels compiled to PTX of its virtual architecture (`kernels/imitation.py`).
+
+A process that has pretended is good for nothing else: much is kept by shape or device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from flyweight.errors import OptionError, unknown
+
+PRETEND = "FLYWEIGHT_PRETEND"
 
 KB = 1024
 # How an SM's memory can be divided between L1 and shared memory: the sizes of the latter, in KB.
@@ -51,6 +63,21 @@ class Gpu:
     @property
     def has_float8(self) -> bool:
         return (self.major, self.minor) >= (8, 9)
+
+    @property
+    def virtual_architecture(self) -> str:
+        """The compiler's name of the instructions that every later GPU runs, too."""
+        return f"compute_{self.major}{self.minor}"
+
+    # -- what an SM holds at once ----------------------------------------------------------
+
+    @property
+    def resident_threads(self) -> int:
+        """Of all blocks on one SM: 1,024 on Turing, 1,536 on cards for desktops, else 2,048."""
+        capability = (self.major, self.minor)
+        if capability < (8, 0):
+            return 1024
+        return 2048 if capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 1536
 
     # -- shared memory of a thread block ---------------------------------------------------
 
@@ -102,6 +129,7 @@ GPUS = {
     "sm_120a": Gpu(12, 0, 170, 101376, 102400),  # RTX 5090
 }
 _pretended: Gpu | None = None
+_imitated: Gpu | None = None
 
 
 def pretend(gpu: Gpu | None) -> None:
@@ -111,7 +139,37 @@ def pretend(gpu: Gpu | None) -> None:
 
 
 def is_pretended() -> bool:
+    """Whether this is a dry run. An imitation runs what it plans."""
     return _pretended is not None
+
+
+def imitate(gpu: Gpu | None) -> None:
+    """From here on the GPU that is here runs the code of `gpu` (None: no longer)."""
+    global _imitated
+    _imitated = gpu
+    _of.cache_clear()
+    if gpu is not None:
+        # Triton's passes then use no instruction of a later GPU; read at each compilation.
+        os.environ["TRITON_OVERRIDE_ARCH"] = f"sm{gpu.major}{gpu.minor}"
+
+
+def imitated() -> Gpu | None:
+    """The GPU of `imitate`, or of FLYWEIGHT_PRETEND."""
+    name = os.environ.get(PRETEND)
+    if _imitated is None and name:
+        imitate(by_name(name))
+    return _imitated
+
+
+def by_name(name: str) -> Gpu:
+    """Of the table; `sm_80:40` is an sm_80 with 40 SMs."""
+    if name in GPUS:
+        return GPUS[name]
+    architecture, _, processors = name.partition(":")
+    if architecture not in GPUS or not processors.isdigit() or int(processors) < 1:
+        known = [*GPUS, *(f"{one}:N" for one in ("sm_80", "sm_89"))]
+        raise OptionError(f"{PRETEND}: {unknown('GPU', name, known)}")
+    return dataclasses.replace(GPUS[architecture], multi_processor_count=int(processors))
 
 
 def of(device: torch.device | int) -> Gpu:
@@ -125,6 +183,30 @@ def of(device: torch.device | int) -> Gpu:
 
 @functools.cache
 def _of(index: int) -> Gpu:
+    found = real(index)
+    other = imitated()
+    return found if other is None else imitation(other, found)
+
+
+def imitation(other: Gpu, found: Gpu) -> Gpu:
+    """`other`, with no more than the GPU that is there has."""
+    if (other.major, other.minor) > (found.major, found.minor):
+        raise OptionError(
+            f"{PRETEND}: this GPU is an {found.architecture} and cannot run the code of an "
+            f"{other.architecture}; name an older one, or unset it"
+        )
+    return Gpu(
+        other.major,
+        other.minor,
+        min(other.processors, found.processors),
+        min(other.shared_memory_per_block_optin, found.shared_memory_per_block_optin),
+        min(other.shared_memory_per_multiprocessor, found.shared_memory_per_multiprocessor),
+    )
+
+
+@functools.cache
+def real(index: int) -> Gpu:
+    """The device that is there, whatever the process pretends."""
     properties: Any = torch.cuda.get_device_properties(index)
     major, minor = torch.cuda.get_device_capability(index)
     return Gpu(

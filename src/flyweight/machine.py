@@ -10,11 +10,20 @@ from pathlib import Path
 
 import torch
 
+from flyweight import gpu
+
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # far beyond any cache
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    """An imitation (`gpu.imitate`) says so: its times are not those of the GPU that it imitates."""
+    if device.type != "cuda":
+        return cpu_name()
+    name = torch.cuda.get_device_name(device)
+    if gpu.imitated() is None:
+        return name
+    other = gpu.of(device)
+    return f"{name} as {other.architecture} ({other.processors} SMs)"
 
 
 def cpu_name() -> str:

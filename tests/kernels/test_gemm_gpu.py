@@ -24,6 +24,7 @@ SHAPES = {(1000, 576): (9, 33), (1000, 7392): (64,), (192, 1536): (16, 17, 65), 
 FEW_SHAPES = {(1000, 576): (9,), (192, 1536): (65,)}
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(("kind", "dtype"), [
     *((kind, torch.bfloat16) for kind in KINDS), *((kind, torch.float16) for kind in FORMATS)])
 def test_rows_9_to_many_on_ragged_shapes(kind, dtype):
@@ -47,6 +48,7 @@ def test_a_residual_is_added_by_cublas(kind):
     assert relative_error(residual, want) < 1e-2, "in its place"
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["int4:64", "int8:128"])
 def test_a_gated_weight_is_written_out_in_tiles(kind):
     tensor, norm = make(kind, (640, 576), 4), (1 + 0.1 * torch.randn(576, device="cuda")).bfloat16()
@@ -59,6 +61,7 @@ def test_a_gated_weight_is_written_out_in_tiles(kind):
     assert linear.choose(8192, norm=True).kernel == "gemm_dequantized"
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8"])
 @pytest.mark.parametrize(("tokens", "warpgroups"), [
     tile[:2] for tile in tuned.of(gpu.GPUS["sm_90a"]).gemm.tiles["between"] if tile[0] not in (128, 256)])
@@ -71,6 +74,7 @@ def test_tiles_of_any_number_of_tokens_give_the_same_bits(kind, tokens, warpgrou
     assert torch.equal(got, want)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["plain", "int4:128", "int8:64", "w8a8", "fp8"])
 @pytest.mark.parametrize(("rows", "cut"), [
     (200, dict(split=CLUSTERS, tokens=128, cluster=2)), (200, dict(split=MAILBOX, tokens=128, cluster=3)),
@@ -86,6 +90,7 @@ def test_inputs_of_several_tiles_of_tokens_are_cut_into_slices(kind, rows, cut):
     assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(("kind", "rows", "cut"), [
     (kind, rows, cut) for kind in ("plain", "int4:128", "int8:64", "w8a8", "fp8") for rows, cut in (
         (20, dict(split=WHOLE)), (64, dict(split=CLUSTERS, cluster=2, beside=False, separate_exchange=True, early_stages=2)),
@@ -100,6 +105,7 @@ def test_two_teams_take_the_stages_of_a_tile_by_turns(kind, rows, cut):
     assert relative_error(found[0], want) < TOLERANCE[x.dtype] and all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("seed", [0, 1])  # with and without zero points
 @pytest.mark.parametrize(("kind", "dtype"), [
     ("int4:128", torch.bfloat16), ("int4:128", torch.float16), ("int8:128", torch.bfloat16)])
@@ -117,6 +123,7 @@ def test_few_rows_become_integers(kind, dtype, seed, rows, cut):
     assert relative_error(found[0], want) < TOLERANCE[dtype] and all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["w8a8", "fp8", "int4:128", "int8:128", "plain"])
 def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind):
     linear = linear_of(make(kind, (4096, 4096), 1))
@@ -127,6 +134,7 @@ def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind):
         assert got[rows // 2].isnan().all() and got.isnan().any(-1).sum() == 1, rows
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
     monkeypatch.setattr(gemm, "packing_for", lambda columns, padded, **options: gemm.Packing(rows, 12, 1))
@@ -136,6 +144,7 @@ def test_rows_are_packed_alike_however_many_a_cta_takes(monkeypatch, rows):
         assert relative_error(got, tensor.matmul_reference(x)) < TOLERANCE[x.dtype]
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", FUSED_KINDS)
 def test_norm_bias_residual_and_silu_are_fused(kind):
     dtype = torch.bfloat16
@@ -156,6 +165,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
         assert relative_error(got, torch.nn.functional.silu(gate) * up) < bound
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(("kind", "rows", "choices"), [
     ("plain", 40, {}), ("w8a8", 40, {}), ("int4:128", 40, {}), ("int4:128", 16, {}), ("fp8", 40, {}), ("sparse-w8a8", 40, {}),
     ("sparse-int4:128", 40, {}), ("w8a8", 20, dict(separate_exchange=True)), ("fp8", 8, dict(separate_exchange=True)),
@@ -184,6 +194,7 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows, choices):
         assert torch.equal(buffers[-1], want)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(("kind", "dtype", "rows"), [
     ("plain", torch.bfloat16, 33), ("plain", torch.bfloat16, 2000), ("int4:128", torch.bfloat16, 64),
     ("int4:128", torch.bfloat16, 300), ("int4:32", torch.float16, 20), ("int8:64", torch.bfloat16, 70)])
@@ -211,6 +222,7 @@ def test_x_packed_by_the_linear_before_gives_the_same_bits(kind, dtype, rows):
         assert torch.equal(got, want)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["int8:64", "int8:channel", "int4:64", "sparse-int8:64"])
 def test_zero_points_are_taken_out_exactly(kind):
     """Inputs with a mean of 4 make much of a zero point that is off by one."""
@@ -219,6 +231,7 @@ def test_zero_points_are_taken_out_exactly(kind):
     assert relative_error(got, tensor.matmul_reference(x)) < 5e-3
 
 
+@pytest.mark.hopper
 def test_float8_sums_of_one_sign_keep_their_size():
     """The matrix units add up with 14 bits: on their own, as with torch's fast accumulation, they lose a fifth of such sums."""
     tensor, x = make("fp8", (512, 12288), 0), torch.randn(512, 12288, device="cuda").abs().bfloat16()

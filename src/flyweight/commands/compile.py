@@ -95,6 +95,7 @@ def pick_gpu(arch: str | None, processors: int | None) -> tuple[Gpu, str]:
     import torch
 
     from flyweight import gpu
+    from flyweight.kernels import jit
 
     if arch is None and torch.cuda.is_available():
         found = gpu.of(torch.cuda.current_device())
@@ -104,6 +105,8 @@ def pick_gpu(arch: str | None, processors: int | None) -> tuple[Gpu, str]:
         raise OptionError(unknown("architecture", str(arch), gpu.GPUS))
     if processors:
         found = dataclasses.replace(found, multi_processor_count=processors)
+    if arch is None and gpu.imitated() is not None and torch.cuda.is_available():
+        return found, jit.current_architecture()
     return found, found.architecture
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import cpu, reference
+from flyweight.kernels import cpu, imitation, reference
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
 from flyweight.kernels.linear.tiled import SILU, TiledLinear
 from flyweight.kernels.linear.tiles import format_of
@@ -176,6 +176,7 @@ def _cuda_ops() -> ModuleType:
             f"norm, rope and prefill attention run as plain torch ops: {reason}", stacklevel=3
         )
         return reference
+    imitation.tell_triton()
     return importlib.import_module("flyweight.kernels.cuda_ops")
 
 

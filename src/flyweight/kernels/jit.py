@@ -4,7 +4,8 @@ to break.
 A `.cu` file of this package is compiled once for a set of `#define`s (shapes are compile-time
 constants) and one architecture; the cubin is kept on disk under a hash of all of that and the
 compiler's version. Files are written beside and renamed, so several processes can share the folder.
-Sources include no headers, so none are searched for.
+Sources include no headers, so none are searched for. Where another GPU is imitated
+(`imitation.py`), PTX of its virtual architecture takes the place of cubins.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.errors import FlyweightError, MissingPackageError
+from flyweight.kernels import imitation
 
 SOURCES = Path(__file__).parent / "cuda"
 UNASKED_SHARED = 48 * 1024  # bytes of shared memory that every kernel may have
@@ -87,30 +89,28 @@ def cubin_path(
 
     parts = [_source(file), *_flags(defines), arch, str(nvrtc.nvrtcVersion()[1:]), str(registers)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return cache_folder() / f"{Path(file).stem}-{arch}-{key}.cubin"
+    ending = "ptx" if is_virtual(arch) else "cubin"
+    return cache_folder() / f"{Path(file).stem}-{arch}-{key}.{ending}"
+
+
+def is_virtual(arch: str) -> bool:
+    """Whether code for it is PTX, which the driver translates."""
+    return arch.startswith("compute_")
 
 
 def compile_cubin(
     file: str, defines: Mapping[str, object], arch: str, registers: int | None = None
 ) -> bytes:
     """Compile with NVRTC, or take the cubin from the cache. Needs no GPU. `registers`: at most so
-    many a thread.
+    many a thread. For a virtual architecture (`compute_80`) it is PTX.
     """
-    core = _cuda_core()
     flags = _flags(defines)
     path = cubin_path(file, defines, arch, registers)
     if path.exists():
         return path.read_bytes()
-    options = core.ProgramOptions(
-        std="c++17",
-        arch=arch,
-        max_register_count=registers,
-        define_macro=[tuple(f.split("=", 1)) for f in flags] or None,
-    )
+    translate = imitation.compile_ptx if is_virtual(arch) else _to_cubin
     try:
-        cubin = bytes(
-            core.Program(_source(file), code_type="c++", options=options).compile("cubin").code
-        )
+        cubin = translate(_source(file), flags, arch, registers)
     except Exception as error:
         raise KernelError(
             f"{file} does not compile for {arch} with {' '.join(flags)}:\n{error}"
@@ -120,6 +120,17 @@ def compile_cubin(
         file_beside.write(cubin)
     os.replace(file_beside.name, path)
     return cubin
+
+
+def _to_cubin(source: str, flags: Sequence[str], arch: str, registers: int | None) -> bytes:
+    core = _cuda_core()
+    options = core.ProgramOptions(
+        std="c++17",
+        arch=arch,
+        max_register_count=registers,
+        define_macro=[tuple(f.split("=", 1)) for f in flags] or None,
+    )
+    return bytes(core.Program(source, code_type="c++", options=options).compile("cubin").code)
 
 
 @functools.cache
@@ -291,6 +302,25 @@ def _tensor_map(
     return ctypes.string_at(place, 128)
 
 
+class ImitatedKernel(Kernel):
+    """Launches only what the imitated GPU would, and notes it."""
+
+    def launch(
+        self,
+        grid: int | tuple[int, ...],
+        block: int,
+        args: Sequence[Any],
+        *,
+        shared: int = 0,
+        pdl: bool = False,
+        cluster: int | None = None,
+    ) -> None:
+        grids = (grid,) if isinstance(grid, int) else tuple(grid)
+        device = torch._C._cuda_getDevice()
+        imitation.note(self.name, int(self._handle), device, grids, block, shared, cluster or 1)
+        super().launch(grid, block, args, shared=shared, pdl=pdl, cluster=cluster)
+
+
 class Module:
     def __init__(self, cubin: bytes) -> None:
         self._code = _cuda_core().ObjectCode.from_cubin(cubin)
@@ -300,14 +330,36 @@ class Module:
         return Kernel(int(self._code.get_kernel(name).handle), name)
 
 
+class ImitatedModule:
+    def __init__(self, file: str, ptx: bytes, registers: int | None) -> None:
+        self._library = imitation.load(file, ptx, registers)
+
+    @functools.cache  # noqa: B019 (modules live as long as the process)
+    def kernel(self, name: str) -> Kernel:
+        return ImitatedKernel(imitation.handle(self._library, name), name)
+
+
 @functools.cache
 def _load(
     file: str, flags: tuple[tuple[str, object], ...], arch: str, registers: int | None
-) -> Module:
+) -> Module | ImitatedModule:
     torch.cuda.init()
     # makes torch's context current before the module is loaded into it
     torch.zeros(1, device="cuda")
-    return Module(compile_cubin(file, dict(flags), arch, registers))
+    code = compile_cubin(file, dict(flags), arch, registers)
+    if is_virtual(arch):
+        return ImitatedModule(file, code, registers)
+    return Module(code)
+
+
+def current_architecture() -> str:
+    """What kernels of this process are compiled for on torch's current device."""
+    index = torch.cuda.current_device()
+    wanted_gpu = gpu.of(index)
+    own = gpu.real(index).architecture
+    if wanted_gpu.architecture == own:
+        return own
+    return wanted_gpu.virtual_architecture
 
 
 class Wanted(NamedTuple):
@@ -340,5 +392,5 @@ def load(
     if gpu.is_pretended():
         wanted.add(Wanted(file, tuple(sorted((defines or {}).items())), registers))
         return Unlaunched()
-    arch = gpu.of(torch.cuda.current_device()).architecture
+    arch = current_architecture()
     return _load(file, tuple(sorted((defines or {}).items())), arch, registers)
