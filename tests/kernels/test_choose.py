@@ -43,7 +43,7 @@ def test_every_format_has_a_route_for_any_number_of_rows(name):
     ("int4", 2048, "gemm", "cublas"), ("int8", 4096, "cublas", "cublas"), ("int4", 32, "gemm", "gemm"),
     ("plain", 4096, "gemm", "cublas"), ("int4", 64, "gemm", "gemm"), ("int8", 17, "gemm", "gemm"),
     ("plain", 16, "gemm_small", "gemm_small"), ("plain", 64, "gemm", "gemm"), ("sparse-int8", 4, "gemv", "gemv"),
-    ("sparse-int8", 8, "gemm_small", "gemm_small"), ("sparse-int4", 32, "gemm", "gemm_small"),
+    ("sparse-int8", 8, "gemm_small", "gemm_small"), ("sparse-int4", 32, "gemm", "gemm"),
     ("sparse-w8a8", 8, "gemm_small", "gemm_small"), ("sparse-w8a8", 16, "gemm", "gemm_small")])
 def test_the_kernel_measured_to_be_fastest_is_wanted(name, rows, small, large):
     assert (wanted(name, rows, 6144, 4096), wanted(name, rows, 4096, 12288)) == (small, large)
