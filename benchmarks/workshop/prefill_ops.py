@@ -30,7 +30,9 @@ from flyweight.bench.replay import graph_sampler
 from flyweight.bench.rows import environment_row, make_row
 from flyweight.kernels import reference, triton_ops
 from flyweight.kernels.attention import triton as triton_attention
-from flyweight.kernels.attention.triton import Tile
+from flyweight.kernels.attention.plan import plan_attention
+from flyweight.kernels.attention.tiles import Tile
+from flyweight.kernels.linear.fused import Norm
 from flyweight.models.presets import PRESETS
 
 DTYPE = torch.bfloat16
@@ -78,7 +80,7 @@ def ops_at(rows: int, preset: str):
         functions = getattr(triton_ops, name), getattr(reference, name)
         return [lambda *x, function=function: function(*x, *extra, **options) for function in functions]
 
-    rope = dict(cos=cos, sin=sin, heads=heads, norm=qk_norm, epsilon=1e-6)
+    rope = dict(cos=cos, sin=sin, norm=Norm(qk_norm, 1e-6))
     yield "rms_norm", hidden, 4 * hidden * rows, row(hidden), *both("rms_norm", norm, 1e-6)
     yield "silu_mul", middle, 6 * middle * rows, row(2 * middle), *both("silu_mul")
     moved = (2 * all_heads * size + 2 * (heads + 3 * kv_heads) * size + 8 * size) * rows
@@ -119,7 +121,7 @@ def ways(spans: list[tuple[int, int]], preset: str, page: int, sweep: bool):
     _, _, heads, kv_heads, size = shape_of(preset)
     batch, cache = make_batch(spans, page=page, kv_heads=kv_heads, size=size)
     query, keys, values = random(batch.query_starts[-1], heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], 1)
-    plan, scale = triton_attention.plan_attention(batch, cache), size**-0.5
+    plan, scale = plan_attention(batch, cache), size**-0.5
     if len(spans) == 1 and spans[0][0] > 1:
         new, old = spans[0]
         q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))

@@ -87,7 +87,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch, request):
     """Captures are played, and decoders that are loaded once this is called get the ops of CUDA devices."""
-    attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
+    attention = pytest.importorskip("flyweight.kernels.attention.plan", reason="triton is not installed")
     request.getfixturevalue("interpreted_loops")
     from flyweight.kernels import cuda_ops
 

@@ -7,12 +7,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flyweight.kernels import triton_ops
+from flyweight.kernels.attention import tiles
 from flyweight.kernels.attention import triton as triton_attention
 from flyweight.quant.triton import columns, nearest, vectors
 
 FLOAT, SCALES, TABLE = "*bf16", "*fp32", "*i32"
 NORM = dict(x=FLOAT, weight=FLOAT, out=FLOAT)
-ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, positions="*i64", slots="*i64", norm=FLOAT, keys=FLOAT, values=FLOAT, HEADS=32,
+ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, slots="*i64", norm=FLOAT, keys=FLOAT, values=FLOAT, HEADS=32,
             KV_HEADS=8, HEAD_DIM=128, HALF=64, BLOCK=64, REST_BLOCK=1, HEAD_BLOCK=16)
 ATTEND = dict(query=FLOAT, keys=FLOAT, values=FLOAT, out=FLOAT, tables=TABLE, tiles=TABLE, GROUP=4, HEAD_DIM=128, BLOCK=128,
               PAGE=16, WINDOW=0)
@@ -33,7 +34,7 @@ def row(size: int, **changes) -> dict:
 
 
 def tile(size: int) -> dict:
-    shape = triton_attention.LARGE[size]
+    shape = tiles.LARGE[size]
     return dict(ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps, num_stages=shape.stages)
 
 

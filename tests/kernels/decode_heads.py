@@ -6,6 +6,7 @@ import torch
 
 from flyweight.batch import KVStorage
 from flyweight.kernels.attention.decode import (
+    AttentionLayer,
     HeadNorms,
     HeadShape,
     Rows,
@@ -70,7 +71,7 @@ class Sequences:
         width = shape.heads * shape.head_dim
         out = torch.full((len(lengths), width), float("nan"), device=self.device).to(self.dtype)
         norms = HeadNorms(*self.norms or (), epsilon=EPSILON)
-        options = dict(shape=shape, norms=norms, workspace=workspace, scale=shape.head_dim**-0.5)
+        options = dict(layer=AttentionLayer(shape, shape.head_dim**-0.5, norms), workspace=workspace)
         qkv = self.qkv.flatten(1)
         return lambda: decode_attention(qkv, out, self.cache, rows, to=to, **options), out
 

@@ -9,7 +9,15 @@ from test_kernels_on_the_host import folder, host  # noqa: F401 (fixtures)
 
 from flyweight.batch import KVStorage
 from flyweight.kernels.attention import decode
-from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows, Workspace, decode_attention, rope_pairs
+from flyweight.kernels.attention.decode import (
+    AttentionLayer,
+    HeadNorms,
+    HeadShape,
+    Rows,
+    Workspace,
+    decode_attention,
+    rope_pairs,
+)
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=64, rotary=64, page=16, qk_norm=True)
@@ -61,8 +69,8 @@ def attend(shape, lengths, splits, dtype):
     workspace = Workspace.make(shape, sequences, torch.device("cpu"), splits)
     rows = Rows(rope_pairs(angles.cos(), angles.sin()), torch.tensor(lengths, dtype=torch.int32), tables)
     out = torch.full((sequences, shape.heads * shape.head_dim), float("nan")).to(dtype)
-    decode_attention(qkv.flatten(1), out, cache, rows, shape=shape, norms=HeadNorms(*norms or (), epsilon=EPSILON),
-                     workspace=workspace, scale=shape.head_dim**-0.5)
+    layer = AttentionLayer(shape, shape.head_dim**-0.5, HeadNorms(*norms or (), epsilon=EPSILON))
+    decode_attention(qkv.flatten(1), out, cache, rows, layer=layer, workspace=workspace)
     assert not workspace.tickets.any()
     for row, length in enumerate(lengths):
         if length == 0:

@@ -262,7 +262,7 @@ def test_heads_are_normed_turned_and_written_to_their_slots(monkeypatch, heads, 
     angles, slots = torch.rand(tokens, rotary // 2) * 6, torch.tensor([7, 2, 5, 0, 3])
     caches = [KVStorage(*torch.zeros(2, 2, 4, kv_heads, size, dtype=torch.bfloat16)) for _ in range(2)]
     cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(tokens))
-    options = dict(heads=heads, norm=norm, epsilon=epsilon, cos=cos, sin=sin, query_scale=0.37)
+    options = dict(norm=Norm(norm, epsilon) if normed else None, cos=cos, sin=sin, query_scale=0.37)
     want = reference.rope_norm_write(qkv.clone(), caches[0], slots, **options)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     got = rope.rope_norm_write(qkv, caches[1], slots, **options)

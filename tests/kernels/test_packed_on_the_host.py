@@ -11,7 +11,7 @@ from tuning import retune
 from flyweight.batch import KVStorage
 from flyweight.kernels import jit, reference, workspace
 from flyweight.kernels.attention import decode
-from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows, Workspace, decode_attention, rope_pairs
+from flyweight.kernels.attention.decode import AttentionLayer, HeadShape, Rows, Workspace, decode_attention, rope_pairs
 from flyweight.kernels.linear import gemm, tiles
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, WHOLE, Forced
@@ -99,7 +99,7 @@ def attention_of(monkeypatch, kv_heads, dtype):
     def attend(to):
         out = torch.zeros(sequences, 128 * kv_heads, dtype=dtype)
         rows = Rows(rope_pairs(angles.cos(), angles.sin()), LENGTHS, tables)
-        return decode_attention(qkv, out, cache, rows, shape=shape, norms=HeadNorms(), to=to, scale=0.125,
+        return decode_attention(qkv, out, cache, rows, layer=AttentionLayer(shape, 0.125), to=to,
                                 workspace=Workspace.make(shape, sequences, CPU, splits))
 
     return attend

@@ -11,6 +11,7 @@ from flyweight.kernels.attention.prefill import BASE_2
 
 pytestmark = pytest.mark.gpu
 attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
+plans = pytest.importorskip("flyweight.kernels.attention.plan", reason="triton is not installed")
 from test_triton_ops_gpu import SPANS, make, poisoned  # noqa: E402, F401 (needs triton too; a fixture)
 
 LIMIT = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -50,7 +51,7 @@ def test_prompts_and_chunks_beside_decoding_rows(spans, heads, kv_heads, size, d
     batch, cache, query, new = make(SPANS[spans], heads=heads, kv_heads=kv_heads, size=size, page=16, dtype=dtype)
     qkv = torch.cat([query / 8, *new], 1)
     query, *new = qkv.split([heads, kv_heads, kv_heads], 1)
-    plan = attention.plan_attention(batch, cache)
+    plan = plans.plan_attention(batch, cache)
     want = exact(query, cache, batch)
     for _ in range(2):  # the second finds the counter as the first did
         got = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
@@ -64,7 +65,7 @@ def test_a_prompt_alone_is_as_exact_as_torch(length):
     batch, cache, query, new = make([(length, 0)], heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16)
     query = query / 8
     want = exact(query, cache, batch)
-    got = attention.paged_attention(query, cache, attention.plan_attention(batch, cache), scale=BASE_2, new=new)
+    got = attention.paged_attention(query, cache, plans.plan_attention(batch, cache), scale=BASE_2, new=new)
     by_torch = reference.causal_attention(query[None], *(x[None] for x in new), scale=BASE_2)[0]
     # the heaviest weight of a row is 1 with torch, which 16 bits hold exactly: of short prompts that shows
     assert error(got, want) < 1.3 * error(by_torch, want)
@@ -72,7 +73,7 @@ def test_a_prompt_alone_is_as_exact_as_torch(length):
 
 def test_it_can_be_captured():
     batch, cache, query, new = make([(512, 0)], heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16)
-    plan, graph = attention.plan_attention(batch, cache), torch.cuda.CUDAGraph()
+    plan, graph = plans.plan_attention(batch, cache), torch.cuda.CUDAGraph()
     want = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
     with torch.cuda.graph(graph):
         got = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)

@@ -10,6 +10,7 @@ from flyweight.kernels.attention import prefill
 from flyweight.kernels.attention.prefill import BASE_2
 
 attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
+plans = pytest.importorskip("flyweight.kernels.attention.plan", reason="triton is not installed")
 from test_triton_attention import make  # noqa: E402 (needs triton too)
 
 pytestmark = [pytest.mark.skipif(host_cuda.COMPILER is None or torch.cuda.is_available(), reason="no g++, or a GPU"),
@@ -19,12 +20,12 @@ MIXED = [(1, 20), (12, 0), (70, 14), (1, 0), (40, 0), (30, 5), (5, 9)]  # decodi
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_mixed_step_gives_the_same_with_the_switch_on(window, monkeypatch):
-    monkeypatch.setattr(attention, "FRESH_FROM", 10)
+    monkeypatch.setattr(plans, "FRESH_FROM", 10)
     monkeypatch.setattr(prefill, "takes", lambda heads, device, scale: scale == BASE_2)  # as on Hopper
     batch, cache, query, new = make(MIXED, heads=4, kv_heads=2, size=64, page=16)
     qkv = torch.cat([query / 8, *new], 1)
     query, *new = qkv.split([4, 2, 2], 1)
-    plan = attention.plan_attention(batch, cache, window)
+    plan = plans.plan_attention(batch, cache, window)
     got = attention.paged_attention(query, cache, plan, scale=BASE_2, new=new)
     want = reference.paged_attention(query, cache, reference.plan_attention(batch, cache, window), scale=BASE_2)
     torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)

@@ -8,7 +8,16 @@ from gpu_linears import linear_of, make
 
 from flyweight import gpu
 from flyweight.batch import KVStorage
-from flyweight.kernels.attention.decode import HeadNorms, HeadShape, Rows, Workspace, decode_attention, rope_pairs
+from flyweight.kernels import jit
+from flyweight.kernels.attention.decode import (
+    AttentionLayer,
+    HeadNorms,
+    HeadShape,
+    Rows,
+    Workspace,
+    decode_attention,
+    rope_pairs,
+)
 from flyweight.kernels.attention.qkv import linear_plan, mailbox_cycle, qkv_attention, unsupported_reason
 from flyweight.kernels.linear import gemv, tiles
 from flyweight.kernels.linear.fused import Norm
@@ -57,8 +66,8 @@ class Layer:
         self.out = torch.empty(self.rows, shape.heads * size, device=DEVICE, dtype=dtype)
 
     @property
-    def common(self):
-        return dict(shape=self.shape, norms=HeadNorms(*self.norms or (), epsilon=EPSILON), scale=self.shape.head_dim**-0.5)
+    def layer(self):
+        return AttentionLayer(self.shape, self.shape.head_dim**-0.5, HeadNorms(*self.norms or (), epsilon=EPSILON))
 
     def row_tables(self, lengths):
         return Rows(self.rope, lengths, self.pages)
@@ -70,7 +79,7 @@ class Layer:
     def fused(self, x, lengths):
         self.out.fill_(float("nan"))
         qkv_attention(self.linear, x, self.out, self.cache, self.row_tables(lengths), norm=self.first_norm,
-                      mailboxes=tuple(self.boxes), **self.common)
+                      mailboxes=tuple(self.boxes), layer=self.layer)
         self.boxes.reverse()
         return self.out.clone()
 
@@ -78,7 +87,7 @@ class Layer:
         qkv = gemv.multiply(self.linear.weight, x, norm=self.first_norm)
         workspace = Workspace.make(self.shape, self.rows, DEVICE)
         return decode_attention(qkv, torch.full_like(self.out, float("nan")), self.cache, self.row_tables(lengths),
-                                workspace=workspace, **self.common)
+                                workspace=workspace, layer=self.layer)
 
     def slots(self, row, tokens):
         return self.pages[row].long()[tokens // self.shape.page] * self.shape.page + tokens % self.shape.page
@@ -206,8 +215,9 @@ def test_a_thousand_replays_of_a_dependent_chain_give_the_same_bits(kind, rows):
     def chain(pdl: bool = True) -> None:
         x = start
         for i, layer in enumerate(layers):
-            qkv_attention(layer.linear, x, attended, layer.cache, layer.row_tables(lengths), norm=layer.first_norm,
-                          mailboxes=(boxes[i], boxes[(i + 1) % len(boxes)]), pdl=pdl, **layer.common)
+            with jit.overlap(pdl):
+                qkv_attention(layer.linear, x, attended, layer.cache, layer.row_tables(lengths), norm=layer.first_norm,
+                              mailboxes=(boxes[i], boxes[(i + 1) % len(boxes)]), layer=layer.layer)
             x = gemv.multiply(outs[i], attended, hidden, pdl=pdl)
 
     attended.zero_()

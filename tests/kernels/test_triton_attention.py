@@ -11,17 +11,18 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
 
 attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
+plans = pytest.importorskip("flyweight.kernels.attention.plan", reason="triton is not installed")
 pytestmark = pytest.mark.usefixtures("interpreted_loops")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILE = attention.Tile(32, 16, 4, 2)
+TILE = plans.Tile(32, 16, 4, 2)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     torch.manual_seed(0)
     retune(monkeypatch, prefill_attention=False)  # or a Hopper GPU would have its own way
-    monkeypatch.setattr(attention, "FRESH_FROM", 10)
-    monkeypatch.setattr(attention, "SMALL_COLUMNS", 16)
+    monkeypatch.setattr(plans, "FRESH_FROM", 10)
+    monkeypatch.setattr(plans, "SMALL_COLUMNS", 16)
 
 
 def make(spans, *, heads, kv_heads, size, page=8, dtype=torch.float16):
@@ -53,7 +54,7 @@ def check(spans, *, window=None, give_new=True, tile=TILE, tolerance=4e-3, **sha
     batch, cache, query, new = make(spans, **shape)
     scale = query.shape[-1] ** -0.5
     want = reference.paged_attention(query, cache, reference.plan_attention(batch, cache, window), scale=scale)
-    plan = attention.plan_attention(batch, cache, window)
+    plan = plans.plan_attention(batch, cache, window)
     got = attention.paged_attention(query, cache, plan, scale=scale, new=new if give_new else None, tile=tile)
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     return plan
@@ -78,8 +79,8 @@ def test_float32_and_pages_larger_than_a_tile():
 
 
 def test_long_contexts_are_cut_into_parts_and_added_up(monkeypatch):
-    monkeypatch.setattr(attention, "SHORTEST_PART", 16)
-    monkeypatch.setattr(attention, "_processors", lambda device: 16)
+    monkeypatch.setattr(plans, "SHORTEST_PART", 16)
+    monkeypatch.setattr(plans, "_processors", lambda device: 16)
     for window in (None, 50):
         plan = check([(1, 100), (6, 60), (1, 3)], heads=4, kv_heads=1, size=64, window=window)
         (_, launches), = plan.held.values()
@@ -88,21 +89,21 @@ def test_long_contexts_are_cut_into_parts_and_added_up(monkeypatch):
 
 def test_neighbouring_prompts_are_one_call_of_torch_and_nothing_else(monkeypatch):
     plan = check([(12, 0), (12, 0), (12, 0)], heads=4, kv_heads=2, size=64)
-    assert list(plan.held.values()) == [([attention.Run(0, 36, 12)], [])]
+    assert list(plan.held.values()) == [([plans.Run(0, 36, 12)], [])]
     plan = check([(12, 0), (14, 0), (14, 0), (3, 0), (11, 0)], heads=4, kv_heads=2, size=64)
     (((unequal, alone), launches),) = plan.held.values()
     assert (unequal.begin, unequal.end, unequal.length, unequal.starts.tolist()) == (0, 40, 14, [0, 12, 26, 40])
-    assert alone == attention.Run(43, 54, 11) and len(launches) == 1
-    monkeypatch.setattr(attention, "LONG", 13)
+    assert alone == plans.Run(43, 54, 11) and len(launches) == 1
+    monkeypatch.setattr(plans, "LONG", 13)
     plan = check([(12, 0), (14, 0), (14, 0)], heads=4, kv_heads=2, size=64)
-    assert list(plan.held.values()) == [([attention.Run(0, 12, 12), attention.Run(12, 40, 14)], [])]
+    assert list(plan.held.values()) == [([plans.Run(0, 12, 12), plans.Run(12, 40, 14)], [])]
 
 
 def test_strided_views_of_a_merged_qkv_are_read_in_place():
     batch, cache, query, new = make([(11, 4), (1, 9), (16, 0)], heads=4, kv_heads=2, size=64)
     qkv = torch.cat([query, *new], 1)
     views = qkv.split([4, 2, 2], 1)
-    plan = attention.plan_attention(batch, cache)
+    plan = plans.plan_attention(batch, cache)
     got = attention.paged_attention(views[0], cache, plan, scale=0.1, new=views[1:], tile=TILE)
     want = reference.paged_attention(query, cache, reference.plan_attention(batch, cache), scale=0.1)
     torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)

@@ -51,20 +51,18 @@ def test_silu_mul(size):
     assert torch.equal(ops.gate(gate_up, "silu"), ops.silu_mul(gate_up))
 
 
-@pytest.mark.parametrize("by_table", [False, True])
 @pytest.mark.parametrize("heads, kv_heads, size, rotary, normed", [
     (4, 2, 64, 64, True), (9, 3, 64, 64, False), (3, 3, 80, 32, True), (4, 1, 96, 96, False), (2, 1, 256, 64, True)])
-def test_rope_norm_and_kv_write(heads, kv_heads, size, rotary, normed, by_table):
+def test_rope_norm_and_kv_write(heads, kv_heads, size, rotary, normed):
     positions = torch.tensor([3, 0, 11, 12, 7], device=DEVICE)
     slots = torch.tensor([5, 30, 2, 17, 16], device=DEVICE)
     angles = torch.rand(16, rotary // 2, device=DEVICE) * 6
-    tables, rows = (angles.cos(), angles.sin()), reference.rope_rows(angles.cos(), angles.sin(), positions)
-    qkv, norm = random(5, heads + 2 * kv_heads, size), random(heads + kv_heads, size) if normed else None
+    cos, sin = reference.rope_rows(angles.cos(), angles.sin(), positions)
+    qkv, norm = random(5, heads + 2 * kv_heads, size), Norm(random(heads + kv_heads, size), 1e-6) if normed else None
     caches = [KVStorage(*torch.full((2, 2, 16, kv_heads, size), 9.0, device=DEVICE, dtype=HALF)) for _ in range(2)]
-    options = dict(heads=heads, norm=norm, epsilon=1e-6, query_scale=0.37)
-    want = reference.rope_norm_write(qkv.clone(), caches[0], slots, cos=rows[0], sin=rows[1], **options)
-    cos, sin = tables if by_table else rows
-    got = ops.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, positions=positions if by_table else None, **options)
+    options = dict(cos=cos, sin=sin, norm=norm, query_scale=0.37)
+    want = reference.rope_norm_write(qkv.clone(), caches[0], slots, **options)
+    got = ops.rope_norm_write(qkv, caches[1], slots, **options)
     torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
     torch.testing.assert_close(caches[1].keys, caches[0].keys, rtol=4e-3, atol=4e-3)
     assert torch.equal(caches[1].values, caches[0].values)
@@ -75,6 +73,6 @@ def test_a_negative_slot_writes_nothing_to_the_cache():
     angles = torch.rand(2, 32, device=DEVICE)
     cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(2, device=DEVICE))
     qkv, slots = random(2, 8, 64), torch.tensor([-1, 3], device=DEVICE)
-    ops.rope_norm_write(qkv, cache, slots, cos=cos, sin=sin, heads=4, norm=None, epsilon=1e-6)
+    ops.rope_norm_write(qkv, cache, slots, cos=cos, sin=sin, norm=None)
     assert cache.keys.flatten(0, 1).abs().sum((1, 2)).nonzero().flatten().tolist() == [3]
     assert cache.values.flatten(0, 1).abs().sum((1, 2)).nonzero().flatten().tolist() == [3]

@@ -64,7 +64,7 @@ def test_rope_norm_and_kv_write(heads, kv_heads, size, rotary):
     positions, slots = torch.randperm(tokens, device="cuda"), torch.randperm(50 * 16, device="cuda")[:tokens]
     caches = [KVStorage(*torch.zeros(2, 50, 16, kv_heads, size, device="cuda", dtype=torch.bfloat16)) for _ in range(2)]
     cos, sin = reference.rope_rows(angles.cos(), angles.sin(), positions)
-    options = dict(heads=heads, norm=norm, epsilon=1e-6)
+    options = dict(norm=Norm(norm, 1e-6))
     want = reference.rope_norm_write(qkv.clone(), caches[0], slots, cos=cos, sin=sin, **options)
     got = ops.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, **options)
     for a, b in zip((*got, caches[1].keys, caches[1].values), (*want, caches[0].keys, caches[0].values), strict=True):

@@ -22,6 +22,7 @@ from flyweight.bench.replay import Work
 from flyweight.bench.rows import Row
 from flyweight.kernels import reference
 from flyweight.kernels.attention.decode import (
+    AttentionLayer,
     HeadNorms,
     HeadShape,
     Rows,
@@ -131,12 +132,11 @@ def fused(heads: Heads, qkv: Tensor, tables: Tensor, context: int) -> Callable[[
     lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
     ones = torch.ones(size, device=device, dtype=qkv.dtype)
     norms = HeadNorms(ones, ones, 1e-6) if heads.qk_norm else HeadNorms()
-    options: dict[str, Any] = dict(
-        shape=shape, norms=norms, workspace=Workspace.make(shape, batch, device), scale=size**-0.5
-    )
+    layer = AttentionLayer(shape, size**-0.5, norms)
+    workspace = Workspace.make(shape, batch, device)
     out = torch.empty(batch, heads.heads * size, device=device, dtype=qkv.dtype)
     rows = Rows(still, lengths, tables)
-    return lambda cache: decode_attention(qkv, out, cache, rows, **options)
+    return lambda cache: decode_attention(qkv, out, cache, rows, layer=layer, workspace=workspace)
 
 
 def eager(heads: Heads, qkv: Tensor, tables: Tensor, context: int) -> Callable[[KVStorage], Tensor]:

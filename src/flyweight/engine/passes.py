@@ -95,7 +95,7 @@ class PassGraphs:
         return result
 
     def _plans(self, batch: Batch) -> Plans:
-        from flyweight.kernels.attention.triton import FixedPlan
+        from flyweight.kernels.attention.plan import FixedPlan
 
         return {window: FixedPlan(batch, self.caches[0], window, heads=self.decoder.config.heads) for window in self.windows}
 

@@ -104,15 +104,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(
-    qkv: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Tensor | None, epsilon: float
+    qkv: Tensor, *, cos: Tensor, sin: Tensor, heads: int, norm: Norm | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of qkv [..., tokens, heads + 2 · kv_heads, head_dim]; q and k normed (norm [heads +
-    kv_heads, head_dim]), turned
+    """q, k, v of qkv [..., tokens, heads + 2 · kv_heads, head_dim]; q and k normed (by a weight
+    [heads + kv_heads, head_dim]), turned
     """
     kv_heads = (qkv.shape[-2] - heads) // 2
     qk, values = qkv.split_with_sizes([heads + kv_heads, kv_heads], -2)
     if norm is not None:
-        qk = rms_norm(qk, norm, epsilon)
+        qk = rms_norm(qk, norm.weight, norm.epsilon)
     query, keys = rotate(qk, cos, sin).split_with_sizes([heads, kv_heads], -2)
     return query, keys, values
 
@@ -124,17 +124,14 @@ def rope_norm_write(
     *,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
-    norm: Tensor | None,
-    epsilon: float,
+    norm: Norm | None,
     query_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`split_heads` of packed tokens, with K and V written to their slots. A kernel may do it in
     place: qkv is used up.
     """
-    query, keys, values = split_heads(
-        qkv, cos=cos, sin=sin, heads=heads, norm=norm, epsilon=epsilon
-    )
+    heads = qkv.shape[1] - 2 * cache.keys.shape[2]
+    query, keys, values = split_heads(qkv, cos=cos, sin=sin, heads=heads, norm=norm)
     write_kv(cache, keys, values, slots)
     return query if query_scale == 1 else query * query_scale, keys, values
 

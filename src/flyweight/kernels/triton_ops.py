@@ -129,9 +129,21 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _normed(value, inverse, norm, at, live, dtype: tl.constexpr):
-    factor = tl.load(norm + at, mask=live, other=0.0).to(tl.float32)
-    return ((value * inverse).to(dtype).to(tl.float32) * factor).to(dtype).to(tl.float32)
+def _inverse_size(low, high, rest, epsilon, HEAD_DIM: tl.constexpr):
+    """1 / √(mean x² + ε) of heads in three parts"""
+    squares = tl.sum(low * low + high * high, axis=1, keep_dims=True) + tl.sum(
+        rest * rest, axis=1, keep_dims=True
+    )
+    return tl.math.rsqrt(squares / HEAD_DIM + epsilon)
+
+
+@triton.jit
+def _normed(value, inverse, norm, at, live, turned):
+    """Heads of q and k; those of v stay as they are."""
+    dtype = norm.dtype.element_ty
+    factor = tl.load(norm + at, mask=live & turned, other=0.0).to(tl.float32)
+    normed = ((value * inverse).to(dtype).to(tl.float32) * factor).to(dtype).to(tl.float32)
+    return tl.where(turned, normed, value)
 
 
 @triton.jit
@@ -150,13 +162,12 @@ def _write_part(
     )
 
 
-# they may be cut out of one buffer
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+# they may be cut out of a buffer
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_norm_write(
     qkv,
     cos,
     sin,
-    positions,
     slots,
     norm,
     keys,
@@ -177,7 +188,6 @@ def _rope_norm_write(
     """Some heads of a token as three tiles: the halves that rope pairs up [heads, HALF], and the
     rest it leaves alone.
     """
-    dtype = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -192,18 +202,11 @@ def _rope_norm_write(
     high = tl.load(row + at + column + HALF, mask=live, other=0.0).to(tl.float32)
     rest = tl.load(row + at + rest_column, mask=rest_live, other=0.0).to(tl.float32)
     if norm is not None:
-        squares = tl.sum(low * low + high * high, axis=1, keep_dims=True) + tl.sum(
-            rest * rest, axis=1, keep_dims=True
-        )
-        inverse = tl.math.rsqrt(squares / HEAD_DIM + epsilon)
-        low = tl.where(turned, _normed(low, inverse, norm, at + column, live & turned, dtype), low)
-        high = tl.where(
-            turned, _normed(high, inverse, norm, at + column + HALF, live & turned, dtype), high
-        )
-        rest = tl.where(
-            turned, _normed(rest, inverse, norm, at + rest_column, rest_live & turned, dtype), rest
-        )
-    place = (token if positions is None else tl.load(positions + token)) * table_stride + column
+        inverse = _inverse_size(low, high, rest, epsilon, HEAD_DIM)
+        low = _normed(low, inverse, norm, at + column, live, turned)
+        high = _normed(high, inverse, norm, at + column + HALF, live, turned)
+        rest = _normed(rest, inverse, norm, at + rest_column, rest_live, turned)
+    place = token * table_stride + column
     cosine = tl.where(turned, tl.load(cos + place, mask=column < HALF, other=0.0), 1.0)
     sine = tl.where(turned, tl.load(sin + place, mask=column < HALF, other=0.0), 0.0)
     slot = tl.load(slots + token)
@@ -211,31 +214,23 @@ def _rope_norm_write(
     live = live & ((slot >= 0) | (head < HEADS))
     rest_live = rest_live & ((slot >= 0) | (head < HEADS))
     by = tl.where(head < HEADS, query_scale, 1.0)
-    _write_part(
-        (low * cosine - high * sine) * by,
-        row,
-        keys,
-        values,
-        head,
-        at + column,
-        kv_at + column,
-        live,
-        HEADS,
-        KV_HEADS,
-    )
-    column += HALF
-    _write_part(
-        (high * cosine + low * sine) * by,
-        row,
-        keys,
-        values,
-        head,
-        at + column,
-        kv_at + column,
-        live,
-        HEADS,
-        KV_HEADS,
-    )
+    for second in tl.static_range(2):
+        if second:
+            value = high * cosine + low * sine
+        else:
+            value = low * cosine - high * sine
+        _write_part(
+            value * by,
+            row,
+            keys,
+            values,
+            head,
+            at + column + second * HALF,
+            kv_at + column + second * HALF,
+            live,
+            HEADS,
+            KV_HEADS,
+        )
     if HEAD_DIM > 2 * HALF:
         _write_part(
             rest * by,
@@ -258,23 +253,20 @@ def rope_norm_write(
     *,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
-    norm: Tensor | None,
-    epsilon: float,
+    norm: Norm | None,
     query_scale: float = 1.0,
-    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding);
     returns views q, k, v of qkv.
 
-    qkv [tokens, heads + 2 · kv_heads, head_dim]; norm [heads + kv_heads, head_dim]. cos and sin
-    come from `reference.rope_rows`, or are whole tables [positions, rotary / 2] where `positions`
-    [tokens] is given.
+    qkv [tokens, heads + 2 · kv_heads, head_dim]; the norm's weight [heads + kv_heads,
+    head_dim]; cos and sin from `reference.rope_rows`.
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
-    if positions is None:  # the second half of a row: rope_rows negates the sine of the first
-        cos, sin = (table.flatten(1)[:, table.shape[-1] // 2 :] for table in (cos, sin))
+    heads = all_heads - 2 * kv_heads
+    # the second half of a row: rope_rows negates the sine of the first
+    cos, sin = (table.flatten(1)[:, table.shape[-1] // 2 :] for table in (cos, sin))
     half = cos.shape[-1]
     head_block = min(16, triton.next_power_of_2(all_heads))
     if tokens:
@@ -282,15 +274,14 @@ def rope_norm_write(
             qkv,
             cos,
             sin,
-            positions,
             slots,
-            norm,
+            None if norm is None else norm.weight,
             cache.keys,
             cache.values,
             qkv.stride(0),
             cos.stride(0),
             cache.keys.stride(1),
-            epsilon,
+            0.0 if norm is None else norm.epsilon,
             query_scale,
             HEADS=heads,
             KV_HEADS=kv_heads,

@@ -90,9 +90,7 @@ class Paged(PromptStage):
             self.batch.slots,
             cos=cos,
             sin=sin,
-            heads=plan.heads,
             norm=block.head_norm,
-            epsilon=block.plan.epsilon,
             query_scale=query_scale,
         )
         if plan.plain:
@@ -112,12 +110,7 @@ class Whole(PromptStage):
         plan = block.plan.attention
         cos, sin = self.rows[plan.rope]
         query, keys, values = self.ops.split_heads(
-            qkv,
-            cos=cos,
-            sin=sin,
-            heads=plan.heads,
-            norm=block.head_norm,
-            epsilon=block.plan.epsilon,
+            qkv, cos=cos, sin=sin, heads=plan.heads, norm=block.head_norm
         )
         bent = None if plan.plain else reference.Bend(plan.soft_cap, block.sinks)
         return self.ops.causal_attention(

@@ -20,6 +20,7 @@ from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.kernels import jit
 from flyweight.kernels.attention.decode import (
+    AttentionLayer,
     HeadNorms,
     HeadShape,
     Rows,
@@ -108,10 +109,9 @@ class DecodeAttention:
         self.size = len(rows.tokens)
         device = buffers.device
         page = caches[0].block_size
-        self.shapes = {id(block): head_shape(block, ropes, page) for block in blocks}
+        self.layers = {id(block): attention_layer(block, ropes, page) for block in blocks}
         self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}
-        self.norms = {id(block): _head_norms(block) for block in blocks}
-        first = self.shapes[id(blocks[0])]
+        first = self.layers[id(blocks[0])].shape
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
         self.workspace = Workspace.make(first, self.size, device)
         self.mailboxes = []
@@ -125,19 +125,18 @@ class DecodeAttention:
         if len(blocks) < 2:
             return "a single layer has nobody to empty its mailbox"
         reasons = (
-            separate_reason(block.qkv.fused, self.shapes[id(block)], self.size, device)
+            separate_reason(block.qkv.fused, self.layers[id(block)].shape, self.size, device)
             for block in blocks
         )
         return next((reason for reason in reasons if reason), None)
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
         plan = block.plan.attention
-        shape = self.shapes[id(block)]
+        layer = self.layers[id(block)]
         place = self.place
         self.place += 1
         cache = self.caches[place]
         rows = self.rows[plan.rope]
-        norms = self.norms[id(block)]
         attended = self.buffers.take("attended", plan.heads * plan.head_dim, self.size)
         norm = block.norm(block.plan.before_attention)
         if self.separate is None:
@@ -149,36 +148,27 @@ class DecodeAttention:
                 attended,
                 cache,
                 rows,
-                shape=shape,
+                layer=layer,
                 norm=norm,
-                norms=norms,
                 mailboxes=boxes,
-                scale=plan.scale,
             )
-        qkv = self.buffers.take("qkv", shape.width, self.size)
-        packed = block.o.packed_input(self.size, shape.items)
+        qkv = self.buffers.take("qkv", layer.shape.width, self.size)
+        packed = block.o.packed_input(self.size, layer.shape.items)
         prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
         block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
         decode_attention(
-            qkv,
-            attended,
-            cache,
-            rows,
-            shape=shape,
-            norms=norms,
-            workspace=self.workspace,
-            scale=plan.scale,
-            to=packed,
+            qkv, attended, cache, rows, layer=layer, workspace=self.workspace, to=packed
         )
         return packed or attended
 
 
-def _head_norms(block: Block) -> HeadNorms:
-    if block.head_norm is None:
-        return HeadNorms()
-    return HeadNorms(
-        block.head_norm[0].contiguous(), block.head_norm[-1].contiguous(), block.plan.epsilon
-    )
+def attention_layer(block: Block, ropes: RopeTables, page: int) -> AttentionLayer:
+    norms = HeadNorms()
+    if (norm := block.head_norm) is not None:
+        query = norm.weight[0].contiguous()
+        key = norm.weight[-1].contiguous()
+        norms = HeadNorms(query, key, norm.epsilon)
+    return AttentionLayer(head_shape(block, ropes, page), block.plan.attention.scale, norms)
 
 
 class DecodeStep:

@@ -48,7 +48,7 @@ class Block:
         norms: dict[str, Norm],
         mlp: GatedMlp | Experts,
         ops: ModuleType,
-        head_norm: Tensor | None = None,
+        head_norm: Norm | None = None,
         sinks: Tensor | None = None,
     ):
         self.plan = plan
@@ -56,7 +56,7 @@ class Block:
         self.norms = norms
         self.mlp = mlp
         self.ops = ops
-        self.head_norm = head_norm  # [heads + kv_heads, head_dim]
+        self.head_norm = head_norm  # its weight [heads + kv_heads, head_dim]
         self.sinks = sinks  # [heads]
         self.qkv = linears[plan.qkv.name]
         self.o = linears[plan.o.name]
@@ -197,7 +197,7 @@ def _bind(callback: Callable[[Group, Tensor], None], group: Group) -> Callable[[
     return lambda x: callback(group, x)
 
 
-def _head_norm(plan: LayerPlan, tensor: Callable[[str, int], Tensor]) -> Tensor | None:
+def _head_norm(plan: LayerPlan, tensor: Callable[[str, int], Tensor]) -> Norm | None:
     """One table for all heads, so that queries and keys are normed in one call."""
     attention = plan.attention
     if attention.query_norm is None or attention.key_norm is None:
@@ -211,4 +211,4 @@ def _head_norm(plan: LayerPlan, tensor: Callable[[str, int], Tensor]) -> Tensor 
         if norm.plus_one:
             weight = (weight.float() + 1).to(weight.dtype)
         rows.append(weight.expand(heads, attention.head_dim))
-    return torch.cat(rows)
+    return Norm(torch.cat(rows), plan.epsilon)

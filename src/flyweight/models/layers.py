@@ -159,8 +159,8 @@ class Linear:
             return Handover()
         return self.fused.negotiate(before.fused, rows)
 
-    def packed_input(self, rows: int, kv_heads: int) -> PackedInput | None:
-        return None if self.bias is not None else self.fused.packed_input(rows, kv_heads)
+    def packed_input(self, rows: int, items: int) -> PackedInput | None:
+        return None if self.bias is not None else self.fused.packed_input(rows, items)
 
     @property
     def segments(self) -> Sequence[FusedLinear]:

@@ -138,24 +138,32 @@ class HeadNorms:
     epsilon: float = 1e-6
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """What attention of one layer is, whatever its sequences are."""
+
+    shape: HeadShape
+    scale: float
+    norms: HeadNorms = HeadNorms()
+
+
 def decode_attention(
     qkv: Tensor,
     out: Tensor,
     cache: KVStorage,
     rows: Rows,
     *,
-    shape: HeadShape,
-    norms: HeadNorms,
+    layer: AttentionLayer,
     workspace: Workspace,
-    scale: float,
     to: PackedInput | None = None,
-    pdl: bool = True,
 ) -> Tensor:
     """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim];
     writes the new K and V.
 
     `to`: results are the next linear's x, and written there instead of to `out`.
     """
+    shape = layer.shape
+    norms = layer.norms
     sequences = qkv.shape[0]
     count = gpu.of(qkv.device).processors
     # results of 8 warps would not fit into shared memory
@@ -182,12 +190,13 @@ def decode_attention(
         workspace.scratch,
         workspace.tickets,
         float(norms.epsilon),
-        float(scale),
+        float(layer.scale),
         rows.tables.shape[1],
         sequences,
         workspace.splits,
         groups,
         *more,
     )
-    kernel.launch(max(sequences * shape.items * workspace.splits, count), 32 * warps, args, pdl=pdl)
+    grid = max(sequences * shape.items * workspace.splits, count)
+    kernel.launch(grid, 32 * warps, args, pdl=True)
     return out

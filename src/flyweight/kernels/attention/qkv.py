@@ -18,7 +18,7 @@ from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit
-from flyweight.kernels.attention.decode import COLUMNS, HeadNorms, HeadShape, Rows
+from flyweight.kernels.attention.decode import COLUMNS, AttentionLayer, HeadShape, Rows
 from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.choose import route, within_attention
 from flyweight.kernels.linear.fused import FusedLinear, Norm
@@ -121,12 +121,9 @@ def qkv_attention(
     cache: KVStorage,
     rows: Rows,
     *,
-    shape: HeadShape,
+    layer: AttentionLayer,
     norm: Norm,
-    norms: HeadNorms,
     mailboxes: tuple[Mailbox, Mailbox],
-    scale: float,
-    pdl: bool = True,
 ) -> Tensor:
     """x [rows, in] → out [rows, heads · head_dim]; writes the new K and V. `mailboxes`: this
     launch's, and the next one's.
@@ -135,6 +132,7 @@ def qkv_attention(
     """
     assert isinstance(linear, TiledLinear)
     weight = linear.weight
+    shape = layer.shape
     device = gpu.of(x.device)
     count = x.shape[0]
     ctas = head_ctas(shape, device)
@@ -155,8 +153,8 @@ def qkv_attention(
         x,
         norm.weight,
         weight.bias,
-        norms.query,
-        norms.key,
+        layer.norms.query,
+        layer.norms.key,
         rows.rope,
         rows.lengths,
         rows.tables,
@@ -168,11 +166,11 @@ def qkv_attention(
         following.qkv,
         following.states,
         norm.epsilon,
-        float(scale),
+        float(layer.scale),
         rows.tables.shape[1],
         gemv.tickets(weight, count, x.device),
     )
     # one on every SM, so that all offer the same room
     grid = max(shape.kv_heads * ctas, device.processors)
-    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
+    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=True)
     return out

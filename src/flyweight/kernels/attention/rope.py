@@ -13,6 +13,7 @@ from torch import Tensor
 from flyweight.batch import KVStorage
 from flyweight.kernels import jit
 from flyweight.kernels.attention.prefill import BASE_2
+from flyweight.kernels.linear.fused import Norm
 
 HEADS_OF_A_LANE = 4  # at most
 
@@ -46,19 +47,18 @@ def rope_norm_write(
     *,
     cos: Tensor,
     sin: Tensor,
-    heads: int,
-    norm: Tensor | None,
-    epsilon: float,
+    norm: Norm | None,
     query_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding);
     returns views q, k, v of qkv.
 
-    qkv [tokens, heads + 2 · kv_heads, head_dim]; norm [heads + kv_heads, head_dim]; cos and sin
-    from `reference.rope_rows`.
+    qkv [tokens, heads + 2 · kv_heads, head_dim]; the norm's weight [heads + kv_heads,
+    head_dim]; cos and sin from `reference.rope_rows`.
     """
     tokens, all_heads, size = qkv.shape
     kv_heads = cache.keys.shape[2]
+    heads = all_heads - 2 * kv_heads
     half = cos.shape[-1] // 2
     # values of a lane, as rope.cu counts them
     each, *_ = (n for n in (8, 4, 2, 0) if n == 0 or half % n == size % n == 0)
@@ -71,9 +71,7 @@ def rope_norm_write(
             slots,
             cos=cos,
             sin=sin,
-            heads=heads,
             norm=norm,
-            epsilon=epsilon,
             query_scale=query_scale,
         )
     # rope_rows negates the sine of the first half of a row: both are read from the second half on
@@ -82,14 +80,14 @@ def rope_norm_write(
         cos[..., half:],
         sin[..., half:],
         slots,
-        norm,
+        None if norm is None else norm.weight,
         cache.keys,
         cache.values,
         tokens,
         qkv.stride(0),
         cos.stride(0),
         cache.keys.stride(1),
-        float(epsilon),
+        0.0 if norm is None else float(norm.epsilon),
         float(query_scale),
     )
     if tokens:

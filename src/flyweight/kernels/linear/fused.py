@@ -113,8 +113,10 @@ class FusedLinear:
         """How gate/up (`before`) hands so many rows to this linear."""
         return Handover()
 
-    def packed_input(self, rows: int, kv_heads: int) -> PackedInput | None:
-        """Where decode attention writes x for this linear; None: rows as they are."""
+    def packed_input(self, rows: int, items: int) -> PackedInput | None:
+        """Where decode attention of so many work items a row (`HeadShape.items`) writes x for
+        this linear; None: rows as they are.
+        """
         return None
 
     def kernel_for(self, rows: int) -> str:

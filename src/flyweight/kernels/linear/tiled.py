@@ -76,7 +76,7 @@ class TiledLinear(FusedLinear):
             return Handover()
         return Handover(self.packed_input(rows, 0))
 
-    def packed_input(self, rows: int, kv_heads: int) -> PackedInput | None:
+    def packed_input(self, rows: int, items: int) -> PackedInput | None:
         """None where x has to be packed after all: it is quantized by its row, or does not go
         through gemm.cu.
         """

@@ -118,10 +118,10 @@ class VptqLinear(FusedLinear):
         """
         return Handover(late=isinstance(before, VptqLinear) and not before.takes_silu(rows))
 
-    def packed_input(self, rows_: int, kv_heads: int) -> PackedInput | None:
+    def packed_input(self, rows_: int, items: int) -> PackedInput | None:
         if not self.by_products(rows_) or not tuned.of(gpu.of(self.device)).steps.packed_ahead:
             return None
-        return rows.packed_results(self.parts, rows_, kv_heads, self.device)
+        return rows.packed_results(self.parts, rows_, items, self.device)
 
     def __call__(
         self,

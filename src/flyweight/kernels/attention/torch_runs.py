@@ -1,0 +1,87 @@
+"""Prompts that begin in this step: all their keys are in this step's own tensors, and torch's
+attention takes them as they are, neighbours in one call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# cuDNN plans each length anew (tens of ms): only for lengths that come again; others take flash
+# attention
+CUDNN_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring sequences that begin in this step: one call of torch's attention."""
+
+    begin: int  # the first and the end of their tokens
+    end: int
+    length: int  # of the longest
+    # int32 [sequences + 1], from `begin` on; None: they are of equal length
+    starts: Tensor | None = None
+
+
+def attend_run(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:
+    if run.starts is not None:
+        return _attend_unequal(query, keys, values, run, scale)
+    q, k, v = (
+        x[run.begin : run.end].unflatten(0, (-1, run.length)).transpose(1, 2)
+        for x in (query, keys, values)
+    )
+    way = _way(q, k, v)
+    if way == SDPBackend.CUDNN_ATTENTION:
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, False, 0.0, True, False, scale=scale
+        )[0]
+    elif way == SDPBackend.FLASH_ATTENTION:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True, False, scale=scale
+        )[0]
+    else:
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.transpose(1, 2).reshape(run.end - run.begin, *query.shape[1:])
+
+
+def _attend_unequal(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:
+    assert run.starts is not None
+    q, k, v = (x[run.begin : run.end] for x in (query, keys, values))
+    if q.is_cuda:
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, run.starts, run.starts, run.length, run.length, 0.0, True, False, scale=scale
+        )[0].contiguous()
+    return torch.cat(
+        [
+            attend_run(q, k, v, Run(begin, end, end - begin), scale)
+            for begin, end in itertools.pairwise(run.starts.tolist())
+        ]
+    )
+
+
+_ways: dict[tuple[torch.dtype, bool, int, int, int], SDPBackend] = {}
+
+
+def _way(q: Tensor, k: Tensor, v: Tensor) -> SDPBackend:
+    """The backend that torch chooses, asked once: to ask for some through its context costs more
+    than to launch a layer.
+    """
+    if not q.is_cuda:
+        return SDPBackend.MATH
+    key = (q.dtype, q.shape[2] % CUDNN_MULTIPLE == 0, q.shape[1], k.shape[1], q.shape[3])
+    if key not in _ways:
+        wanted = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with sdpa_kernel(
+            [SDPBackend.CUDNN_ATTENTION, *wanted] if key[1] else wanted, set_priority=True
+        ):
+            _ways[key] = SDPBackend(
+                torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=key[2] != key[3])
+            )
+    return _ways[key]
