@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from flyweight import gpu_share
 from flyweight.errors import OptionError, unknown
 
 PRETEND = "FLYWEIGHT_PRETEND"
@@ -206,13 +207,16 @@ def imitation(other: Gpu, found: Gpu) -> Gpu:
 
 @functools.cache
 def real(index: int) -> Gpu:
-    """The device that is there, whatever the process pretends."""
+    """The device that is there, with the SMs that this process has of it, whatever the process
+    pretends.
+    """
     properties: Any = torch.cuda.get_device_properties(index)
     major, minor = torch.cuda.get_device_capability(index)
+    processors = properties.multi_processor_count
     return Gpu(
         major,
         minor,
-        properties.multi_processor_count,
+        min(processors, gpu_share.of(index).processors or processors),
         properties.shared_memory_per_block_optin,
         properties.shared_memory_per_multiprocessor,
     )

@@ -37,6 +37,8 @@ typedef unsigned long long u64;
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ thread_local
 #define LOWEST (-INFINITY)
+#define ON_THE_HOST
+struct Patience { void poll() {} };  // give_way counts
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };

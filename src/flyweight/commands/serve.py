@@ -42,7 +42,7 @@ def serve(
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
     engine_timeout: Annotated[float, typer.Option(
-        min=1, help="Seconds without a sign of life after which the engine is killed and started again.")] = 60.0,
+        min=1, help="Seconds without progress of a step after which the engine is ended and started again.")] = 30.0,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that answers in flight get after SIGTERM.")] = 120.0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
     allow_reset: Annotated[bool, typer.Option("--allow-reset", help="Open /reset_prefix_cache without an API key.")] = False,

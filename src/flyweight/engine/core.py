@@ -29,6 +29,7 @@ from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
 from flyweight.engine.tokenizer import Detokenizer
 from flyweight.errors import RequestError
+from flyweight.kernels.stall import explain
 
 CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
 
@@ -110,7 +111,10 @@ class Engine:
                 if not self._may_overlap():
                     self._land()
             except BaseException as error:
-                self._abandon(error)
+                cause = explain(error)
+                self._abandon(cause)
+                if cause is not error:
+                    raise cause from error
                 raise
             return sum(work.count for work in works)
 

@@ -32,14 +32,6 @@ class ImitationError(FlyweightError):
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A module that the driver translated."""
-
-    file: str
-    target: str  # as its PTX says
-
-
-@dataclass(frozen=True)
 class Launched:
     """What a kernel asked for. `shared` and `registers` include what its code has of itself."""
 
@@ -73,8 +65,7 @@ class Launched:
         return each * device.processors
 
 
-modules: list[Loaded] = []  # all that this process has loaded as an imitation
-launches: set[Launched] = set()  # all kinds of launches
+launches: set[Launched] = set()  # all kinds of launches that were made
 
 
 def compile_ptx(source: str, flags: Sequence[str], arch: str, registers: int | None) -> bytes:
@@ -98,36 +89,6 @@ def compile_ptx(source: str, flags: Sequence[str], arch: str, registers: int | N
     checked(nvrtc.nvrtcGetPTX(program, ptx))
     nvrtc.nvrtcDestroyProgram(program)
     return ptx.rstrip(b"\0")
-
-
-def target_of(ptx: bytes) -> str:
-    """The architecture that a PTX text was written for: `sm_80`."""
-    line = next(line for line in ptx.split(b"\n") if line.startswith(b".target"))
-    return line.split()[1].rstrip(b",").decode()
-
-
-def load(file: str, ptx: bytes, registers: int | None) -> Any:
-    """The library of a PTX text, translated by the driver."""
-    from cuda.bindings import driver
-
-    options = [] if registers is None else [driver.CUjit_option.CU_JIT_MAX_REGISTERS]
-    values = [] if registers is None else [registers]
-    status, library = driver.cuLibraryLoadData(
-        ptx + b"\0", options, values, len(options), [], [], 0
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise ImitationError(f"{file}: the driver does not translate its PTX: {status}")
-    modules.append(Loaded(file, target_of(ptx)))
-    return library
-
-
-def handle(library: Any, name: str) -> int:
-    from cuda.bindings import driver
-
-    status, kernel = driver.cuLibraryGetKernel(library, name.encode())
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise ImitationError(f"no kernel {name}: {status}")
-    return int(kernel)
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.errors import FlyweightError, MissingPackageError
-from flyweight.kernels import imitation
+from flyweight.kernels import imitation, library, stall, together
 
 SOURCES = Path(__file__).parent / "cuda"
 UNASKED_SHARED = 48 * 1024  # bytes of shared memory that every kernel may have
@@ -93,6 +93,14 @@ def cubin_path(
     return cache_folder() / f"{Path(file).stem}-{arch}-{key}.{ending}"
 
 
+_compilations = 0
+
+
+def compilations() -> int:
+    """How many this process has begun."""
+    return _compilations
+
+
 def is_virtual(arch: str) -> bool:
     """Whether code for it is PTX, which the driver translates."""
     return arch.startswith("compute_")
@@ -108,6 +116,8 @@ def compile_cubin(
     path = cubin_path(file, defines, arch, registers)
     if path.exists():
         return path.read_bytes()
+    global _compilations
+    _compilations += 1
     translate = imitation.compile_ptx if is_virtual(arch) else _to_cubin
     try:
         cubin = translate(_source(file), flags, arch, registers)
@@ -179,6 +189,8 @@ class Kernel:
 
         self.name = name
         self._shared: dict[int, int] = {}  # bytes that each device has been asked to allow
+        self.waits = False  # for other blocks of its launch, perhaps
+        self._together: set[tuple[int, int]] = set()  # launches whose blocks all run at once
         # a CUkernel may stand for a CUfunction
         self._driver = driver
         self._handle = driver.CUfunction(handle)
@@ -194,6 +206,10 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"{self.name} asks for {size} bytes of shared memory: {status}")
         self._shared[device] = size
+
+    def _check_together(self, config: Any, grid: tuple[int, ...], device: int) -> None:
+        together.check(self._driver, self.name, int(self._handle), config, grid, device)
+        self._together.add((id(config), device))  # configurations are kept
 
     def _lay_out(self, args: Sequence[Any]) -> struct.Struct:
         """Eight bytes an argument, as many as it has of bytes, and the addresses of all of them, as
@@ -237,6 +253,8 @@ class Kernel:
         grids = (grid,) if isinstance(grid, int) else tuple(grid)
         overlapping = pdl and _overlap.get() and gpu.of(device).has_dependent_launch
         config = _launch_config(grids, block, shared, overlapping, cluster or 1, stream)
+        if self.waits and (id(config), device) not in self._together:
+            self._check_together(config, grids, device)
         values = [
             0 if a is None else a if type(a) in (int, float, bytes) else a.data_ptr() for a in args
         ]
@@ -244,6 +262,9 @@ class Kernel:
             (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
             (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._address, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
+            stalled = stall.explain(KernelError())
+            if isinstance(stalled, stall.KernelStalled):
+                raise stalled
             raise KernelError(
                 f"{self.name} was not launched (grid {grid}, {block} threads, {shared} bytes of "
                 f"shared memory, "
@@ -322,34 +343,35 @@ class ImitatedKernel(Kernel):
 
 
 class Module:
-    def __init__(self, cubin: bytes) -> None:
-        self._code = _cuda_core().ObjectCode.from_cubin(cubin)
+    """A loaded cubin or, of an imitation, PTX that the driver has translated."""
+
+    kernel_class = Kernel
+
+    def __init__(self, file: str, code: bytes, registers: int | None = None) -> None:
+        self._library = library.load(file, code, registers)
+        self._waits = stall.watch(self._library, file)
 
     @functools.cache  # noqa: B019 (modules live as long as the process)
     def kernel(self, name: str) -> Kernel:
-        return Kernel(int(self._code.get_kernel(name).handle), name)
+        found = self.kernel_class(library.handle(self._library, name), name)
+        found.waits = self._waits
+        return found
 
 
-class ImitatedModule:
-    def __init__(self, file: str, ptx: bytes, registers: int | None) -> None:
-        self._library = imitation.load(file, ptx, registers)
-
-    @functools.cache  # noqa: B019 (modules live as long as the process)
-    def kernel(self, name: str) -> Kernel:
-        return ImitatedKernel(imitation.handle(self._library, name), name)
+class ImitatedModule(Module):
+    kernel_class = ImitatedKernel
 
 
 @functools.cache
 def _load(
     file: str, flags: tuple[tuple[str, object], ...], arch: str, registers: int | None
-) -> Module | ImitatedModule:
+) -> Module:
     torch.cuda.init()
     # makes torch's context current before the module is loaded into it
     torch.zeros(1, device="cuda")
     code = compile_cubin(file, dict(flags), arch, registers)
-    if is_virtual(arch):
-        return ImitatedModule(file, code, registers)
-    return Module(code)
+    kind = ImitatedModule if is_virtual(arch) else Module
+    return kind(file, code, registers)
 
 
 def current_architecture() -> str:

@@ -11,6 +11,8 @@ Some kernels wait for other thread blocks of their own launch, and rely on all o
 GPU at once. A second engine's blocks could take their places, and each would wait for ever. So
 workspaces of engines take turns on a device: the launches inside one `with` begin when those of the
 one before have ended on the device. Nothing waits on the host, and an engine alone notices nothing.
+Engines of several processes under MPS take turns, too, and there the host does wait
+(`process_turns.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flyweight import gpu
+from flyweight import gpu, gpu_share
+
+if TYPE_CHECKING:
+    from flyweight.kernels.process_turns import ProcessTurns
 
 MOST_PROCESSORS = 1024
 
@@ -35,11 +41,14 @@ class Turns:
         self.device = device
         self.members: weakref.WeakSet[Workspace] = weakref.WeakSet()
         self._lock = threading.RLock()
+        self._processes = _process_turns(device)
         self._last: weakref.ref[Workspace] | None = None
         self._ended: torch.cuda.Event | None = None
 
     def begin(self, workspace: Workspace) -> None:
         self._lock.acquire()
+        if self._processes is not None:
+            self._processes.begin()
         before = self._last and self._last()
         if before is not None and before is not workspace:
             if self._ended is None:  # it was alone until now
@@ -53,7 +62,20 @@ class Turns:
         if len(self.members) > 1:
             self._ended = torch.cuda.Event()
             self._ended.record(torch.cuda.current_stream(self.device))
+        if self._processes is not None:
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self.device).synchronize()
+            self._processes.end()
         self._lock.release()
+
+
+def _process_turns(device: torch.device) -> ProcessTurns | None:
+    """Under MPS, which runs kernels of several processes at the same time."""
+    if device.type != "cuda" or not gpu_share.of(device.index or 0).mps:
+        return None
+    from flyweight.kernels.process_turns import ProcessTurns  # not on Windows
+
+    return ProcessTurns(str(torch.cuda.get_device_properties(device).uuid))
 
 
 @functools.cache

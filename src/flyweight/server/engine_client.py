@@ -5,8 +5,9 @@ all in this process, so starting again here costs one loading of the model, wher
 drop every connection. An engine that keeps dying, or cannot be started again, is another matter: after `MOST_DEATHS`
 within `DEATHS_WITHIN` seconds the server ends with a clear message, because then a person or a supervisor has to decide.
 
-An engine that hangs is killed and counts as dead. It says something after every step, and answers a `Ping` between steps
-when it has nothing to do: silence for `patience` seconds is a hang.
+An engine that hangs counts as dead. It says something after every step, during a long one (`step_watch.py`, which reports and
+ends a process whose step makes no progress), and answers a `Ping` between steps when it has nothing to do: silence for
+`patience` seconds is a hang of the whole process, which is killed.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from typing import Any
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import FlyweightError
 from flyweight.server.engine_process import run_engine
-from flyweight.server.messages import Cancel, CannotStart, Load, Ping, ResetPrefixCache, Started, Step, Submit
+from flyweight.server.messages import Cancel, CannotStart, Hung, Load, Ping, ResetPrefixCache, Started, Step, Submit
 from flyweight.server.pipe import EnginePipe
 from flyweight.server.refusals import BadRequest, ContextTooLong, EngineAway, QueueFull, TookTooLong
+from flyweight.server.step_watch import patience_for
 from flyweight.server.ticket import Ticket
 
 MOST_DEATHS, DEATHS_WITHIN = 3, 600.0
 BACK_OFF = (0.0, 1.0, 5.0)  # seconds before the engine is started again, by how often it has died lately
 LONGEST_RETRY = 60  # seconds
 BEATS = 4  # looks at the engine within its patience; one alone may be late because this process was held up itself
-SLOWEST = 10  # times the longest warm-up on a CPU: a step may take so long before it is called a hang
 ENDING = 5.0  # seconds for a process to end by itself
 REAPING = 2.0  # seconds that a killed process has to be gone
 
@@ -47,7 +48,7 @@ class EngineError(FlyweightError):
 class EngineClient:
     """All of it runs on the event loop; `on_change(event, facts)` hears of starts and deaths, `on_fatal` of the end."""
 
-    def __init__(self, model: str, options: dict[str, Any], *, max_queue: int, timeout: float, patience: float = 60.0,
+    def __init__(self, model: str, options: dict[str, Any], *, max_queue: int, timeout: float, patience: float = 30.0,
                  on_change: Callable[[str, dict[str, Any]], None], on_fatal: Callable[[EngineError], None]):
         self.model, self.options = model, options
         self.max_queue, self.timeout, self.patience = max_queue, timeout, patience
@@ -86,8 +87,8 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         with theirs:  # closed here, so that the socket closes with the process
-            self.process = context.Process(target=run_engine, args=(theirs, self.model, self.options), name="flyweight-engine",
-                                           daemon=True)
+            self.process = context.Process(target=run_engine, args=(theirs, self.model, self.options, self.patience),
+                                           name="flyweight-engine", daemon=True)
             try:
                 self.process.start()
             except OSError:
@@ -161,10 +162,12 @@ class EngineClient:
             if self.state == "loading":
                 self._give_up(message.message)
             self.complaint = message.message  # it ends now, and may find what it needs the next time
+        elif isinstance(message, Hung):
+            self.complaint = message.message  # it ends now
 
     def _watch(self) -> None:
         """The engine has been silent for so many looks: ask it, and after `BEATS` of them take it for dead."""
-        patience = max(self.patience, SLOWEST * self.facts.get("warm_up_seconds", 0.0))
+        patience = patience_for(self.patience, self.facts.get("warm_up_seconds", 0.0))
         if self.silent > BEATS:
             self.complaint = f"no sign of life for {patience:g} seconds, so it was killed"
             self._died()

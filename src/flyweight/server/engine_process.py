@@ -12,6 +12,7 @@ a terminal or a supervisor sends them to the whole group, and the requests in fl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -32,15 +33,18 @@ from flyweight.errors import FlyweightError, RequestError
 from flyweight.server.messages import (
     FAILED,
     REFUSED,
+    Alive,
     Cancel,
     CannotStart,
     Delta,
+    Hung,
     Load,
     ResetPrefixCache,
     Started,
     Step,
     Submit,
 )
+from flyweight.server.step_watch import StepWatch, describe, end_process, patience_for
 
 if TYPE_CHECKING:
     from flyweight.engine.embedding import Embedder
@@ -50,8 +54,8 @@ if TYPE_CHECKING:
 COMPILERS = 2  # threads: one costly schema does not hold up the next
 
 
-def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> None:
-    """Where the process begins."""
+def run_engine(connection: Connection, model: str, options: dict[str, Any], patience: float = 30.0) -> None:
+    """Where the process begins. `patience`: seconds that a step may take without progress."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     warnings.formatwarning = lambda message, *_, **__: f"flyweight: {message}\n"
@@ -67,8 +71,9 @@ def run_engine(connection: Connection, model: str, options: dict[str, Any]) -> N
         connection.send(CannotStart(str(error)))
         return
     # A GPU compiles while it warms up, which says nothing of how long its steps take.
-    connection.send(Started(facts(llm) | {"warm_up_seconds": warm_up_seconds if llm.device.type == "cpu" else 0.0}))
-    EngineLoop(llm, connection).run()
+    slowness = warm_up_seconds if llm.device.type == "cpu" else 0.0
+    connection.send(Started(facts(llm) | {"warm_up_seconds": slowness}))
+    EngineLoop(llm, connection, patience=patience_for(patience, slowness)).run()
 
 
 def warm_up(llm: LLM) -> None:
@@ -84,6 +89,12 @@ def warm_up(llm: LLM) -> None:
     llm.engine.pool.forget()
 
 
+def kernels_compiled() -> int:
+    from flyweight.kernels.jit import compilations
+
+    return compilations()
+
+
 def facts(llm: LLM) -> dict[str, Any]:
     engine, pool, memory = llm.engine, llm.engine.pool, llm.memory()
     return {
@@ -96,10 +107,12 @@ def facts(llm: LLM) -> dict[str, Any]:
 
 
 class EngineLoop:
-    def __init__(self, llm: LLM, connection: Connection):
+    def __init__(self, llm: LLM, connection: Connection, *, patience: float = 30.0):
         self.llm = llm
         self.engine = llm.engine
         self.connection = connection
+        self.sending = threading.Lock()
+        self.watch = StepWatch(patience, progress=kernels_compiled, on_alive=self.say_alive, on_hang=self.die)
         self.requests: dict[int, list[Request]] = {}  # by the server's key
         self.commands: deque[Any] = deque()
         self.constraints: dict[int, Any] = {}  # compiled schemas of requests to come, or why they are none
@@ -118,11 +131,35 @@ class EngineLoop:
 
     def run(self) -> None:
         threading.Thread(target=self.receive, daemon=True, name="flyweight-commands").start()
+        self.watch.start()
         while not self.closed:
             if not self.engine.busy:
                 self.wake.wait()
             self.wake.clear()
+            self.watch.begin()
             self.turn()
+            self.watch.end()
+        self.watch.stop()
+
+    def send(self, message: Any) -> None:
+        """From the loop's thread or the watch's: half a message of one must not follow half of another's."""
+        with self.sending:
+            self.connection.send(message)
+
+    def say_alive(self) -> None:
+        if not self.sending.acquire(blocking=False):  # the loop is saying something itself
+            return
+        with contextlib.suppress(OSError):
+            self.connection.send(Alive())
+        self.sending.release()
+
+    def die(self, seconds: float) -> None:
+        """A step hangs: report, and end the process."""
+        message = describe(seconds)
+        if self.sending.acquire(timeout=1.0):
+            with contextlib.suppress(OSError):
+                self.connection.send(Hung(message))
+        end_process()
 
     def receive(self) -> None:
         while not self.closed:
@@ -172,7 +209,7 @@ class EngineLoop:
             self.check_device()
         deltas, self.deltas = self.deltas, []
         try:
-            self.connection.send(Step(time.perf_counter(), deltas, self.load()))
+            self.send(Step(time.perf_counter(), deltas, self.load()))
         except OSError:  # the server is gone
             self.closed = True
 
@@ -275,5 +312,13 @@ class EngineLoop:
         """Some CUDA errors stay for as long as the process lives: end it, and the server starts another."""
         import torch
 
-        if self.llm.device.type == "cuda":
+        if self.llm.device.type != "cuda":
+            return
+        from flyweight.kernels.stall import explain
+
+        try:
             torch.cuda.synchronize(self.llm.device)
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                self.send(Hung(" ".join(str(explain(error)).split("\n")[0].split())))
+            raise

@@ -83,3 +83,15 @@ class Started:
 @dataclass(frozen=True)
 class CannotStart:
     message: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A step takes long, and gets on."""
+
+
+@dataclass(frozen=True)
+class Hung:
+    """The last word of an engine whose step does not end."""
+
+    message: str

@@ -18,7 +18,7 @@ class Settings:
     max_queue: int = 256  # samples that wait, beside those that run
     max_body: int = 8 << 20  # bytes of a request
     timeout: float = 600.0  # seconds from arrival to the last token
-    engine_timeout: float = 60.0  # seconds without a sign of life after which the engine is replaced
+    engine_timeout: float = 30.0  # seconds without progress of a step, or a sign of life, after which the engine is replaced
     drain: float = 120.0  # seconds that requests in flight get after SIGTERM
     allow_reset: bool = False  # /reset_prefix_cache without an API key
     hide_cached_tokens: bool = False  # clients are not told how much of a prompt was in the prefix cache

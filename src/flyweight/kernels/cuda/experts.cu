@@ -14,6 +14,7 @@
 //
 // defines: those of gemv.cuh, PER_SLOT, SHARED_BYTES
 #include "gemv.cuh"
+#include "patience.cuh"
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 static_assert(NDIM % 16 == 0, "no tile belongs to two experts");
@@ -26,7 +27,8 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_linear(sh);
   int used;
-  while (!(used = load_acquire(slots))) {}
+  Patience patience;
+  while (!(used = load_acquire(slots))) patience.poll();
   const int tiles = used * TILES;
   const int first = (int)((long long)blockIdx.x * tiles / gridDim.x), count = (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first;
   auto tile_at = [=](int i) {

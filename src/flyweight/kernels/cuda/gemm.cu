@@ -43,6 +43,7 @@
 #include "common.cuh"
 #include "linear.cuh"
 #include "wgmma.cuh"
+#include "patience.cuh"
 
 #ifndef EXPERTS
 #define EXPERTS 0

@@ -31,7 +31,8 @@ DEVICE void take_partials(accumulator (&acc)[TOKENS / 2], const uint4* partials,
   const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
   for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
     if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
-    while (!load_acquire(flags + cta)) {}
+    Patience patience;
+    while (!load_acquire(flags + cta)) patience.poll();
     const uint4* from = partials + (size_t)cta * (TOKENS / 8) * THREADS + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++) {
@@ -116,7 +117,9 @@ DEVICE void collect_sums(accumulator (&sum)[OWNED * 4], const accumulator (&acc)
   uint4* from = mail_place(mail, tile, rank, 0, 0);
   u32 words[count][4];
   bool all;
+  Patience patience;
   do {
+    patience.poll();
     all = true;
 #pragma unroll
     for (int i = 0; i < count; i++) load_relaxed(from + i * THREADS, words[i]);

@@ -14,7 +14,9 @@ template <typename Sum> DEVICE Sum take(float* mail, int step) {
   for (int first = 0; first < SLICES; first += together) {
     u32 words[together][1];
     bool all;
+    Patience patience;
     do {
+      patience.poll();
       all = true;
 #pragma unroll
       for (int i = 0; i < together; i++)

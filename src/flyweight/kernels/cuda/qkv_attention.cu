@@ -25,6 +25,7 @@
 //
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES
 #include "gemv.cuh"
+#include "patience.cuh"
 #include "attention.cuh"
 
 constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = (G + 2) * HEAD_TILES;
@@ -98,8 +99,11 @@ DEVICE void prepare_head(const u16* from, const u16* norm, const float2* turns, 
     turn[i] = turns && lane < 2 * HALF ? turns[lane % HALF * PER + i] : make_float2(1, 0);
   }
   u32 words[PER / 2];
-  do load_relaxed(from + lane * PER, words);
-  while (missing<true>(words));
+  Patience patience;
+  do {
+    patience.poll();
+    load_relaxed(from + lane * PER, words);
+  } while (missing<true>(words));
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < PER; i++) {
@@ -257,7 +261,9 @@ DEVICE void gather(const float* states, u16* out, int split, int used, int warp,
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
     if (quad < last && run < used) {
       const float* state = states + ((size_t)run * G + h) * STATE;
+      Patience patience;
       do {
+        patience.poll();
         load_relaxed(state + quad * 4 % HEAD_DIM, words);
         load_relaxed(state + HEAD_DIM, limits);
       } while (missing<false>(words) || missing<false>(limits));
@@ -302,8 +308,11 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     launch_dependents();
     wait_for_inputs();
     u32 last[1];
-    if (threadIdx.x == 0) do load_relaxed(qkv + NDIM - 2, last);
-      while (missing<true>(last));
+    Patience patience;
+    if (threadIdx.x == 0) do {
+        patience.poll();
+        load_relaxed(qkv + NDIM - 2, last);
+      } while (missing<true>(last));
     return;
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;

@@ -20,6 +20,7 @@
 //
 // defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN
 #include "common.cuh"
+#include "patience.cuh"
 
 constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
 constexpr int PER_ROW = WARPS / ROWS, PIECES = KDIM / 8;  // warps of a token; 8 inputs each
@@ -167,7 +168,8 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   }
   wait_for_inputs();
   if (blockIdx.x >= OUTPUTS) {  // here, and to the end, only so that the next kernel finds all SMs alike
-    while (BY_TOKEN && threadIdx.x == 0 && !load_acquire(tiles)) {}
+    Patience patience;
+    while (BY_TOKEN && threadIdx.x == 0 && !load_acquire(tiles)) patience.poll();
     return;
   }
   uint4 x[PER_LANE];

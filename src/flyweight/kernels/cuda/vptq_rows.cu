@@ -40,6 +40,7 @@
 // defines: those of vptq_tables.cuh (PIECES 1), TOKENS (8 to 128), STAGES, STAGE_STEPS (of 32 columns), AHEAD (steps looked up),
 // REGISTERS (of a thread at launch), DENSE (there are outliers), PAIRED (0), COMING (0)
 #include "vptq_tables.cuh"
+#include "patience.cuh"
 
 #ifndef COMING
 #define COMING 0
@@ -120,7 +121,9 @@ struct Results {
 // Until the first `count` of these words are all there.
 template <int MOST, class PLACE> DEVICE void wait_for_letters(u32 (&words)[MOST][4], int count, PLACE place) {
   bool all_here;
+  Patience patience;
   do {
+    patience.poll();
     all_here = true;
 #pragma unroll
     for (int i = 0; i < MOST; i++)
