@@ -30,6 +30,8 @@ def evaluate(
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens from one window to the next; default: the window.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")] = None,
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
+    head: Annotated[str | None, typer.Option(
+        help="Bits of the head of every model but the original: int8, int4 or stored; as stored.")] = None,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
@@ -65,7 +67,8 @@ def evaluate(
     first, rows = None, []
     for name in models:
         with console.status(f"Loading {name} …"):
-            subject = load_subject(name, content, device=device, dtype=dtype, exact=not served)
+            subject = load_subject(name, content, device=device, dtype=dtype, exact=not served,
+                                   head=head if first or len(models) == 1 else None)
         if window + (subject.bos is not None) > subject.decoder.config.context_length:
             raise OptionError(f"--window {window} is more than the context of {subject.decoder.config.context_length} tokens")
         if first is not None and subject.ids != first.ids:
@@ -78,7 +81,8 @@ def evaluate(
             else:
                 result, agreement = compare(first.decoder, subject.decoder, subject.ids[:tokens], **options)
         first = first or subject
-        rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served))
+        rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served)
+                    | ({"head": head} if head and (first is not subject or len(models) == 1) else {}))
     assert first is not None
     complete = complete_rows(rows, first.decoder.device)
     if results is not None:

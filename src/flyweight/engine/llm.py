@@ -27,6 +27,7 @@ from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.config import DTYPES
+from flyweight.models.narrow_head import narrow_head
 
 if TYPE_CHECKING:
     from flyweight.models.decoder import Decoder
@@ -58,6 +59,7 @@ class LLM:
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
+    head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the file has it
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call
     """
 
@@ -65,12 +67,13 @@ class LLM:
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 native: bool = False):
+                 head: str | None = None, native: bool = False):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        self.decoder: Any = decoder or load_decoder(self.weights, self.device, self.dtype, exact=exact, native=native)
+        self.decoder: Any = decoder or load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
+                                                    native=native)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:

@@ -22,17 +22,24 @@ class Subject:
 
 
 def load_subject(
-    model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True
+    model: str,
+    text: str,
+    *,
+    device: str | None,
+    dtype: str | None,
+    exact: bool = True,
+    head: str | None = None,
 ) -> Subject:
     from flyweight.engine.llm import choose_dtype
     from flyweight.models.decoder import Decoder
+    from flyweight.models.narrow_head import narrow_head
 
     place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
     ids, bos = encode(checkpoint.tokenizer(), text)
-    decoder = Decoder.load(
-        checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact
-    )
+    weights = narrow_head(checkpoint, head)
+    computed = choose_dtype(dtype, checkpoint.config, place)
+    decoder = Decoder.load(weights, device=place, dtype=computed, exact=exact)
     return Subject(checkpoint, decoder, ids, bos)
 
 

@@ -1,0 +1,75 @@
+"""A head in fewer bits than its file has: right values, its own table, nothing else changed."""
+
+import pytest
+import torch
+
+from flyweight.engine.llm import LLM
+from flyweight.errors import OptionError
+from flyweight.models.decoder import Decoder
+from flyweight.models.narrow_head import narrow_head, nearest
+from flyweight.models.presets import PRESETS, PresetWeights
+
+TINY = PRESETS["tiny"]
+
+
+def load(weights):
+    return Decoder.load(weights, device="cpu", dtype=torch.float32, exact=True)
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 1.15 / 255), (4, 2 / 15)])
+@pytest.mark.parametrize("columns", [256, 192, 96, 50])
+def test_every_weight_is_near_what_was_stored(bits, bound, columns):
+    weight = torch.randn(70, columns, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    weight[4] = weight[4].abs() + 1  # a range that does not hold zero
+    found = nearest(weight, bits)
+    largest = weight.abs().amax(1, keepdim=True)
+    assert found.shape == weight.shape
+    assert ((found.dequantize() - weight).abs() <= largest * bound + 1e-6).all()
+    assert not found.dequantize()[3].any()
+
+
+def test_rows_rounded_in_parts_are_those_rounded_at_once(monkeypatch):
+    weight = torch.randn(64, 128)
+    whole = nearest(weight, 8)
+    monkeypatch.setattr("flyweight.models.narrow_head.AT_ONCE", 1024)
+    assert torch.equal(nearest(weight, 8).dequantize(), whole.dequantize())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", ["int8", "int4"])
+def test_only_the_head_changes(tied, head):
+    weights = PresetWeights(TINY | {"tie_word_embeddings": tied})
+    stored = load(weights)
+    narrow = load(narrow_head(weights, head))
+    bits = narrow_head(weights, head).linear("lm_head").bits_per_weight
+    assert bits < (8.3 if head == "int8" else 4.5)
+    assert torch.equal(narrow.embedding.weight, stored.embedding.weight)
+    tokens = torch.randint(0, stored.config.vocab_size, (1, 12))
+    error = (narrow.forward_whole(tokens) - stored.forward_whole(tokens)).norm()
+    assert 0 < error < (0.02 if head == "int8" else 0.2) * stored.forward_whole(tokens).norm()
+
+
+def test_a_head_that_is_stored_in_as_few_bits_stays():
+    class Stored(PresetWeights):
+        def linear(self, prefix):
+            found = super().linear(prefix)
+            return nearest(found.dequantize(), 4) if prefix == "lm_head" else found
+
+    weights = Stored(TINY | {"tie_word_embeddings": False})
+    wanted = weights.linear("lm_head")
+    assert torch.equal(
+        narrow_head(weights, "int8").linear("lm_head").dequantize(), wanted.dequantize()
+    )
+
+
+def test_an_unknown_head_is_refused_with_the_nearest_name():
+    with pytest.raises(OptionError, match="int8"):
+        LLM("preset:tiny", device="cpu", head="int9", blocks=8, max_model_len=64)
+
+
+def test_the_engine_runs_with_a_narrow_head():
+    llm = LLM("preset:tiny", device="cpu", head="int8", blocks=8, max_model_len=64)
+    assert (
+        len(llm.generate([[1, 2, 3]], max_tokens=4, temperature=0)[0].completions[0].token_ids) == 4
+    )
