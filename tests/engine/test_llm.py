@@ -282,3 +282,8 @@ def test_a_model_without_a_chat_template_says_so():
 
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer(Plain()).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_prompts_beside_answers_get_as_many_tokens_as_asked():
+    llm = LLM("preset:tiny", device="cpu", blocks=16, max_model_len=64, prompt_tokens_beside=7)
+    assert llm.engine.scheduler.prompt_tokens_beside == 7

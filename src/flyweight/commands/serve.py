@@ -31,6 +31,8 @@ def serve(
     memory_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="Share of the memory for the KV cache.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most answers at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
+    prompt_tokens_beside: Annotated[int | None, typer.Option(
+        min=1, help="Of prompts, most tokens in one step beside answers: fewer make gaps smaller, first tokens later.")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")] = True,
     device: Device = None,
     threads: Threads = None,
@@ -73,7 +75,7 @@ def serve(
     """
     engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
-              "head": head}
+              "head": head, "prompt_tokens_beside": prompt_tokens_beside}
     keys = tuple(api_key or ()) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
     if "" in keys:
         raise OptionError("--api-key is empty; leave it out to serve everybody")

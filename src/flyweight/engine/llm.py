@@ -57,6 +57,8 @@ class LLM:
     model              a folder, a name or hub id, or `preset:NAME[:SCHEME]` (random weights, no tokenizer: token ids only)
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
+    prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer make the gaps between tokens
+                       smaller, and first tokens later
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the file has it
@@ -67,7 +69,7 @@ class LLM:
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 head: str | None = None, native: bool = False):
+                 head: str | None = None, native: bool = False, prompt_tokens_beside: int | None = None):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
@@ -95,7 +97,7 @@ class LLM:
         self.engine = Engine(
             self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
             block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed, max_num_batched_tokens=tokens,
-            prompt_tokens_beside=defaults["prompt_tokens_beside"],
+            prompt_tokens_beside=prompt_tokens_beside or defaults["prompt_tokens_beside"],
             decode=self.tokenizer.decode if self.tokenizer else None,
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
         )
