@@ -127,6 +127,20 @@ template <bool UNSIGNED> DEVICE void mma64_sparse(int (&d)[4], uint4 kept, u32 w
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
 }
+// 16-bit floats over 32 inputs, of which A has two of four neighbours. Of lane (g, t), t < 2, `which` is about rows g (low half) and
+// g + 8 and inputs 16 · t … + 15; other lanes' is not read.
+template <bool HALF> DEVICE void mma32_sparse(float (&d)[4], uint4 kept, u32 which, uint4 b) {
+  if (HALF)
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
+  else
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
+}
 // D[16 × 8] += A[16 × 32] · B[32 × 8] in float8 (e4m3), fp32 accumulators: from sm_89 on
 DEVICE void mma32_float8(float (&d)[4], uint4 a, u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 890
@@ -250,6 +264,9 @@ DEVICE void copy_end(u64* full) {
 // Copies of 16 bytes by each thread for itself, waited for in the order of their groups.
 DEVICE void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy16_or_zeros(u32 to, const void* from, bool exists) {  // nothing is read where it does not exist
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 DEVICE void copy_piece(void* to, const void* from) { copy16(shared_address(to), from); }
 DEVICE void copy_arrive(u64* full) {  // an arrival of this thread, once all its copies so far are done

@@ -116,6 +116,44 @@ class GemmNumbers:
     tiles: dict[str, tuple[tuple[int, int, float], ...]]
 
 
+@dataclass(frozen=True)
+class MmaTile:
+    """A thread block of gemm_mma.cu: warps side by side along outputs and tokens, 16 · `per_warp`
+    outputs and 8 · `columns` tokens of a warp.
+    """
+
+    out_warps: int
+    token_warps: int
+    per_warp: int
+    columns: int
+    ctas: int  # on an SM
+    speed: float  # of the format's rate
+
+    @property
+    def outputs(self) -> int:
+        return 16 * self.out_warps * self.per_warp
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.token_warps * self.columns
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.out_warps * self.token_warps
+
+
+@dataclass(frozen=True, eq=False)
+class MmaNumbers:
+    """Of gemm_mma.cu. A rate is tokens · outputs · inputs that an SM does in a microsecond."""
+
+    source: str
+    rates: dict[str, float]
+    bandwidth: float  # bytes of weights in a microsecond
+    line_us: float
+    tile_us: float
+    tiles: tuple[MmaTile, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class StepNumbers:
     source: str
@@ -140,6 +178,7 @@ class Tuning:
     splitk: SplitkNumbers
     small: SmallNumbers
     gemm: GemmNumbers
+    mma: MmaNumbers
     formats: dict[str, FormatNumbers]
 
 
@@ -182,8 +221,14 @@ def read(path: Path) -> Tuning:
         splitk=SplitkNumbers(**_frozen(data["gemv_splitk"])),
         small=SmallNumbers(**data["gemm_small"]),
         gemm=GemmNumbers(**gemm),
+        mma=_mma(data["gemm_mma"]),
         formats={name: _format(table) for name, table in data["formats"].items()},
     )
+
+
+def _mma(table: dict[str, Any]) -> MmaNumbers:
+    tiles = tuple(MmaTile(*row) for row in table["tiles"])
+    return MmaNumbers(**table | {"tiles": tiles})
 
 
 def _format(table: dict[str, Any]) -> FormatNumbers:
