@@ -8,10 +8,10 @@ import torch
 from flyweight import gpu
 from flyweight.gpu import GPUS
 from flyweight.kernels import dispatch, reference, tuned
-from flyweight.kernels.linear.choose import KERNELS, NEXT, explain, route, within_attention
+from flyweight.kernels.linear.choose import KERNELS, NEXT, choose, explain, route, within_attention
 from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.tiled import TiledLinear
-from flyweight.kernels.linear.tiles import Matrix
+from flyweight.kernels.linear.tiles import Matrix, TiledWeight
 from flyweight.tensors import Int8Channel, IntGroup, Sparse24
 
 H200 = GPUS["sm_90a"]
@@ -85,9 +85,25 @@ def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch, tensor,
     for rows in (1, 2, 4, 8, 9, 16, 32, 64, 100, 512, 4096):
         for norm, residual in ((False, False), (True, False), (False, True)):
             found = linear.choose(rows, norm=norm, residual=residual)
-            assert found.kernel not in HOPPER_ONLY and found.why
-            assert found.kernel == "cublas" or rows <= 64, "cuBLAS alone takes more"
-    assert [linear.kernel_for(rows) for rows in (1, 64, 100)] == ["gemv", "gemm_small", "cublas"]
+            assert found.kernel not in HOPPER_ONLY | {"cublas"} and found.why
+    assert [linear.kernel_for(rows) for rows in (1, 9, 100, 8192)] == ["gemv", "gemm_small", "gemm_mma", "gemm_mma"]
+
+
+@pytest.mark.parametrize("name", [name for name, one in GPUS.items() if not one.has_warpgroups])
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "fp8"])
+def test_no_number_of_rows_is_left_to_cublas_elsewhere(form, name):
+    """A weight that is written out for each call costs more bytes than any of the kernels."""
+    device = GPUS[name]
+    for shape in ((6144, 4096), (24576, 4096), (4096, 12288), (151936, 896), (1000, 7392)):
+        weight = TiledWeight(matrix(form, *shape), torch.empty(0), torch.bfloat16)
+        found = {choose(weight, rows, device).kernel for rows in (*range(1, 66), 100, 2048, 16384)}
+        assert found <= {"gemv", "gemv_splitk", "gemm_small", "gemm_mma"}
+
+
+def test_float8_has_its_matrix_units_where_there_are_some():
+    weight = TiledWeight(matrix("fp8"), torch.empty(0), torch.bfloat16)
+    kernels = {name: choose(weight, 64, GPUS[name]).kernel for name in ("sm_80", "sm_89", "sm_120a")}
+    assert kernels == {"sm_80": "cublas", "sm_89": "gemm_mma", "sm_120a": "gemm_mma"}
 
 
 def test_rows_that_a_kernel_does_not_take_go_to_the_next(monkeypatch):
@@ -117,7 +133,15 @@ def test_borders_and_reasons_are_told():
 
 def test_a_gpu_without_numbers_of_its_own_takes_the_nearest():
     assert tuned.is_measured(H200) and not tuned.is_measured(GPUS["sm_90a:78"])
-    assert {tuned.of(one).name for one in GPUS.values()} == {"NVIDIA H200"}
+    assert {tuned.of(one).name for one in GPUS.values() if one.has_warpgroups} == {"NVIDIA H200"}
+
+
+def test_a_gpu_other_than_hopper_never_takes_hoppers_numbers():
+    elsewhere = [one for one in GPUS.values() if not one.has_warpgroups]
+    assert {tuned.of(one).capability for one in elsewhere} == {(8, 0)}
+    assert not any(tuned.is_measured(one) for one in elsewhere)
+    assert {one.kernel for form in tuned.of(elsewhere[0]).formats.values() for one in form.routes} == {
+        "gemv", "gemm_small", "gemm_mma"}
 
 
 def test_two_of_four_are_found_where_a_kernel_takes_them():
@@ -136,4 +160,4 @@ def test_info_names_the_kernels_that_run_on_this_gpu(monkeypatch):
     assert told.kernel.startswith("tiles.int4 (gemv, ") and "from 5 rows gemv_cluster, from 17 rows gemm," in told.kernel
     assert told.kernel.endswith("cublas)") and told.why == linear.why and told.nbytes == linear.nbytes
     monkeypatch.setattr(gpu, "of", lambda _: GPUS["sm_89"])
-    assert Laid(linear).kernel.endswith("from 65 rows cublas)") and "gemv_cluster" not in Laid(linear).kernel
+    assert Laid(linear).kernel.endswith("from 17 rows gemm_mma)") and "gemv_cluster" not in Laid(linear).kernel

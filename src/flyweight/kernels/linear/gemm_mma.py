@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +92,7 @@ def plan(
 
 def _fitted(matrix: Matrix, rows: int, device: Gpu, tile: MmaTile, split: int) -> Cut | None:
     """A tile with as long stages and as many as fit."""
-    room = min(
-        device.shared_most, device.shared_memory_per_multiprocessor // tile.ctas - RESERVED
-    )
+    room = min(device.shared_most, device.shared_memory_per_multiprocessor // tile.ctas - RESERVED)
     wanted = STAGE_BLOCKS if tile.tokens <= FEW_TOKENS else STAGE_BLOCKS[1:]
     for least in (LEAST_STAGES + 1, LEAST_STAGES):
         for count in wanted:
@@ -137,6 +136,16 @@ def estimate(matrix: Matrix, rows: int, cut: Cut, device: Gpu) -> float:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """What is compiled into the two kernels besides the product."""
+
+    norm: bool
+    epilogue: str
+    experts: bool  # rows in tiles of one expert each
+    packed: bool  # x goes through pack.cu
+
+
+@dataclass(frozen=True)
 class Call:
     """Everything about multiplying one weight with up to so many rows that does not change from
     call to call.
@@ -156,49 +165,40 @@ def takes_rows(weight: TiledWeight, *, norm: bool) -> bool:
     return not (norm or weight.format.quantizes_input or weight.format.sparse)
 
 
-def make_call(
-    weight: TiledWeight, rows: int, cut: Cut, *, norm: bool, epilogue: str, experts: bool = False
-) -> Call:
-    """Compiled kernels for a cut, kept with the weight."""
-    key = ("mma", cut, norm, epilogue, experts, rows)
-    if key in weight.calls:
-        return weight.calls[key]
-    padded = -(-rows // cut.tile.tokens) * cut.tile.tokens
-    packing = packing_for(
-        weight.in_features, padded, norm=norm, quantized=weight.format.quantizes_input
-    )
-    pack = None
-    if not takes_rows(weight, norm=norm):
-        tile = cut.tile.tokens if experts else 0
-        pack = _pack_kernel(weight, cut, packing, norm=norm, tile=tile)
-    product = _product_kernel(weight, cut, rows_in=pack is None, epilogue=epilogue, experts=experts)
-    call = weight.calls[key] = Call(cut, product, pack, packing)
-    return call
+def make_call(weight: TiledWeight, rows: int, cut: Cut, ends: Ends) -> Call:
+    """Compiled kernels for a cut, kept with the weight: prompts launch them from Python, and should
+    not wait for that.
+    """
+    key = ("mma", rows, cut, ends)
+    if key not in weight.calls:
+        padded = -(-rows // cut.tile.tokens) * cut.tile.tokens
+        packing = packing_for(
+            weight.in_features, padded, norm=ends.norm, quantized=weight.format.quantizes_input
+        )
+        pack = _pack_kernel(weight, cut, packing, ends) if ends.packed else None
+        weight.calls[key] = Call(cut, _product_kernel(weight, cut, ends), pack, packing)
+    return weight.calls[key]
 
 
-def _pack_kernel(
-    weight: TiledWeight, cut: Cut, packing: Packing, *, norm: bool, tile: int
-) -> jit.Kernel:
+def _pack_kernel(weight: TiledWeight, cut: Cut, packing: Packing, ends: Ends) -> jit.Kernel:
     form = weight.format
     defines = {
         "FP16": weight.type_defines["FP16"],
         "KDIM": weight.in_features,
         "SB": cut.stage_blocks,
-        "NORM": int(norm),
+        "NORM": int(ends.norm),
         "QUANTIZE": form.input_codes,
         "STATIC": int(weight.static),
         "ORDER": form.input_order,
         "ROWS": packing.rows,
         "WARPS": packing.warps,
         "PARTS": packing.parts,
-        "TILE": tile,
+        "TILE": cut.tile.tokens if ends.experts else 0,
     }
     return jit.load("pack.cu", defines=defines).kernel("pack")
 
 
-def _product_kernel(
-    weight: TiledWeight, cut: Cut, *, rows_in: bool, epilogue: str, experts: bool
-) -> jit.Kernel:
+def _product_kernel(weight: TiledWeight, cut: Cut, ends: Ends) -> jit.Kernel:
     tile = cut.tile
     defines = {
         **weight.format.defines(symmetric=weight.symmetric),
@@ -206,7 +206,7 @@ def _product_kernel(
         "KDIM": weight.in_features,
         "NDIM": weight.out_features,
         "GROUP": weight.group,
-        "EPILOGUE": EPILOGUES[epilogue],
+        "EPILOGUE": EPILOGUES[ends.epilogue],
         "BIAS": int(weight.bias is not None),
         "OUT_WARPS": tile.out_warps,
         "TOKEN_WARPS": tile.token_warps,
@@ -216,8 +216,8 @@ def _product_kernel(
         "SB": cut.stage_blocks,
         "STAGES": cut.stages,
         "SPLIT": cut.split,
-        "X_ROWS": int(rows_in),
-        "EXPERTS": int(experts),
+        "X_ROWS": int(not ends.packed),
+        "EXPERTS": int(ends.experts),
     }
     return jit.load("gemm_mma.cu", defines=defines).kernel("gemm_mma")
 
@@ -239,7 +239,9 @@ def multiply(
     cut = cut or plan(weight.matrix, most, device)
     if cut is None:
         raise ValueError(f"{weight.format} does not go through gemm_mma.cu here")
-    call = make_call(weight, most, cut, norm=norm is not None, epilogue=weight.epilogue(residual))
+    packed = not takes_rows(weight, norm=norm is not None)
+    ends = Ends(norm is not None, weight.epilogue(residual), False, packed)
+    call = make_call(weight, most, cut, ends)
     out = weight.empty_result(rows, x.device) if out is None else out
     here = workspace.current(x.device)
     data = x
@@ -250,25 +252,28 @@ def multiply(
         row_scale = here.bytes("row scale", 4 * padded)
         _pack(weight, call, x, data, row_scale, norm=norm, pdl=pdl)
     grid = cut.grid(device.processors)
-    shared_sums = cut.split == LINE
-    args = (
-        weight.weights,
-        weight.records,
-        weight.channel_scale,
-        data,
-        row_scale,
-        weight.bias,
-        residual,
-        out,
-        here.bytes("partials", 4 * grid * cut.sums) if shared_sums else None,
-        here.bytes("mma flags", 4 * grid) if shared_sums else None,
-        None,
-        None,
-        rows,
-        0,
-    )
+    args = _arguments(weight, data, row_scale, out, rows)
+    args[RESIDUAL_ARGUMENT] = residual
+    if cut.split == LINE:
+        sums = here.bytes("partials", 4 * grid * cut.sums)
+        args[LINE_ARGUMENTS] = [sums, here.bytes("mma flags", 4 * grid)]
     call.product.launch(grid, cut.tile.threads, args, shared=cut.shared, pdl=pdl)
     return out
+
+
+# Places among the arguments of gemm_mma.cu.
+RESIDUAL_ARGUMENT = 6
+OUT_ARGUMENT = 7
+LINE_ARGUMENTS = slice(8, 10)
+EXPERT_ARGUMENTS = slice(10, 12)
+
+
+def _arguments(
+    weight: TiledWeight, x: Tensor, row_scale: Tensor | None, out: Tensor, rows: int
+) -> list[Any]:
+    """All of them, those that most calls have not being null."""
+    linear = [weight.weights, weight.records, weight.channel_scale, x, row_scale, weight.bias]
+    return [*linear, None, out, None, None, None, None, rows, 0]
 
 
 def _pack(
@@ -279,10 +284,11 @@ def _pack(
     row_scale: Tensor,
     *,
     norm: Norm | None,
-    pdl: bool,
+    pdl: bool = True,
+    route: ExpertTiles | None = None,
 ) -> None:
     assert call.pack is not None
-    rows = x.shape[0]
+    rows = x.shape[0] if route is None else len(route.expert_of) * call.cut.tile.tokens
     padded = call.padded(rows)
     args = (
         x,
@@ -293,60 +299,39 @@ def _pack(
         padded // 8,
         norm.epsilon if norm else 0.0,
         weight.static_scale,
-        None,
-        None,
+        route and route.source,
+        route and route.count,
     )
     grid = padded // call.packing.rows * call.packing.parts
     call.pack.launch(grid, 32 * call.packing.warps, args, pdl=pdl)
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertTiles:
+    """Tiles of rows of one expert each, as route.cu has left them."""
+
+    expert_of: Tensor  # int32 [most tiles]
+    count: Tensor  # int32 [1]
+    source: Tensor | None = None  # int32 [rows]: row of x, -1 for none; None: x lies in this order
+
+
 def multiply_experts(
-    weight: TiledWeight,
-    x: Tensor,
-    cut: Cut,
-    *,
-    expert_of: Tensor,
-    tiles: Tensor,
-    source: Tensor | None = None,
-    norm: Norm | None = None,
+    weight: TiledWeight, x: Tensor, cut: Cut, route: ExpertTiles, *, norm: Norm | None = None
 ) -> Tensor:
-    """x [tokens, in] with `source`, or [rows, in] in the order of the route: tiles of one expert
-    each → [rows, out].
-    """
-    rows = len(expert_of) * cut.tile.tokens
+    """x → [rows, out], a tile of `cut` after the other."""
+    rows = len(route.expert_of) * cut.tile.tokens
     device = gpu.of(x.device)
-    epilogue = weight.epilogue(None)
-    call = make_call(weight, rows, cut, norm=norm is not None, epilogue=epilogue, experts=True)
+    gathered = route.source is not None
+    packed = gathered or not takes_rows(weight, norm=norm is not None)
+    call = make_call(weight, rows, cut, Ends(norm is not None, weight.epilogue(None), True, packed))
     data = x
     row_scale = None
     if call.pack is not None:
         data = torch.empty(packed_size(weight, rows), dtype=torch.uint8, device=x.device)
         row_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        epsilon = norm.epsilon if norm else 0.0
-        weights = norm and norm.weight
-        args = (x, weights, data, row_scale, rows, rows // 8, epsilon, None, source, tiles)
-        grid = rows // call.packing.rows * call.packing.parts
-        call.pack.launch(grid, 32 * call.packing.warps, args, pdl=True)
-    else:
-        assert source is None, "rows are gathered by pack.cu"
-    out = weight.empty_result(rows, x.device)
-    args = (
-        weight.weights,
-        weight.records,
-        weight.channel_scale,
-        data,
-        row_scale,
-        None,
-        None,
-        out,
-        None,
-        None,
-        expert_of,
-        tiles,
-        rows,
-        0,
-    )
-    call.product.launch(
-        cut.grid(device.processors), cut.tile.threads, args, shared=cut.shared, pdl=True
-    )
-    return out
+        _pack(weight, call, x, data, row_scale, norm=norm, route=route)
+    args = _arguments(weight, data, row_scale, weight.empty_result(rows, x.device), rows)
+    args[EXPERT_ARGUMENTS] = [route.expert_of, route.count]
+    grid = cut.grid(device.processors)
+    call.product.launch(grid, cut.tile.threads, args, shared=cut.shared, pdl=True)
+    return args[OUT_ARGUMENT]
