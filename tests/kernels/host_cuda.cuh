@@ -217,6 +217,11 @@ DEVICE u32 to_eighth(float f) {  // to nearest, ties to the even code, saturated
 }
 DEVICE u32 to_float8(float low, float high) { return to_eighth(low) | to_eighth(high) << 8; }
 
+DEVICE u32 widen_float8(u32 codes) {
+  const u32 high = codes << 8;
+  return mul2((high & 0x7f007f00) >> (FP16 ? 1 : 4) | (high & 0x80008000), FP16 ? 0x5c005c00 : 0x7b807b80);
+}
+
 // ---- matrix units. Lane (g, t) has rows g and g + 8 of A (registers 0, 2 and 1, 3), column g of B; D's columns 2 t, 2 t + 1 ----
 static inline u32 byte_at(u64 word, int i) { return word >> 8 * i & 255; }
 struct Operands { u64 found[32 * 9]; };

@@ -11,8 +11,8 @@ from flyweight.kernels import dispatch, reference, tuned
 from flyweight.kernels.linear.choose import KERNELS, NEXT, choose, explain, route, within_attention
 from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.tiled import TiledLinear
-from flyweight.kernels.linear.tiles import Matrix, TiledWeight
-from flyweight.tensors import Int8Channel, IntGroup, Sparse24
+from flyweight.kernels.linear.tiles import Matrix, TiledWeight, format_for
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24
 
 H200 = GPUS["sm_90a"]
 HOPPER_ONLY = {"gemv_cluster", "gemm", "gemm_dequantized"}
@@ -32,7 +32,8 @@ def test_every_format_has_a_route_for_any_number_of_rows(name):
     assert routes[0].rows == 1 and [one.rows for one in routes] == sorted(one.rows for one in routes)
     assert {one.kernel for one in routes} <= set(KERNELS) == set(NEXT)
     assert all(one.why for one in routes)
-    assert wanted(name, 1) == "gemv" and wanted(name, 512) == "gemm"
+    expected = ("gemm_mma", "gemm_mma") if FORMATS[name].widened else ("gemv", "gemm")
+    assert (wanted(name, 1), wanted(name, 512)) == expected
 
 
 @pytest.mark.parametrize(("name", "rows", "small", "large"), [
@@ -102,8 +103,10 @@ def test_no_number_of_rows_is_left_to_cublas_elsewhere(form, name):
 
 def test_float8_has_its_matrix_units_where_there_are_some():
     weight = TiledWeight(matrix("fp8"), torch.empty(0), torch.bfloat16)
-    kernels = {name: choose(weight, 64, GPUS[name]).kernel for name in ("sm_80", "sm_89", "sm_120a")}
-    assert kernels == {"sm_80": "cublas", "sm_89": "gemm_mma", "sm_120a": "gemm_mma"}
+    assert choose(weight, 64, GPUS["sm_89"]).kernel == choose(weight, 64, GPUS["sm_120a"]).kernel == "gemm_mma"
+    tensor = Float8.random((64, 128))
+    for name, held in (("sm_80", "fp8-wide"), ("sm_86", "fp8-wide"), ("sm_89", "fp8"), ("sm_90a", "fp8")):
+        assert format_for(tensor, torch.bfloat16, GPUS[name]).name == held
 
 
 def test_rows_that_a_kernel_does_not_take_go_to_the_next(monkeypatch):

@@ -7,9 +7,10 @@ from test_kernels_on_the_host import error, error_of_experts, folder, host, make
 
 from flyweight import gpu
 from flyweight.kernels import workspace
-from flyweight.kernels.linear import gemm_mma, tiles
+from flyweight.kernels.linear import format, gemm_mma, tiles
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_mma import LINE, WHOLE
+from flyweight.kernels.linear.untile import untile
 from flyweight.kernels.tuned import MmaTile
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -57,6 +58,16 @@ def test_a_norm_comes_before_and_silu_after(kind):
     got = gemm_mma.multiply(weight, x, out, norm=Norm(norm, 1e-6), cut=cut)
     gate, up = tensor.matmul_reference(norm_of(x, norm)).chunk(2, -1)
     assert error(got, torch.nn.functional.silu(gate) * up) < 2e-2
+
+
+def test_float8_is_widened_where_no_matrix_unit_takes_it(monkeypatch):
+    monkeypatch.setattr(tiles, "format_of", lambda tensor, dtype: format.named("fp8-wide"))
+    tensor = make("fp8", (40, 200), 1)
+    x = torch.randn(5, 200).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    cut = gemm_mma.plan(weight.matrix, 5, host_cuda.HOST, tile=SMALL, split=LINE)
+    assert weight.format.name == "fp8-wide" and untile(weight).isfinite().all()
+    assert error(gemm_mma.multiply(weight, x, cut=cut), x.double() @ tensor.dequantize(torch.float64).T) < 5e-3
 
 
 def test_half_precision_scales_and_a_bias():

@@ -95,6 +95,13 @@ DEVICE u32 to_float8(float low, float high) {  // two e4m3, rounded to nearest e
   return r;
 }
 
+// e4m3 in the low byte of each half → the 16-bit type: its bits are those of a float that is too small by a power of two. (Its one NaN
+// comes out as 480.)
+DEVICE u32 widen_float8(u32 codes) {
+  const u32 high = codes << 8;
+  return mul2((high & 0x7f007f00) >> (FP16 ? 1 : 4) | (high & 0x80008000), FP16 ? 0x5c005c00 : 0x7b807b80);
+}
+
 // ---- matrix units: D[16 × 8] += A[16 × 16] · B[16 × 8], fp32 accumulators ----
 template <bool HALF> DEVICE void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (HALF)

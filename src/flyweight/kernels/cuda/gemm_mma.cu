@@ -128,7 +128,7 @@ struct Ahead {
 DEVICE uint4 load_x(const u8* chunk, int lane) {
 #if X_ROWS
   const uint4 w = ((const uint4*)chunk)[lane];
-  if (!GROUPED) return w;
+  if (!GROUPED && FORMAT != FP8_WIDE) return w;
   return make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x5410),
                     __byte_perm(w.z, w.w, 0x7632));
 #else

@@ -127,6 +127,8 @@ def _runnable(
     """
     matrix = weight.matrix
     if kernel == "gemv":
+        if "gemv" not in matrix.format.kernels:
+            return None
         return whole_or_split(matrix, rows, device)
     if kernel == "gemv_cluster":
         reason = gemv_cluster.unsupported_reason(weight, rows, device, norm=fusion.norm)
@@ -137,6 +139,8 @@ def _runnable(
         reason = gemm_mma.unsupported_reason(matrix, rows, device, interleaved=weight.interleaved)
         return kernel if reason is None else None
     if kernel == "gemm_int16" and not gemm_shape.int16_pays(matrix, rows, device):
+        return None
+    if "gemm" not in matrix.format.kernels:
         return None
     if kernel == "gemm_dequantized":
         matrix = weight.in_sixteen_bits().matrix
