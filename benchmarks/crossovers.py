@@ -26,7 +26,7 @@ from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile
 from flyweight.kernels import dispatch, jit
-from flyweight.kernels.linear import gemm, gemm_small, gemv, gemv_cluster, gemv_splitk
+from flyweight.kernels.linear import gemm, gemm_mma, gemm_small, gemv, gemv_cluster, gemv_splitk
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 from flyweight.tensors import QuantTensor
@@ -48,6 +48,8 @@ def kernels_for(weight: TiledWeight, rows: int) -> Iterator[str]:
         yield "gemm_small"
     if gemm.unsupported_reason(matrix, rows, device) is None:
         yield "gemm"
+    if gemm_mma.unsupported_reason(matrix, rows, device) is None:
+        yield "gemm_mma"
     if rows > 8:
         yield "cublas"
 

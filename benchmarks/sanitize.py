@@ -48,7 +48,7 @@ def tiled(tensor: Any, **options: Any) -> Any:
     return TiledLinear(tensor.to("cuda"), dtype=torch.bfloat16, ops=reference, **options)
 
 
-def linear(kind: str, rows: int, *, gated: bool = True) -> float:
+def linear(kind: str, rows: int, *, gated: bool = True, kernel: str | None = None) -> float:
     """Relative error of a linear with norm and silu·mul, or (`gated` off) the residual."""
     import torch
 
@@ -64,9 +64,10 @@ def linear(kind: str, rows: int, *, gated: bool = True) -> float:
     module, before = tiled(tensor, gated=gated), Norm(norm.cuda(), 1e-6)
     if gated:
         gate, up = want.chunk(2, -1)
-        return error(module.multiply(x.cuda(), norm=before), torch.nn.functional.silu(gate) * up)
+        return error(module.multiply(x.cuda(), norm=before, kernel=kernel), torch.nn.functional.silu(gate) * up)
     residual = torch.randn(rows, 384).bfloat16()
-    return error(module.multiply(x.cuda(), norm=before, residual=residual.cuda()), want + residual.double())
+    got = module.multiply(x.cuda(), norm=before, residual=residual.cuda(), kernel=kernel)
+    return error(got, want + residual.double())
 
 
 def in_registers() -> float:
@@ -240,6 +241,8 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "gemm-many": (lambda: linear("int4", 300), "gemm|pack", 0.03),
     "gemm-sparse": (lambda: linear("sparse-int4", 70), "gemm|pack", 0.03),
     "gemm-fp8": (lambda: linear("fp8", 300), "gemm|pack", 0.06),
+    "gemm-mma": (lambda: linear("int4", 40, gated=False, kernel="gemm_mma"), "gemm_mma|pack", 0.03),
+    "gemm-mma-quantized": (lambda: linear("w8a8", 300, kernel="gemm_mma"), "gemm_mma|pack", 0.05),
     "batch-sparse": (lambda: linear("sparse-int4", 12), "batch|batch_pack", 0.03),
     "few": (eight_rows, "few", 0.02),
     "few-quantized": (lambda: eight_rows(quantized=True), "few", 0.05),

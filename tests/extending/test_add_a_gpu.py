@@ -61,7 +61,7 @@ def test_every_launch_fits_a_gpu_that_is_in_no_table(model):
 
 def test_it_takes_the_numbers_of_the_nearest_gpu_and_says_so():
     assert not tuned.is_measured(SMALL) and tuned.is_measured(GPUS["sm_90a"])
-    assert tuned.of(SMALL).name == "NVIDIA H200"
+    assert tuned.of(SMALL).name == "NVIDIA H200 running code for compute_80"
 
 
 def test_limits_follow_from_the_facts_of_a_device():

@@ -219,6 +219,11 @@ DEVICE u32 to_eighth(float f) {  // to nearest, ties to the even code, saturated
 }
 DEVICE u32 to_float8(float low, float high) { return to_eighth(low) | to_eighth(high) << 8; }
 
+DEVICE u32 widen_float8(u32 codes) {
+  const u32 high = codes << 8;
+  return mul2((high & 0x7f007f00) >> (FP16 ? 1 : 4) | (high & 0x80008000), FP16 ? 0x5c005c00 : 0x7b807b80);
+}
+
 // ---- matrix units. Lane (g, t) has rows g and g + 8 of A (registers 0, 2 and 1, 3), column g of B; D's columns 2 t, 2 t + 1 ----
 static inline u32 byte_at(u64 word, int i) { return word >> 8 * i & 255; }
 struct Operands { u64 found[32 * 9]; };
@@ -274,6 +279,22 @@ template <bool UNSIGNED> static inline void mma64_sparse(int (&d)[4], uint4 kept
   });
 }
 
+template <bool HALF> static inline void mma32_sparse(float (&d)[4], uint4 kept, u32 which, uint4 b) {
+  const u64 mine[6] = {kept.x | (u64)kept.y << 32, kept.z | (u64)kept.w << 32, which, b.x | (u64)b.y << 32, b.z | (u64)b.w << 32, 0};
+  u64 all[192];
+  share(mine, all);
+  each_output(d, [&](int row, int column) {
+    float sum = 0;
+    for (int k = 0; k < 16; k++) {  // kept: two of each four of 32
+      const u64 word = all[32 * (k / 8) + row % 8 * 4 + k % 8 / 2] >> 32 * (row / 8);
+      const int input = k / 2 * 4 + (all[64 + row % 8 * 4 + k / 8] >> (16 * (row / 8) + 2 * (k % 8)) & 3);
+      const u64 x = all[96 + 32 * (input / 16) + column * 4 + input % 8 / 2] >> 32 * (input / 8 % 2);
+      sum += float_of<HALF>(word >> 16 * (k % 2)) * float_of<HALF>(x >> 16 * (input % 2));
+    }
+    return sum;
+  });
+}
+
 DEVICE u32 transpose8(u32 pair) {  // an 8 × 8 matrix of 16-bit values in the registers of a warp
   const u64 own[1] = {pair};
   u64 all[32];
@@ -318,8 +339,6 @@ DEVICE void copy_piece(void* to, const void* from) {
   memcpy(to, from, 16);
 }
 DEVICE void copy_arrive(u64* full) { barrier_arrive(full); }
-DEVICE void copy_group() {}
-template <int LEFT> DEVICE void copy_wait() {}
 DEVICE void prefetch_l2(const void*) {}
 
 // ---- between CTAs ----
@@ -371,3 +390,48 @@ DEVICE float warp_max(float v) {
   return v;
 }
 alignas(1024) thread_local u8 raw[240 << 10];  // dynamic shared memory
+
+// ---- 8 × 8 matrices of 16-bit values; a shared address is one within `raw` ----
+DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - raw); }
+// A copy is done as late as it may be, when a wait asks for its group: a stage that is read too early, or given back too late, shows.
+struct Copy { u32 to; const void* from; bool exists; };
+struct Copies { std::vector<std::vector<Copy>> groups; std::vector<Copy> open; };  // of a thread
+static thread_local std::vector<Copies> copies;
+DEVICE Copies& own_copies() {
+  if (copies.size() < blockDim.x) copies.resize(blockDim.x);
+  return copies[threadIdx.x];
+}
+DEVICE void copy16_or_zeros(u32 to, const void* from, bool exists) {
+  if (to % 16 || (uintptr_t)from % 16) fprintf(stderr, "a copy of 16 bytes is not aligned\n"), abort();
+  own_copies().open.push_back({to, from, exists});
+}
+DEVICE void copy16(u32 to, const void* from) { copy16_or_zeros(to, from, true); }
+DEVICE void copy_group() {
+  own_copies().groups.push_back(own_copies().open);
+  own_copies().open.clear();
+}
+template <int LEFT> DEVICE void copy_wait() {
+  auto& groups = own_copies().groups;
+  while ((int)groups.size() > LEFT) {
+    for (const Copy& one : groups.front())
+      if (one.exists) memcpy(raw + one.to, one.from, 16);
+      else memset(raw + one.to, 0, 16);
+    groups.erase(groups.begin());
+  }
+}
+DEVICE u32 shared_load16(u32 address) { return *(u16*)(raw + address); }
+DEVICE u32 shared_load(u32 address) { return *(u32*)(raw + address); }
+template <bool TRANSPOSED> static inline uint4 load_matrices(u32 address) {
+  const u64 own[1] = {address};
+  u64 all[32];
+  share(own, all);
+  const int lane = threadIdx.x % 32;
+  u32 r[4];
+  for (int m = 0; m < 4; m++) {
+    auto at = [&](int row, int col) { return (u32) * (u16*)(raw + all[8 * m + row] + 2 * col); };
+    const int a = lane / 4, b = lane % 4 * 2;
+    r[m] = TRANSPOSED ? at(b, a) | at(b + 1, a) << 16 : at(a, b) | at(a, b + 1) << 16;
+  }
+  __syncwarp();
+  return {r[0], r[1], r[2], r[3]};
+}

@@ -150,25 +150,7 @@ DEVICE void send_in_cluster(void* place, u64* full, int rank, uint4 v) {
 }
 #endif
 
-// ---- 8 × 8 matrices of 16-bit values; a shared address is one within `raw` ----
-DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - raw); }
-DEVICE void copy16(u32 to, const void* from) { if (to % 16 || (uintptr_t)from % 16) abort(); memcpy(raw + to, from, 16); }
-DEVICE u32 shared_load16(u32 address) { return *(u16*)(raw + address); }
-DEVICE u32 shared_load(u32 address) { return *(u32*)(raw + address); }
-template <bool TRANSPOSED> static inline uint4 load_matrices(u32 address) {
-  const u64 own[1] = {address};
-  u64 all[32];
-  share(own, all);
-  const int lane = threadIdx.x % 32;
-  u32 r[4];
-  for (int m = 0; m < 4; m++) {
-    auto at = [&](int row, int col) { return (u32) * (u16*)(raw + all[8 * m + row] + 2 * col); };
-    const int a = lane / 4, b = lane % 4 * 2;
-    r[m] = TRANSPOSED ? at(b, a) | at(b + 1, a) << 16 : at(a, b) | at(a, b + 1) << 16;
-  }
-  __syncwarp();
-  return {r[0], r[1], r[2], r[3]};
-}
+// ---- 8 × 8 matrices of 16-bit values ----
 DEVICE void store_matrices(u32 address, const u32 (&v)[4]) {
   const u64 own[1] = {address};
   u64 all[32];

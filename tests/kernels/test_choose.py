@@ -8,11 +8,11 @@ import torch
 from flyweight import gpu
 from flyweight.gpu import GPUS
 from flyweight.kernels import dispatch, reference, tuned
-from flyweight.kernels.linear.choose import KERNELS, NEXT, explain, route, within_attention
+from flyweight.kernels.linear.choose import KERNELS, NEXT, choose, explain, route, within_attention
 from flyweight.kernels.linear.format import FORMATS
 from flyweight.kernels.linear.tiled import TiledLinear
-from flyweight.kernels.linear.tiles import Matrix
-from flyweight.tensors import Int8Channel, IntGroup, Sparse24
+from flyweight.kernels.linear.tiles import Matrix, TiledWeight, format_for
+from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24
 
 H200 = GPUS["sm_90a"]
 HOPPER_ONLY = {"gemv_cluster", "gemm", "gemm_dequantized"}
@@ -32,7 +32,8 @@ def test_every_format_has_a_route_for_any_number_of_rows(name):
     assert routes[0].rows == 1 and [one.rows for one in routes] == sorted(one.rows for one in routes)
     assert {one.kernel for one in routes} <= set(KERNELS) == set(NEXT)
     assert all(one.why for one in routes)
-    assert wanted(name, 1) == "gemv" and wanted(name, 512) == "gemm"
+    expected = ("gemm_mma", "gemm_mma") if FORMATS[name].widened else ("gemv", "gemm")
+    assert (wanted(name, 1), wanted(name, 512)) == expected
 
 
 @pytest.mark.parametrize(("name", "rows", "small", "large"), [
@@ -85,9 +86,27 @@ def test_a_device_without_the_fastest_kernel_takes_the_next(monkeypatch, tensor,
     for rows in (1, 2, 4, 8, 9, 16, 32, 64, 100, 512, 4096):
         for norm, residual in ((False, False), (True, False), (False, True)):
             found = linear.choose(rows, norm=norm, residual=residual)
-            assert found.kernel not in HOPPER_ONLY and found.why
-            assert found.kernel == "cublas" or rows <= 64, "cuBLAS alone takes more"
-    assert [linear.kernel_for(rows) for rows in (1, 64, 100)] == ["gemv", "gemm_small", "cublas"]
+            assert found.kernel not in HOPPER_ONLY | {"cublas"} and found.why
+    assert [linear.kernel_for(rows) for rows in (1, 9, 100, 8192)] == ["gemv", "gemm_small", "gemm_mma", "gemm_mma"]
+
+
+@pytest.mark.parametrize("name", [name for name, one in GPUS.items() if not one.has_warpgroups])
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "fp8"])
+def test_no_number_of_rows_is_left_to_cublas_elsewhere(form, name):
+    """A weight that is written out for each call costs more bytes than any of the kernels."""
+    device = GPUS[name]
+    for shape in ((6144, 4096), (24576, 4096), (4096, 12288), (151936, 896), (1000, 7392)):
+        weight = TiledWeight(matrix(form, *shape), torch.empty(0), torch.bfloat16)
+        found = {choose(weight, rows, device).kernel for rows in (*range(1, 66), 100, 2048, 16384)}
+        assert found <= {"gemv", "gemv_splitk", "gemm_small", "gemm_mma"}
+
+
+def test_float8_has_its_matrix_units_where_there_are_some():
+    weight = TiledWeight(matrix("fp8"), torch.empty(0), torch.bfloat16)
+    assert choose(weight, 64, GPUS["sm_89"]).kernel == choose(weight, 64, GPUS["sm_120a"]).kernel == "gemm_mma"
+    tensor = Float8.random((64, 128))
+    for name, held in (("sm_80", "fp8-wide"), ("sm_86", "fp8-wide"), ("sm_89", "fp8"), ("sm_90a", "fp8")):
+        assert format_for(tensor, torch.bfloat16, GPUS[name]).name == held
 
 
 def test_rows_that_a_kernel_does_not_take_go_to_the_next(monkeypatch):
@@ -117,7 +136,15 @@ def test_borders_and_reasons_are_told():
 
 def test_a_gpu_without_numbers_of_its_own_takes_the_nearest():
     assert tuned.is_measured(H200) and not tuned.is_measured(GPUS["sm_90a:78"])
-    assert {tuned.of(one).name for one in GPUS.values()} == {"NVIDIA H200"}
+    assert {tuned.of(one).name for one in GPUS.values() if one.has_warpgroups} == {"NVIDIA H200"}
+
+
+def test_a_gpu_other_than_hopper_never_takes_hoppers_numbers():
+    elsewhere = [one for one in GPUS.values() if not one.has_warpgroups]
+    assert {tuned.of(one).capability for one in elsewhere} == {(8, 0)}
+    assert not any(tuned.is_measured(one) for one in elsewhere)
+    assert {one.kernel for form in tuned.of(elsewhere[0]).formats.values() for one in form.routes} == {
+        "gemv", "gemm_small", "gemm_mma"}
 
 
 def test_two_of_four_are_found_where_a_kernel_takes_them():
@@ -136,4 +163,4 @@ def test_info_names_the_kernels_that_run_on_this_gpu(monkeypatch):
     assert told.kernel.startswith("tiles.int4 (gemv, ") and "from 5 rows gemv_cluster, from 17 rows gemm," in told.kernel
     assert told.kernel.endswith("cublas)") and told.why == linear.why and told.nbytes == linear.nbytes
     monkeypatch.setattr(gpu, "of", lambda _: GPUS["sm_89"])
-    assert Laid(linear).kernel.endswith("from 65 rows cublas)") and "gemv_cluster" not in Laid(linear).kernel
+    assert Laid(linear).kernel.endswith("from 17 rows gemm_mma)") and "gemv_cluster" not in Laid(linear).kernel

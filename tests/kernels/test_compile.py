@@ -33,6 +33,7 @@ HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK
 PREFILL = dict(FP16=0, HEADS=32, KV_HEADS=8, KEYS=128, WGS=2, STAGES=2)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
 REGISTERS = dict(ROWS=8, WARPS=8, STAGES=3, STAGE_BLOCKS=32, SLOTS=2, IN_REGISTERS=1)  # x in registers
+MMA = LINEAR | dict(EPILOGUE=0, BIAS=0, OUT_WARPS=2, TOKEN_WARPS=2, PER_WARP=1, COLUMNS=2, SB=1, STAGES=3, SPLIT=1, CTAS=1)
 FEW = dict(FORMAT=1, BIAS=0, EPILOGUE=1, SETS=1, WARPS=16, TEAM=16, ROUND=6, STAGES=4, HELD=2,
            SHARED_BYTES=112 << 10)
 SIXTEEN = FEW | dict(SETS=2, TEAM=8, STAGES=8, HELD=4)
@@ -74,6 +75,10 @@ CASES = [
     ("gemm.cu", GEMM | dict(FORMAT=2, TOKENS=32, WGS=1, SB=4, SPLIT=2, CLUSTER=2, STAGED=0, IN_PLANES=1, SYMMETRIC=1)),
     ("gemm.cu", GEMM | dict(FORMAT=4, TOKENS=32, WGS=1, SB=4, SPLIT=2, CLUSTER=2, STAGED=0, APART=1)),
     *(("untile.cu", LINEAR | dict(FORMAT=kind, INTERLEAVED=kind % 2)) for kind in range(4)),
+    *(("gemm_mma.cu", MMA | dict(FORMAT=kind)) for kind in (3, 4)),
+    *(("gemm_mma.cu", MMA | dict(FORMAT=kind, X_ROWS=1, FP16=kind % 2, SCALE_FP16=kind % 2)) for kind in range(3)),
+    *(("gemm_mma.cu", MMA | dict(FORMAT=kind, SPARSE=1, EPILOGUE=1)) for kind in (1, 3)),
+    ("gemm_mma.cu", MMA | dict(FORMAT=1, EPILOGUE=2, SPLIT=0, EXPERTS=1)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind)) for kind in range(4)),
     ("gemm.cu", GEMM | dict(FORMAT=2, KDIM=7392, GROUP=32, TOKENS=16, WGS=4, SPLIT=0, EPILOGUE=1, STAGED=0)),
     *(("gemm.cu", GEMM | dict(FORMAT=kind, SPLIT=2, CLUSTER=6, STAGED=0, LOADERS=1)) for kind in range(4)),

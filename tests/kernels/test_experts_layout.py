@@ -34,7 +34,13 @@ def test_experts_of_several_schemes_are_not_stacked():
     assert "more than one scheme" in experts.unsupported_reason(linears, device)
     assert "no kernel" in experts.unsupported_reason([linears[0], TorchLinear(torch.relu, ops=reference)], device)
     assert experts.unsupported_reason(linears[:1], device) is None
-    assert "Hopper" in experts.unsupported_reason(linears[:1], GPUS["sm_89"])
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("tensor", [Plain.random((64, 128)), Int8Channel.random((64, 128)), IntGroup.random((64, 128))])
+def test_experts_are_grouped_on_every_gpu(tensor, name):
+    linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
+    assert experts.unsupported_reason([linear], GPUS[name]) is None
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 16, 100, 256, 2048, 8192])

@@ -157,6 +157,17 @@ def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, columns, rows, 
     assert error(weight.multiply(x, residual, Ends(gated=True, residual=residual)), want) < 1e-2
 
 
+def test_a_codebook_too_large_for_shared_memory_is_read_through_the_caches(monkeypatch):
+    device = gpu.Gpu(8, 6, 3, 101376, 102400)
+    monkeypatch.setattr(gpu, "of", lambda _: device)
+    tensors, weight = make((72, 512), (24, 512), main=8192, residual=256)
+    assert not weight.gathers and [weight.kernel_for(rows) for rows in (1, 4, 5)] == ["vptq", "vptq", "vptq_decode + cublas"]
+    x, norm = torch.randn(2, 512).bfloat16(), (1 + 0.1 * torch.randn(512)).bfloat16()
+    residual = torch.randn(2, 96).bfloat16()
+    want = reference(tensors, ops.normalize(x, Norm(norm, 1e-6))) + residual.double()
+    assert error(weight.project(x, residual, norm=Norm(norm, 1e-6), residual=residual), want) < 1e-2
+
+
 def test_what_is_not_alike_is_not_joined():
     assert make((64, 512), (64, 256), **BOOKS)[1] is None
     assert vptq.join([vptq.prepare(VectorQuant.random((16, 512), length=24, main=16), dtype=torch.bfloat16, ops=ops)]) is None

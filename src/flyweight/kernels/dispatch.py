@@ -151,12 +151,11 @@ def _find_sparse(tensor: QuantTensor, dtype: torch.dtype) -> tuple[QuantTensor, 
 
 def because(tensor: QuantTensor) -> str:
     """What of a weight of a known kind the kernels cannot take."""
-    if isinstance(tensor, Float8) and tensor.device.type == "cuda":
-        if tensor.block is not None or tensor.activation not in ("token", "static"):
-            return f" (activations: {tensor.activation}, blocks: {tensor.block})"
-        if not gpu.of(tensor.device).has_float8:
-            return " (a GPU before sm_89)"
-    return ""
+    if not isinstance(tensor, Float8) or tensor.device.type != "cuda":
+        return ""
+    if tensor.block is None and tensor.activation in ("token", "static"):
+        return ""
+    return f" (activations: {tensor.activation}, blocks: {tensor.block})"
 
 
 def decoder_ops(device: torch.device | str) -> ModuleType:

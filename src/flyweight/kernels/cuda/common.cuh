@@ -95,6 +95,13 @@ DEVICE u32 to_float8(float low, float high) {  // two e4m3, rounded to nearest e
   return r;
 }
 
+// e4m3 in the low byte of each half → the 16-bit type: its bits are those of a float that is too small by a power of two. (Its one NaN
+// comes out as 480.)
+DEVICE u32 widen_float8(u32 codes) {
+  const u32 high = codes << 8;
+  return mul2((high & 0x7f007f00) >> (FP16 ? 1 : 4) | (high & 0x80008000), FP16 ? 0x5c005c00 : 0x7b807b80);
+}
+
 // ---- matrix units: D[16 × 8] += A[16 × 16] · B[16 × 8], fp32 accumulators ----
 template <bool HALF> DEVICE void mma16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (HALF)
@@ -125,6 +132,20 @@ template <bool UNSIGNED> DEVICE void mma64_sparse(int (&d)[4], uint4 kept, u32 w
     asm("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0;"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
+}
+// 16-bit floats over 32 inputs, of which A has two of four neighbours. Of lane (g, t), t < 2, `which` is about rows g (low half) and
+// g + 8 and inputs 16 · t … + 15; other lanes' is not read.
+template <bool HALF> DEVICE void mma32_sparse(float (&d)[4], uint4 kept, u32 which, uint4 b) {
+  if (HALF)
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
+  else
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(kept.x), "r"(kept.y), "r"(kept.z), "r"(kept.w), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(which));
 }
 // D[16 × 8] += A[16 × 32] · B[32 × 8] in float8 (e4m3), fp32 accumulators: from sm_89 on
@@ -250,6 +271,9 @@ DEVICE void copy_end(u64* full) {
 // Copies of 16 bytes by each thread for itself, waited for in the order of their groups.
 DEVICE void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy16_or_zeros(u32 to, const void* from, bool exists) {  // nothing is read where it does not exist
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 DEVICE void copy_piece(void* to, const void* from) { copy16(shared_address(to), from); }
 DEVICE void copy_arrive(u64* full) {  // an arrival of this thread, once all its copies so far are done

@@ -66,6 +66,9 @@ struct Block {
       const uint4 one = words[step / 2 * 2], two = words[(step / 2 * 2 + 1) % LOADS];
       if (step % 2) a[0] = one.z, a[1] = two.z, a[2] = one.w, a[3] = two.w;
       else a[0] = one.x, a[1] = two.x, a[2] = one.y, a[3] = two.y;
+    } else if (FORMAT == FP8_WIDE) {
+      const u32 low = step % 2 ? w.z : w.x, high = step % 2 ? w.w : w.y;  // of rows g and g + 8
+      a[0] = widen_float8(low), a[1] = widen_float8(high), a[2] = widen_float8(low >> 8), a[3] = widen_float8(high >> 8);
     } else if (!GROUPED) {
       a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
     } else {

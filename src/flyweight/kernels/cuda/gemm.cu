@@ -200,6 +200,7 @@ DEVICE void multiply_window(Shared& sh, float (&acc)[TOKENS / 2], float (&sum)[A
 #endif
 
 #include "packed.cuh"
+#include "segments.cuh"
 #include "gemm_segments.cuh"
 #include "gemm_results.cuh"
 #define SLICES CLUSTER

@@ -9,7 +9,7 @@ struct Finish {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int channel = min(tile * 16 + 8 * half + lane / 4, NDIM - 1);
-      scale[half] = QUANTIZED ? channel_scale[channel] : 1.f;
+      scale[half] = CHANNELS ? channel_scale[channel] : 1.f;
       offset[half] = BIAS ? to_float(bias[channel]) : 0.f;
     }
   }
@@ -20,7 +20,7 @@ struct Finish {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float x = (float)acc[i];
-      if (QUANTIZED) x = __fmul_rn(x, scale[i / 2] * (i % 2 ? row.y : row.x));
+      if (CHANNELS) x = __fmul_rn(x, QUANTIZED ? scale[i / 2] * (i % 2 ? row.y : row.x) : scale[i / 2]);
       v[i / 2][i % 2] = BIAS ? x + offset[i / 2] : x;
     }
     if (EPILOGUE == SILU)

@@ -4,6 +4,7 @@
 #define INT8 2
 #define W8A8 3
 #define FP8 4
+#define FP8_WIDE 5  // float8 weights and 16-bit x, where no matrix unit takes float8
 #define STORE 0
 #define RESIDUAL 1
 #define SILU 2
@@ -26,4 +27,5 @@
 #define IN_PLANES 0
 #endif
 constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
+constexpr bool CHANNELS = QUANTIZED || FORMAT == FP8_WIDE;   // have a scale each
 constexpr int BLOCK_BYTES = (FORMAT == INT4 ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;

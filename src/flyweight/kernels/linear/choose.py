@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from flyweight.gpu import Gpu
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemm, gemm_shape, gemm_small, gemv, gemv_cluster, gemv_splitk
+from flyweight.kernels.linear import (
+    gemm,
+    gemm_mma,
+    gemm_shape,
+    gemm_small,
+    gemv,
+    gemv_cluster,
+    gemv_splitk,
+)
 from flyweight.kernels.linear.tiles import Matrix, TiledWeight
 from flyweight.kernels.tuned import Route
 
@@ -23,6 +31,7 @@ KERNELS = {
     "gemm_small": "batch.cu",
     "gemm_int16": "gemm.cu with integers for x, where groups have 128 inputs, else few.cu",
     "gemm": "gemm.cu",
+    "gemm_mma": "gemm_mma.cu",
     "cublas": "cuBLAS, written out in 16 bits for each call",
     "gemm_dequantized": "gemm.cu, written out in 16 bits for each call",
 }
@@ -31,11 +40,12 @@ HOPPER = {"gemv_cluster", "gemm_int16", "gemm", "gemm_dequantized"}
 # What is tried where the fastest kernel does not take a shape or a device; cuBLAS is the last of
 # all.
 NEXT = {
-    "gemv": ("gemv", "gemm_small", "gemm"),
-    "gemv_cluster": ("gemv_cluster", "gemm_int16", "gemm_small", "gemm", "gemv"),
-    "gemm_small": ("gemm_small", "gemm", "gemv"),
-    "gemm_int16": ("gemm_int16", "gemv_cluster", "gemm_small", "gemm", "gemv"),
-    "gemm": ("gemm", "gemm_small", "gemv"),
+    "gemv": ("gemv", "gemm_small", "gemm", "gemm_mma"),
+    "gemv_cluster": ("gemv_cluster", "gemm_int16", "gemm_small", "gemm", "gemm_mma", "gemv"),
+    "gemm_small": ("gemm_small", "gemm", "gemm_mma", "gemv"),
+    "gemm_int16": ("gemm_int16", "gemv_cluster", "gemm_small", "gemm", "gemm_mma", "gemv"),
+    "gemm": ("gemm", "gemm_mma", "gemm_small", "gemv"),
+    "gemm_mma": ("gemm_mma", "gemm_small", "gemv"),
     "gemm_dequantized": ("gemm_dequantized",),
     "cublas": (),
 }
@@ -117,13 +127,20 @@ def _runnable(
     """
     matrix = weight.matrix
     if kernel == "gemv":
+        if "gemv" not in matrix.format.kernels:
+            return None
         return whole_or_split(matrix, rows, device)
     if kernel == "gemv_cluster":
         reason = gemv_cluster.unsupported_reason(weight, rows, device, norm=fusion.norm)
         return kernel if reason is None else None
     if kernel == "gemm_small":
         return kernel if gemm_small.choose(matrix, rows, device) else None
+    if kernel == "gemm_mma":
+        reason = gemm_mma.unsupported_reason(matrix, rows, device, interleaved=weight.interleaved)
+        return kernel if reason is None else None
     if kernel == "gemm_int16" and not gemm_shape.int16_pays(matrix, rows, device):
+        return None
+    if "gemm" not in matrix.format.kernels:
         return None
     if kernel == "gemm_dequantized":
         matrix = weight.in_sixteen_bits().matrix

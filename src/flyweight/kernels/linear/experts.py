@@ -1,10 +1,10 @@
-"""The experts of a layer as one: host side of cuda/route.cu and cuda/experts.cu, and of gemm.cu
-over rows sorted by expert.
+"""The experts of a layer as one: host side of cuda/route.cu and cuda/experts.cu, and of gemm.cu or
+(where that has no matrix units) gemm_mma.cu over rows sorted by expert.
 
 The weights of all experts lie stacked in tiles; the kernels find out on the device which of them a
 step needs, so nothing waits for the host and a step can be captured. Few tokens (`expert_rows` of
-tuned) go through experts.cu (every token meets every expert in use), more through pack.cu and
-gemm.cu (rows sorted by expert, in tiles of one expert each).
+tuned) go through experts.cu (every token meets every expert in use), more through pack.cu and the
+matrix product (rows sorted by expert, in tiles of one expert each).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
-from flyweight.kernels.linear import gemm, gemv
+from flyweight.kernels.linear import gemm, gemm_mma, gemv
 from flyweight.kernels.linear.fused import FusedLinear, Norm
 from flyweight.kernels.linear.gemm_shape import WHOLE, Forced, Product, Shape
 from flyweight.kernels.linear.gemm_shape import shape_for as gemm_shape_for
@@ -107,9 +107,7 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
             )
     if len(scheme) > 1:
         return "the experts of a layer have more than one scheme"
-    if not device.has_warpgroups:
-        return "needs Hopper's matrix units"
-    if any(shape_for(weight, 16, tile, device, processors=1) is None for tile in TILES):
+    if any(not takes_tile(weight, tile, device) for tile in TILES):
         return (
             f"{weight.in_features} inputs in groups of {weight.group} do not fit into whole stages"
         )
@@ -127,6 +125,20 @@ def shape_for(
         if found := gemm_shape_for(Product(weight.matrix, rows), device, forced):
             return found
     return None
+
+
+def takes_tile(weight: TiledWeight, tile: int, device: Gpu) -> bool:
+    """Whether there is a matrix product of so many rows of one expert."""
+    if device.has_warpgroups:
+        return shape_for(weight, 16, tile, device, processors=1) is not None
+    return mma_cut_for(weight, tile, tile, device) is not None
+
+
+def mma_cut_for(weight: TiledWeight, rows: int, tile: int, device: Gpu) -> gemm_mma.Cut | None:
+    """Of gemm_mma.cu over tiles of one expert each."""
+    if weight.format.needs_float8 and not device.has_float8:
+        return None
+    return gemm_mma.plan(weight.matrix, rows, device, tokens=tile, split=gemm_mma.WHOLE)
 
 
 def tile_rows(pairs: int, experts: int) -> int:
@@ -373,9 +385,14 @@ def many_rows(
     source: Tensor | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """pack.cu and gemm.cu. x [tokens, in] with `source`, or [rows, in] in the route's order."""
+    """pack.cu and the product. x [tokens, in] with `source`, or [rows, in] in the route's order."""
     rows = routed.rows
     device = gpu.of(x.device)
+    if not device.has_warpgroups:
+        cut = mma_cut_for(weight, rows, routed.tile, device)
+        assert cut is not None
+        route = gemm_mma.ExpertTiles(routed.expert_of, routed.tiles, source)
+        return gemm_mma.multiply_experts(weight, x, cut, route, norm=norm)
     shape = shape_for(weight, rows, routed.tile, device)
     assert shape is not None
     packing = gemm.packing_for(

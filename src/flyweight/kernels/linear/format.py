@@ -9,7 +9,7 @@ name. docs/add-a-format.md adds one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class WeightFormat:
     # codes without zero points have a kernel of their own, which takes them as signed
     signed_pays: bool = False
     needs_float8: bool = False
+    widened: bool = False  # float8 codes become 16-bit floats, which x stays
 
     @property
     def quantizes_input(self) -> bool:
@@ -71,7 +72,7 @@ class WeightFormat:
     @property
     def input_order(self) -> int:
         """ORDER of the inputs in packed x (cuda/packed.cuh)."""
-        return 0 if not self.grouped else 2 if self.sparse else 1
+        return 2 if self.grouped and self.sparse else int(self.grouped or self.widened)
 
     def defines(self, *, symmetric: bool = False) -> dict[str, int]:
         """For the compiler; only what is true is named, so that other formats keep their cubins."""
@@ -109,6 +110,11 @@ def read_channels(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
     codes = tensor.codes if isinstance(tensor, Int8Channel) else tensor.weight.view(torch.uint8)
     scale = tensor.scales.float().expand(codes.shape[0], 1).reshape(-1).contiguous()
     return Codes(codes, channel_scale=scale, input_scale=tensor.input_scale)
+
+
+def read_widened(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
+    """x is not quantized, so it needs no scale either."""
+    return replace(read_channels(tensor, dtype), input_scale=None)
 
 
 def has_groups(bits: int, stretch: int = 1) -> Matches:
@@ -196,6 +202,17 @@ FORMATS = {
             read_channels,
             input_codes=FLOAT8_INPUTS,
             needs_float8=True,
+        ),
+        WeightFormat(
+            "fp8-wide",
+            5,
+            8,
+            1024,
+            BYTES,
+            is_float8,
+            read_widened,
+            frozenset({"gemm_mma"}),
+            widened=True,
         ),
         WeightFormat(
             "sparse-int4",

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.kernels import tuned
-from flyweight.kernels.linear import gemm, gemm_small, gemv, gemv_cluster, gemv_splitk, tiles
+from flyweight.kernels.linear import (
+    gemm,
+    gemm_mma,
+    gemm_small,
+    gemv,
+    gemv_cluster,
+    gemv_splitk,
+    tiles,
+)
 from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
 from flyweight.kernels.linear.fused import FusedLinear, Handover, KvPrefetch, Norm, PackedInput
 from flyweight.kernels.linear.untile import untile, via_cublas
@@ -23,6 +31,7 @@ MULTIPLY: dict[str, Callable[..., Tensor]] = {
     "gemv_splitk": gemv_splitk.multiply,
     "gemm_small": gemm_small.multiply,
     "gemm": gemm.multiply,
+    "gemm_mma": gemm_mma.multiply,
 }
 SILU = "silu"  # the one activation that kernels fuse
 

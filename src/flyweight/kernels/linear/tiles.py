@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
+from flyweight.gpu import Gpu
 from flyweight.kernels.linear.format import FORMATS, PLAIN, Codes, WeightFormat
 from flyweight.packing import unpack
 from flyweight.tensors import QuantTensor, Sparse24
@@ -134,21 +135,25 @@ class TiledWeight:
 
 def format_of(tensor: QuantTensor, dtype: torch.dtype) -> WeightFormat | None:
     """The format whose tiles hold this weight, or None where there is none."""
+    on_gpu = tensor.device.type == "cuda"
+    return format_for(tensor, dtype, gpu.of(tensor.device) if on_gpu else None)
+
+
+def format_for(tensor: QuantTensor, dtype: torch.dtype, device: Gpu | None) -> WeightFormat | None:
+    """The same on a GPU, whatever device the weight is on (None: one that takes all formats)."""
     if (
         tensor.experts is not None
         or tensor.matrix_shape[1] % 8
         or dtype not in (torch.float16, torch.bfloat16)
     ):
         return None
-    found = next((one for one in FORMATS.values() if one.matches(tensor)), None)
-    if (
-        found is not None
-        and found.needs_float8
-        and tensor.device.type == "cuda"
-        and not gpu.of(tensor.device).has_float8
-    ):
-        return None
-    return found
+    has_float8 = device is None or device.has_float8
+
+    def takes(one: WeightFormat) -> bool:
+        unfit = one.widened if has_float8 else one.needs_float8
+        return one.matches(tensor) and not unfit
+
+    return next((one for one in FORMATS.values() if takes(one)), None)
 
 
 def prepare(

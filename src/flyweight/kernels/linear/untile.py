@@ -49,26 +49,28 @@ def via_cublas(
     no residual.
     """
     dense = untile(weight)
-    if not weight.format.quantizes_input:
-        y = product(x, dense, None if weight.interleaved else out, residual=residual)
-    else:
-        y = _quantized_product(weight, x, dense)
+    if weight.format.quantizes_input or weight.format.widened:
+        y = _scaled_product(weight, x, dense)
         y = y if residual is None else y.add_(residual)
+    else:
+        y = product(x, dense, None if weight.interleaved else out, residual=residual)
     if weight.bias is None:
         return y
     return y.add_(deinterleave(weight.bias, weight.interleaved))
 
 
-def _quantized_product(weight: TiledWeight, x: Tensor, dense: Tensor) -> Tensor:
+def _scaled_product(weight: TiledWeight, x: Tensor, dense: Tensor) -> Tensor:
+    """Codes of the weight times x or its codes, and then the scales of both."""
     assert weight.channel_scale is not None
     channels, static = weight.channel_scale.split([weight.out_features, int(weight.static)])
+    scales = deinterleave(channels, weight.interleaved)
+    if weight.format.widened:
+        return (F.linear(x, dense).float() * scales).to(weight.dtype)
     codes, scale = quantize_rows(x, weight.format.input_codes, static if weight.static else None)
     # exact, and keeps sums below fp16's largest
     shrink = 2.0**-15 if weight.dtype == torch.float16 else 1.0
     sums = F.linear((codes.float() * shrink).to(weight.dtype), dense)
-    return (sums.float() * (scale / shrink) * deinterleave(channels, weight.interleaved)).to(
-        weight.dtype
-    )
+    return (sums.float() * (scale / shrink) * scales).to(weight.dtype)
 
 
 def product(x: Tensor, dense: Tensor, out: Tensor | None, *, residual: Tensor | None) -> Tensor:

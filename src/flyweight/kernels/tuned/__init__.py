@@ -1,9 +1,10 @@
 """Numbers that were measured, one TOML file for each GPU, and the rules for GPUs that have none.
 
 A file says from how many rows on which kernel is the fastest for a format, and what kernels' plans
-are estimated with. It names the rows that each table came from. A GPU without a file takes the
-numbers of the one file that is nearest (they are ratios between parts of a kernel, which change
-little from GPU to GPU) and leaves out every route to a kernel that it cannot run (`choose.py`); all
+are estimated with. It names the rows that each table came from; what it does not say is as in its
+`base`. A GPU without a file takes the numbers of the one file that is nearest (they are ratios
+between parts of a kernel, which change little from GPU to GPU), never those of Hopper elsewhere or
+the other way round, and leaves out every route to a kernel that it cannot run (`choose.py`); all
 sizes of shared memory are computed from the device (`gpu.py`), so that every plan fits.
 """
 
@@ -19,6 +20,7 @@ from flyweight.gpu import Gpu
 
 FOLDER = Path(__file__).parent
 NEVER = 1 << 62
+HOPPER = 9  # major capability: the one generation with warpgroup products
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,44 @@ class GemmNumbers:
     tiles: dict[str, tuple[tuple[int, int, float], ...]]
 
 
+@dataclass(frozen=True)
+class MmaTile:
+    """A thread block of gemm_mma.cu: warps side by side along outputs and tokens, 16 · `per_warp`
+    outputs and 8 · `columns` tokens of a warp.
+    """
+
+    out_warps: int
+    token_warps: int
+    per_warp: int
+    columns: int
+    ctas: int  # on an SM
+    speed: float  # of the format's rate
+
+    @property
+    def outputs(self) -> int:
+        return 16 * self.out_warps * self.per_warp
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.token_warps * self.columns
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.out_warps * self.token_warps
+
+
+@dataclass(frozen=True, eq=False)
+class MmaNumbers:
+    """Of gemm_mma.cu. A rate is tokens · outputs · inputs that an SM does in a microsecond."""
+
+    source: str
+    rates: dict[str, float]
+    bandwidth: float  # bytes of weights in a microsecond
+    line_us: float
+    tile_us: float
+    tiles: tuple[MmaTile, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class StepNumbers:
     source: str
@@ -140,6 +180,7 @@ class Tuning:
     splitk: SplitkNumbers
     small: SmallNumbers
     gemm: GemmNumbers
+    mma: MmaNumbers
     formats: dict[str, FormatNumbers]
 
 
@@ -149,6 +190,7 @@ def of(gpu: Gpu) -> Tuning:
     return min(
         _files(),
         key=lambda one: (
+            (one.capability[0] == HOPPER) != gpu.has_warpgroups,
             one.capability != (gpu.major, gpu.minor),
             abs(one.processors - gpu.processors),
         ),
@@ -167,7 +209,7 @@ def _files() -> tuple[Tuning, ...]:
 
 
 def read(path: Path) -> Tuning:
-    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    data = _tables(path)
     gemm = dict(data["gemm"])
     gemm["sliced_us"] = {int(key): value for key, value in gemm["sliced_us"].items()}
     gemm["tiles"] = {name: tuple(map(tuple, rows)) for name, rows in gemm["tiles"].items()}
@@ -182,8 +224,29 @@ def read(path: Path) -> Tuning:
         splitk=SplitkNumbers(**_frozen(data["gemv_splitk"])),
         small=SmallNumbers(**data["gemm_small"]),
         gemm=GemmNumbers(**gemm),
+        mma=_mma(data["gemm_mma"]),
         formats={name: _format(table) for name, table in data["formats"].items()},
     )
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    """Of a file, over those of its `base`."""
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    base = data.pop("base", None)
+    return data if base is None else _merged(_tables(path.with_name(base)), data)
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    found = dict(under)
+    for name, value in over.items():
+        both = isinstance(value, dict) and isinstance(under.get(name), dict)
+        found[name] = _merged(under[name], value) if both else value
+    return found
+
+
+def _mma(table: dict[str, Any]) -> MmaNumbers:
+    tiles = tuple(MmaTile(*row) for row in table["tiles"])
+    return MmaNumbers(**table | {"tiles": tiles})
 
 
 def _format(table: dict[str, Any]) -> FormatNumbers:

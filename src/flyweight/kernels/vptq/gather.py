@@ -252,6 +252,27 @@ def gather(
         run(parts, chosen, x[here], out[here], ends.of(here), arrived=arrived, pdl=pdl)
 
 
+def takes_direct(parts: Parts, device: Gpu) -> bool:
+    """Whether rows can be gathered through L1 and L2 one by one, the codebook being too large for
+    this device's shared memory.
+    """
+    layout = parts[0]
+    plain = layout.dense is None and not layout.sliced
+    return plain and 512 * layout.chunks <= device.shared_most
+
+
+def direct(parts: Parts, x: Tensor, out: Tensor, *, arrived: Tensor, pdl: bool) -> None:
+    """x [rows, in] → out, a launch for each row of each part."""
+    begin = 0
+    for part in parts:
+        columns = slice(begin, begin := begin + part.out_features)
+        launch = Launch("direct", warps=max(1, min(8, part.chunks)))
+        chosen = Plan(launch, 1, (part.row_blocks,), 512 * part.chunks)
+        for row in range(x.shape[0]):
+            target = out[row : row + 1, columns]
+            run((part,), chosen, x[row : row + 1], target, Ends(), arrived=arrived, pdl=pdl)
+
+
 def fits(parts: Parts, device: Gpu) -> bool:
     """Whether any launch of one row fits the device."""
     return (

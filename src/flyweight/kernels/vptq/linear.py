@@ -38,6 +38,8 @@ from flyweight.tensors import VectorQuant
 
 FEWEST_PRODUCTS = 3  # rows from which on warpgroup products are faster
 GATHERED_ROWS = 16  # most rows of vptq.cu, where there are no warpgroup products
+# most rows gathered one by one past a codebook that shared memory has no room for
+DIRECT_ROWS = 4
 # from so many on gate/up is written out in tiles, for a product that is followed by silu·mul
 SILU_ROWS = 4096
 MOST_PARTS = 3
@@ -100,6 +102,14 @@ class VptqLinear(FusedLinear):
         """Whether vptq.cu's tables fit into this device's shared memory."""
         return gather.fits(self.parts, gpu.of(self.device))
 
+    def gathered(self, count: int) -> bool:
+        return count <= GATHERED_ROWS and self.gathers
+
+    def direct(self, count: int) -> bool:
+        """Whether rows are gathered one by one, since writing the weight out takes longer."""
+        fits = gather.takes_direct(self.parts, gpu.of(self.device))
+        return count <= DIRECT_ROWS and not self.gathers and fits
+
     def by_products(self, count: int) -> bool:
         return FEWEST_PRODUCTS <= count <= rows.MOST and rows.takes(
             self.parts, count, gpu.of(self.device)
@@ -108,7 +118,9 @@ class VptqLinear(FusedLinear):
     def kernel_for(self, count: int) -> str:
         if self.by_products(count):
             return "vptq_rows"
-        return "vptq" if count <= GATHERED_ROWS and self.gathers else "vptq_decode + cublas"
+        if self.gathered(count) or self.direct(count):
+            return "vptq"
+        return "vptq_decode + cublas"
 
     # -- the contract ----------------------------------------------------------------------
 
@@ -210,7 +222,7 @@ class VptqLinear(FusedLinear):
             out = torch.empty(count, self.out_features, dtype=self.layout.dtype, device=self.device)
         if isinstance(x, PackedInput) or (launch is None and self.by_products(count)):
             rows.multiply(self.parts, x, out, ends, prefetch=prefetch, pdl=pdl)
-        elif count <= GATHERED_ROWS and not self.layout.sliced and self.gathers:
+        elif self.gathered(count) and not self.layout.sliced:
             gather.gather(self.parts, x, out, ends, arrived=self.arrived, launch=launch, pdl=pdl)
         else:
             self._one_by_one(x, out, ends, launch, pdl)
@@ -227,15 +239,18 @@ class VptqLinear(FusedLinear):
         """What comes before, the product, what comes after."""
         x = self.ops.gate(x, "silu") if ends.gated else x
         x = x if ends.norm is None else self.ops.normalize(x, Norm(ends.norm, ends.epsilon))
-        if x.shape[0] > GATHERED_ROWS or not self.gathers:
-            decode.multiply(self.parts, x, out, residual=ends.residual)
-        else:
-            product = out if ends.residual is None else torch.empty_like(out)
+        product = out if ends.residual is None else torch.empty_like(out)
+        if self.gathered(x.shape[0]):
             gather.gather(
                 self.parts, x, product, Ends(), arrived=self.arrived, launch=launch, pdl=pdl
             )
-            if ends.residual is not None:
-                torch.add(product, ends.residual, out=out)
+        elif self.direct(x.shape[0]):
+            gather.direct(self.parts, x, product, arrived=self.arrived, pdl=pdl)
+        else:
+            decode.multiply(self.parts, x, out, residual=ends.residual)
+            product = out
+        if ends.residual is not None and product is not out:
+            torch.add(product, ends.residual, out=out)
         if ends.bias is not None:
             out += ends.bias
 

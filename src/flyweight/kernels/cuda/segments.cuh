@@ -1,0 +1,37 @@
+// How the tiles of gemm.cu and gemm_mma.cu are shared out over the CTAs. Needs M_TILES, STAGE_COUNT, SPLIT, SLICED, CLUSTER, EXPERTS.
+
+// What part of which tile a CTA has.
+struct Segment {
+  int m, n, begin, end;  // tile; stages
+  int expert = 0;
+};
+DEVICE int unit_begin(int cta, int units) { return (int)((long long)cta * units / gridDim.x); }
+DEVICE Segment place(int tile, int n_tiles) {
+  constexpr int side = 8;  // token tiles side by side, for L2
+  const int group = tile / (side * M_TILES), inside = tile % (side * M_TILES), width = min(side, n_tiles - group * side);
+  return {inside / width, group * side + inside % width, 0, STAGE_COUNT};
+}
+// The i-th segment of this CTA; `units` counts on through them. False after the last.
+DEVICE bool next_segment(Segment& s, int& unit, int n_tiles, const int* expert_of) {
+#if SLICED
+  if (unit < 0) return false;
+  const int rank = unit % CLUSTER;
+  s = place(unit / CLUSTER, n_tiles);
+  s.begin = rank * STAGE_COUNT / CLUSTER, s.end = (rank + 1) * STAGE_COUNT / CLUSTER;
+  unit = -1;
+#elif SPLIT == LINE
+  const int end = unit_begin(blockIdx.x + 1, M_TILES * n_tiles * STAGE_COUNT);
+  if (unit >= end) return false;
+  s = place(unit / STAGE_COUNT, n_tiles);
+  s.begin = unit % STAGE_COUNT;
+  s.end = min(STAGE_COUNT, s.begin + end - unit);
+  unit += s.end - s.begin;
+#else
+  if (unit >= M_TILES * n_tiles) return false;
+  s = place(unit, n_tiles);
+  if (EXPERTS) s.expert = expert_of[s.n];
+  unit += gridDim.x;
+#endif
+  return true;
+}
+DEVICE int first_unit(int n_tiles) { return SPLIT == LINE ? unit_begin(blockIdx.x, M_TILES * n_tiles * STAGE_COUNT) : blockIdx.x; }

@@ -1,0 +1,85 @@
+"""Many rows through gemm_mma.cu as it stands, compiled for and run on the CPU."""
+
+import host_cuda
+import pytest
+import torch
+from test_kernels_on_the_host import error, error_of_experts, folder, host, make, norm_of  # noqa: F401 (fixtures)
+
+from flyweight import gpu
+from flyweight.kernels import workspace
+from flyweight.kernels.linear import format, gemm_mma, tiles
+from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.linear.gemm_mma import LINE, WHOLE
+from flyweight.kernels.linear.untile import untile
+from flyweight.kernels.tuned import MmaTile
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
+
+SMALL = MmaTile(2, 1, 1, 2, 1, 1.0)  # 32 outputs × 16 tokens
+WIDE = MmaTile(1, 2, 2, 2, 1, 1.0)  # the same outputs × 32 tokens, two warps beside each other
+AMPERE = gpu.Gpu(8, 6, 3, 101376, 102400)
+
+# Outputs and inputs that end inside a tile, rows that do not fill one, more tiles than thread blocks and fewer, stages of one block
+# and of several, groups larger than a stage and smaller.
+CASES = [
+    ("plain", 20, (40, 200), SMALL, LINE),
+    ("int4:128", 33, (72, 640), WIDE, LINE),
+    ("int4:32", 70, (200, 160), SMALL, WHOLE),
+    ("int8:64:symmetric", 18, (40, 192), WIDE, WHOLE),
+    ("w8a8", 40, (72, 328), WIDE, LINE),
+    ("fp8", 17, (40, 192), SMALL, LINE),
+    ("sparse-int4:32", 20, (40, 192), SMALL, LINE),
+    ("sparse-w8a8", 20, (40, 192), WIDE, WHOLE),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows", "shape", "tile", "split"), CASES)
+def test_many_rows_are_multiplied_and_added_to_the_residual(kind, rows, shape, tile, split):
+    tensor = make(kind, shape, 1)
+    x = torch.randn(rows, shape[1]).bfloat16()
+    residual = torch.randn(rows, shape[0]).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    cut = gemm_mma.plan(weight.matrix, rows, host_cuda.HOST, tile=tile, split=split)
+    out = torch.full((rows, shape[0]), float("nan")).bfloat16()
+    got = gemm_mma.multiply(weight, x, out, residual=residual, cut=cut)
+    assert error(got, tensor.matmul_reference(x) + residual.double()) < 5e-3
+    flags = [held for (name, _), held in workspace.current(x.device)._buffers.items() if name == "mma flags"]
+    assert not any(held.any() for held in flags), "taken down for the next launch"
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4:64"])
+def test_a_norm_comes_before_and_silu_after(kind):
+    tensor = make(kind, (96, 192), 1)
+    x = torch.randn(21, 192).bfloat16()
+    norm = (1 + 0.1 * torch.randn(192)).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, interleave=True)
+    cut = gemm_mma.plan(weight.matrix, 21, host_cuda.HOST, tile=SMALL, split=WHOLE)
+    out = torch.full((21, 48), float("nan")).bfloat16()
+    got = gemm_mma.multiply(weight, x, out, norm=Norm(norm, 1e-6), cut=cut)
+    gate, up = tensor.matmul_reference(norm_of(x, norm)).chunk(2, -1)
+    assert error(got, torch.nn.functional.silu(gate) * up) < 2e-2
+
+
+def test_float8_is_widened_where_no_matrix_unit_takes_it(monkeypatch):
+    monkeypatch.setattr(tiles, "format_of", lambda tensor, dtype: format.named("fp8-wide"))
+    tensor = make("fp8", (40, 200), 1)
+    x = torch.randn(5, 200).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16)
+    cut = gemm_mma.plan(weight.matrix, 5, host_cuda.HOST, tile=SMALL, split=LINE)
+    assert weight.format.name == "fp8-wide" and untile(weight).isfinite().all()
+    assert error(gemm_mma.multiply(weight, x, cut=cut), x.double() @ tensor.dequantize(torch.float64).T) < 5e-3
+
+
+def test_half_precision_scales_and_a_bias():
+    tensor = make("int4:64", (40, 192), 1)
+    bias = torch.randn(40)
+    x = torch.randn(20, 192).half()
+    weight = tiles.prepare(tensor, dtype=torch.float16, bias=bias)
+    cut = gemm_mma.plan(weight.matrix, 20, host_cuda.HOST, tile=WIDE, split=LINE)
+    got = gemm_mma.multiply(weight, x, cut=cut)
+    assert error(got, tensor.matmul_reference(x) + bias.double()) < 2e-3
+
+
+def test_tokens_sorted_by_expert_need_no_hopper(monkeypatch):
+    monkeypatch.setattr(gpu, "of", lambda device: AMPERE)
+    assert error_of_experts("int4:64", 12) < 8e-2
