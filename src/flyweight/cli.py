@@ -41,6 +41,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "ps": ("flyweight.commands.models:ps", "Show the servers that run on this machine."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
     "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
+    "doctor": ("flyweight.commands.doctor:doctor", "Check this machine: GPU, kernels, speed, exactness."),
     "profile": ("flyweight.commands.profile:profile", "Show which operators and kernels the time goes to."),
     "report": ("flyweight.commands.report:report", "Tables and figures from result files."),
     "diff": ("flyweight.commands.diff:diff", "Compare two result files; exit code 1 if something got slower."),
