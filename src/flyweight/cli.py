@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 import flyweight
+from flyweight import shortage
 from flyweight.errors import FlyweightError, unknown
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of the copy of it inside newer typers
@@ -149,6 +150,8 @@ def by_option(text: str, arguments: Sequence[str]) -> str:
 
 def refused(error: OSError | MemoryError | RuntimeError) -> str:
     """What the machine would not do, in one line, and what helps."""
+    if text := shortage.describe(error):
+        return text
     if not isinstance(error, OSError):
         return f"out of memory ({str(error).split('.')[0] or 'no more to be had'}); use a smaller model, scheme, batch or context"
     hints = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "raise the limit (`ulimit -f`)",
