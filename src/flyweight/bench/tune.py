@@ -147,7 +147,8 @@ def borders(times: Times) -> list[tuple[int, str, str]]:
         current = found[-1][1] if found else None
         if current == best:
             continue
-        if current in times[rows] and times[rows][current] < CLEARLY * times[rows][best]:
+        still = times[rows].get(current) if current else None
+        if still is not None and still < CLEARLY * times[rows][best]:
             continue
         start = rows if found else 1
         found.append((start, best, reason(times[rows], best, by_time)))

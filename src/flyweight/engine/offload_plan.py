@@ -26,14 +26,18 @@ class OffloadPlan:
         return asdict(self)
 
 
+def count(summary: Summary) -> int:
+    return summary.layers or 0
+
+
 def layer_bytes(summary: Summary) -> int:
     """Of one layer, as laid out for the kernels."""
     total = sum(group.memory for group in summary.groups if group.layers)
-    return total // max(1, summary.layers)
+    return total // max(1, count(summary))
 
 
 def plan(summary: Summary, machine: Capacity, layers: int, *, bus_gb_s: float) -> OffloadPlan:
-    layers = min(layers, summary.layers)
+    layers = min(layers, count(summary))
     each = layer_bytes(summary)
     moved = layers * each
     # of a mixture of experts a token reads few, but a whole layer comes over the bus
@@ -45,10 +49,10 @@ def plan(summary: Summary, machine: Capacity, layers: int, *, bus_gb_s: float) -
         bus_gb_s=bus_gb_s,
     )
     freed = max(0, moved - 2 * each)
-    return OffloadPlan(layers, summary.layers, moved, freed, round(bus_gb_s, 1), round(limit, 1))
+    return OffloadPlan(layers, count(summary), moved, freed, round(bus_gb_s, 1), round(limit, 1))
 
 
 def needed(summary: Summary, machine: Capacity, missing: int) -> int:
     """How many layers to move so that `missing` bytes become free."""
     each = max(1, layer_bytes(summary))
-    return min(summary.layers, math.ceil(missing / each) + 2)
+    return min(count(summary), math.ceil(missing / each) + 2)

@@ -93,7 +93,7 @@ class Moved:
         tensors = []
         for one in large:
             start = places[one.untyped_storage().data_ptr()]
-            offset = start + one.storage_offset() * one.element_size()
+            offset = start + int(one.storage_offset()) * one.element_size()
             tensors.append((one, offset, one.shape, one.stride()))
         for one in large:
             one.data = torch.empty(0, dtype=one.dtype, device=device)
