@@ -2,12 +2,14 @@
 
     python benchmarks/quantize_speed.py --out speed.jsonl --schemes gptq-int4 awq-int4 w8a8-smooth-gptq vptq:v8-k65536-256
     python benchmarks/quantize_speed.py --out speed.jsonl --schemes --full gptq-int4       # one model, from disk to disk
+    python benchmarks/quantize_speed.py --out speed.jsonl --schemes gptq-int4 --gpu-gb 24 --host-gb 32      # within these limits
 
 Weights are random in a preset's shapes; what is timed does not depend on their values. The first block also loads and
 compiles kernels, so a model's time is the time before the first block (embedding the samples), the first block, and the
 mean of the others for each of the rest; assembling the output is in the full run only. With one block that is all there
 is, and the row says so. Host memory is anonymous memory (mapped files are the kernel's to drop), sampled ten times a
-second, less what the process had before.
+second, less what the process had before. `--gpu-gb` and `--host-gb` are enforced: torch's allocator refuses what is beyond
+the one, the kernel (RLIMIT_DATA, set when CUDA has mapped what it needs) what is beyond the other.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import threading
@@ -68,6 +71,19 @@ def watch_memory(device: torch.device) -> Iterator[dict[str, float]]:
         if device.type == "cuda":
             found |= {"peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
                       "peak_gpu_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2)}
+
+
+def enforce(gpu_gb: float | None, host_gb: float | None, device: torch.device) -> dict[str, float]:
+    """Limits of this process from here on; what a row says of them."""
+    if gpu_gb is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_gb * 1e9 / total))
+    if host_gb is not None:
+        if device.type == "cuda":
+            torch.zeros(1, device=device)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(host_gb * 1e9), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    limits = {"limit_gpu_gb": gpu_gb, "limit_host_gb": host_gb}
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def write_model(preset: str, folder: Path, *, device: torch.device) -> Path:
@@ -129,11 +145,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--gpu-gb", type=float, help="no more GPU memory than this")
+    parser.add_argument("--host-gb", type=float, help="no more host memory than this")
     parser.add_argument("--work", type=Path, default=Path("quantize-speed.work"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     environment = environment_row(options.device)
+    limits = enforce(options.gpu_gb, options.host_gb, torch.device(options.device))
 
     def write(row: dict[str, Any]) -> None:
         with options.out.open("a") as stream:
@@ -143,7 +162,7 @@ def main() -> None:
     write(environment)
     runs = [(scheme, min(2, options.blocks) if scheme.startswith("vptq") else options.blocks) for scheme in options.schemes]
     for scheme, blocks in [*runs, *((scheme, None) for scheme in options.full)]:
-        shared = dict(model=f"preset:{options.model}", checkpoint="random:0", weights="random", kv_dtype=None)
+        shared = dict(model=f"preset:{options.model}", checkpoint="random:0", weights="random", kv_dtype=None, **limits)
         try:
             if blocks is None:
                 folder = write_model(options.model, options.work / options.model, device=torch.device(options.device))

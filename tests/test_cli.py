@@ -138,7 +138,7 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch, error):
     (OSError(errno.ENOSPC, "No space left on device", "out/a"), "out/a: No space left on device; make room"),
     (PermissionError(errno.EACCES, "Permission denied", "out/a"), "out/a: Permission denied; choose a place that is yours"),
     (OSError("odd"), "odd; --debug shows where"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "out of memory (CUDA out of memory); use a smaller"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "out of GPU memory: 2.15 GB more could not be had; shorter contexts"),
 ])
 def test_what_the_machine_refuses_is_one_line(flyweight, monkeypatch, error, message):
     monkeypatch.setattr(cli, "app", raising(error))

@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 import flyweight
+from flyweight import shortage
 from flyweight.errors import FlyweightError, unknown
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of the copy of it inside newer typers
@@ -41,6 +42,7 @@ VERBS = {  # verb → (module:function, one line of help)
     "ps": ("flyweight.commands.models:ps", "Show the servers that run on this machine."),
     "eval": ("flyweight.commands.evaluate:evaluate", "Measure perplexity on a text, and how close models are."),
     "bench": ("flyweight.commands.bench:BENCHES", "Measure latency, speed, throughput, serving and kernels."),
+    "doctor": ("flyweight.commands.doctor:doctor", "Check this machine: GPU, kernels, speed, exactness."),
     "profile": ("flyweight.commands.profile:profile", "Show which operators and kernels the time goes to."),
     "report": ("flyweight.commands.report:report", "Tables and figures from result files."),
     "diff": ("flyweight.commands.diff:diff", "Compare two result files; exit code 1 if something got slower."),
@@ -148,6 +150,8 @@ def by_option(text: str, arguments: Sequence[str]) -> str:
 
 def refused(error: OSError | MemoryError | RuntimeError) -> str:
     """What the machine would not do, in one line, and what helps."""
+    if text := shortage.describe(error):
+        return text
     if not isinstance(error, OSError):
         return f"out of memory ({str(error).split('.')[0] or 'no more to be had'}); use a smaller model, scheme, batch or context"
     hints = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "raise the limit (`ulimit -f`)",

@@ -13,6 +13,15 @@ Of an embedding that is not the head too, a step looks up a row.
 from __future__ import annotations
 
 
+def offload_limit(
+    *, resident_bytes: float, streamed_bytes: float, copy_gb_s: float, bus_gb_s: float
+) -> float:
+    """Tokens/s of one sequence where some layers come over the bus for each token. Compute hides
+    behind the transfers, so the slower of the two is what a step takes.
+    """
+    return 1e9 / max(resident_bytes / copy_gb_s, streamed_bytes / bus_gb_s)
+
+
 def decode_limit(
     *,
     weight_bytes: float,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tuning import retune
 
+from flyweight import gpu
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import Rows
@@ -44,7 +45,8 @@ def test_fused_decode_follows_the_float32_model(preset, dtype, scheme, separate)
     for i in range(66, 90):  # alone, then beside a row that nobody uses
         rows.tokens[0], rows.lengths[0] = tokens[i], i + 1
         got.append(graphs.logits(1 + i % 2)[:1].float())
-    assert all(step.decode.separate == separate for step in graphs.steps.values())
+    if gpu.of(0).has_warpgroups:  # elsewhere shared memory may not do for one kernel
+        assert all(step.decode.separate == separate for step in graphs.steps.values())
     error = (torch.cat(got) - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < BOUND[scheme]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpu_models import CUDA, make_engine, params, prompts, run
 
+from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import Rows
@@ -29,7 +30,10 @@ def load(model, scheme, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("model", MODELS)
 def test_captured_steps_with_experts_are_those_of_the_launches_and_of_float32(model, scheme):
     decoder = load(model, scheme)
-    assert unsupported_reason(decoder, PAGE) is None
+    reason = unsupported_reason(decoder, PAGE)
+    if reason is not None and not gpu.of(0).has_warpgroups:
+        pytest.skip(reason)
+    assert reason is None
     config, steps = decoder.config, 24
     tokens = torch.randint(10, 1000, (32, steps), device=CUDA, generator=torch.Generator(CUDA).manual_seed(1))
     want = load(model, scheme, torch.float32, exact=True).forward_whole(tokens)

@@ -87,6 +87,7 @@ def test_gate_and_up_are_multiplied_on_the_way_in(rows):
     assert (out.double() - expected).norm() / expected.norm() < 1e-2
 
 
+@pytest.mark.hopper
 def test_gate_and_up_are_written_in_tiles_for_silu():
     tensors = [VectorQuant.random((1000, 1536), seed, device="cuda") for seed in range(2)]
     weight = vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference) for tensor in tensors])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Context, Device, Dtype, Fraction, Head, Native, Threads, load
+from flyweight.commands.generate import Context, Device, Dtype, Fraction, Head, Native, Offload, Threads, load
 from flyweight.commands.line_reader import editing, messages
 from flyweight.commands.stopping import interruptible
 from flyweight.commands.word_wrap import WordWrap
@@ -37,6 +37,7 @@ def chat(
     dtype: Dtype = None,
     head: Head = None,
     native: Native = False,
+    offload: Offload = 0,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
 ) -> None:
@@ -56,7 +57,7 @@ def chat(
     from flyweight.engine.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = load(model, device=device, dtype=dtype, head=head, native=native, max_model_len=max_model_len,
+    llm = load(model, device=device, dtype=dtype, head=head, native=native, offload=offload, max_model_len=max_model_len,
                memory_fraction=memory_fraction)
     params = params.with_defaults({**LIVELY, **llm.sampling_defaults})
     template = {} if think is None else {"enable_thinking": think}

@@ -29,6 +29,8 @@ Threads = Annotated[int | None, typer.Option(min=1, callback=use_threads,
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own. A "
                                             "CPU without 16-bit arithmetic computes in float32.")]
 Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; as stored.")]
+Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay in the host's memory and come over the bus for "
+                                     "each step; for models somewhat larger than the GPU.")]
 Native = Annotated[bool, typer.Option("--native", help="On a CPU: kernels in C that read weights in the bits of their file.")]
 
 
@@ -50,6 +52,7 @@ def generate(
     dtype: Dtype = None,
     head: Head = None,
     native: Native = False,
+    offload: Offload = 0,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -79,7 +82,7 @@ def generate(
         raise OptionError(f"standard input is not {error.encoding} text ({error.reason} at byte {error.start + 1})") from None
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
-    llm = load(model, device=device, dtype=dtype, head=head, native=native, max_model_len=max_model_len,
+    llm = load(model, device=device, dtype=dtype, head=head, native=native, offload=offload, max_model_len=max_model_len,
                memory_fraction=memory_fraction)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flyweight.errors import FlyweightError
+from flyweight.errors import FlyweightError, OptionError
 
 if TYPE_CHECKING:
     from flyweight.kernels.linear.fused import FusedLinear
@@ -63,6 +63,9 @@ def kernels_by_rows(linear: FusedLinear) -> str:
 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
+    offload: Annotated[
+        int, typer.Option(min=0, help="How fast it could be with so many layers in the host's memory.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a model is: shape, size, scheme, bits per weight and kernels by kind of layer.
@@ -75,6 +78,8 @@ def info(
         flyweight info smollm2-135m
 
         flyweight info ./my-quantized-model --json
+
+        flyweight info Qwen/Qwen3-8B --offload 12
     """
     import torch
 
@@ -101,14 +106,30 @@ def info(
         )
     except FlyweightError as error:  # an architecture that is not run here still has files to describe
         why_not = str(error)
+    streamed = _offload_plan(summary, machine, offload, device)
     if as_json:
-        facts = summary.to_dict() | {"machine": machine and machine.to_dict(), "runs": machine is not None, "why_not": why_not}
+        facts = summary.to_dict() | {"machine": machine and machine.to_dict(), "runs": machine is not None, "why_not": why_not,
+                                     "offload": streamed and streamed.to_dict()}
         typer.echo(json.dumps(facts))
     else:
-        _show(summary, machine, why_not)
+        _show(summary, machine, why_not, streamed)
 
 
-def _show(summary: Any, machine: Any, why_not: str | None) -> None:
+def _offload_plan(summary: Any, machine: Any, layers: int, device: Any) -> Any:
+    """What was asked for or, of a model that does not fit a GPU, what would do."""
+    from flyweight.engine.offload_plan import needed, plan
+    from flyweight.kernels.offload import host_bandwidth
+
+    if machine is None or device.type != "cuda":
+        if layers:
+            raise OptionError("--offload moves layers out of a GPU's memory, and there is no GPU here")
+        return None
+    if not layers and not machine.kv_bytes:
+        layers = needed(summary, machine, int(summary.memory - machine.kv_fraction * machine.memory_bytes))
+    return plan(summary, machine, layers, bus_gb_s=host_bandwidth(device)) if layers > 0 else None
+
+
+def _show(summary: Any, machine: Any, why_not: str | None, streamed: Any = None) -> None:
     bits = ", ".join(f"{scheme} {bits:.2f}" for scheme, bits in summary.bits_by_scheme().items())
     tied = "tied" if summary.tied_embeddings else "not tied"
     facts = {
@@ -124,6 +145,12 @@ def _show(summary: Any, machine: Any, why_not: str | None) -> None:
         "on disk": f"{decimal(summary.disk)} in {summary.folder}",
         "in memory": f"{decimal(summary.memory)} of weights, as laid out for the kernels below",
     } | (_machine_facts(machine) if machine else {})
+    if streamed is not None:
+        facts["offload"] = (
+            f"--offload {streamed.layers}: {streamed.layers} of {streamed.of} layers "
+            f"({decimal(streamed.host_bytes)}) in the host's memory free {decimal(streamed.freed_bytes)}; at most "
+            f"{streamed.limit_tok_s:,.1f} tokens/s, {streamed.bus_gb_s:,.1f} GB/s measured over the bus"
+        )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for name, value in facts.items():
         console.print(f"{name:<16} {value}")

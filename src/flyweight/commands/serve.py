@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Context, Device, Dtype, Head, Threads
+from flyweight.commands.generate import Context, Device, Dtype, Head, Offload, Threads
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -41,6 +41,7 @@ def serve(
     lazy: Annotated[bool, typer.Option("--lazy", help="Of several models: load each when it is first asked for.")] = False,
     max_loaded: Annotated[int | None, typer.Option(
         min=1, help="Of several models: most in memory at once; as many as there is room for otherwise.")] = None,
+    offload: Offload = 0,
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
@@ -76,6 +77,8 @@ def serve(
     engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
               "head": head, "prompt_tokens_beside": prompt_tokens_beside}
+    if offload and backend == "native":
+        engine["offload"] = offload
     keys = tuple(api_key or ()) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
     if "" in keys:
         raise OptionError("--api-key is empty; leave it out to serve everybody")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 
+from flyweight import shortage
 from flyweight.cpu import computable
 from flyweight.device import pick_device
 from flyweight.engine.core import Engine
@@ -63,19 +64,21 @@ class LLM:
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the file has it
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call
+    offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 head: str | None = None, native: bool = False, prompt_tokens_beside: int | None = None):
+                 head: str | None = None, native: bool = False, offload: int = 0, prompt_tokens_beside: int | None = None):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        self.decoder: Any = decoder or load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
-                                                    native=native)
+        with shortage.told(f"{model}: its weights do not fit"):
+            self.decoder: Any = decoder or load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
+                                                        native=native, offload=offload)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -88,12 +91,13 @@ class LLM:
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype)
         workspace = graphs = 0
         if self.device.type == "cuda":
-            workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
+            with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
+                workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
             graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
                                         memory_fraction=memory_fraction, reserved=(workspace, graphs))
         kv_tokens = blocks * block_size
-        self._memory = Memory(self.decoder.nbytes, workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens)
+        self._memory = Memory(self.decoder.nbytes - self._offloaded(), workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens)
         self.engine = Engine(
             self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
             block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed, max_num_batched_tokens=tokens,
@@ -103,6 +107,11 @@ class LLM:
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
+
+    def _offloaded(self) -> int:
+        """Bytes of weights that are not on the device."""
+        offload = getattr(self.decoder, "offload", None)
+        return 0 if offload is None else offload.nbytes
 
     def memory(self) -> Memory:
         """Where the memory goes, as planned at the start."""
@@ -330,8 +339,11 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer()) if checkpoint.has_tokenizer else None
 
 
-def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool) -> Any:
+def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool,
+                 offload: int = 0) -> Any:
     """The torch decoder, or the native one of a CPU."""
+    if offload and device.type != "cuda":
+        raise OptionError("offload moves layers out of a GPU's memory, and this runs on a CPU: leave it out")
     if native:
         if device.type != "cpu":
             raise OptionError("native kernels are for a CPU: leave out --native, or choose --device cpu")
@@ -340,7 +352,7 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
         return load(weights, exact=exact)
     from flyweight.models.decoder import Decoder
 
-    return Decoder.load(weights, device=device, dtype=dtype, exact=exact)
+    return Decoder.load(weights, device=device, dtype=dtype, exact=exact, offload=offload)
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

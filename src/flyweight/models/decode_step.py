@@ -211,7 +211,7 @@ class DecodeStep:
         with jit.overlap(all(block.mlp.overlaps(self.size) for block in decoder.blocks)):
             embed(decoder.embedding.weight, self.rows.tokens, self.hidden)
             self.stage.place = 0
-            for block in decoder.blocks:
+            for block in decoder.in_turn():
                 block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)
 

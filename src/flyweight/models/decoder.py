@@ -17,6 +17,7 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.offload import Offload, spread
 from flyweight.kernels.workspace import Workspace
 from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
@@ -42,8 +43,10 @@ class Decoder:
         head: Linear,
         device: torch.device,
         dtype: torch.dtype,
+        offload: Offload | None = None,
     ):
         self.config = config
+        self.offload = offload
         self.device = device
         self.dtype = dtype
         self.embedding = embedding
@@ -63,9 +66,10 @@ class Decoder:
         dtype: torch.dtype,
         exact: bool = False,
         layers: Iterable[int] | None = None,
+        offload: int = 0,
     ) -> Decoder:
         """`layers` loads those blocks alone (none: embedding, final norm and head), and leaves out
-        the check for extras.
+        the check for extras. `offload`: so many blocks lie in the host's memory.
         """
         config = ModelConfig.from_dict(weights.config)
         device = torch.device(device)
@@ -75,10 +79,16 @@ class Decoder:
         table = load_tensor(
             weights, "model.embed_tokens.weight", (vocab, hidden), device=device, dtype=dtype
         )
-        blocks = [
-            Block.load(weights, config, index, exact=exact, device=device, dtype=dtype)
-            for index in (range(config.layers) if layers is None else layers)
-        ]
+        host = Offload(device) if offload else None
+        moved = spread(min(offload, config.layers), config.layers)
+        blocks = []
+        for index in range(config.layers) if layers is None else layers:
+            block = Block.load(weights, config, index, exact=exact, device=device, dtype=dtype)
+            if host is not None and index in moved:
+                host.take(index, block, sum(one.nbytes for one in block.linears.values()))
+            blocks.append(block)
+        if host is not None:
+            host.finish()
         weight = load_tensor(
             weights, f"{plan.norm.name}.weight", (hidden,), device=device, dtype=dtype
         )
@@ -99,6 +109,7 @@ class Decoder:
             head=head,
             device=device,
             dtype=dtype,
+            offload=host,
         )
 
     @property
@@ -178,11 +189,15 @@ class Decoder:
         token to go on from.
         """
         with self.active():
-            for block in self.blocks:
+            for block in self.in_turn():
                 hidden = block.run(
                     hidden, stage, rows=rows if block is self.blocks[-1] else None, in_place=True
                 )
         return hidden
+
+    def in_turn(self) -> Iterable[Block]:
+        """The blocks one by one, each when its weights are on the device."""
+        return self.blocks if self.offload is None else self.offload.in_turn(self.blocks)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head of what the last block gives, float32."""

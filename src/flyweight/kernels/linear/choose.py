@@ -149,6 +149,20 @@ def _runnable(
     return kernel if kernel == "gemm_dequantized" else "gemm"
 
 
+def runnable(weight: TiledWeight, rows: int, device: Gpu) -> dict[str, str]:
+    """Every kernel that takes a weight and so many rows on a device, by the name that routes have
+    for it: what `flyweight doctor --tune` measures.
+    """
+    found = {}
+    for kernel in NEXT:
+        if kernel in ("cublas", "gemm_dequantized", "gemm_int16"):
+            continue  # the last is gemm with another x, which its own plan decides on
+        name = _runnable(kernel, weight, rows, device, PLAIN)
+        if name is not None:
+            found[kernel] = name
+    return found | {"cublas": "cublas"}
+
+
 @functools.cache
 def whole_or_split(matrix: Matrix, rows: int, device: Gpu) -> str | None:
     """Of gemv and gemv_splitk the faster by estimate. A kernel that leaves no room for the next one

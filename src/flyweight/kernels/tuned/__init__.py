@@ -11,7 +11,9 @@ sizes of shared memory are computed from the device (`gpu.py`), so that every pl
 from __future__ import annotations
 
 import functools
+import os
 import tomllib
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -186,7 +188,12 @@ class Tuning:
 
 @functools.cache
 def of(gpu: Gpu) -> Tuning:
-    """The numbers for a GPU: its own file's, or those of the nearest GPU that has one."""
+    """The numbers for a GPU: those measured on this machine (`flyweight doctor --tune`), its own
+    file's, or those of the nearest GPU that has one.
+    """
+    for one in _local():
+        if (one.capability, one.processors) == ((gpu.major, gpu.minor), gpu.processors):
+            return one
     return min(
         _files(),
         key=lambda one: (
@@ -206,6 +213,39 @@ def is_measured(gpu: Gpu) -> bool:
 @functools.cache
 def _files() -> tuple[Tuning, ...]:
     return tuple(read(path) for path in sorted(FOLDER.glob("*.toml")))
+
+
+def local_folder() -> Path:
+    """Where `flyweight doctor --tune` writes."""
+    root = os.environ.get("FLYWEIGHT_CACHE") or Path.home() / ".cache" / "flyweight"
+    return Path(root) / "tuned"
+
+
+def local_files() -> list[Path]:
+    return sorted(local_folder().glob("*.toml"))
+
+
+@functools.cache
+def _local() -> tuple[Tuning, ...]:
+    """Files of another version of this package are left out, which is said."""
+    found = []
+    for path in local_files():
+        try:
+            found.append(read(path))
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            warnings.warn(
+                f"{path} is not used ({type(error).__name__}: {error}); "
+                "`flyweight doctor --tune` writes it anew",
+                stacklevel=2,
+            )
+    return tuple(found)
+
+
+def forget() -> None:
+    """Read the files again: one has been written."""
+    of.cache_clear()
+    _files.cache_clear()
+    _local.cache_clear()
 
 
 def read(path: Path) -> Tuning:
