@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flyweight.checkpoint import formats
+from flyweight.checkpoint import formats, stacked
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
@@ -79,7 +79,7 @@ class Checkpoint:
         return list(self.entries)
 
     def has(self, name: str) -> bool:
-        return name in self.entries
+        return name in self.entries or stacked.has_bias(self, name)
 
     def entry(self, name: str) -> Entry:
         if name not in self.entries:
@@ -93,6 +93,8 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped file in its stored type, free of NaN and infinity."""
+        if name not in self.entries and (bias := stacked.read_bias(self, name)) is not None:
+            return bias
         file = self.entry(name).file
         try:
             tensor = self._shards[file].get_tensor(name)
@@ -126,8 +128,15 @@ class Checkpoint:
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
         """Names that nothing has read, less those that fit one of the `ignore` patterns (`*` and `?`)."""
         spare = self.format.spare if self.format else ()
-        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *spare, *ignore)
+        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *self._next_token_layers(), *spare, *ignore)
         return [name for name in self.entries if name not in self._used and not any(fnmatchcase(name, p) for p in patterns)]
+
+    def _next_token_layers(self) -> list[str]:
+        """Layers behind the last one guess further tokens ahead; the model itself does not need them."""
+        count, layers = self.config.get("num_nextn_predict_layers"), self.config.get("num_hidden_layers")
+        if type(count) is not int or type(layers) is not int:
+            return []
+        return [f"model.layers.{layers + index}.*" for index in range(min(count, 16))]
 
     def check_used(self, ignore: Iterable[str] = ()) -> None:
         """Every tensor of the files must have been read: a model that loads by half gives garbage."""

@@ -31,6 +31,24 @@ def by_name(tables: Tables | RopeTables) -> RopeTables:
     return {ROPE: tables} if isinstance(tables, tuple) else tables
 
 
+def normed_projections(block: Block, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """All queries and all keys of a token, each normed as one row."""
+    assert block.whole_norms is not None
+    plan = block.plan.attention
+    query = plan.heads * plan.head_dim
+    key = plan.kv_heads * plan.head_dim
+    query_norm, key_norm = block.whole_norms
+    return (
+        block.ops.normalize(qkv[..., :query], query_norm),
+        block.ops.normalize(qkv[..., query : query + key], key_norm),
+    )
+
+
+def values_of(block: Block, qkv: Tensor) -> Tensor:
+    plan = block.plan.attention
+    return qkv[..., (plan.heads + plan.kv_heads) * plan.head_dim :]
+
+
 class PromptStage:
     """What the two stages have in common: q/k/v, and the rows of the rope tables."""
 
@@ -50,6 +68,8 @@ class PromptStage:
         """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads ·
         head_dim]
         """
+        if block.whole_norms is not None:
+            qkv = torch.cat([*normed_projections(block, qkv), values_of(block, qkv)], -1)
         heads = qkv.view(*qkv.shape[:-1], -1, block.plan.attention.head_dim)
         return self.attend_heads(block, heads).flatten(-2)
 
@@ -104,9 +124,10 @@ class Paged(PromptStage):
 class Whole(PromptStage):
     """Sequences [batch, tokens, hidden] from their first token on, without a cache."""
 
-    def __init__(self, tokens: int, tables: Tables | RopeTables, ops: ModuleType):
+    def __init__(self, tokens: int, tables: Tables | RopeTables, ops: ModuleType, first: int = 0):
+        """`first`: the row of the tables where these sequences begin (`rope.long_rows`)."""
         device = next(iter(by_name(tables).values()))[0].device
-        super().__init__(tables, torch.arange(tokens, device=device), ops)
+        super().__init__(tables, torch.arange(first, first + tokens, device=device), ops)
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention

@@ -294,8 +294,13 @@ def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {
         f"{norm.name}.weight": (layer.hidden_size,) for norm in layer.norms
     }
-    for norm in (attention.query_norm, attention.key_norm):
-        found |= {} if norm is None else {f"{norm.name}.weight": (attention.head_dim,)}
+    whole = attention.whole_norms
+    for norm, heads in (
+        (attention.query_norm, attention.heads),
+        (attention.key_norm, attention.kv_heads),
+    ):
+        width = attention.head_dim * (heads if whole else 1)
+        found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
     if attention.sinks is not None:
         found[attention.sinks] = (attention.heads,)
     if isinstance(mlp, ExpertsPlan):
