@@ -17,6 +17,7 @@ from torch import Tensor
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
 from flyweight.models.plan import ROPE
+from flyweight.values import has_values
 
 if TYPE_CHECKING:
     from flyweight.models.layer import Block
@@ -98,6 +99,8 @@ class Paged(PromptStage):
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention
         cache = self.caches[block.index]
+        if not plan.plain and not has_values(qkv):
+            return qkv[..., : plan.heads, :]  # a dry run: no kernel would be launched
         ops = self.ops if plan.plain else reference  # soft-caps and sinks have no kernel
         plans = self.plans if plan.plain else self.reference_plans
         if plan.window not in plans:

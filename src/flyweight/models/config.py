@@ -323,6 +323,20 @@ class ModelConfig:
         }
 
 
+def sizes(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> dict[str, Any]:
+    """The keys that every config.json has, for presets."""
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        **more,
+    )
+
+
 def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
     numbers = {key: list(v) if isinstance(v, tuple) else v for key, v in rope.scaling}
     return {"rope_type": rope.kind, "rope_theta": rope.theta, **numbers}

@@ -205,7 +205,7 @@ class Embedding:
     def __init__(self, weight: Tensor, scale: float = 1.0):
         self.weight = weight  # [vocab, hidden]
         # in the weight's own type and place: a step must not bring a number to the device
-        self.scale = None if scale == 1 else weight.new_tensor(scale)
+        self.scale = None if scale == 1 else weight.new_full((), scale)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         rows = torch.nn.functional.embedding(tokens, self.weight)

@@ -4,6 +4,8 @@ Importing this package registers them in `config.FAMILIES`; `models/__init__.py`
 whoever reads a config knows them all. docs/add-a-model.md adds one.
 """
 
+from typing import Any
+
 from flyweight.models.config import Family, register
 from flyweight.models.families import gemma, glm, gpt_oss, granite, mistral, olmo, phi, smollm
 
@@ -16,6 +18,17 @@ ALL: dict[str, Family] = {
     **glm.FAMILIES,
     **gemma.FAMILIES,
     **gpt_oss.FAMILIES,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    **olmo.PRESETS,
+    **granite.PRESETS,
+    **smollm.PRESETS,
+    **phi.PRESETS,
+    **mistral.PRESETS,
+    **glm.PRESETS,
+    **gemma.PRESETS,
+    **gpt_oss.PRESETS,
 }
 
 for _name, _family in ALL.items():

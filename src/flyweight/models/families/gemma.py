@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyweight.checkpoint.names import HEAD_DIMS
-from flyweight.models.config import Family, ModelConfig
+from flyweight.models.config import Family, ModelConfig, sizes
 from flyweight.models.config_values import one_in
 from flyweight.models.plan import LayerPlan, MlpPlan, ModelPlan, NormPlan
 from flyweight.models.standard import change_layers, fed_by, standard_plan, with_local_rope
@@ -98,4 +98,45 @@ FAMILIES = {
         extras=dict(query_pre_attn_scalar=256, final_logit_softcapping=None),
         plan=gemma_plan,
     ),
+}
+
+_GEMMA2 = dict(
+    model_type="gemma2",
+    architectures=["Gemma2ForCausalLM"],
+    hidden_activation="gelu_pytorch_tanh",
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    head_dim=256,
+    query_pre_attn_scalar=256,
+    vocab_size=256000,
+    max_position_embeddings=8192,
+    sliding_window=4096,
+    dtype="bfloat16",
+    bos_token_id=2,
+    eos_token_id=1,
+    pad_token_id=0,
+    tie_word_embeddings=True,
+)
+_GEMMA3 = _GEMMA2 | dict(
+    model_type="gemma3_text",
+    architectures=["Gemma3ForCausalLM"],
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    rope_scaling=dict(rope_type="linear", factor=8.0),
+    vocab_size=262208,
+    max_position_embeddings=131072,
+    sliding_window=1024,
+)
+PRESETS = {
+    "gemma-2-2b": _GEMMA2 | sizes(2304, 9216, 26, 8, 4),
+    "gemma-2-9b": _GEMMA2 | sizes(3584, 14336, 42, 16, 8),
+    "gemma-2-27b": _GEMMA2
+    | sizes(4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
+    "gemma-3-1b": _GEMMA3
+    | dict(rope_scaling=None, sliding_window=512, vocab_size=262144, max_position_embeddings=32768)
+    | sizes(1152, 6912, 26, 4, 1),
+    "gemma-3-4b": _GEMMA3 | sizes(2560, 10240, 34, 8, 4),
+    "gemma-3-12b": _GEMMA3 | sizes(3840, 15360, 48, 16, 8),
+    "gemma-3-27b": _GEMMA3
+    | sizes(5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyweight.checkpoint.names import HEAD_DIMS, ROUTER, ROUTER_CORRECTION
-from flyweight.models.config import Experts, Family, ModelConfig, MoeConfig
+from flyweight.models.config import Experts, Family, ModelConfig, MoeConfig, sizes
 from flyweight.models.config_values import count, flag
 from flyweight.models.plan import (
     ExpertsPlan,
@@ -149,4 +149,42 @@ FAMILIES = {
         reads=("n_routed_experts", "first_k_dense_replace"),
         plan=glm4_moe_plan,
     ),
+}
+
+_GLM4 = dict(
+    model_type="glm4",
+    architectures=["Glm4ForCausalLM"],
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    partial_rotary_factor=0.5,
+    head_dim=128,
+    vocab_size=151552,
+    max_position_embeddings=32768,
+    dtype="bfloat16",
+    bos_token_id=None,
+    eos_token_id=[151329, 151336, 151338],
+    pad_token_id=151329,
+    tie_word_embeddings=False,
+)
+PRESETS = {
+    "glm-4-9b": _GLM4 | dict(attention_bias=True) | sizes(4096, 13696, 40, 32, 2),
+    "glm-4-32b": _GLM4 | dict(attention_bias=False) | sizes(6144, 23040, 61, 48, 8),
+    "glm-4.5-air": _GLM4
+    | dict(
+        model_type="glm4_moe",
+        architectures=["Glm4MoeForCausalLM"],
+        rope_theta=1e6,
+        max_position_embeddings=131072,
+        attention_bias=True,
+        use_qk_norm=False,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+    )
+    | sizes(4096, 10944, 46, 96, 8),
 }

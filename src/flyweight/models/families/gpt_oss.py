@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyweight.checkpoint.names import HEAD_DIMS
-from flyweight.models.config import Experts, Family, ModelConfig, MoeConfig
+from flyweight.models.config import Experts, Family, ModelConfig, MoeConfig, sizes
 from flyweight.models.config_values import count, one_in
 from flyweight.models.plan import ExpertsPlan, Group, LayerPlan, MlpPlan, ModelPlan
 from flyweight.models.standard import change_layers, standard_plan
@@ -98,4 +98,28 @@ FAMILIES = {
         ),
         plan=gpt_oss_plan,
     )
+}
+
+_GPT_OSS = dict(
+    model_type="gpt_oss",
+    architectures=["GptOssForCausalLM"],
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=150000.0,
+    rope_scaling=YARN,
+    head_dim=64,
+    vocab_size=201088,
+    max_position_embeddings=131072,
+    sliding_window=128,
+    attention_bias=True,
+    num_experts_per_tok=4,
+    dtype="bfloat16",
+    bos_token_id=None,
+    eos_token_id=200002,
+    pad_token_id=199999,
+    tie_word_embeddings=False,
+)
+PRESETS = {
+    "gpt-oss-20b": _GPT_OSS | sizes(2880, 2880, 24, 64, 8, num_local_experts=32),
+    "gpt-oss-120b": _GPT_OSS | sizes(2880, 2880, 36, 64, 8, num_local_experts=128),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flyweight.models.config import Family, ModelConfig
+from flyweight.models.config import Family, ModelConfig, sizes
 from flyweight.models.plan import LayerPlan, ModelPlan
 from flyweight.models.standard import change_layers, standard_plan
 
@@ -46,4 +46,29 @@ FAMILIES = {
         ),
         plan=granite_plan,
     )
+}
+
+_GRANITE = dict(
+    model_type="granite",
+    architectures=["GraniteForCausalLM"],
+    hidden_act="silu",
+    rope_theta=1e7,
+    rms_norm_eps=1e-5,
+    vocab_size=49159,
+    max_position_embeddings=131072,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    dtype="bfloat16",
+    bos_token_id=0,
+    eos_token_id=0,
+    pad_token_id=0,
+    tie_word_embeddings=True,
+)
+PRESETS = {
+    "granite-3.3-2b": _GRANITE
+    | dict(attention_multiplier=0.015625, logits_scaling=8.0)
+    | sizes(2048, 8192, 40, 32, 8),
+    "granite-3.3-8b": _GRANITE
+    | dict(attention_multiplier=0.0078125, logits_scaling=16.0)
+    | sizes(4096, 12800, 40, 32, 8),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flyweight.models.config import Family
+from flyweight.models.config import Family, sizes
 from flyweight.models.config_values import FULL, SLIDING
 
 
@@ -33,4 +33,26 @@ FAMILIES = {
             sliding_window=4096,
         ),
     )
+}
+
+_MISTRAL = dict(
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=1e8,
+    head_dim=128,
+    vocab_size=131072,
+    max_position_embeddings=32768,
+    dtype="bfloat16",
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+    tie_word_embeddings=False,
+)
+PRESETS = {
+    "mistral-small-24b": _MISTRAL
+    | dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=None)
+    | sizes(5120, 32768, 40, 32, 8),
+    "ministral-8b": _MISTRAL
+    | dict(model_type="ministral", architectures=["MinistralForCausalLM"], sliding_window=32768)
+    | sizes(4096, 12288, 36, 32, 8),
 }

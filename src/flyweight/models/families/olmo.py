@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flyweight.models.config import Family, ModelConfig
+from flyweight.models.config import Family, ModelConfig, sizes
 from flyweight.models.config_values import one_in
 from flyweight.models.plan import LayerPlan, MlpPlan, ModelPlan, NormPlan
 from flyweight.models.standard import change_layers, fed_by, standard_plan, with_local_rope
@@ -59,4 +59,42 @@ FAMILIES = {
         defaults=OLMO2 | dict(rope_theta=500000.0, sliding_window=4096),
         plan=olmo_plan,
     ),
+}
+
+_OLMO = dict(
+    hidden_act="silu",
+    rope_theta=500000.0,
+    rms_norm_eps=1e-6,
+    dtype="bfloat16",
+    bos_token_id=None,
+    eos_token_id=100257,
+    pad_token_id=100277,
+    tie_word_embeddings=False,
+)
+_OLMO3 = _OLMO | dict(
+    model_type="olmo3",
+    architectures=["Olmo3ForCausalLM"],
+    vocab_size=100278,
+    max_position_embeddings=65536,
+    sliding_window=4096,
+    rope_scaling=dict(
+        rope_type="yarn",
+        factor=8.0,
+        attention_factor=1.2079441541679836,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        original_max_position_embeddings=8192,
+    ),
+)
+PRESETS = {
+    "olmo2-7b": _OLMO
+    | dict(
+        model_type="olmo2",
+        architectures=["Olmo2ForCausalLM"],
+        vocab_size=100352,
+        max_position_embeddings=4096,
+    )
+    | sizes(4096, 11008, 32, 32, 32),
+    "olmo3-7b": _OLMO3 | sizes(4096, 11008, 32, 32, 32),
+    "olmo3-32b": _OLMO3 | sizes(5120, 27648, 64, 40, 8),
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyweight.errors import CheckpointError
-from flyweight.models.config import Family, ModelConfig
+from flyweight.models.config import Family, ModelConfig, sizes
 from flyweight.models.config_values import FULL, SLIDING
 from flyweight.models.plan import LayerPlan, ModelPlan
 from flyweight.models.standard import change_layers, standard_plan
@@ -63,4 +63,23 @@ FAMILIES = {
         ),
         plan=smollm3_plan,
     )
+}
+
+PRESETS = {
+    "smollm3-3b": dict(
+        model_type="smollm3",
+        architectures=["SmolLM3ForCausalLM"],
+        hidden_act="silu",
+        rope_theta=5e6,
+        rms_norm_eps=1e-6,
+        vocab_size=128256,
+        max_position_embeddings=65536,
+        dtype="bfloat16",
+        bos_token_id=None,
+        eos_token_id=128012,
+        pad_token_id=128004,
+        tie_word_embeddings=True,
+        no_rope_layers=[1, 1, 1, 0] * 9,
+    )
+    | sizes(2048, 11008, 36, 16, 4)
 }
