@@ -4,15 +4,19 @@ float32; prompts longer than every window.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
 from model_helpers import assert_same_logits, run_paged, tokens_of
+from safetensors.torch import load_file, save_file
 
 from flyweight.checkpoint.convert import convert
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
+from flyweight.errors import CheckpointError
 from flyweight.models.decoder import Decoder
 from flyweight.quant.calibration import Samples
 from flyweight.quant.quantize import quantize
@@ -68,7 +72,13 @@ GLM_MOE = dict(
     first_k_dense_replace=1,
     routed_scaling_factor=1.7,
 )
-GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5, hidden_size=64)
+GPT_OSS = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=5,
+    hidden_size=64,
+    intermediate_size=96,
+)
 # name: (model_type, what differs from SIZES)
 MODELS = {
     "olmo2": ("olmo2", {}),
@@ -235,3 +245,79 @@ def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, sc
         tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
     )
     torch.testing.assert_close(found, logits_of(again, prompt), rtol=1e-4, atol=1e-4)
+
+
+# -- other files -------------------------------------------------------------------------------
+
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+
+
+@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn")])
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_path):
+    """By the names of transformers 5, and by those of the files on the hub."""
+    model_type, extra = MODELS[name]
+    text = SIZES | extra | dict(model_type=model_type)
+    config = transformers.AutoConfig.for_model(
+        whole, text_config=text, vision_config=VISION, tie_word_embeddings=whole == "gemma3"
+    )
+    torch.manual_seed(1)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    if prefix:
+        rename(tmp_path / "model.safetensors", prefix)
+    decoder = Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)
+    tokens = tokens_of(LENGTHS[0])
+    found = decoder.forward_whole(torch.tensor([tokens]))[0]
+    torch.testing.assert_close(found, logits_of(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def rename(file, prefix):
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        name = name.replace("model.language_model.", f"{prefix}model.").replace("model.vision", "vision")
+        name = name.replace("model.multi_modal", "multi_modal").replace("language_model.language_model", "language_model")
+        tensors[f"{prefix}{name}" if name.startswith("lm_head.") else name] = tensor
+    save_file(tensors, file)
+
+
+def test_experts_in_mxfp4_are_the_values_that_transformers_makes_of_them(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = make("gpt_oss", tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, experts in list(model.named_modules()):
+        if not name.endswith(".experts"):
+            continue
+        for part in ("gate_up_proj", "down_proj"):
+            _, columns, rows = getattr(experts, part).shape
+            columns = -(-columns // 32) * 32
+            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 126, (4, rows, columns // 32), generator=generator, dtype=torch.uint8)
+            del tensors[f"{name}.{part}"]
+            tensors |= {f"{name}.{part}_blocks": blocks, f"{name}.{part}_scales": scales}
+            getattr(experts, part).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = dict(quant_method="mxfp4")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    decoder = Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)
+    tokens = tokens_of(LENGTHS[0])
+    found = decoder.forward_whole(torch.tensor([tokens]))[0]
+    torch.testing.assert_close(found, logits_of(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_guess_ahead_are_left_out(tmp_path):
+    make("glm4_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)
+    settings["num_nextn_predict_layers"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj"):
+        Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)

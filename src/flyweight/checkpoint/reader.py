@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flyweight.checkpoint import formats, stacked
+from flyweight.checkpoint import formats, stacked, text_part
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
@@ -70,8 +70,17 @@ class Checkpoint:
         check_generation_config(self.generation_config, optional)
         self.files = _weight_files(self.folder)
         self.entries = _entries(self.folder, self.files)
+        self._stored: dict[str, str] = {}  # names in the files, where they are others
+        if text_part.is_wrapped(self.config):
+            self._take_text()
         self._shards = {file: _open(file) for file in self.files}
         self._used: set[str] = set()
+
+    def _take_text(self) -> None:
+        self._stored = text_part.text_names(self.entries)
+        self.entries = {name: self.entries[stored] for name, stored in self._stored.items()}
+        self.config = text_part.text_config(self.config, self.entries)
+        check_config(self.config, self.folder / "config.json")
 
     # -- tensors ----------------------------------------------------------------------------------------------
 
@@ -97,7 +106,7 @@ class Checkpoint:
             return bias
         file = self.entry(name).file
         try:
-            tensor = self._shards[file].get_tensor(name)
+            tensor = self._shards[file].get_tensor(self._stored.get(name, name))
         except (SafetensorError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
         if name not in self._used and not is_finite(tensor):
