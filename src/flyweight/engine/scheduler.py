@@ -28,6 +28,7 @@ from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, State
 from flyweight.errors import OptionError
 from flyweight.models.config import ModelConfig
+from flyweight.models.rope import long_border
 
 PROMPT_LOGITS = 1024  # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 
@@ -76,9 +77,8 @@ class LongPrompts:
 
 
 def long_prompts(config: ModelConfig) -> LongPrompts | None:
-    if config.rope.kind != "longrope":
-        return None
-    return LongPrompts(config.rope["original_max_position_embeddings"], config.context_length)
+    border = long_border(config)
+    return None if border is None else LongPrompts(border, config.context_length)
 
 
 class Scheduler:

@@ -25,7 +25,7 @@ from flyweight.models.config import ModelConfig
 from flyweight.models.layer import Block, Stage
 from flyweight.models.layers import Embedding, Linear, Weights, load_tensor
 from flyweight.models.plan import ROPE, Group
-from flyweight.models.rope import all_tables, long_rows
+from flyweight.models.rope import all_tables, long_border, long_rows
 from flyweight.models.standard import plan_of
 from flyweight.tensors import Plain
 
@@ -146,7 +146,7 @@ class Decoder:
     def forward(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
         """Float32 logits [outputs, vocab] of the tokens in batch.output_rows; caches by layer."""
         rows = None if len(batch.output_rows) == len(batch.tokens) else batch.output_rows
-        if self.config.rope.kind == "longrope":
+        if long_border(self.config) is not None:
             batch = self._long_prompts(batch)
         stage = Paged(batch, caches, self.ropes, self.ops)
         return self.logits(self._run(self.embedding(batch.tokens), stage, rows))

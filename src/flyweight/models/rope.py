@@ -34,8 +34,12 @@ def all_tables(config: ModelConfig, device: torch.device | str = "cpu") -> RopeT
     found: dict[str | None, tuple[Tensor, Tensor]] = {
         name: rope_tables(config, device, rope) for name, rope in plan.ropes.items()
     }
+    rows = max(len(cos) for cos, _ in found.values())
+    for name, pair in found.items():
+        if len(pair[0]) < rows:  # beside long rope: the same for prompts of any length
+            found[name] = torch.cat([pair[0]] * 2), torch.cat([pair[1]] * 2)
     if any(layer.attention.rope is None for layer in plan.layers):
-        shape = (len(next(iter(found.values()))[0]), config.head_dim // 2)
+        shape = (rows, config.head_dim // 2)
         found[None] = torch.ones(shape, device=device), torch.zeros(shape, device=device)
     return found
 
@@ -75,11 +79,21 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     return _yarn(rope, plain) if rope.kind == "yarn" else plain
 
 
+def long_border(config: ModelConfig) -> int | None:
+    """The longest prompt that long rope turns by its first frequencies; None: no such rope."""
+    ropes = (config.rope, config.local_rope)
+    borders = [
+        rope["original_max_position_embeddings"]
+        for rope in ropes
+        if rope is not None and rope.kind == "longrope"
+    ]
+    return borders[0] if borders else None
+
+
 def long_rows(config: ModelConfig, tokens: int) -> int:
     """Where in the tables the rows of a sequence begin whose prompt has so many tokens."""
-    rope = config.rope
-    beyond = rope.kind == "longrope" and tokens > rope["original_max_position_embeddings"]
-    return config.context_length if beyond else 0
+    border = long_border(config)
+    return config.context_length if border is not None and tokens > border else 0
 
 
 def _long_angles(rope: RopeConfig, positions: Tensor) -> Tensor:
