@@ -6,6 +6,7 @@ import transformers
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import CheckpointError
 from flyweight.models.decoder import Decoder
+from flyweight.models.rope import long_rows
 from flyweight.tensors import Plain
 
 TINY = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -113,7 +114,8 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
         for i in live:
             starts.append(starts[-1] + ends[i] - done[i])
         batch = Batch(
-            tokens=torch.tensor([sequences[i][at] for i, at in spans]), positions=torch.tensor([at for _, at in spans]),
+            tokens=torch.tensor([sequences[i][at] for i, at in spans]), 
+            positions=torch.tensor([at + long_rows(config, len(sequences[i])) for i, at in spans]),
             slots=torch.tensor([int(tables[i, at // block_size]) * block_size + at % block_size for i, at in spans]),
             block_tables=tables[live], query_starts=starts, kv_lengths=[ends[i] for i in live],
             output_rows=torch.arange(len(spans)),

@@ -12,6 +12,7 @@ from tiny_model import TEXT, make_tiny_model
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.kernels import reference
+from flyweight.kernels.linear.fused import Norm
 from flyweight.models.config import ModelConfig
 from flyweight.models.attention import Whole
 from flyweight.models.rope import rope_tables
@@ -84,7 +85,7 @@ def test_gradients_block_by_block_are_those_of_the_whole(model):
     generator = torch.Generator().manual_seed(0)
     x, wanted = (torch.randn(2, 12, 64, generator=generator) for _ in range(2))
     norm, head = source.tensor("model.norm.weight"), source.tensor("model.embed_tokens.weight")
-    predictions, blocks = Predictions(norm, head, config.epsilon), []
+    predictions, blocks = Predictions(Norm(norm, config.epsilon), head), []
     for index in range(2):
         work = WorkBlock.load(source, config, index, device=device, dtype=torch.float32)
         layer = Recipe.from_dict({"base": "rtn-int4", "group_size": 32}, "x").layer.integers(torch.float32)

@@ -1,6 +1,19 @@
-"""Names inside a decoder layer of tensors that no linear owns, as checkpoints spell them."""
+"""Names inside a decoder layer of tensors that no linear owns, as checkpoints spell them, and sizes
+that they leave out.
+"""
 
 from __future__ import annotations
 
 ROUTER = "mlp.gate.weight"  # never quantized, as little as the gate of the shared expert
 SHARED_GATE = "mlp.shared_expert_gate.weight"
+ROUTER_CORRECTION = "mlp.gate.e_score_correction_bias"
+
+# head_dim of families whose config.json need not state it; of others it is hidden_size / heads
+HEAD_DIMS = {
+    "qwen3": 128,
+    "glm": 128,
+    "glm4": 128,
+    "gemma2": 256,
+    "gemma3_text": 256,
+    "gpt_oss": 64,
+}

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flyweight.checkpoint import formats
+from flyweight.checkpoint import formats, stacked, text_part
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
@@ -70,8 +70,17 @@ class Checkpoint:
         check_generation_config(self.generation_config, optional)
         self.files = _weight_files(self.folder)
         self.entries = _entries(self.folder, self.files)
+        self._stored: dict[str, str] = {}  # names in the files, where they are others
+        if text_part.is_wrapped(self.config):
+            self._take_text()
         self._shards = {file: _open(file) for file in self.files}
         self._used: set[str] = set()
+
+    def _take_text(self) -> None:
+        self._stored = text_part.text_names(self.entries)
+        self.entries = {name: self.entries[stored] for name, stored in self._stored.items()}
+        self.config = text_part.text_config(self.config, self.entries)
+        check_config(self.config, self.folder / "config.json")
 
     # -- tensors ----------------------------------------------------------------------------------------------
 
@@ -79,7 +88,7 @@ class Checkpoint:
         return list(self.entries)
 
     def has(self, name: str) -> bool:
-        return name in self.entries
+        return name in self.entries or stacked.has_bias(self, name)
 
     def entry(self, name: str) -> Entry:
         if name not in self.entries:
@@ -93,9 +102,11 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped file in its stored type, free of NaN and infinity."""
+        if name not in self.entries and (bias := stacked.read_bias(self, name)) is not None:
+            return bias
         file = self.entry(name).file
         try:
-            tensor = self._shards[file].get_tensor(name)
+            tensor = self._shards[file].get_tensor(self._stored.get(name, name))
         except (SafetensorError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
         if name not in self._used and not is_finite(tensor):
@@ -126,8 +137,15 @@ class Checkpoint:
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
         """Names that nothing has read, less those that fit one of the `ignore` patterns (`*` and `?`)."""
         spare = self.format.spare if self.format else ()
-        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *spare, *ignore)
+        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *self._next_token_layers(), *spare, *ignore)
         return [name for name in self.entries if name not in self._used and not any(fnmatchcase(name, p) for p in patterns)]
+
+    def _next_token_layers(self) -> list[str]:
+        """Layers behind the last one guess further tokens ahead; the model itself does not need them."""
+        count, layers = self.config.get("num_nextn_predict_layers"), self.config.get("num_hidden_layers")
+        if type(count) is not int or type(layers) is not int:
+            return []
+        return [f"model.layers.{layers + index}.*" for index in range(min(count, 16))]
 
     def check_used(self, ignore: Iterable[str] = ()) -> None:
         """Every tensor of the files must have been read: a model that loads by half gives garbage."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from flyweight.checkpoint.names import ROUTER, SHARED_GATE
+from flyweight.checkpoint.names import ROUTER, ROUTER_CORRECTION, SHARED_GATE
 from flyweight.checkpoint.reader import Checkpoint, Entry
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
@@ -136,7 +136,7 @@ def _kind_of(name: str) -> str:
         return "embedding"
     if ".experts." in name and not name.endswith("bias"):
         return f"mlp.experts.* ({name.rpartition('.')[2]}, in one tensor)"
-    return "routers" if name.endswith((ROUTER, SHARED_GATE)) else "norms, biases"
+    return "routers" if name.endswith((ROUTER, SHARED_GATE, ROUTER_CORRECTION)) or ".mlp.router." in name else "norms, biases"
 
 
 def _summary(checkpoint: Checkpoint, groups: tuple[Group, ...]) -> Summary:

@@ -22,7 +22,7 @@ from flyweight.kernels.dry_run import DEVICE, dry_run, real
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
-from flyweight.models.standard import has_experts
+from flyweight.models.standard import has_experts, plan_of
 from flyweight.tensors import QuantTensor, Sparse24
 
 PAGE = 16  # tokens of a block of the KV cache: LLM's own default
@@ -82,6 +82,7 @@ def open_weights(model: str) -> PresetWeights | Read:
 def layers_of(weights: PresetWeights | Read) -> list[int]:
     """The first of every kind of layer."""
     config = ModelConfig.from_dict(weights.config)
+    plan = plan_of(config)
     kinds: dict[tuple[Any, ...], int] = {}
     for index in range(config.layers):
         parts: list[tuple[Any, ...]] = []
@@ -90,7 +91,7 @@ def layers_of(weights: PresetWeights | Read) -> list[int]:
             parts = sorted((name.removeprefix(prefix), entry.dtype, entry.shape)
                            for name, entry in weights.checkpoint.entries.items() if name.startswith(prefix))
         dense = not has_experts(config, index)
-        kinds.setdefault((config.windows[index], dense, *parts), index)
+        kinds.setdefault((plan.layers[index].attention, dense, *parts), index)
     return list(kinds.values())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import RequestError
+from flyweight.models.rope import long_rows
 
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
@@ -60,7 +61,7 @@ class Embedder:
         blocks = sum(-(-length // BLOCK) for length in lengths)
         size = (blocks, BLOCK, config.kv_heads, config.head_dim)
         cache = KVStorage(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
-        batch = pack(texts, self.device)
+        batch = pack(texts, self.device, [long_rows(config, length) for length in lengths])
         hidden = self.norm(self.decoder.hidden(batch, [cache] * config.layers).float())  # [tokens, hidden]
         pooled = torch.stack([pool(part, pooling) for part in hidden.split(lengths)])
         return torch.nn.functional.normalize(pooled, dim=-1).cpu().tolist()
@@ -78,8 +79,8 @@ def pool(hidden: Tensor, pooling: str) -> Tensor:
     return hidden[-1] if pooling == "last" else hidden.mean(0)
 
 
-def pack(texts: Sequence[Sequence[int]], device: torch.device) -> Batch:
-    """Whole texts, one after the other, each in blocks of its own."""
+def pack(texts: Sequence[Sequence[int]], device: torch.device, rope_rows: Sequence[int] = ()) -> Batch:
+    """Whole texts, one after the other, each in blocks of its own. `rope_rows`: of the rope tables, where each begins."""
     lengths = [len(text) for text in texts]
     blocks = [-(-length // BLOCK) for length in lengths]
     starts = [0]
@@ -90,7 +91,8 @@ def pack(texts: Sequence[Sequence[int]], device: torch.device) -> Batch:
     tables = torch.zeros(len(texts), max(blocks), dtype=torch.int32)
     for row, count in enumerate(blocks):
         tables[row, :count] = torch.arange(first_blocks[row], first_blocks[row] + count, dtype=torch.int32)
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    places = rope_rows or [0] * len(texts)
+    positions = torch.cat([torch.arange(row, row + length) for row, length in zip(places, lengths, strict=True)])
     slots = torch.cat([torch.arange(length) + BLOCK * first for length, first in zip(lengths, first_blocks[:-1], strict=True)])
     tokens = torch.tensor([token for text in texts for token in text])
     return Batch(

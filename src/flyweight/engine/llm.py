@@ -24,6 +24,7 @@ from flyweight.engine.keywords import checked, refuse_unknown, takes_fields_of
 from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace
 from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
+from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
@@ -105,6 +106,7 @@ class LLM:
             decode=self.tokenizer.decode if self.tokenizer else None,
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
         )
+        self.engine.scheduler.long_prompts = long_prompts(config)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
 

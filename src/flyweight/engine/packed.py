@@ -99,7 +99,7 @@ def describe(work: Work, block_size: int) -> Columns:
     known = request.tokens[work.start : stop]
     tokens[: len(known)] = known
     blocks = numpy.array(request.blocks[first : -(-stop // block_size)])
-    return tokens, at, blocks[at // block_size - first] * block_size + at % block_size
+    return tokens, at + request.rope_row, blocks[at // block_size - first] * block_size + at % block_size
 
 
 def filler(count: int, block: int, block_size: int) -> Columns:

@@ -207,7 +207,8 @@ class Constraint(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence in flight. The scheduler owns `state`, `blocks`, `digests`, `registered` and `computed`."""
+    """One sequence in flight. The scheduler owns `state`, `rope_row`, `blocks`, `digests`, `registered` and
+    `computed`."""
 
     number: int  # by arrival, the order of service
     prompt: list[int]
@@ -227,6 +228,7 @@ class Request:
     computed: int = 0  # tokens whose K and V are in the cache
     cached: int | None = None  # prompt tokens found in the prefix cache when first scheduled
     started: float | None = None  # when it was first scheduled
+    rope_row: int = 0  # of the rope tables, where its first token is
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
     registered: int = 0  # blocks that the pool knows by their digests

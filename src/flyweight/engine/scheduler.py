@@ -27,6 +27,8 @@ from flyweight.engine.kv_cache import BlockPool, digests
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, State
 from flyweight.errors import OptionError
+from flyweight.models.config import ModelConfig
+from flyweight.models.rope import long_border
 
 PROMPT_LOGITS = 1024  # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 
@@ -62,6 +64,23 @@ class Budget:
         self.logits -= 0 if work.request.params.prompt_logprobs is None else work.count
 
 
+@dataclass(frozen=True)
+class LongPrompts:
+    """Sequences of more than `border` tokens turn all their keys by other frequencies, which begin at `row` of the rope
+    tables. One that grows beyond the border is computed again from its first token."""
+
+    border: int
+    row: int
+
+    def row_of(self, tokens: int) -> int:
+        return self.row if tokens > self.border else 0
+
+
+def long_prompts(config: ModelConfig) -> LongPrompts | None:
+    border = long_border(config)
+    return None if border is None else LongPrompts(border, config.context_length)
+
+
 class Scheduler:
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int,
                  prompt_tokens_beside: int | None = None):
@@ -74,6 +93,7 @@ class Scheduler:
         self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
         self.answers = 0  # in the latest step
         self.pace: Pace | None = None  # a server's, where steps are slow: bounds the share by time as well
+        self.long_prompts: LongPrompts | None = None  # of models whose rope differs for them
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
 
@@ -103,6 +123,9 @@ class Scheduler:
         for request in sorted(self.running, key=lambda request: request.missing > 1):  # stable: by arrival within each
             if request.state is not State.RUNNING or request.complete or not (count := budget.room(request)):
                 continue
+            if self._outgrown(request):
+                self._preempt(request)
+                continue
             while not self._extend(request, count):
                 short = True
                 victim = next(other for other in reversed(self.running) if other.number not in scheduled)
@@ -125,6 +148,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: Budget) -> Work | None:
         if not budget.room(request):
             return None
+        self._choose_rope(request)
         self._hash(request, len(request.tokens))
         # The last token is computed in any case: its logits are wanted.
         reusable = request.digests[: (len(request.tokens) - 1) // self.pool.block_size]
@@ -142,6 +166,15 @@ class Scheduler:
         request.state = State.RUNNING
         bisect.insort(self.running, request, key=lambda request: request.number)
         return self._work(request, count)
+
+    def _choose_rope(self, request: Request) -> None:
+        row = self.long_prompts.row_of(len(request.tokens)) if self.long_prompts else 0
+        if row != request.rope_row:
+            request.rope_row, request.digests = row, []
+
+    def _outgrown(self, request: Request) -> bool:
+        """Whether its next token is the first that needs other frequencies than those before it got."""
+        return self.long_prompts is not None and not request.rope_row and request.computed >= self.long_prompts.border
 
     def _extend(self, request: Request, count: int) -> bool:
         """Give the request blocks for `count` more tokens."""
@@ -174,7 +207,8 @@ class Scheduler:
             return
         size, known = self.pool.block_size, len(request.digests)
         if tokens // size > known:
-            parent = request.digests[-1] if known else request.salt
+            # keys turned by other frequencies are other keys
+            parent = request.digests[-1] if known else request.salt + b"long" * bool(request.rope_row)
             request.digests += digests(parent, request.tokens[known * size : tokens], size)
 
     def _preempt(self, request: Request) -> None:

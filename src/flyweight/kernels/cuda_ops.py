@@ -9,9 +9,10 @@ from flyweight.kernels.attention.plan import plan_attention
 from flyweight.kernels.attention.rope import attention_scales, rope_norm_write
 from flyweight.kernels.attention.triton import paged_attention
 from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
-from flyweight.kernels.triton_ops import gate, normalize, rms_norm, silu_mul
+from flyweight.kernels.triton_ops import add_normed, gate, normalize, rms_norm, silu_mul
 
 __all__ = [
+    "add_normed",
     "attention_scales",
     "causal_attention",
     "gate",

@@ -15,6 +15,7 @@ from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.reference import rope_rows
 
 __all__ = [
+    "add_normed",
     "attention_scales",
     "gate",
     "normalize",
@@ -32,6 +33,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def normalize(x: Tensor, norm: Norm) -> Tensor:
     return x
+
+
+def add_normed(
+    hidden: Tensor, y: Tensor, norm: Norm | None, *, scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    return hidden if out is None else out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:

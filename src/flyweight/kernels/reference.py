@@ -51,6 +51,15 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
     return (wide * scale * (1 + norm.weight.float())).to(x.dtype)
 
 
+def add_normed(
+    hidden: Tensor, y: Tensor, norm: Norm | None, *, scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """hidden + scale · norm(y), into `out` where there is one; it may be `hidden`."""
+    if norm is not None:
+        y = normalize(y, norm)
+    return torch.add(hidden, y, alpha=scale, out=out)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[..., 2 · size] → [..., size]; the gate is the first half."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,7 +1,8 @@
 """Norms, silu·mul, and rope with KV write: each one pass over memory, in Triton.
 
     rms_norm           out = x / √(mean x² + ε) · w
-    silu_mul           out = gate / (1 + e^−gate) · up
+    add_normed         out = hidden + scale · rms_norm(y)
+    silu_mul           out = gate / (1 + e^−gate) · up, and with tanh-gelu for silu
     rope_norm_write    q, k = rope(norm(q, k)) in place; cache[slot] = k, v
 
 Work split: a program of a norm holds a whole row in registers (several rows where they are short),
@@ -63,8 +64,42 @@ def _norm(
     )
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _add_normed(
+    hidden,
+    y,
+    weight,
+    out,
+    rows,
+    epsilon,
+    scale,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    dtype = y.dtype.element_ty
+    row, exists = _rows_of(rows, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    live = exists & (column < SIZE)
+    at = row * SIZE + column
+    value = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
+    inverse = tl.math.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + epsilon)
+    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    normed = ((value * inverse).to(dtype).to(tl.float32) * factor).to(dtype).to(tl.float32)
+    before = tl.load(hidden + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + at, (before + normed * scale).to(dtype), mask=live)
+
+
 @triton.jit
-def _silu_mul(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _tanh_gelu(gate):
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate * tl.sigmoid(2 * inner)  # 1 + tanh(x) = 2 σ(2 x)
+
+
+@triton.jit
+def _silu_mul(
+    gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr = False
+):
     dtype = gate_up.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -72,7 +107,8 @@ def _silu_mul(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(gate_up + row * stride + SIZE + column, mask=column < SIZE, other=0.0).to(
         tl.float32
     )
-    value = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    active = _tanh_gelu(gate) if GELU else gate / (1 + tl.exp(-gate))
+    value = active.to(dtype).to(tl.float32) * up
     tl.store(out + row * SIZE + column, value.to(dtype), mask=column < SIZE)
 
 
@@ -109,7 +145,28 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
     return rms_norm(x, norm.weight, norm.epsilon)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def add_normed(
+    hidden: Tensor, y: Tensor, norm: Norm | None, *, scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """hidden + scale · norm(y), into `out` where there is one; it may be `hidden`."""
+    if norm is None:
+        return reference.add_normed(hidden, y, norm, scale=scale, out=out)
+    out = torch.empty_like(hidden) if out is None else out
+    whole = all(x.is_contiguous() for x in (hidden, y, out))
+    if not whole:
+        return reference.add_normed(hidden, y, norm, scale=scale, out=out)
+    norm = norm.folded
+    size = y.shape[-1]
+    rows = y.numel() // size
+    shape = _shape_of(size)
+    if rows:
+        _add_normed[(triton.cdiv(rows, shape["ROWS"]),)](
+            hidden, y, norm.weight, out, rows, norm.epsilon, scale, **shape
+        )
+    return out
+
+
+def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
     """[..., 2 · size] → [..., size]; the gate is the first half."""
     size = gate_up.shape[-1] // 2
     flat = _flat(gate_up)
@@ -118,14 +175,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows = flat.shape[0]
     if rows:
         _silu_mul[(rows, triton.cdiv(size, block))](
-            flat, out, flat.stride(0), SIZE=size, BLOCK=block, num_warps=max(1, block // 256)
+            flat,
+            out,
+            flat.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            GELU=gelu,
+            num_warps=max(1, block // 256),
         )
     return out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) · up; what is not silu runs as plain torch ops."""
-    return silu_mul(gate_up) if activation == "silu" else reference.gate(gate_up, activation)
+    """act(gate) · up; what is neither silu nor tanh-gelu runs as plain torch ops."""
+    if activation in ("silu", "gelu_tanh"):
+        return silu_mul(gate_up, gelu=activation == "gelu_tanh")
+    return reference.gate(gate_up, activation)
 
 
 @triton.jit

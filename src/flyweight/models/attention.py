@@ -17,6 +17,7 @@ from torch import Tensor
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
 from flyweight.models.plan import ROPE
+from flyweight.values import has_values
 
 if TYPE_CHECKING:
     from flyweight.models.layer import Block
@@ -29,6 +30,24 @@ RopeTables = Mapping[str | None, Tables]
 def by_name(tables: Tables | RopeTables) -> RopeTables:
     """A model's only table may be given without its name."""
     return {ROPE: tables} if isinstance(tables, tuple) else tables
+
+
+def normed_projections(block: Block, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """All queries and all keys of a token, each normed as one row."""
+    assert block.whole_norms is not None
+    plan = block.plan.attention
+    query = plan.heads * plan.head_dim
+    key = plan.kv_heads * plan.head_dim
+    query_norm, key_norm = block.whole_norms
+    return (
+        block.ops.normalize(qkv[..., :query], query_norm),
+        block.ops.normalize(qkv[..., query : query + key], key_norm),
+    )
+
+
+def values_of(block: Block, qkv: Tensor) -> Tensor:
+    plan = block.plan.attention
+    return qkv[..., (plan.heads + plan.kv_heads) * plan.head_dim :]
 
 
 class PromptStage:
@@ -50,6 +69,8 @@ class PromptStage:
         """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads ·
         head_dim]
         """
+        if block.whole_norms is not None:
+            qkv = torch.cat([*normed_projections(block, qkv), values_of(block, qkv)], -1)
         heads = qkv.view(*qkv.shape[:-1], -1, block.plan.attention.head_dim)
         return self.attend_heads(block, heads).flatten(-2)
 
@@ -78,6 +99,8 @@ class Paged(PromptStage):
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention
         cache = self.caches[block.index]
+        if not plan.plain and not has_values(qkv):
+            return qkv[..., : plan.heads, :]  # a dry run: no kernel would be launched
         ops = self.ops if plan.plain else reference  # soft-caps and sinks have no kernel
         plans = self.plans if plan.plain else self.reference_plans
         if plan.window not in plans:
@@ -102,9 +125,10 @@ class Paged(PromptStage):
 class Whole(PromptStage):
     """Sequences [batch, tokens, hidden] from their first token on, without a cache."""
 
-    def __init__(self, tokens: int, tables: Tables | RopeTables, ops: ModuleType):
+    def __init__(self, tokens: int, tables: Tables | RopeTables, ops: ModuleType, first: int = 0):
+        """`first`: the row of the tables where these sequences begin (`rope.long_rows`)."""
         device = next(iter(by_name(tables).values()))[0].device
-        super().__init__(tables, torch.arange(tokens, device=device), ops)
+        super().__init__(tables, torch.arange(first, first + tokens, device=device), ops)
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention

@@ -32,6 +32,7 @@ from flyweight.kernels.attention.qkv import mailbox_cycle, qkv_attention
 from flyweight.kernels.attention.qkv import unsupported_reason as separate_reason
 from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
 from flyweight.kernels.token import embed
+from flyweight.models.attention import normed_projections
 from flyweight.models.buffers import Buffers
 from flyweight.models.decoder import Decoder
 from flyweight.models.layer import Block
@@ -42,15 +43,12 @@ from flyweight.models.standard import plan_of
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     """None, or why this model's decode steps cannot be captured."""
     config = decoder.config
-    plan = plan_of(decoder.config)
     if decoder.device.type != "cuda":
         return "no CUDA device"
     if decoder.dtype not in (torch.float16, torch.bfloat16):
         return f"the attention kernel computes in 16 bits, not in {decoder.dtype}"
     if config.hidden_size % 8:
         return f"a hidden size of {config.hidden_size} is no multiple of 8"
-    if plan.embedding_scale != 1 or plan.logit_scale != 1 or plan.logit_soft_cap is not None:
-        return "embeddings or logits are scaled"
     for block in decoder.blocks:
         if not block.plan.attention.plain:
             return f"attention of layer {block.index} has a soft-cap or sinks"
@@ -124,6 +122,10 @@ class DecodeAttention:
     def _separate_reason(self, blocks: Sequence[Block], device: gpu.Gpu) -> str | None:
         if len(blocks) < 2:
             return "a single layer has nobody to empty its mailbox"
+        if any(block.plan.before_attention is None for block in blocks):
+            return "no norm before attention"
+        if any(block.whole_norms is not None for block in blocks):
+            return "queries and keys are normed over all heads together"
         reasons = (
             separate_reason(block.qkv.fused, self.layers[id(block)].shape, self.size, device)
             for block in blocks
@@ -156,10 +158,19 @@ class DecodeAttention:
         packed = block.o.packed_input(self.size, layer.shape.items)
         prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
         block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
+        if block.whole_norms is not None:
+            _norm_projections(block, qkv)
         decode_attention(
             qkv, attended, cache, rows, layer=layer, workspace=self.workspace, to=packed
         )
         return packed or attended
+
+
+def _norm_projections(block: Block, qkv: Tensor) -> None:
+    query, key = normed_projections(block, qkv)
+    width = query.shape[-1]
+    qkv[:, :width].copy_(query)
+    qkv[:, width : width + key.shape[-1]].copy_(key)
 
 
 def attention_layer(block: Block, ropes: RopeTables, page: int) -> AttentionLayer:
@@ -200,6 +211,8 @@ class DecodeStep:
         self.hidden = buffers.take("hidden", decoder.config.hidden_size, self.size)
         self.padded_logits = buffers.take("logits", sum(decoder.head.sizes), self.size)
         self.logits = self.padded_logits[:, : decoder.config.vocab_size]
+        plan = plan_of(decoder.config)
+        self.shapes_logits = plan.logit_scale != 1 or plan.logit_soft_cap is not None
 
     @property
     def separate(self) -> str | None:
@@ -210,10 +223,14 @@ class DecodeStep:
         decoder = self.decoder
         with jit.overlap(all(block.mlp.overlaps(self.size) for block in decoder.blocks)):
             embed(decoder.embedding.weight, self.rows.tokens, self.hidden)
+            if decoder.embedding.scale is not None:
+                self.hidden.mul_(decoder.embedding.scale)
             self.stage.place = 0
             for block in decoder.in_turn():
                 block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)
+            if self.shapes_logits:  # of the vocabulary alone: what fills it up stays −∞
+                self.logits.copy_(decoder.shape_logits(self.logits.float()))
 
 
 def pairs_of(decoder: Decoder) -> dict[str | None, Tensor]:

@@ -7,7 +7,9 @@ Each layer loads alone (`layer.Block`), so that a quantizer can keep just one in
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from flyweight.models.config import ModelConfig
 from flyweight.models.layer import Block, Stage
 from flyweight.models.layers import Embedding, Linear, Weights, load_tensor
 from flyweight.models.plan import ROPE, Group
-from flyweight.models.rope import all_tables
+from flyweight.models.rope import all_tables, long_border, long_rows
 from flyweight.models.standard import plan_of
 from flyweight.tensors import Plain
 
@@ -155,8 +157,21 @@ class Decoder:
     def forward(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
         """Float32 logits [outputs, vocab] of the tokens in batch.output_rows; caches by layer."""
         rows = None if len(batch.output_rows) == len(batch.tokens) else batch.output_rows
+        if long_border(self.config) is not None:
+            batch = self._long_prompts(batch)
         stage = Paged(batch, caches, self.ropes, self.ops)
         return self.logits(self._run(self.embedding(batch.tokens), stage, rows))
+
+    def _long_prompts(self, batch: Batch) -> Batch:
+        """Positions of sequences beyond the trained length as rows of the tables' second half, for
+        callers who have not seen to it: the engine has, since a chunk may be shorter than that.
+        """
+        rows = [long_rows(self.config, length) for length in batch.kv_lengths]
+        counts = [end - begin for begin, end in itertools.pairwise(batch.query_starts)]
+        device = batch.positions.device
+        added = torch.tensor(rows).repeat_interleave(torch.tensor(counts)).to(device)
+        within = batch.positions < self.config.context_length
+        return replace(batch, positions=batch.positions + added * within)
 
     @torch.inference_mode()
     def hidden(
@@ -182,7 +197,7 @@ class Decoder:
             raise ValueError(
                 f"{tokens} tokens are more than the context of {self.config.context_length}"
             )
-        return Whole(tokens, self.ropes, self.ops)
+        return Whole(tokens, self.ropes, self.ops, long_rows(self.config, tokens))
 
     def _run(self, hidden: Tensor, stage: Stage, rows: Tensor | None = None) -> Tensor:
         """Of the last block only `rows` need more than their keys and values: a prompt has one
@@ -210,12 +225,7 @@ class Decoder:
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """The plan's scale and soft-cap, if it has any."""
-        plan = plan_of(self.config)
-        if plan.logit_scale != 1:
-            logits = logits * plan.logit_scale
-        if plan.logit_soft_cap is not None:
-            logits = plan.logit_soft_cap * torch.tanh(logits / plan.logit_soft_cap)
-        return logits
+        return plan_of(self.config).shape_logits(logits)
 
 
 def _plain_head(

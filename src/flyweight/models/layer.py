@@ -49,6 +49,7 @@ class Block:
         mlp: GatedMlp | Experts,
         ops: ModuleType,
         head_norm: Norm | None = None,
+        whole_norms: tuple[Norm, Norm] | None = None,
         sinks: Tensor | None = None,
     ):
         self.plan = plan
@@ -57,6 +58,7 @@ class Block:
         self.mlp = mlp
         self.ops = ops
         self.head_norm = head_norm  # its weight [heads + kv_heads, head_dim]
+        self.whole_norms = whole_norms  # of all queries and of all keys of a token
         self.sinks = sinks  # [heads]
         self.qkv = linears[plan.qkv.name]
         self.o = linears[plan.o.name]
@@ -103,6 +105,7 @@ class Block:
             mlp=mlp,
             ops=ops,
             head_norm=_head_norm(plan, tensor),
+            whole_norms=_whole_norms(plan, tensor),
             sinks=sinks,
         )
 
@@ -152,17 +155,19 @@ class Block:
                 buffers=buffers,
                 lengths=stage.lengths,
             )
-        hidden = self._add(hidden, self.o.project(attended), plan.after_attention)
+        hidden = self._add(hidden, self.o.project(attended), plan.after_attention, out)
         y = self.mlp.project(
-            hidden, norm=self.norm(plan.before_mlp), residual=None, lengths=stage.lengths
+            hidden,
+            norm=self.norm(plan.before_mlp),
+            residual=None,
+            buffers=buffers,
+            lengths=stage.lengths,
         )
-        result = self._add(hidden, y, plan.after_mlp)
-        return result if out is None or not in_place else out.copy_(result)
+        return self._add(hidden, y, plan.after_mlp, out)
 
-    def _add(self, hidden: Tensor, y: Tensor, after: NormPlan | None) -> Tensor:
-        if after is not None:
-            y = self.ops.normalize(y, self.norms[after.name])
-        return hidden + (y if self.plan.residual_scale == 1 else y * self.plan.residual_scale)
+    def _add(self, hidden: Tensor, y: Tensor, after: NormPlan | None, out: Tensor | None) -> Tensor:
+        scale = self.plan.residual_scale
+        return self.ops.add_normed(hidden, y, self.norm(after), scale=scale, out=out)
 
     def forward(self, hidden: Tensor, stage: Stage) -> Tensor:
         return self.run(hidden, stage)
@@ -200,7 +205,7 @@ def _bind(callback: Callable[[Group, Tensor], None], group: Group) -> Callable[[
 def _head_norm(plan: LayerPlan, tensor: Callable[[str, int], Tensor]) -> Norm | None:
     """One table for all heads, so that queries and keys are normed in one call."""
     attention = plan.attention
-    if attention.query_norm is None or attention.key_norm is None:
+    if attention.query_norm is None or attention.key_norm is None or attention.whole_norms:
         return None
     rows = []
     for norm, heads in (
@@ -212,3 +217,18 @@ def _head_norm(plan: LayerPlan, tensor: Callable[[str, int], Tensor]) -> Norm | 
             weight = (weight.float() + 1).to(weight.dtype)
         rows.append(weight.expand(heads, attention.head_dim))
     return Norm(torch.cat(rows), plan.epsilon)
+
+
+def _whole_norms(plan: LayerPlan, tensor: Callable[[str, int], Tensor]) -> tuple[Norm, Norm] | None:
+    attention = plan.attention
+    query = attention.query_norm
+    key = attention.key_norm
+    if query is None or key is None or not attention.whole_norms:
+        return None
+    size = attention.head_dim
+    weights = [
+        tensor(f"{query.name}.weight", attention.heads * size),
+        tensor(f"{key.name}.weight", attention.kv_heads * size),
+    ]
+    first, second = (Norm(weight, plan.epsilon) for weight in weights)
+    return first, second

@@ -7,6 +7,7 @@ g_idx, mixed bits) are run one by one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from flyweight.errors import CheckpointError
 from flyweight.kernels import dispatch
 from flyweight.kernels.linear.fused import FusedLinear, Handover, PackedInput, TorchLinear, plainly
 from flyweight.models.plan import Group
-from flyweight.tensors import QuantTensor, merge
+from flyweight.tensors import QuantTensor, merge, reorder_rows
 from flyweight.values import known
 
 
@@ -68,7 +69,10 @@ class Linear:
         dtype: torch.dtype,
         exact: bool = False,
         activation: str | None = None,
+        order: Tensor | None = None,
     ):
+        # of the outputs, where it is not that of the files: `tensors` and `bias` have it already
+        self.order = order
         self.names = tuple(names)
         self.sizes = tuple(tensor.shape[-2] for tensor in tensors)
         merged = merge(tensors)
@@ -100,10 +104,16 @@ class Linear:
         tensors = []
         biases = []
         given = False
+        begin = 0
+        order = _order(group, device)
         for name, size in zip(group.linears, group.sizes, strict=True):
             tensor = weights.linear(prefix + name)
             _check_shape(prefix + name, tensor.shape, (size, group.in_features))
-            tensors.append(tensor.to(device))
+            tensor = tensor.to(device)
+            if order is not None:
+                tensor = reorder_rows(tensor, order[begin : begin + size] - begin)
+            tensors.append(tensor)
+            begin += size
             there = weights.has(f"{prefix}{name}.bias")
             given = given or there
             if group.bias or there:
@@ -115,6 +125,7 @@ class Linear:
             else:
                 biases.append(torch.zeros(size, device=device, dtype=dtype))
         joined = torch.cat(biases)
+        joined = joined if order is None else joined[order]
         used = known(joined.any(), otherwise=given)
         return cls(
             tensors,
@@ -123,6 +134,7 @@ class Linear:
             dtype=dtype,
             exact=exact,
             activation=group.activation,
+            order=order,
         )
 
     def substitute(self, multiply: Callable[[Tensor], Tensor] | None) -> None:
@@ -131,7 +143,11 @@ class Linear:
 
         None: nothing does, until the next call of this.
         """
-        self.fused = TorchLinear(multiply or _nothing, ops=self.fused.ops)
+        run = multiply or _nothing
+        order = self.order
+        if order is not None:  # these weights have the order of the files
+            run = functools.partial(_in_order, run, order)
+        self.fused = TorchLinear(run, ops=self.fused.ops)
 
     def use_ops(self, ops: ModuleType) -> None:
         """Norms and activations around the product by other ops: those that gradients pass through,
@@ -171,6 +187,16 @@ class Linear:
         return self.fused.nbytes
 
 
+def _order(group: Group, device: torch.device | str) -> Tensor | None:
+    if group.interleaved is None:
+        return None
+    return torch.tensor(group.interleaved.order(sum(group.sizes)), device=device)
+
+
+def _in_order(run: Callable[[Tensor], Tensor], order: Tensor, x: Tensor) -> Tensor:
+    return run(x)[..., order]
+
+
 def _nothing(x: Tensor) -> Tensor:
     raise RuntimeError("this linear has no weight: `substitute` has taken it away")
 
@@ -179,7 +205,7 @@ class Embedding:
     def __init__(self, weight: Tensor, scale: float = 1.0):
         self.weight = weight  # [vocab, hidden]
         # in the weight's own type and place: a step must not bring a number to the device
-        self.scale = None if scale == 1 else weight.new_tensor(scale)
+        self.scale = None if scale == 1 else weight.new_full((), scale)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         rows = torch.nn.functional.embedding(tokens, self.weight)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROPE = "rope"  # the name of a model's only rope table
+LOCAL = "local"  # that of layers with a window, where they have their own
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,31 @@ class NormPlan:
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """Rope turns rows 2i and 2i + 1 of each head together; everybody here turns row i with row
+    i + rotary / 2. Loading puts the first `rows` outputs (those of queries and keys) into that
+    order, which no score notices: both sides of every product have it.
+    """
+
+    rows: int
+    head_dim: int
+    rotary_dim: int
+
+    def order(self, outputs: int) -> list[int]:
+        """Which stored row comes at each place."""
+        rotary = self.rotary_dim
+        head = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, self.head_dim)]
+        turned = [begin + row for begin in range(0, self.rows, self.head_dim) for row in head]
+        return [*turned, *range(self.rows, outputs)]
+
+
+@dataclass(frozen=True)
 class Group:
     """Linears that share one input and are merged into one call, and what makes that input.
 
     The output channels of `source` are the input channels of `linears`: a factor taken out of one
     can be put into the others. For o_proj that holds where v_proj has as many heads; otherwise each
-    v channel feeds several.
+    v channel feeds several. An empty source: nothing that a factor could be taken out of.
     """
 
     name: str
@@ -61,6 +81,7 @@ class Group:
     in_features: int = 0
     bias: bool = False  # whether the config promises one
     activation: str | None = None  # of a merged gate/up
+    interleaved: Interleaved | None = None  # of queries and keys that rope turns by neighbours
 
     @property
     def routed(self) -> bool:
@@ -82,6 +103,7 @@ class AttentionPlan:
     rope: str | None = ROPE  # which table turns queries and keys; None: they are not turned
     query_norm: NormPlan | None = None  # over each head
     key_norm: NormPlan | None = None
+    whole_norms: bool = False  # these norms are over all heads together
     soft_cap: float | None = None  # scores become cap · tanh(score / cap)
     # a logit for each head that takes its share of the softmax and gives nothing
     sinks: str | None = None
@@ -125,6 +147,9 @@ class RouterPlan:
     kind: str = "softmax"
     scale: float = 1.0
     bias: str | None = None
+    # experts in so many equal groups, of which the best few are looked into; 1: all experts
+    groups: int = 1
+    chosen_groups: int = 1
 
     @property
     def plain(self) -> bool:
@@ -177,7 +202,9 @@ class LayerPlan:
         taken out of it would have to go into all of them.
         """
         return tuple(
-            group for group in self.groups if group.name in ("qkv", "o", "gate_up", "down")
+            group
+            for group in self.groups
+            if group.source and group.name in ("qkv", "o", "gate_up", "down")
         )
 
     @property
@@ -202,3 +229,11 @@ class ModelPlan:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+
+    def shape_logits(self, logits: Any) -> Any:
+        """The scale and soft-cap of a tensor of logits, if there are any."""
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.logit_soft_cap is not None:
+            logits = self.logit_soft_cap * (logits / self.logit_soft_cap).tanh()
+        return logits

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError, unknown
-from flyweight.models.config import ModelConfig
+from flyweight.models import families
+from flyweight.models.config import ModelConfig, sizes
 from flyweight.models.plan import ExpertsPlan, LayerPlan
 from flyweight.models.standard import plan_of
 from flyweight.tensors import (
@@ -75,27 +76,13 @@ LLAMA31 = dict(
 )
 
 
-def _sizes(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
-) -> dict[str, Any]:
-    return dict(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        **more,
-    )
-
-
 PRESETS: dict[str, dict[str, Any]] = {
-    "qwen2-0.5b": QWEN2 | _sizes(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
-    "qwen2-1.5b": QWEN2
-    | _sizes(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
-    "qwen2-7b": QWEN2 | _sizes(3584, 18944, 28, 28, 4),
+    "qwen2-0.5b": QWEN2 | sizes(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2-1.5b": QWEN2 | sizes(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2-7b": QWEN2 | sizes(3584, 18944, 28, 28, 4),
     # as its model card has it for 131,072 tokens
     "qwen2-7b-yarn": QWEN2
-    | _sizes(
+    | sizes(
         3584,
         18944,
         28,
@@ -103,10 +90,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         4,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
     ),
-    "qwen2-72b": QWEN2 | _sizes(8192, 29568, 80, 64, 8),
-    "qwen2-72b-yarn": QWEN2 | YARN | _sizes(8192, 29568, 80, 64, 8),
+    "qwen2-72b": QWEN2 | sizes(8192, 29568, 80, 64, 8),
+    "qwen2-72b-yarn": QWEN2 | YARN | sizes(8192, 29568, 80, 64, 8),
     "qwen2-57b-a14b": QWEN2
-    | _sizes(
+    | sizes(
         3584,
         18944,
         28,
@@ -123,7 +110,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         decoder_sparse_step=1,
     ),
     "qwen3-30b-a3b": QWEN3
-    | _sizes(
+    | sizes(
         2048,
         6144,
         48,
@@ -137,14 +124,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
         decoder_sparse_step=1,
     ),
-    "qwen1.5-32b": QWEN2 | _sizes(5120, 27392, 64, 40, 8),
-    "qwen3-0.6b": QWEN3 | _sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
-    "qwen3-4b": QWEN3 | _sizes(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
-    "qwen3-8b": QWEN3 | _sizes(4096, 12288, 36, 32, 8),
-    "qwen3-14b": QWEN3 | _sizes(5120, 17408, 40, 40, 8),
-    "qwen3-32b": QWEN3 | _sizes(5120, 25600, 64, 64, 8),
-    "llama-3.1-8b": LLAMA31 | _sizes(4096, 14336, 32, 32, 8),
-    "llama-3.1-70b": LLAMA31 | _sizes(8192, 28672, 80, 64, 8),
+    "qwen1.5-32b": QWEN2 | sizes(5120, 27392, 64, 40, 8),
+    "qwen3-0.6b": QWEN3 | sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True),
+    "qwen3-4b": QWEN3 | sizes(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
+    "qwen3-8b": QWEN3 | sizes(4096, 12288, 36, 32, 8),
+    "qwen3-14b": QWEN3 | sizes(5120, 17408, 40, 40, 8),
+    "qwen3-32b": QWEN3 | sizes(5120, 25600, 64, 64, 8),
+    "llama-3.1-8b": LLAMA31 | sizes(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": LLAMA31 | sizes(8192, 28672, 80, 64, 8),
     "smollm2-135m": dict(
         model_type="llama",
         architectures=["LlamaForCausalLM"],
@@ -157,13 +144,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         eos_token_id=2,
         vocab_size=49152,
         tie_word_embeddings=True,
-        **_sizes(576, 1536, 30, 9, 3),
+        **sizes(576, 1536, 30, 9, 3),
     ),
 }
 # For trying a command out: of no model, as small as every scheme allows.
 _tiny = dict(vocab_size=16384, bos_token_id=0, eos_token_id=1)
-PRESETS["tiny"] = PRESETS["qwen3-0.6b"] | _sizes(256, 512, 2, 4, 2, head_dim=64, **_tiny)
-PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | _sizes(
+PRESETS["tiny"] = PRESETS["qwen3-0.6b"] | sizes(256, 512, 2, 4, 2, head_dim=64, **_tiny)
+PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | sizes(
     256,
     512,
     2,
@@ -175,6 +162,7 @@ PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | _sizes(
     shared_expert_intermediate_size=512,
     **_tiny,
 )
+PRESETS |= families.PRESETS
 FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Make = Callable[..., QuantTensor]  # (shape, seed, device, dtype=…)
 
@@ -244,6 +232,7 @@ class PresetWeights:
         parsed = ModelConfig.from_dict(self.config)
         self.dtype = parsed.dtype
         self.shapes = tensor_shapes(parsed)
+        self.plus_one = plus_one_norms(parsed)
 
     def names(self) -> list[str]:
         return list(self.shapes)
@@ -258,7 +247,8 @@ class PresetWeights:
             return Plain.random(shape, seed, self.device, dtype=self.dtype).weight
         generator = torch.Generator(device=self.device).manual_seed(seed)
         noise = torch.randn(shape, generator=generator, device=self.device) * 0.1
-        return (noise + 1 if name.endswith("norm.weight") else noise).to(self.dtype)
+        centred = name.endswith("norm.weight") and name not in self.plus_one
+        return (noise + 1 if centred else noise).to(self.dtype)
 
     def linear(self, prefix: str) -> QuantTensor:
         shape = self._shape(prefix + ".weight")
@@ -288,14 +278,29 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes if config.tied_embeddings else shapes | {"lm_head.weight": table}
 
 
+def plus_one_norms(config: ModelConfig) -> set[str]:
+    """Weights that are nearly 0 where those of other norms are nearly 1."""
+    plan = plan_of(config)
+    norms = [(plan.norm, "")]
+    for layer in plan.layers:
+        heads = (layer.attention.query_norm, layer.attention.key_norm)
+        norms += [(norm, layer.prefix) for norm in (*layer.norms, *heads) if norm is not None]
+    return {f"{prefix}{norm.name}.weight" for norm, prefix in norms if norm.plus_one}
+
+
 def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
     attention = layer.attention
     mlp = layer.mlp
     found: dict[str, tuple[int, ...]] = {
         f"{norm.name}.weight": (layer.hidden_size,) for norm in layer.norms
     }
-    for norm in (attention.query_norm, attention.key_norm):
-        found |= {} if norm is None else {f"{norm.name}.weight": (attention.head_dim,)}
+    whole = attention.whole_norms
+    for norm, heads in (
+        (attention.query_norm, attention.heads),
+        (attention.key_norm, attention.kv_heads),
+    ):
+        width = attention.head_dim * (heads if whole else 1)
+        found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
     if attention.sinks is not None:
         found[attention.sinks] = (attention.heads,)
     if isinstance(mlp, ExpertsPlan):

@@ -8,10 +8,13 @@ asks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 
 from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.models.config import FAMILIES, ModelConfig, MoeConfig
 from flyweight.models.plan import (
+    LOCAL,
     ROPE,
     AttentionPlan,
     ExpertsPlan,
@@ -41,13 +44,11 @@ def standard_layer(config: ModelConfig, index: int) -> LayerPlan:
     hidden = config.hidden_size
     size = config.head_dim
     query = config.heads * size
-    key = config.kv_heads * size
-    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return LayerPlan(
         index=index,
         hidden_size=hidden,
         epsilon=config.epsilon,
-        qkv=Group("qkv", "input_layernorm", names, (query, key, key), hidden, config.qkv_bias),
+        qkv=projections(config),
         attention=AttentionPlan(
             config.heads,
             config.kv_heads,
@@ -64,6 +65,46 @@ def standard_layer(config: ModelConfig, index: int) -> LayerPlan:
         before_attention=NormPlan("input_layernorm"),
         before_mlp=NormPlan("post_attention_layernorm"),
     )
+
+
+def projections(config: ModelConfig) -> Group:
+    """q, k and v of the first norm's result."""
+    query = config.heads * config.head_dim
+    key = config.kv_heads * config.head_dim
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    sizes = (query, key, key)
+    return Group("qkv", "input_layernorm", names, sizes, config.hidden_size, config.qkv_bias)
+
+
+def fused(group: Group, name: str) -> Group:
+    """The same group where the files hold its linears as one."""
+    return replace(group, linears=(name,), sizes=(sum(group.sizes),))
+
+
+def fused_mlp(mlp: MlpPlan, name: str = "mlp.gate_up_proj") -> MlpPlan:
+    # A factor of down's inputs would have to come out of half of the rows.
+    return MlpPlan(fused(mlp.gate_up, name), replace(mlp.down, source=""))
+
+
+def fed_by(mlp: MlpPlan, source: str) -> MlpPlan:
+    """The same MLP behind another norm, or behind none ("")."""
+    return replace(mlp, gate_up=replace(mlp.gate_up, source=source))
+
+
+def change_layers(plan: ModelPlan, change: Callable[[LayerPlan], LayerPlan]) -> ModelPlan:
+    return replace(plan, layers=tuple(change(layer) for layer in plan.layers))
+
+
+def with_local_rope(plan: ModelPlan, config: ModelConfig) -> ModelPlan:
+    """Layers with a window turn by a table of their own."""
+    if config.local_rope is None:
+        return plan
+
+    def turn(layer: LayerPlan) -> LayerPlan:
+        rope = LOCAL if layer.attention.window else ROPE
+        return replace(layer, attention=replace(layer.attention, rope=rope))
+
+    return replace(change_layers(plan, turn), ropes={ROPE: config.rope, LOCAL: config.local_rope})
 
 
 def has_experts(config: ModelConfig, index: int) -> bool:
@@ -97,11 +138,7 @@ def gated_mlp(
 
 def experts_plan(config: ModelConfig, moe: MoeConfig | None) -> ExpertsPlan:
     assert moe is not None
-    shared = None
-    if moe.shared_intermediate_size:
-        shared = gated_mlp(
-            config, "mlp.shared_expert.", moe.shared_intermediate_size, name="shared_expert."
-        )
+    shared = shared_expert(config, moe, "mlp.shared_expert.")
     return ExpertsPlan(
         RouterPlan(ROUTER, moe.experts, moe.experts_per_token, moe.normalize_weights),
         tuple(
@@ -111,3 +148,8 @@ def experts_plan(config: ModelConfig, moe: MoeConfig | None) -> ExpertsPlan:
         shared,
         SHARED_GATE if shared else None,
     )
+
+
+def shared_expert(config: ModelConfig, moe: MoeConfig, prefix: str) -> MlpPlan | None:
+    width = moe.shared_intermediate_size
+    return gated_mlp(config, prefix, width, name="shared_expert.") if width else None

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flyweight.checkpoint.formats import Format
-from flyweight.checkpoint.names import ROUTER, SHARED_GATE
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
 from flyweight.models.config import ModelConfig
+from flyweight.models.plan import ExpertsPlan
+from flyweight.models.standard import plan_of
 from flyweight.quant.calibrate import block_name, tuned_name
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.store import BlockStore, FinishedBlock
@@ -106,13 +107,9 @@ class Assembly:
 
     def routers(self) -> list[str]:
         """Linears to other engines, and never quantized."""
-        moe = self.config.moe
-        if moe is None:
-            return []
-        gates = [ROUTER, *([SHARED_GATE] if moe.shared_intermediate_size else [])]
-        sparse = [index for index in range(self.config.layers) if index not in moe.dense_layers]
-        return [
-            f"model.layers.{index}.{gate.removesuffix('.weight')}"
-            for index in sparse
-            for gate in gates
-        ]
+        found = []
+        for layer in plan_of(self.config).layers:
+            if isinstance(layer.mlp, ExpertsPlan):
+                names = (layer.mlp.router.weight, layer.mlp.shared_gate)
+                found += [layer.prefix + name for name in names if name is not None]
+        return [name.removesuffix(".weight") for name in found]

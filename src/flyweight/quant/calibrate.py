@@ -27,9 +27,12 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels.dispatch import decoder_ops
+from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage, Whole
+from flyweight.models.layers import Embedding
 from flyweight.models.plan import Group
-from flyweight.models.rope import all_tables
+from flyweight.models.rope import all_tables, long_rows
+from flyweight.models.standard import plan_of
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.events import Event
 from flyweight.quant.guards import memory_errors
@@ -89,10 +92,13 @@ class Loop:
 
     def begin(self, tokens: Tensor, embedding: Tensor, *, batch: int) -> None:
         """Embed the samples [samples, length], `batch` at a time."""
-        self.context = Whole(tokens.shape[1], all_tables(self.config, self.device), self.ops)
+        length = tokens.shape[1]
+        tables = all_tables(self.config, self.device)
+        self.context = Whole(length, tables, self.ops, long_rows(self.config, length))
+        embed = Embedding(embedding, plan_of(self.config).embedding_scale)
         for begin in range(0, len(tokens), batch):
             part = tokens[begin : begin + batch]
-            x = torch.nn.functional.embedding(part, embedding).to(self.dtype)
+            x = embed(part).to(self.dtype)
             self.hidden.append(x)
             if self.original is not None:
                 self.original.append(x)
@@ -175,8 +181,10 @@ class Loop:
             seed=self.setting.seed,
         )
 
+        embed = Embedding(embedding, plan_of(self.config).embedding_scale)
+
         def embedded(i: int) -> Tensor:
-            return torch.nn.functional.embedding(tokens[i], embedding).to(self.device, self.dtype)
+            return embed(tokens[i]).to(self.device, self.dtype)
 
         facts = tune(
             works,
@@ -196,7 +204,9 @@ class Loop:
         head = "model.embed_tokens.weight" if tied else "lm_head.weight"
         norm = self.source.tensor("model.norm.weight").to(self.device, self.dtype)
         weight = self.source.tensor(head).to(self.device, self.dtype)
-        return Predictions(norm, weight, self.config.epsilon)
+        plan = plan_of(self.config)
+        folded = Norm(norm, self.config.epsilon, plan.norm.plus_one).folded
+        return Predictions(folded, weight, plan.shape_logits)
 
     # -- one block --------------------------------------------------------------------------------
 

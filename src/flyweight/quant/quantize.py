@@ -21,6 +21,7 @@ from flyweight.checkpoint.reader import Checkpoint, read_json
 from flyweight.checkpoint.writer import recover
 from flyweight.device import pick_device
 from flyweight.errors import OptionError, ResourceError
+from flyweight.kernels.linear.fused import Norm
 from flyweight.models.config import ModelConfig
 from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import plan_of
@@ -258,9 +259,10 @@ class Job:
 
     def head_statistics(self, loop: Loop, columns: int) -> Statistics:
         statistics = Statistics(columns, self.device)
-        norm = self.source.tensor("model.norm.weight").to(self.device, self.dtype)
+        weight = self.source.tensor("model.norm.weight").to(self.device, self.dtype)
+        norm = Norm(weight, self.config.epsilon, plan_of(self.config).norm.plus_one)
         for hidden in loop.hidden:
-            statistics.add(loop.ops.rms_norm(hidden, norm, self.config.epsilon))
+            statistics.add(loop.ops.normalize(hidden, norm))
         statistics.check("lm_head")
         return statistics
 

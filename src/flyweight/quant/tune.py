@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.kernels import reference
+from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage
 from flyweight.quant.rounding import SAME_GRADIENTS, straight_round, trainable
 from flyweight.quant.statistics import matmul_precision
@@ -227,15 +228,16 @@ class Predictions:
     other.
     """
 
-    def __init__(self, norm: Tensor, head: Tensor, epsilon: float) -> None:
+    def __init__(
+        self, norm: Norm, head: Tensor, shape: Callable[[Tensor], Tensor] = lambda logits: logits
+    ) -> None:
         self.norm = norm
         self.head = head
-        self.epsilon = epsilon
+        self.shape = shape  # what a family does to its logits
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        return torch.log_softmax(
-            F.linear(reference.rms_norm(hidden, self.norm, self.epsilon), self.head).float(), -1
-        )
+        logits = F.linear(reference.normalize(hidden, self.norm), self.head).float()
+        return torch.log_softmax(self.shape(logits), -1)
 
     def divergence(
         self, hidden: Tensor, wanted: Tensor, *, gradient: bool

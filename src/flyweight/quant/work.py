@@ -19,6 +19,7 @@ from flyweight.models.attention import PromptStage
 from flyweight.models.config import ModelConfig
 from flyweight.models.layer import Block
 from flyweight.models.plan import Group
+from flyweight.models.presets import layer_shapes
 from flyweight.models.standard import plan_of
 from flyweight.quant.statistics import Statistics
 from flyweight.quant.store import FinishedBlock
@@ -84,17 +85,19 @@ class WorkBlock:
     ) -> WorkBlock:
         prefix = f"model.layers.{index}."
         # Clones: float32 weights of a checkpoint are views of its file, and folding works in place.
-        groups = plan_of(config).layers[index].groups
-        names = [name for group in groups for name in group.linears]
+        plan = plan_of(config).layers[index]
+        names = [name for group in plan.groups for name in group.linears]
         weights = {
             name: source.linear(prefix + name).to(device).dequantize().clone() for name in names
         }
-        linears = tuple(f"{name}." for name in names)
-        inside = [name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)]
+        # What the plan has beside its linears, and every bias: GPTQ tools write some that no config
+        # promises.
+        kept = [name for name in layer_shapes(plan) if name.removesuffix(".weight") not in names]
+        biases = [f"{name}.bias" for name in names]
         others = {
             name: source.tensor(prefix + name).to(device)
-            for name in inside
-            if name.endswith(".bias") or not name.startswith(linears)
+            for name in dict.fromkeys([*kept, *biases])
+            if name in kept or source.has(prefix + name)
         }
         return cls(config, index, weights=weights, others=others, device=device, dtype=dtype)
 
@@ -228,11 +231,14 @@ class WorkBlock:
         if group.source.endswith("norm"):
             name = f"{group.source}.weight"
             old = self.others[name]
-            new = (old.float() / scales).to(old.dtype)
+            one = float(any(norm.plus_one for norm in self.plan.norms if norm.name == group.source))
+            before = old.float() + one
+            new = (before / scales - one).to(old.dtype)
+            after = new.float() + one
             # A norm in half precision cannot hold every quotient: the linears take what it really
             # became.
-            scales = torch.where(new == 0, torch.ones_like(scales), old.float() / new.float())
-            self.others[name] = torch.where(new == 0, old, new)
+            scales = torch.where(after == 0, torch.ones_like(scales), before / after)
+            self.others[name] = torch.where(after == 0, old, new)
         else:
             rows = scales
             if group.source == "self_attn.v_proj":

@@ -28,7 +28,7 @@ READABLE: dict[str, type[Format]] = {"gptq": Gptq, "awq": Awq, "compressed-tenso
 WRITABLE: dict[str, Format] = {"gptq": Gptq(), "gptq_v2": Gptq(version2=True), "awq": Awq(),
                                "compressed-tensors": CompressedTensors(), "fp8": Fp8(), "vptq": Vptq()}
 # Known to transformers, but with a run time of their own and no place in the QuantTensor family.
-FOREIGN = ("bitsandbytes", "hqq", "quanto", "torchao", "aqlm", "spqr", "higgs", "eetq", "fbgemm_fp8", "bitnet", "mxfp4", "quark",
+FOREIGN = ("bitsandbytes", "hqq", "quanto", "torchao", "aqlm", "spqr", "higgs", "eetq", "fbgemm_fp8", "bitnet", "quark",
            "modelopt", "quip", "fp_quant", "exl2", "exl3")
 
 # What a weight is saved in by default: the files that most engines run fast. First line that fits.
@@ -89,6 +89,9 @@ def find(config: dict[str, Any], checkpoint: Source) -> Format | None:
     method = method.replace("_", "-") if method in ("compressed_tensors", "auto_round") else method.removeprefix("intel/")
     if method == "auto-round":
         return _auto_round(settings)
+    if method == "mxfp4":  # experts in one tensor (stacked.py); everything else is plain
+        notice(checkpoint, "its experts in MXFP4 are read as 16-bit floats, which hold the same values")
+        return None
     if method in FOREIGN:
         raise UnsupportedError(f"{settings.where}: files of {method} are not read; these are: {', '.join(READABLE)}")
     if method not in READABLE:

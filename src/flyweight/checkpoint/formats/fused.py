@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyweight.checkpoint.formats.base import FLOATS, Format, Source, fault, notice, type_name
+from flyweight.checkpoint.names import HEAD_DIMS
+from flyweight.checkpoint.stacked import read_expert
 from flyweight.errors import CheckpointError
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
 
@@ -73,21 +75,9 @@ def _from_parts(form: Format | None, checkpoint: Source, prefix: str) -> QuantTe
 
 
 def _from_experts(checkpoint: Source, prefix: str) -> QuantTensor | None:
-    """One expert out of `experts.gate_up_proj` [experts, 2 · width, hidden] and `experts.down_proj` [experts, hidden, width]."""
-    parent, number, name = prefix.rsplit(".", 2) if prefix.count(".") > 1 else ("", "", "")
-    stacked = f"{parent}.{'down_proj' if name == 'down_proj' else 'gate_up_proj'}"
+    """One expert out of a tensor that holds all of a layer."""
     rows, columns = implied_shape(checkpoint.config, prefix)
-    if not number.isdigit() or not checkpoint.has(stacked) or rows is None or columns is None:
-        return None
-    experts = checkpoint.config.get("num_experts") or checkpoint.config.get("num_local_experts")
-    wanted = (experts, rows if name == "down_proj" else 2 * rows, columns)
-    if checkpoint.shape(stacked) != wanted:
-        raise fault(checkpoint, f"{stacked!r} has shape {list(checkpoint.shape(stacked))}, config.json implies {list(wanted)}")
-    weight = checkpoint.tensor(stacked)[int(number)]
-    if weight.dtype not in FLOATS:
-        raise fault(checkpoint, f"tensor {stacked!r} is {type_name(weight.dtype)}: experts in one tensor are read plain only")
-    start = rows if name == "up_proj" else 0
-    return Plain(weight[start : start + rows])
+    return None if rows is None or columns is None else read_expert(checkpoint, prefix, rows, columns)
 
 
 def _without_padding(checkpoint: Source, prefix: str, tensor: QuantTensor) -> QuantTensor:
@@ -112,9 +102,15 @@ def implied_shape(config: dict[str, Any], prefix: str) -> tuple[int | None, int 
         return count * head if count and head else None
 
     hidden, heads, name = number("hidden_size"), number("num_attention_heads"), prefix.rpartition(".")[2]
-    head = number("head_dim") or (hidden // heads if hidden and heads else None)
-    middle = number("shared_expert_intermediate_size" if ".shared_expert." in prefix else
-                    "moe_intermediate_size" if ".experts." in prefix else "intermediate_size")
+    usual = HEAD_DIMS.get(str(config.get("model_type")))
+    head = number("head_dim") or usual or (hidden // heads if hidden and heads else None)
+    middle = number("intermediate_size")
+    if ".experts." in prefix:
+        middle = number("moe_intermediate_size", "intermediate_size")
+    elif ".shared_expert." in prefix:
+        middle = number("shared_expert_intermediate_size")
+    elif ".shared_experts." in prefix:
+        middle = None  # as many as all of them have together
     groups = heads_of(number("num_key_value_heads") or heads)
     return {"q_proj": (heads_of(heads), hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden),
             "o_proj": (hidden, heads_of(heads)), "gate_proj": (middle, hidden), "up_proj": (middle, hidden),

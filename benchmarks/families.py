@@ -1,0 +1,228 @@
+"""Every family through the GPU path: is it right, which executor runs it, how fast is it?
+
+    python benchmarks/families.py check [NAME …] --out rows.jsonl
+    python benchmarks/families.py speed gemma-3-12b:int4 … --out rows.jsonl
+
+`check` takes presets with few layers and short windows, random weights, and compares the
+probabilities that the engine reports (captured steps where there are some) with a float32 model in
+plain torch on the same weights. The measure is the same model in 16 bits through torch's own
+products: `ratio` is the engine's error over that one's. `speed` decodes one sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flyweight.engine import llm as engine
+from flyweight.engine.llm import LLM
+from flyweight.engine.request import SamplingParams
+from flyweight.kernels import reference
+from flyweight.models.decode_step import unsupported_reason
+from flyweight.models.decoder import Decoder
+from flyweight.models.presets import PresetWeights, preset_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU tries the script itself out
+PAGE = 16
+VOCABULARY = 4099  # a prime: heads are filled up
+WINDOW = 16
+PROMPTS = (37, 5, 70)
+TINY = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    moe_intermediate_size=128,
+)
+# preset: layers that show all of its kinds
+CHECKED = {
+    "gemma-3-12b": 6,
+    "gemma-2-9b": 2,
+    "olmo3-7b": 4,
+    "granite-3.3-8b": 2,
+    "smollm3-3b": 4,
+    "phi-4-mini": 2,
+    "glm-4-9b": 2,
+    "mistral-small-24b": 2,
+    "gpt-oss-20b": 2,
+    "glm-4.5-air": 2,
+    "olmo2-7b": 2,
+    "ministral-8b": 2,
+}
+EXPERTS = ("num_local_experts", "n_routed_experts")
+
+
+def small_config(preset: str, layers: int, *, tiny: bool) -> dict[str, Any]:
+    config = preset_config(preset)
+    config |= dict(num_hidden_layers=layers, vocab_size=VOCABULARY, max_position_embeddings=2048)
+    config |= dict(eos_token_id=1, bos_token_id=2, pad_token_id=0)
+    if config.get("sliding_window"):
+        config["sliding_window"] = WINDOW
+    if config["model_type"] == "smollm3":
+        config["no_rope_layers"] = [1, 0] * (layers // 2)
+    if config.get("query_pre_attn_scalar") and tiny:
+        config["query_pre_attn_scalar"] = 64
+    for key in EXPERTS:
+        if config.get(key):
+            config[key] = min(config[key], 8 if tiny else 16)
+    return config | (TINY if tiny else {})
+
+
+def plain_decoder(weights: PresetWeights, dtype: torch.dtype) -> Decoder:
+    """In torch's own ops and products."""
+    decoder = Decoder.load(weights, device=DEVICE, dtype=dtype, exact=True)
+    decoder.ops = reference
+    for block in decoder.blocks:
+        block.use_ops(reference)
+    return decoder
+
+
+def probabilities(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = decoder.forward_whole(torch.tensor([tokens], device=DEVICE))[0]
+    return logits.double().log_softmax(-1).cpu()
+
+
+def answers(weights: PresetWeights, prompts: list[list[int]]) -> tuple[LLM, list[Any], list[str]]:
+    engine.open_model = lambda model, device: (weights, None)  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        llm = LLM("check", device=DEVICE, blocks=128, max_model_len=512, max_num_seqs=4)
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=4)
+        outputs = llm.generate(prompts, params)
+        outputs += llm.generate(prompts[:1], params)
+    return llm, outputs, sorted({str(one.message).split("\n")[0][:200] for one in told})
+
+
+def errors(outputs: list[Any], expected: Decoder, rounded: Decoder) -> dict[str, float]:
+    """Root mean square and largest difference of log probabilities, of ours and of torch's."""
+    ours = []
+    theirs = []
+    for output in outputs:
+        tokens = [*output.prompt_token_ids, *output.token_ids]
+        true = probabilities(expected, tokens)
+        other = probabilities(rounded, tokens)
+        begin = len(output.prompt_token_ids) - 1
+        for at, entry in enumerate(output.completions[0].logprobs, begin):
+            for token, value in reported(entry):
+                ours.append(value - float(true[at, token]))
+                theirs.append(float(other[at, token] - true[at, token]))
+    found = torch.tensor(ours)
+    usual = torch.tensor(theirs)
+    return dict(
+        rms=found.square().mean().sqrt().item(),
+        largest=found.abs().max().item(),
+        torch_rms=usual.square().mean().sqrt().item(),
+        torch_largest=usual.abs().max().item(),
+        ratio=(found.square().mean() / usual.square().mean()).sqrt().item(),
+    )
+
+
+def reported(entry: Any) -> list[tuple[int, float]]:
+    return [(entry.token_id, entry.logprob), *entry.top.items()]
+
+
+def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
+    started = time.perf_counter()
+    config = small_config(preset, CHECKED[preset], tiny=tiny)
+    weights = PresetWeights(config, scheme, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in PROMPTS
+    ]
+    llm, outputs, told = answers(weights, prompts)
+    decoder = llm.decoder
+    steps = llm.engine.runner.steps
+    separate = None
+    if steps is not None:
+        separate = next(iter(steps.steps.values())).decode.separate
+    row = dict(
+        kind="family check",
+        preset=preset,
+        scheme=scheme,
+        shapes="tiny" if tiny else "real",
+        layers=CHECKED[preset],
+        captured=steps is not None,
+        why_not=unsupported_reason(decoder, PAGE),
+        qkv_apart=separate,
+        kernels=sorted({one.fused.kernel for b in decoder.blocks for one in b.linears.values()})[
+            :6
+        ],
+        told=told,
+    )
+    row |= errors(
+        outputs, plain_decoder(weights, torch.float32), plain_decoder(weights, torch.bfloat16)
+    )
+    return row | dict(seconds=round(time.perf_counter() - started, 1))
+
+
+def speed(name: str) -> dict[str, Any]:
+    """Tokens a second of one sequence, from two runs that differ in their length alone."""
+    llm = LLM(
+        f"preset:{name}", device=DEVICE, max_model_len=2048, max_num_seqs=4, memory_fraction=0.6
+    )
+    prompt = torch.randint(3, 4096, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def run(count: int) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        llm.generate([prompt], SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
+        return time.perf_counter() - begin
+
+    run(8)
+    times = [run(length) for length in (16, 272, 16, 272)]
+    seconds = min(times[1], times[3]) - min(times[0], times[2])
+    steps = llm.engine.runner.steps
+    return dict(
+        kind="family speed",
+        preset=name,
+        batch=1,
+        tok_s=round(256 / seconds, 1),
+        bytes_a_step=llm.decoder.step_nbytes,
+        captured=steps is not None,
+        why_not=unsupported_reason(llm.decoder, PAGE),
+        qkv_apart=None if steps is None else next(iter(steps.steps.values())).decode.separate,
+    )
+
+
+def write(row: dict[str, Any], out: Path) -> None:
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
+    row |= dict(gpu=name, torch=torch.__version__)
+    print(json.dumps(row), flush=True)
+    with out.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("check", "speed"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--shapes", default="tiny,real")
+    parser.add_argument("--schemes", default="int4,bf16")
+    parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
+    options = parser.parse_args()
+    if options.what == "speed":
+        for name in options.names:
+            write(speed(name), options.out)
+        return
+    for shapes in options.shapes.split(","):
+        for preset in options.names or CHECKED:
+            for scheme in options.schemes.split(","):
+                try:
+                    row = check(preset, scheme, tiny=shapes == "tiny")
+                except Exception as error:  # the others still tell something
+                    row = dict(preset=preset, scheme=scheme, shapes=shapes, error=repr(error)[:600])
+                write(row, options.out)
+                if DEVICE == "cuda":
+                    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The outputs of a weight in another order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from flyweight.tensors.base import Plain, QuantTensor
+from flyweight.tensors.float8 import Float8
+from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24
+
+
+def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
+    """Row i of the result is row order[i]. What several rows share (blocks of scales, vectors of a
+    codebook) cannot follow: such a weight comes back dequantized.
+    """
+    if isinstance(tensor, Plain):
+        return Plain(tensor.weight[order])
+    if isinstance(tensor, IntGroup):
+        zeros = None if tensor.zeros is None else tensor.zeros[order]
+        return dataclasses.replace(
+            tensor, codes=tensor.codes[order], scales=tensor.scales[order], zeros=zeros
+        )
+    if isinstance(tensor, Int8Channel):
+        return dataclasses.replace(tensor, codes=tensor.codes[order], scales=tensor.scales[order])
+    if isinstance(tensor, Float8) and tensor.block is None:
+        shared = tensor.scales.shape[0] == 1
+        scales = tensor.scales if shared else tensor.scales[order]
+        return dataclasses.replace(tensor, weight=tensor.weight[order], scales=scales)
+    if isinstance(tensor, Sparse24):
+        inner = reorder_rows(tensor.inner, order)
+        assert isinstance(inner, IntGroup | Int8Channel)
+        return dataclasses.replace(tensor, inner=inner, positions=tensor.positions[order])
+    return Plain(tensor.dequantize()[order])

@@ -1,0 +1,323 @@
+"""Every family against transformers: tiny random models, written and read as safetensors, in
+float32; prompts longer than every window.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from model_helpers import assert_same_logits, run_paged, tokens_of
+from safetensors.torch import load_file, save_file
+
+from flyweight.checkpoint.convert import convert
+from flyweight.checkpoint.reader import Checkpoint
+from flyweight.engine.llm import LLM
+from flyweight.engine.request import SamplingParams
+from flyweight.errors import CheckpointError
+from flyweight.models.decoder import Decoder
+from flyweight.quant.calibration import Samples
+from flyweight.quant.quantize import quantize
+
+SIZES = dict(
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=97,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+    rope_theta=500.0,
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e3)
+LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=5000.0)
+DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+
+
+def long_rope(pairs, **more):
+    return dict(
+        rope_type="longrope",
+        rope_theta=1e4,
+        short_factor=[1.0 + i / 10 for i in range(pairs)],
+        long_factor=[1.5 + i for i in range(pairs)],
+        **more,
+    )
+
+
+def by_layer(full, sliding=None):
+    local = dict(rope_type="default", rope_theta=100.0)
+    return dict(full_attention=full, sliding_attention=sliding or local)
+
+
+GEMMA3 = dict(sliding_window=5, layer_types=TYPES, query_pre_attn_scalar=24)
+GLM_MOE = dict(
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.7,
+)
+GPT_OSS = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=5,
+    hidden_size=64,
+    intermediate_size=96,
+)
+# name: (model_type, what differs from SIZES)
+MODELS = {
+    "olmo2": ("olmo2", {}),
+    "olmo2 biases, tied": ("olmo2", dict(attention_bias=True, tie_word_embeddings=True)),
+    "olmo2 yarn": ("olmo2", dict(rope_parameters=YARN)),
+    "olmo3": ("olmo3", dict(sliding_window=5)),
+    "olmo3 yarn": ("olmo3", dict(sliding_window=7, rope_parameters=by_layer(YARN))),
+    "olmo3 linear": ("olmo3", dict(layer_types=TYPES, sliding_window=4, rope_parameters=by_layer(LINEAR))),
+    "granite": ("granite", dict(embedding_multiplier=12.0, logits_scaling=8.0,
+                                residual_multiplier=0.22, attention_multiplier=0.1)),
+    "granite biases, tied": ("granite", dict(attention_bias=True, mlp_bias=True,
+                                             tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "smollm3": ("smollm3", dict(num_hidden_layers=5, tie_word_embeddings=False)),
+    "smollm3 tied, biases": ("smollm3", dict(no_rope_layers=[1, 0, 1], attention_bias=True,
+                                             mlp_bias=True, rope_parameters=YARN)),
+    "smollm3 window": ("smollm3", dict(no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=6)),
+    "phi3": ("phi3", {}),
+    "phi3 window, tied": ("phi3", dict(sliding_window=6, tie_word_embeddings=True)),
+    "phi3 partial": ("phi3", dict(partial_rotary_factor=0.75)),
+    "phi3 long": ("phi3", dict(original_max_position_embeddings=16, rope_parameters=long_rope(4))),
+    "phi3 crossing": ("phi3", dict(original_max_position_embeddings=21, rope_parameters=long_rope(4))),
+    "phi3 short": ("phi3", dict(original_max_position_embeddings=32, rope_parameters=long_rope(4))),
+    "llama longrope": ("llama", dict(rope_parameters=long_rope(
+        4, factor=4.0, original_max_position_embeddings=16))),
+    "ministral": ("ministral", dict(sliding_window=6, layer_types=TYPES)),
+    "ministral dynamic": ("ministral", dict(sliding_window=6, rope_parameters=DYNAMIC)),
+    "mistral yarn": ("mistral", dict(sliding_window=None, rope_parameters=YARN)),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4 no biases, tied": ("glm4", dict(attention_bias=False, tie_word_embeddings=True, head_dim=16)),
+    "glm4 linear": ("glm4", dict(rope_parameters=LINEAR | dict(partial_rotary_factor=0.5))),
+    "glm4_moe": ("glm4_moe", GLM_MOE),
+    "glm4_moe groups, norms": ("glm4_moe", GLM_MOE | dict(
+        n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True, norm_topk_prob=False)),
+    "gemma2": ("gemma2", dict(sliding_window=5, query_pre_attn_scalar=24)),
+    "gemma2 uncapped, biases": ("gemma2", dict(
+        sliding_window=5, attn_logit_softcapping=None, final_logit_softcapping=None,
+        attention_bias=True, tie_word_embeddings=False)),
+    "gemma2 small caps": ("gemma2", dict(
+        sliding_window=7, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3 pattern": ("gemma3_text", dict(sliding_window=6, num_hidden_layers=7, head_dim=16)),
+    "gemma3 linear, untied": ("gemma3_text", GEMMA3 | dict(
+        rope_parameters=by_layer(LINEAR), tie_word_embeddings=False)),
+    "gemma3 capped, silu": ("gemma3_text", GEMMA3 | dict(
+        final_logit_softcapping=4.0, hidden_activation="silu")),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss yarn": ("gpt_oss", GPT_OSS | dict(
+        tie_word_embeddings=True, layer_types=TYPES[::-1],
+        rope_parameters=YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0))),
+    "gpt_oss no biases": ("gpt_oss", GPT_OSS | dict(attention_bias=False)),
+}
+LENGTHS = (23, 3, 12)
+
+
+def make(name, folder=None):
+    """Every parameter random, norms and biases too: a forgotten one would not be noticed."""
+    model_type, extra = MODELS[name]
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | extra)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    zero_centred = model_type.startswith("gemma")
+    with torch.no_grad():
+        for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if parameter.dtype == torch.float32 and "inv_freq" not in key and "embed_scale" not in key:
+                centre = float(key.endswith("norm.weight") and not zero_centred)
+                spread = 1.0 if "gate.weight" in key or "router.weight" in key else 0.15
+                parameter.normal_(centre, spread)
+    if folder is not None:
+        model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory):
+    """(transformers' model, ours from its folder)"""
+    folder = tmp_path_factory.mktemp("family")
+    model = make(request.param, folder)
+    decoder = Decoder.load(Checkpoint(folder), device="cpu", dtype=torch.float32)
+    return model, decoder
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def test_whole_sequences_give_the_logits_of_transformers(pair):
+    model, decoder = pair
+    tokens = tokens_of(LENGTHS[0])
+    found = decoder.forward_whole(torch.tensor([tokens]))[0]
+    torch.testing.assert_close(found, logits_of(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [64, 5, [9, 1]])
+def test_batches_in_chunks_give_the_logits_of_transformers(pair, chunk):
+    model, decoder = pair
+    sequences = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    for found, tokens in zip(run_paged(decoder, sequences, chunk), sequences, strict=True):
+        assert_same_logits(found, logits_of(model, tokens), 1e-4)
+
+
+# -- through the engine, and quantized ---------------------------------------------------------
+
+ONE_EACH = ("olmo3 yarn", "granite", "smollm3", "phi3 partial", "glm4", "glm4_moe", "gemma2", "gemma3", "gpt_oss")
+SAMPLES = Samples(
+    torch.randint(3, 97, (4, 24), generator=torch.Generator().manual_seed(2)), "random", 0
+)
+GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+
+
+def assert_greedy(model, prompt, answer):
+    """Each token is the likeliest by transformers, wherever that is clear; one by one, since long
+    rope turns all tokens anew once there are too many.
+    """
+    texts = [prompt + answer[:count] for count in range(len(answer))]
+    logits = torch.stack([logits_of(model, tokens)[-1] for tokens in texts])
+    best = logits.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 1e-3
+    assert clear.any()
+    assert torch.equal(torch.tensor(answer)[clear], logits.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("name", [*ONE_EACH, "phi3 long", "phi3 crossing"])
+def test_the_engine_answers_as_transformers_would(name, tmp_path):
+    """Prompts in chunks, several at once, the second time out of the prefix cache."""
+    model = make(name, tmp_path)
+    llm = LLM(str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=16, max_model_len=48)
+    shared = tokens_of(18)
+    prompts = [shared + tokens_of(length, length) for length in (9, 1, 4)] + [tokens_of(7)]
+    first = llm.generate(prompts, GREEDY)
+    outputs = llm.generate(prompts, GREEDY)
+    for prompt, before, output in zip(prompts, first, outputs, strict=True):
+        assert_greedy(model, prompt, list(output.token_ids))
+        assert before.token_ids == output.token_ids
+    assert any(output.completions[0].cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *((name, scheme) for name in ONE_EACH for scheme in ("rtn-int4", "gptq-int4")),
+        ("gemma3", "awq-int4"),  # folds factors into norms of 1 + weight
+        ("phi3 partial", "awq-int4"),  # has sources that nothing can be folded into
+    ],
+)
+def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, scheme, tmp_path):
+    model = make(name, tmp_path / "base")
+    quantize(tmp_path / "base", scheme, tmp_path / "out", calibration=SAMPLES, device="cpu")
+    decoder = Decoder.load(Checkpoint(tmp_path / "out"), device="cpu", dtype=torch.float32, exact=True)
+    prompt = tokens_of(LENGTHS[0])
+    found = decoder.forward_whole(torch.tensor([prompt]))[0]
+    original = logits_of(model, prompt)
+    # quantized, not scrambled; a router that chooses another expert changes a token much
+    most = 0.9 if name == "gpt_oss" else 0.5
+    assert 0 < (found - original).norm() / original.norm() < most
+    torch.testing.assert_close(run_paged(decoder, [prompt], 6)[0], found, rtol=1e-3, atol=1e-3)
+    if name == "gpt_oss":
+        return  # experts one by one, as no one else has them
+    convert(tmp_path / "out", tmp_path / "plain", format="plain", dtype="float32")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
+    )
+    torch.testing.assert_close(found, logits_of(again, prompt), rtol=1e-4, atol=1e-4)
+
+
+# -- other files -------------------------------------------------------------------------------
+
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+
+
+@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn")])
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_path):
+    """By the names of transformers 5, and by those of the files on the hub."""
+    model_type, extra = MODELS[name]
+    text = SIZES | extra | dict(model_type=model_type)
+    config = transformers.AutoConfig.for_model(
+        whole, text_config=text, vision_config=VISION, tie_word_embeddings=whole == "gemma3"
+    )
+    torch.manual_seed(1)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    if prefix:
+        rename(tmp_path / "model.safetensors", prefix)
+    decoder = Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)
+    tokens = tokens_of(LENGTHS[0])
+    found = decoder.forward_whole(torch.tensor([tokens]))[0]
+    torch.testing.assert_close(found, logits_of(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def rename(file, prefix):
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        name = name.replace("model.language_model.", f"{prefix}model.").replace("model.vision", "vision")
+        name = name.replace("model.multi_modal", "multi_modal").replace("language_model.language_model", "language_model")
+        tensors[f"{prefix}{name}" if name.startswith("lm_head.") else name] = tensor
+    save_file(tensors, file)
+
+
+def test_experts_in_mxfp4_are_the_values_that_transformers_makes_of_them(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = make("gpt_oss", tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, experts in list(model.named_modules()):
+        if not name.endswith(".experts"):
+            continue
+        for part in ("gate_up_proj", "down_proj"):
+            _, columns, rows = getattr(experts, part).shape
+            columns = -(-columns // 32) * 32
+            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 126, (4, rows, columns // 32), generator=generator, dtype=torch.uint8)
+            del tensors[f"{name}.{part}"]
+            tensors |= {f"{name}.{part}_blocks": blocks, f"{name}.{part}_scales": scales}
+            getattr(experts, part).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = dict(quant_method="mxfp4")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    decoder = Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)
+    tokens = tokens_of(LENGTHS[0])
+    found = decoder.forward_whole(torch.tensor([tokens]))[0]
+    torch.testing.assert_close(found, logits_of(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_guess_ahead_are_left_out(tmp_path):
+    make("glm4_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)
+    settings["num_nextn_predict_layers"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj"):
+        Decoder.load(Checkpoint(tmp_path), device="cpu", dtype=torch.float32)
