@@ -35,7 +35,7 @@ def chat(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    native: Native = False,
+    native: Native = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
 ) -> None:

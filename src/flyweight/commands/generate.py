@@ -29,7 +29,8 @@ Threads = Annotated[int | None, typer.Option(min=1, callback=use_threads,
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own. A "
                                             "CPU without 16-bit arithmetic computes in float32.")]
 
-Native = Annotated[bool, typer.Option("--native", help="On a CPU: kernels in C that read weights in the bits of their file.")]
+Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
+                                             "of their file, or torch's; where they can run the model, unless given.")]
 
 
 def generate(
@@ -48,7 +49,7 @@ def generate(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
-    native: Native = False,
+    native: Native = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -104,6 +105,8 @@ def load(model: str, **options: Any) -> LLM:
 
         llm = LLM(model, **options)
     typer.echo(f"memory: {llm.memory()}", err=True)
+    if llm.device.type == "cpu":
+        typer.echo(f"runs on: {llm.executor}", err=True)
     return llm
 
 

@@ -58,19 +58,23 @@ class LLM:
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
-    native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call
+    native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
+                       None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 native: bool = False):
+                 native: bool | None = None):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        self.decoder: Any = decoder or load_decoder(self.weights, self.device, self.dtype, exact=exact, native=native)
+        self.decoder: Any = decoder
+        self.executor = "the decoder that was given"
+        if decoder is None:
+            self.decoder, self.executor = load_decoder(self.weights, self.device, self.dtype, exact=exact, native=native)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -80,7 +84,8 @@ class LLM:
         defaults = DEFAULTS[self.device.type]
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
-        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype)
+        self.kv_dtype: torch.dtype = self.decoder.cache_dtype if dtype is None else self.dtype
+        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.kv_dtype)
         workspace = graphs = 0
         if self.device.type == "cuda":
             workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
@@ -325,17 +330,25 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer()) if checkpoint.has_tokenizer else None
 
 
-def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool) -> Any:
-    """The torch decoder, or the native one of a CPU."""
-    if native:
-        if device.type != "cpu":
-            raise OptionError("native kernels are for a CPU: leave out --native, or choose --device cpu")
-        from flyweight.models.native import load
+def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool,
+                 native: bool | None) -> tuple[Any, str]:
+    """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
+    from flyweight.models import native as own
+    from flyweight.models.config import ModelConfig
 
-        return load(weights, exact=exact)
+    if native and device.type != "cpu":
+        raise OptionError("native kernels are for a CPU: leave out --native, or choose --device cpu")
+    reason: str | None = "turned off"
+    if native is not False and device.type == "cpu":
+        reason = own.why_not(ModelConfig.from_dict(weights.config), dtype)
+    if native and reason:
+        raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
+    if reason is None:
+        return own.load(weights, exact=exact), own.describe()
     from flyweight.models.decoder import Decoder
 
-    return Decoder.load(weights, device=device, dtype=dtype, exact=exact)
+    why = f" (no native kernels: {reason})" if device.type == "cpu" else ""
+    return Decoder.load(weights, device=device, dtype=dtype, exact=exact), f"torch{why}"
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -209,8 +209,7 @@ class NativeDecoder:
         return logits
 
     def hidden(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
-        """What the last layer gives for every token, before the last norm: float32 [tokens, hidden]
-        """
+        """Float32 [tokens, hidden]: what the last layer gives for every token, before the norm."""
         states = torch.empty(len(batch.tokens), self.parts.hidden)
         if len(batch.tokens):
             rows = torch.arange(len(batch.tokens))

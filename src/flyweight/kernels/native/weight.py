@@ -99,6 +99,8 @@ class Packing(ctypes.Structure):
         ("zeros", ctypes.c_void_p),
         ("weight_group", ctypes.c_int32),
         ("weight_groups", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("from_bfloats", ctypes.c_int32),
         ("to", ctypes.c_void_p),
     )
 
@@ -202,6 +204,8 @@ def _fill(weight: Weight, source: Source) -> Weight:
         zeros=_address(zeros),
         weight_group=source.group,
         weight_groups=0 if scales is None else scales.shape[1],
+        factor=1 / matrix.factor,
+        from_bfloats=codes.dtype == torch.bfloat16,
         to=data.data_ptr(),
     )
     library.load().matrix_pack(library.team(), ctypes.byref(packing))
@@ -323,34 +327,32 @@ def pack_channels(tensor: Int8Channel) -> Weight:
 def pack_floats(values: Tensor, why: str, *, exact: bool = True) -> Weight:
     if values.dtype == torch.float32 and torch.equal(values.half().float(), values):
         values = values.half()
-    if values.dtype == torch.float16 and not bool(values.isfinite().all()):
-        values = values.float()  # the kernel knows numbers only
-    factor = 1.0
+    shift = half_shift(values)
+    if values.dtype == torch.float16 and shift is None:
+        values = values.float()  # the kernels know numbers only
+    kind = FLOATS[values.dtype]
     halves = not exact and values.dtype != torch.float32 and bool(library.load().half_products())
-    if halves and (shift := half_shift(values)) is not None:
-        values = values.half() if shift == 0 else (values.float() * 2.0**shift).half()
-        factor = 2.0**-shift
+    if halves and shift is not None:
+        kind = "float16"
         why = f"{why}, x in float16, sums of 32 in float16"
     group = -(-values.shape[1] // 8) * 8
-    matrix = empty_matrix(values, FLOATS[values.dtype], group=group, groups=1)
+    matrix = empty_matrix(values, kind, group=group, groups=1)
     matrix.block_bytes = group * WIDTH * values.element_size()
     if halves and shift is not None:
         matrix.activation = ACTIVATIONS.index("float16 by row")
-        matrix.factor = factor
-    return _fill(
-        Weight(matrix, f"{FLOATS[values.dtype]}, {why}"), Source(values, 8 * values.element_size())
-    )
+        matrix.factor = 2.0**-shift
+    return _fill(Weight(matrix, f"{kind}, {why}"), Source(values, 8 * values.element_size()))
 
 
 def half_shift(values: Tensor) -> int | None:
     """The power of two that brings the largest value to between HALF_WEIGHT / 2 and HALF_WEIGHT;
-    None where there is none.
+    None where there are NaN or infinity.
     """
     low, high = values.aminmax()
     largest = max(float(high), -float(low))
-    if not 0 < largest < float("inf"):
+    if not largest < float("inf"):  # of NaN, too
         return None
-    return int(math.log2(HALF_WEIGHT)) - math.frexp(largest)[1]
+    return int(math.log2(HALF_WEIGHT)) - math.frexp(largest)[1] if largest else 0
 
 
 def pack_float8(tensor: Float8) -> Weight:

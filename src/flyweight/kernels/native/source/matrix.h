@@ -179,6 +179,10 @@ typedef struct {
     const uint8_t *zeros;  // [outputs][weight_groups] or NULL
     int32_t weight_group;  // columns (in their new order) that share a scale of the source
     int32_t weight_groups;
+    // FLOAT16_ROW: what weights are multiplied with to become the float16 of product_half.c, and
+    // whether they are bfloat16 before
+    float factor;
+    int32_t from_bfloats;
     uint8_t *to;
 } Packing;
 
