@@ -24,7 +24,7 @@ from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_byte
 from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.stream import Stream
-from flyweight.engine.tokenizer import Message, Tokenizer
+from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.config import DTYPES
 
@@ -327,7 +327,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     from flyweight.checkpoint.streamed import Streamed
 
     checkpoint = Checkpoint(resolve(name))
-    return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer()) if checkpoint.has_tokenizer else None
+    return Streamed(checkpoint, device), tokenizer_of(checkpoint)
 
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool,

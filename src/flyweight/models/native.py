@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flyweight.checkpoint.mapped import forget_pages
 from flyweight.errors import UnsupportedError
 from flyweight.kernels.native import library
 from flyweight.kernels.native.executor import Layer, NativeDecoder, Parts
@@ -70,7 +71,6 @@ def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None =
     name = "model.embed_tokens.weight"
     embedding = weights.tensor(name)
     check_shape(name, embedding.shape, (config.vocab_size, config.hidden_size))
-    layers = [read_layer(weights, config, index, exact=exact) for index in range(config.layers)]
     tied = config.tied_embeddings
     if tied:
         check_tied(weights, embedding)
@@ -82,6 +82,11 @@ def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None =
             if isinstance(tensor, Plain)
             else pack(tensor, exact=exact)
         )
+    forget_pages()
+    layers = []
+    for index in range(config.layers):
+        layers.append(read_layer(weights, config, index, exact=exact))
+        forget_pages()
     cos, sin = rope_tables(config)
     parts = Parts(
         layers=layers,
