@@ -51,7 +51,7 @@ def test_the_seed_layout_has_the_columns_of_the_profiler(tiny, tmp_path, capsys)
 
 
 def test_cold_profiles_the_first_run(tiny, monkeypatch):
-    llm = LLM(tiny, device="cpu", max_model_len=32, max_num_seqs=1, prefix_cache=False)
+    llm = LLM(tiny, device="cpu", native=False, max_model_len=32, max_num_seqs=1, prefix_cache=False)
     profiler, runs = Profiler(llm, Workload(1, 4, 3)), []
     prefill = profiler.prefill
     monkeypatch.setattr(profiler, "prefill", lambda around: runs.append(around) or prefill(around))
@@ -62,7 +62,7 @@ def test_cold_profiles_the_first_run(tiny, monkeypatch):
 
 
 def test_layers_are_unmarked_again(tiny):
-    llm = LLM(tiny, device="cpu", max_model_len=32, max_num_seqs=1)
+    llm = LLM(tiny, device="cpu", native=False, max_model_len=32, max_num_seqs=1)
     with marked_layers(llm.decoder.blocks):
         assert "run" in vars(llm.decoder.blocks[0])
     assert "run" not in vars(llm.decoder.blocks[0])

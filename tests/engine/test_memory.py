@@ -18,7 +18,7 @@ SHAPE = CacheShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
 
 def test_a_model_says_where_its_memory_goes(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", TINY)
-    found = LLM("preset:tiny:fp32", blocks=64, block_size=4).memory()
+    found = LLM("preset:tiny:fp32", blocks=64, block_size=4, native=False).memory()
     layer = (32 + 32) * 32 + 32 * 32 + 3 * 48 * 32
     assert found == Memory(weights=4 * (60 * 32 + 2 * layer), workspace=0, graphs=0, kv=256 * SHAPE.token_bytes, kv_tokens=256)
     assert str(found) == "weights 0.00 GB, KV cache 0.00 GB for 256 tokens"

@@ -1,18 +1,14 @@
 """The engine with the CPU's own kernels: the same requests, the same scheduler, another executor."""
 
-import os
-import platform
-
 import pytest
+import torch
 
 from flyweight import LLM, SamplingParams
+from flyweight.engine.embedding import Embedder
 from flyweight.errors import OptionError
 from flyweight.kernels.native import library
 
-# see tests/kernels/native/conftest.py
-UNTRIED = platform.machine() != "aarch64" and "FLYWEIGHT_TEST_NATIVE" not in os.environ
-REASON = "not tried on such a processor yet" if UNTRIED else library.why_not()
-needs_compiler = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
+needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [9] * 20, [3, 1, 4, 1, 5, 9, 2, 6]]
 
@@ -33,10 +29,41 @@ def test_a_batch_gives_what_each_request_gives_alone():
 
 
 def test_native_kernels_of_another_device_are_refused(monkeypatch):
-    import torch
-
     monkeypatch.setattr("flyweight.engine.llm.pick_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr("flyweight.engine.llm.open_model", lambda model, device: (type("W", (), {"config": {}})(), None))
     monkeypatch.setattr("flyweight.engine.llm.choose_dtype", lambda *_: torch.bfloat16)
     with pytest.raises(OptionError, match="native kernels are for a CPU"):
         LLM("preset:tiny:int4", native=True)
+
+
+@needs_compiler
+def test_keys_and_values_take_16_bits_unless_exactness_is_asked_for():
+    options = dict(device="cpu", max_model_len=64, blocks=16, block_size=4)
+    narrow = LLM("preset:tiny:int4", **options).memory()
+    wide = LLM("preset:tiny:int4", exact=True, **options).memory()
+    assert 2 * narrow.kv == wide.kv and narrow.kv_tokens == wide.kv_tokens
+
+
+@needs_compiler
+def test_native_kernels_run_unless_told_otherwise_and_the_model_says_so():
+    own = LLM("preset:tiny:int4", device="cpu", max_model_len=64)
+    assert own.executor.startswith("native kernels (")
+    off = LLM("preset:tiny:int4", device="cpu", max_model_len=64, native=False)
+    assert off.executor == "torch (no native kernels: turned off)"
+
+
+def test_a_model_that_they_do_not_know_runs_on_torch_and_says_why(monkeypatch):
+    monkeypatch.setattr("flyweight.models.native.unsupported_reason", lambda config: "they do not know it")
+    llm = LLM("preset:tiny:int4", device="cpu", max_model_len=64)
+    assert llm.executor == "torch (no native kernels: they do not know it)"
+    assert llm.generate([[1, 2, 3]], GREEDY)[0].token_ids
+    with pytest.raises(OptionError, match="they do not know it"):
+        LLM("preset:tiny:int4", device="cpu", max_model_len=64, native=True)
+
+
+@needs_compiler
+def test_hidden_states_are_those_of_the_torch_decoder():
+    own, other = (LLM("preset:tiny:int4", device="cpu", max_model_len=64, exact=True, native=native)
+                  for native in (True, False))
+    found, expected = (Embedder(llm).embed(PROMPTS, "mean") for llm in (own, other))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)

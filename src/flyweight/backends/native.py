@@ -54,7 +54,7 @@ class Native:
         self.llm = LLM(self.model, **(settings | self.options.extra))
         self.meter.end()
         garbage.settle()
-        self.limits, self.kv_dtype = limits, str(self.llm.dtype).removeprefix("torch.")
+        self.limits, self.kv_dtype = limits, str(self.llm.kv_dtype).removeprefix("torch.")
 
     def _keep_decoder(self, device: torch.device) -> Decoder | None:
         """Of an engine for other limits only the weights are kept, and counted on."""
@@ -93,11 +93,7 @@ class Native:
     def memory(self) -> dict[str, float | None]:
         assert self.llm is not None, "start comes first"
         decoder, caches = self.llm.decoder, self.llm.engine.runner.caches
-        linears = [linear for block in decoder.blocks for linear in block.linears.values()]
-        shared = decoder.embedding.weight.data_ptr() if decoder.config.tied_embeddings else None
-        weights = sum(linear.nbytes for linear in linears) + decoder.embedding.weight.nbytes
-        weights += 0 if shared is not None else decoder.head.nbytes
-        return self.meter.fields() | {"weights_gb": weights / 1e9,
+        return self.meter.fields() | {"weights_gb": decoder.nbytes / 1e9,
                                       "kv_gb": sum(cache.keys.nbytes + cache.values.nbytes for cache in caches) / 1e9}
 
     def read_bytes(self) -> int:

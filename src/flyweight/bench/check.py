@@ -60,7 +60,10 @@ class Expected:
         """The choices of a preset's weights, dequantized, in the course of this engine's own answers."""
         begun, options = answers(backend, prompts, output), backend.options
         sequences = [[*prompt, *tokens] for prompt, tokens in zip(prompts, begun, strict=True)]
-        logits = exact_logits(model, sequences, device=pick_device(options.device), dtype=backend.kv_dtype or options.dtype)
+        device = pick_device(options.device)
+        # on a CPU keys and values may have fewer bits than all else
+        dtype = options.dtype if device.type == "cpu" else backend.kv_dtype or options.dtype
+        logits = exact_logits(model, sequences, device=device, dtype=dtype)
         best = logits[:, -output - 1 : -1].topk(2)
         gaps = (best.values[..., 0] - best.values[..., 1]).tolist()
         return cls(begun, [tuple(tokens) for tokens in best.indices[..., 0].tolist()], gaps)

@@ -240,6 +240,7 @@ def profile_model(
         max_num_seqs=work.batch,
         prefix_cache=False,
         max_model_len=work.input + work.output,
+        native=False,  # torch's profiler sees torch's ops
     )
     profiler = Profiler(llm, work, eager=eager)
     rows: list[Row] = []

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flyweight.checkpoint import formats, stacked, text_part
+from flyweight.checkpoint.bare_tokenizer import Bare, read_bare
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
@@ -180,6 +181,11 @@ class Checkpoint:
         except Exception as error:  # transformers raises whatever its parts raise
             reason = str(error).strip().split("\n")[0]
             raise CheckpointError(f"{self.folder}: the tokenizer cannot be loaded ({reason})") from error
+
+    def bare_tokenizer(self) -> Bare | None:
+        """The tokenizer without transformers; None where only that knows it."""
+        settings = self.folder / "tokenizer_config.json"
+        return read_bare(self.folder, read_json(settings)) if settings.is_file() else None
 
     def hash(self) -> str:
         """Which weights these are: the first 16 digits of a SHA-256 over every byte of the files, in order of their names."""

@@ -36,7 +36,7 @@ def chat(
     threads: Threads = None,
     dtype: Dtype = None,
     head: Head = None,
-    native: Native = False,
+    native: Native = None,
     offload: Offload = 0,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,

@@ -31,7 +31,8 @@ Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; f
 Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; as stored.")]
 Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay in the host's memory and come over the bus for "
                                      "each step; for models somewhat larger than the GPU.")]
-Native = Annotated[bool, typer.Option("--native", help="On a CPU: kernels in C that read weights in the bits of their file.")]
+Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
+                                             "of their file, or torch's; where they can run the model, unless given.")]
 
 
 def generate(
@@ -51,7 +52,7 @@ def generate(
     threads: Threads = None,
     dtype: Dtype = None,
     head: Head = None,
-    native: Native = False,
+    native: Native = None,
     offload: Offload = 0,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
@@ -109,6 +110,8 @@ def load(model: str, **options: Any) -> LLM:
 
         llm = LLM(model, **options)
     typer.echo(f"memory: {llm.memory()}", err=True)
+    if llm.device.type == "cpu":
+        typer.echo(f"runs on: {llm.executor}", err=True)
     return llm
 
 

@@ -14,7 +14,11 @@ from rich.table import Table
 from flyweight.errors import FlyweightError, OptionError
 
 if TYPE_CHECKING:
+    from torch import device as Device
+
+    from flyweight.checkpoint.reader import Checkpoint
     from flyweight.kernels.linear.fused import FusedLinear
+    from flyweight.kernels.native.weight import Weight as NativeWeight
 
 ROWS = (
     1,
@@ -45,6 +49,16 @@ class Laid:
         self.kernel = f"{linear.kernel}{kernels_by_rows(linear)}"
         self.why = linear.why
         self.nbytes = linear.nbytes
+
+
+class LaidNatively:
+    """The same of a weight in the layout of the CPU's own kernels."""
+
+    kernel = "native"
+
+    def __init__(self, weight: NativeWeight) -> None:
+        self.why = weight.why
+        self.nbytes = weight.nbytes
 
 
 def kernels_by_rows(linear: FusedLinear) -> str:
@@ -85,34 +99,33 @@ def info(
 
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
-    from flyweight.checkpoint.summary import summarize
     from flyweight.engine.capacity import capacity
-    from flyweight.kernels.dispatch import prepare
     from flyweight.models.config import ModelConfig
 
     name, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     device = torch.device(name)
     checkpoint = Checkpoint(resolve(model))
-    summary = summarize(
-        checkpoint,
-        lambda tensor: Laid(prepare(tensor.to(device), dtype=dtype)),
-        itemsize=dtype.itemsize,
-    )
+    reason = "they are for a CPU" if device.type == "cuda" else why_not_native(checkpoint)
+    summary = summarize_for(checkpoint, device, native=reason is None)
     machine = None
     why_not = None
     try:
         machine = capacity(
-            summary, ModelConfig.from_dict(checkpoint.config), device=device, dtype=dtype
+            summary,
+            ModelConfig.from_dict(checkpoint.config),
+            device=device,
+            dtype=torch.float16 if reason is None else dtype,
         )
     except FlyweightError as error:  # an architecture that is not run here still has files to describe
         why_not = str(error)
+    executor = None if device.type == "cuda" else executor_words(reason)
     streamed = _offload_plan(summary, machine, offload, device)
     if as_json:
         facts = summary.to_dict() | {"machine": machine and machine.to_dict(), "runs": machine is not None, "why_not": why_not,
-                                     "offload": streamed and streamed.to_dict()}
+                                     "executor": executor, "offload": streamed and streamed.to_dict()}
         typer.echo(json.dumps(facts))
     else:
-        _show(summary, machine, why_not, streamed)
+        _show(summary, machine, why_not, executor, streamed)
 
 
 def _offload_plan(summary: Any, machine: Any, layers: int, device: Any) -> Any:
@@ -129,7 +142,43 @@ def _offload_plan(summary: Any, machine: Any, layers: int, device: Any) -> Any:
     return plan(summary, machine, layers, bus_gb_s=host_bandwidth(device)) if layers > 0 else None
 
 
-def _show(summary: Any, machine: Any, why_not: str | None, streamed: Any = None) -> None:
+def why_not_native(checkpoint: Checkpoint) -> str | None:
+    """None where the CPU's own kernels run this model."""
+    import torch
+
+    from flyweight.models.config import ModelConfig
+    from flyweight.models.native import why_not
+
+    try:
+        return why_not(ModelConfig.from_dict(checkpoint.config), torch.float32)
+    except FlyweightError as error:
+        return str(error)
+
+
+def executor_words(reason: str | None) -> str:
+    from flyweight.models.native import describe
+
+    return describe() if reason is None else f"torch (no native kernels: {reason})"
+
+
+def summarize_for(checkpoint: Checkpoint, device: Device, *, native: bool) -> Any:
+    import torch
+
+    from flyweight.checkpoint.summary import summarize
+    from flyweight.kernels.dispatch import prepare
+    from flyweight.kernels.native.weight import pack
+
+    if native:
+        return summarize(checkpoint, lambda tensor: LaidNatively(pack(tensor)))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return summarize(
+        checkpoint,
+        lambda tensor: Laid(prepare(tensor.to(device), dtype=dtype)),
+        itemsize=dtype.itemsize,
+    )
+
+
+def _show(summary: Any, machine: Any, why_not: str | None, executor: str | None, streamed: Any = None) -> None:
     bits = ", ".join(f"{scheme} {bits:.2f}" for scheme, bits in summary.bits_by_scheme().items())
     tied = "tied" if summary.tied_embeddings else "not tied"
     facts = {
@@ -145,6 +194,8 @@ def _show(summary: Any, machine: Any, why_not: str | None, streamed: Any = None)
         "on disk": f"{decimal(summary.disk)} in {summary.folder}",
         "in memory": f"{decimal(summary.memory)} of weights, as laid out for the kernels below",
     } | (_machine_facts(machine) if machine else {})
+    if machine and executor:
+        facts["runs on"] = executor
     if streamed is not None:
         facts["offload"] = (
             f"--offload {streamed.layers}: {streamed.layers} of {streamed.of} layers "

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Context, Device, Dtype, Head, Offload, Threads
+from flyweight.commands.generate import Context, Device, Dtype, Head, Native, Offload, Threads
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -38,6 +38,7 @@ def serve(
     threads: Threads = None,
     dtype: Dtype = None,
     head: Head = None,
+    native: Native = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Of several models: load each when it is first asked for.")] = False,
     max_loaded: Annotated[int | None, typer.Option(
         min=1, help="Of several models: most in memory at once; as many as there is room for otherwise.")] = None,
@@ -76,7 +77,7 @@ def serve(
     """
     engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
-              "head": head, "prompt_tokens_beside": prompt_tokens_beside}
+              "head": head, "native": native, "prompt_tokens_beside": prompt_tokens_beside}
     if offload and backend == "native":
         engine["offload"] = offload
     keys = tuple(api_key or ()) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))

@@ -26,7 +26,7 @@ from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.stream import Stream
-from flyweight.engine.tokenizer import Message, Tokenizer
+from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.config import DTYPES
 from flyweight.models.narrow_head import narrow_head
@@ -64,7 +64,8 @@ class LLM:
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the file has it
-    native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call
+    native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
+                       None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
     offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step
     """
 
@@ -72,14 +73,17 @@ class LLM:
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 head: str | None = None, native: bool = False, offload: int = 0, prompt_tokens_beside: int | None = None):
+                 head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
-        with shortage.told(f"{model}: its weights do not fit"):
-            self.decoder: Any = decoder or load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
-                                                        native=native, offload=offload)
+        self.decoder: Any = decoder
+        self.executor = "the decoder that was given"
+        if decoder is None:
+            with shortage.told(f"{model}: its weights do not fit"):
+                self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
+                                                           native=native, offload=offload)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -89,7 +93,8 @@ class LLM:
         defaults = DEFAULTS[self.device.type]
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
-        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype)
+        self.kv_dtype: torch.dtype = self.decoder.cache_dtype if dtype is None else self.dtype
+        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.kv_dtype)
         workspace = graphs = 0
         if self.device.type == "cuda":
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
@@ -338,23 +343,30 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
     from flyweight.checkpoint.streamed import Streamed
 
     checkpoint = Checkpoint(resolve(name))
-    return Streamed(checkpoint, device), Tokenizer(checkpoint.tokenizer()) if checkpoint.has_tokenizer else None
+    return Streamed(checkpoint, device), tokenizer_of(checkpoint)
 
 
-def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool,
-                 offload: int = 0) -> Any:
-    """The torch decoder, or the native one of a CPU."""
+def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
+                 offload: int = 0) -> tuple[Any, str]:
+    """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
+    from flyweight.models import native as own
+    from flyweight.models.config import ModelConfig
+
     if offload and device.type != "cuda":
         raise OptionError("offload moves layers out of a GPU's memory, and this runs on a CPU: leave it out")
-    if native:
-        if device.type != "cpu":
-            raise OptionError("native kernels are for a CPU: leave out --native, or choose --device cpu")
-        from flyweight.models.native import load
-
-        return load(weights, exact=exact)
+    if native and device.type != "cpu":
+        raise OptionError("native kernels are for a CPU: leave out --native, or choose --device cpu")
+    reason: str | None = "turned off"
+    if native is not False and device.type == "cpu":
+        reason = own.why_not(ModelConfig.from_dict(weights.config), dtype)
+    if native and reason:
+        raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
+    if reason is None:
+        return own.load(weights, exact=exact), own.describe()
     from flyweight.models.decoder import Decoder
 
-    return Decoder.load(weights, device=device, dtype=dtype, exact=exact, offload=offload)
+    why = f" (no native kernels: {reason})" if device.type == "cpu" else ""
+    return Decoder.load(weights, device=device, dtype=dtype, exact=exact, offload=offload), f"torch{why}"
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -7,11 +7,16 @@ and cannot be the beginning of a stop string.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyweight.engine.stop_strings import stop_strings
 from flyweight.errors import RequestError
+
+if TYPE_CHECKING:
+    from flyweight.checkpoint.bare_tokenizer import Bare
+    from flyweight.checkpoint.reader import Checkpoint
 
 BROKEN = "\ufffd"  # what an incomplete character decodes to
 LONGEST_CHARACTER = 8  # tokens; a replacement character still there after so many is really in the text
@@ -27,18 +32,14 @@ class Tokenizer:
     def __init__(self, inner: Any):
         self.inner = inner  # a transformers tokenizer
         self.fast = getattr(inner, "backend_tokenizer", inner)  # the same without the wrapping: decoding is done per token
-        added = getattr(inner, "added_tokens_decoder", {})
-        self.markers = {number: token.content for number, token in added.items() if token.special and token.content in MARKERS}
+        self.markers = marked(getattr(inner, "added_tokens_decoder", {}))
 
     @property
     def end_id(self) -> int | None:
         return self.inner.eos_token_id
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a tokenizer's own words for it are about types
-            raise RequestError(f"the prompt is not valid Unicode (character {error.start + 1}); is it UTF-8?") from None
+        check_unicode(text)
         return self.inner.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -64,6 +65,49 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         return self.encode(self.render_chat(messages, **options), special=False)
+
+
+class BareTokenizer(Tokenizer):
+    """The same from a `tokenizer.json` that says everything: transformers, whose import takes longer than loading a small model,
+    comes when its parts are needed (chat templates, a server).
+    """
+
+    def __init__(self, bare: Bare, load: Callable[[], Any]):
+        self.fast = bare.tokenizer
+        self.markers = marked(self.fast.get_added_tokens_decoder())
+        self._end_id = bare.end_id
+        self._load = load
+
+    @functools.cached_property
+    def inner(self) -> Any:  # type: ignore[override]
+        return self._load()
+
+    @property
+    def end_id(self) -> int | None:
+        return self._end_id
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        check_unicode(text)
+        return self.fast.encode(text, add_special_tokens=special).ids
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
+    """None where the folder has none."""
+    if not checkpoint.has_tokenizer:
+        return None
+    bare = checkpoint.bare_tokenizer()
+    return Tokenizer(checkpoint.tokenizer()) if bare is None else BareTokenizer(bare, checkpoint.tokenizer)
+
+
+def marked(added: Mapping[int, Any]) -> dict[int, str]:
+    return {number: token.content for number, token in added.items() if token.special and token.content in MARKERS}
+
+
+def check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a tokenizer's own words for it are about types
+        raise RequestError(f"the prompt is not valid Unicode (character {error.start + 1}); is it UTF-8?") from None
 
 
 class Detokenizer:

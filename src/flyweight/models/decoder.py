@@ -95,7 +95,7 @@ class Decoder:
             weights, f"{plan.norm.name}.weight", (hidden,), device=device, dtype=dtype
         )
         if config.tied_embeddings:
-            _check_tied(weights, table)
+            check_tied(weights, table)
         if config.tied_embeddings or (vocab % 8 and device.type == "cuda"):
             head = _plain_head(weights, table, config, device=device, dtype=dtype, exact=exact)
         else:
@@ -118,6 +118,11 @@ class Decoder:
     def tables(self) -> tuple[Tensor, Tensor]:
         """cos and sin of a model with one rope table."""
         return self.ropes[ROPE]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values, unless somebody asks for another."""
+        return self.dtype
 
     @property
     def nbytes(self) -> int:
@@ -252,7 +257,7 @@ def _plain_head(
     return Linear([Plain(weight)], bias, names=(HEAD,), dtype=dtype, exact=exact)
 
 
-def _check_tied(weights: Weights, table: Tensor) -> None:
+def check_tied(weights: Weights, table: Tensor) -> None:
     """Some tools write the tied head a second time: harmless where it is the same."""
     if weights.has("lm_head.weight") and not torch.equal(
         weights.tensor("lm_head.weight").to(table), table

@@ -46,11 +46,11 @@ def load_tensor(
     dtype: torch.dtype,
 ) -> Tensor:
     tensor = weights.tensor(name)
-    _check_shape(name, tensor.shape, shape)
+    check_shape(name, tensor.shape, shape)
     return tensor.to(device=device, dtype=dtype)
 
 
-def _check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(found) != tuple(expected):
         raise CheckpointError(
             f"{name}: shape {list(found)} does not fit config.json, which asks for {list(expected)}"
@@ -108,7 +108,7 @@ class Linear:
         order = _order(group, device)
         for name, size in zip(group.linears, group.sizes, strict=True):
             tensor = weights.linear(prefix + name)
-            _check_shape(prefix + name, tensor.shape, (size, group.in_features))
+            check_shape(prefix + name, tensor.shape, (size, group.in_features))
             tensor = tensor.to(device)
             if order is not None:
                 tensor = reorder_rows(tensor, order[begin : begin + size] - begin)

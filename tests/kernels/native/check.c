@@ -111,7 +111,7 @@ static int check(Team *team, const Case *c) {
     uint8_t *data = aligned_alloc(64, (matrix_blocks(&w) * w.block_bytes + 63) / 64 * 64);
     int bits = integers ? 8 : bytes_of_eight(c->format) / 8;
     Packing packing = {&w, codes, (int64_t)c->inputs * bits / 8, bits, 0, scales, zero_points,
-            c->group, groups, data};
+            c->group, groups, 1, 0, data};
     w.data = data;
     matrix_pack(team, &packing);
     void *scratch = aligned_alloc(64, (matrix_scratch(&w, ROWS) + 63) / 64 * 64);

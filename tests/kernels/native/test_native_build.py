@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason=f"{lib
 
 def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     program = folder / "check"
-    names = ("team", "input", "pack", "product", "product_integer", "product_float")
+    names = ("team", "input", "pack", "product", "product_integer", "product_half", "product_float")
     sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
     options = [
         "-std=gnu11",
@@ -44,14 +44,41 @@ def test_products_are_right_without_any_vectors(tmp_path: Path):
     assert (answer.returncode, answer.stdout) == (0, "plain C\n")
 
 
+def other_levels_of_this_processor() -> list[str]:
+    """The flags of those rows of the tables that fit this processor, but for the library's own."""
+    table = {"aarch64": compiler.ARM, "x86_64": compiler.X86}.get(platform.machine(), ())
+    return [flags for needed, flags in table if needed <= compiler.cpu_features()][1:]
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", other_levels_of_this_processor())
+def test_products_are_right_with_every_smaller_instruction_set(tmp_path: Path, flags: str):
+    found = compiler.find_compiler()
+    assert found is not None
+    spelled = [compiler.ZIG.get(flag, flag) if found.is_zig else flag for flag in flags.split()]
+    program = compile_check(tmp_path, [*found.command], spelled)
+    answer = subprocess.run([program], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout == "plain C\n") == (0, False)
+
+
+def x86_compiler() -> list[str] | None:
+    """One that makes programs for x86 on another processor."""
+    if shutil.which("x86_64-linux-gnu-gcc"):
+        return ["x86_64-linux-gnu-gcc"]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-musl"]
+    return None
+
+
 @pytest.mark.skipif(
-    not importlib.util.find_spec("ziglang") or not shutil.which("qemu-x86_64"),
-    reason="needs ziglang and qemu-user, to make and run code for x86",
+    platform.machine() == "x86_64" or not x86_compiler() or not shutil.which("qemu-x86_64"),
+    reason="needs qemu-user and ziglang or gcc-x86-64-linux-gnu, to make and run code for x86",
 )
 def test_products_are_right_on_x86_with_avx2(tmp_path: Path):
-    zig = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-musl"]
-    program = compile_check(tmp_path, zig, ["-mavx2", "-mfma", "-mf16c"])
-    answer = subprocess.run(["qemu-x86_64", "-cpu", "max", program], capture_output=True, text=True)
+    """The emulator knows AVX2, and none of AVX-512."""
+    program = compile_check(tmp_path, x86_compiler() or [], ["-mavx2", "-mfma", "-mf16c"])
+    emulator = ["qemu-x86_64", "-L", "/usr/x86_64-linux-gnu", "-cpu", "max"]
+    answer = subprocess.run([*emulator, program], capture_output=True, text=True)
     assert (answer.returncode, answer.stdout) == (0, "avx2\n")
 
 

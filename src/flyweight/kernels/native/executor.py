@@ -152,6 +152,7 @@ class CStep(ctypes.Structure):
                 "keys",
                 "values",
                 "logits",
+                "states",
             )
         ),
     )
@@ -171,6 +172,12 @@ class Pages:
         self.values = addresses(*(cache.values.data_ptr() for cache in self.caches))
 
 
+@dataclass(frozen=True, eq=False)
+class FinalNorm:
+    weight: Tensor
+    epsilon: float
+
+
 class NativeDecoder:
     """`forward(batch, caches)` gives float32 logits [outputs, vocabulary], as the torch decoder
     does.
@@ -178,8 +185,10 @@ class NativeDecoder:
 
     config: Any = None  # whatever describes the model to those who load it
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts, *, cache_dtype: torch.dtype = torch.float32):
         self.parts = parts
+        self.cache_dtype = cache_dtype
+        self.norm = FinalNorm(parts.final_norm, parts.epsilon)
         self.nbytes = parts.nbytes
         self.kernels = library.load()
         self.layers = (CLayer * len(parts.layers))(*(_layer(layer) for layer in parts.layers))
@@ -194,18 +203,31 @@ class NativeDecoder:
         return self.nbytes - (0 if table is None else table.nbytes)
 
     def forward(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
+        logits = torch.empty(len(batch.output_rows), self.parts.vocabulary)
+        if len(batch.tokens):
+            self._step(batch, caches, batch.output_rows, logits=logits.data_ptr())
+        return logits
+
+    def hidden(self, batch: Batch, caches: Sequence[KVStorage]) -> Tensor:
+        """Float32 [tokens, hidden]: what the last layer gives for every token, before the norm."""
+        states = torch.empty(len(batch.tokens), self.parts.hidden)
+        if len(batch.tokens):
+            rows = torch.arange(len(batch.tokens))
+            self._step(batch, caches, rows, states=states.data_ptr())
+        return states
+
+    def _step(
+        self, batch: Batch, caches: Sequence[KVStorage], output_rows: Tensor, **results: int
+    ) -> None:
         if self.pages is None or self.pages.caches is not caches:
             self.pages = self._open(caches)
-        logits = torch.empty(len(batch.output_rows), self.parts.vocabulary)
-        if not len(batch.tokens):
-            return logits
         starts = (ctypes.c_int64 * len(batch.query_starts))(*batch.query_starts)
         lengths = (ctypes.c_int64 * len(batch.kv_lengths))(*batch.kv_lengths)
         tables = batch.block_tables.contiguous()
         step = CStep(
             tokens_count=len(batch.tokens),
             sequences=len(batch.kv_lengths),
-            outputs=len(batch.output_rows),
+            outputs=len(output_rows),
             table_width=tables.shape[1],
             tokens=batch.tokens.data_ptr(),
             positions=batch.positions.data_ptr(),
@@ -213,10 +235,10 @@ class NativeDecoder:
             block_tables=tables.data_ptr(),
             query_starts=ctypes.addressof(starts),
             kv_lengths=ctypes.addressof(lengths),
-            output_rows=batch.output_rows.data_ptr(),
+            output_rows=output_rows.data_ptr(),
             keys=ctypes.addressof(self.pages.keys),
             values=ctypes.addressof(self.pages.values),
-            logits=logits.data_ptr(),
+            **results,
         )
         team = library.team()
         self.kernels.decoder_step(
@@ -225,7 +247,6 @@ class NativeDecoder:
             ctypes.byref(step),
             self._workspace(team, len(batch.tokens)),
         )
-        return logits
 
     def _open(self, caches: Sequence[KVStorage]) -> Pages:
         first = caches[0].keys

@@ -102,6 +102,7 @@ def load() -> ctypes.CDLL:
     signatures = {
         "team_make": (pointer, [ctypes.c_int, pointer]),
         "instructions": (ctypes.c_char_p, []),
+        "half_products": (ctypes.c_int, []),
         "matrix_scratch": (ctypes.c_size_t, [pointer, ctypes.c_int]),
         "matrix_pack": (None, [pointer, pointer]),
         "matrix_multiply": (None, [pointer, pointer, pointer, pointer, ctypes.c_int, pointer]),

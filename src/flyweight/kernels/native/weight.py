@@ -6,18 +6,20 @@ Every kind keeps about the bits of its file:
     IntGroup      2 to 4 bits → 4, 5 to 8 → 8; scales in float16 where that holds them (a power
                   of two for all may help), else float32. Act-order becomes an order of the inputs.
     Int8Channel   8 bits, one float32 scale an output, x in 8 bits by token: what the format means
-    Plain         as it is; float32 in 16 bits where those hold every value
+    Plain         as it is; float32 in 16 bits where those hold every value. Where the processor
+                  multiplies float16, 16 bits become float16 times a power of two
     Float8        8 bits; x rounded to float8 where the format says so
     Sparse24      with its zeros written out, in the bits of the kept values
     VectorQuant   16-bit indices, residual indices in 8 or 16 bits; books of vectors of eight
 
 `exact` keeps x in float32 for weight-only kinds; without it integers multiply integers, x
-rounded to 8 bits by group.
+rounded to 8 bits by group, and float16 multiplies float16.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +46,12 @@ ACTIVATIONS = (
     "float8 by token",
     "float8 static",
     "float8 by group",
+    "float16 by row",
 )
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LONGEST_GROUP = 128  # inputs under one copy of a scale
 INPUT_GROUP = 32  # inputs of x that share a scale of x: rounding with 64 costs twice the KL
-HALF_MOST = 65504.0
+HALF_WEIGHT = 16.0  # of source/matrix.h
 
 
 class Matrix(ctypes.Structure):
@@ -96,6 +99,8 @@ class Packing(ctypes.Structure):
         ("zeros", ctypes.c_void_p),
         ("weight_group", ctypes.c_int32),
         ("weight_groups", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("from_bfloats", ctypes.c_int32),
         ("to", ctypes.c_void_p),
     )
 
@@ -154,11 +159,10 @@ def _pack(tensor: QuantTensor, exact: bool) -> Weight:
     ):
         return pack_float8(tensor)
     if isinstance(tensor, Plain):
-        return pack_floats(tensor.weight, "as it is")
+        return pack_floats(tensor.weight, "as it is", exact=exact)
     if isinstance(tensor, VectorQuant) and takes_vectors(tensor):
         return pack_vectors(tensor)
-    if isinstance(tensor, Float8):
-        raise ValueError("a float8 weight holds NaN")
+    # a float8 weight that holds NaN gives NaN whatever x is rounded to
     return pack_floats(
         tensor.dequantize(), f"no native layout for this {tensor.kind}: written out as floats"
     )
@@ -200,6 +204,8 @@ def _fill(weight: Weight, source: Source) -> Weight:
         zeros=_address(zeros),
         weight_group=source.group,
         weight_groups=0 if scales is None else scales.shape[1],
+        factor=1 / matrix.factor,
+        from_bfloats=codes.dtype == torch.bfloat16,
         to=data.data_ptr(),
     )
     library.load().matrix_pack(library.team(), ctypes.byref(packing))
@@ -318,19 +324,35 @@ def pack_channels(tensor: Int8Channel) -> Weight:
 # -- floats ----------------------------------------------------------------------------------------
 
 
-def pack_floats(values: Tensor, why: str) -> Weight:
+def pack_floats(values: Tensor, why: str, *, exact: bool = True) -> Weight:
     if values.dtype == torch.float32 and torch.equal(values.half().float(), values):
         values = values.half()
-    if values.dtype == torch.float16 and not bool(
-        values.isfinite().all()
-    ):  # the kernel knows numbers only
-        values = values.float()
+    shift = half_shift(values)
+    if values.dtype == torch.float16 and shift is None:
+        values = values.float()  # the kernels know numbers only
+    kind = FLOATS[values.dtype]
+    halves = not exact and values.dtype != torch.float32 and bool(library.load().half_products())
+    if halves and shift is not None:
+        kind = "float16"
+        why = f"{why}, x in float16, sums of 32 in float16"
     group = -(-values.shape[1] // 8) * 8
-    matrix = empty_matrix(values, FLOATS[values.dtype], group=group, groups=1)
+    matrix = empty_matrix(values, kind, group=group, groups=1)
     matrix.block_bytes = group * WIDTH * values.element_size()
-    return _fill(
-        Weight(matrix, f"{FLOATS[values.dtype]}, {why}"), Source(values, 8 * values.element_size())
-    )
+    if halves and shift is not None:
+        matrix.activation = ACTIVATIONS.index("float16 by row")
+        matrix.factor = 2.0**-shift
+    return _fill(Weight(matrix, f"{kind}, {why}"), Source(values, 8 * values.element_size()))
+
+
+def half_shift(values: Tensor) -> int | None:
+    """The power of two that brings the largest value to between HALF_WEIGHT / 2 and HALF_WEIGHT;
+    None where there are NaN or infinity.
+    """
+    low, high = values.aminmax()
+    largest = max(float(high), -float(low))
+    if not largest < float("inf"):  # of NaN, too
+        return None
+    return int(math.log2(HALF_WEIGHT)) - math.frexp(largest)[1] if largest else 0
 
 
 def pack_float8(tensor: Float8) -> Weight:

@@ -163,6 +163,13 @@ static void walk_step(void *argument, Team *team, int thread) {
     embed(&walk);
     for (int layer = 0; layer < d->layers_count; layer++) run_layer(&walk, layer);
     if (!walk.run.step->outputs) return;
+    if (walk.run.step->states) { // every layer ends with a barrier
+        size_t bytes = 4 * (size_t)d->hidden;
+        for (int row; (row = team_claim(team, 1)) < walk.run.rows;)
+            memcpy(walk.run.step->states + (size_t)row * d->hidden,
+                    walk.run.hidden + (size_t)row * d->hidden, bytes);
+        return;
+    }
     Product product = {d->head, {0}, {walk.run.step->logits, d->vocabulary, REPLACE}};
     prepare(&walk, &product, 1, walk.run.hidden, d->final_norm);
     project(team, &product, 1);

@@ -70,6 +70,7 @@ typedef struct {
     void *const *keys;            // [layers]: [blocks][block_size][kv_heads][head_dim]
     void *const *values;
     float *logits;                // [outputs][vocabulary]
+    float *states;                // [outputs][hidden] instead of logits, or NULL
 } Step;
 
 // What a step runs in, all of it cut out of one piece of memory.

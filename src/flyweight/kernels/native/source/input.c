@@ -3,7 +3,7 @@
 //
 // Integers: codes = round(127 x / most), scale = most / 127 over each group, ties to even:
 // `quantize_int8_rows` in tensors/. A group with NaN or infinity gets the scale NaN, so that the
-// result says so. Float8 stays floats, rounded to e4m3.
+// result says so. Float8 stays floats, rounded to e4m3; float16 by row is for product_half.c.
 #include <math.h>
 
 #include "matrix.h"
@@ -13,12 +13,13 @@
 static int needs_copy(const Matrix *w) {
     if (input_factor(w) != 1) return 1;
     if (w->order || w->columns != w->inputs || w->column_scale || w->column_bias) return 1;
-    return w->activation != AS_IT_IS && !takes_integers(w);
+    return w->activation != AS_IT_IS && !takes_integers(w) && !takes_halves(w);
 }
 
 size_t input_bytes(const Matrix *w, int rows) {
     size_t values = needs_copy(w) ? ALIGNED(4 * (size_t)rows * w->columns) : 0;
     size_t codes = takes_integers(w) ? ALIGNED((size_t)rows * w->columns) : 0;
+    if (takes_halves(w)) codes = ALIGNED(2 * (size_t)rows * w->columns) + ALIGNED(4 * (size_t)rows);
     size_t scales = takes_integers(w) ? 2 * ALIGNED(4 * (size_t)rows * input_groups(w)) : 0;
     return values + codes + scales + ALIGNED(4 * (size_t)rows);
 }
@@ -39,6 +40,10 @@ void input_place(const Matrix *w, Input *input, const float *x, int rows, int st
         input->scales = (float *)at;
         at += ALIGNED(4 * (size_t)rows * input_groups(w));
         input->sums = (int32_t *)at;
+    }
+    if (takes_halves(w)) {
+        input->codes = (int8_t *)at;
+        input->scales = (float *)(at + ALIGNED(2 * (size_t)rows * w->columns));
     }
 }
 
@@ -84,6 +89,23 @@ static void quantize_group(const float *x, int count, int8_t *codes, float *scal
     }
     *sum = total;
     *scale = most / 127.0f;
+}
+
+// x · 2^n as float16, with n such that the largest comes near HALF_INPUT; the scale is 2^-n.
+static void narrow_row(const float *x, int count, uint16_t *to, float *scale) {
+    float most = largest(x, count);
+    if (!(most <= 3.4028234e38f)) {
+        memset(to, 0, 2 * (size_t)count);
+        *scale = NAN;
+        return;
+    }
+    int exponent = 0;
+    frexpf(HALF_INPUT / (most < 1e-30f ? 1e-30f : most), &exponent);
+    exponent--;
+    float factor = ldexpf(1, exponent);
+    for (int k = 0; k < count; k += WIDTH)
+        halves_store(to + k, floats_scale(floats_load(x + k), factor));
+    *scale = ldexpf(1, -exponent);
 }
 
 // To the nearest e4m3, ties to even; |x| is at most 448 or x is NaN.
@@ -156,6 +178,8 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
                 for (int k = 0; k < w->columns; k++) to[k] *= input_factor(w);
             values = to;
         }
+        if (takes_halves(w)) narrow_row(values, w->columns,
+                (uint16_t *)input->codes + (size_t)row * w->columns, input->scales + row);
         if (!takes_integers(w)) continue;
         int groups = input_groups(w);
         int count = w->input_group;

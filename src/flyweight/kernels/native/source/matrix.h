@@ -18,7 +18,13 @@
 enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS };
 #define WIDE_BFLOAT16 2
 
-enum Activation { AS_IT_IS, INT8_GROUP, INT8_STATIC, FLOAT8_TOKEN, FLOAT8_STATIC, FLOAT8_GROUP };
+enum Activation {
+    AS_IT_IS, INT8_GROUP, INT8_STATIC, FLOAT8_TOKEN, FLOAT8_STATIC, FLOAT8_GROUP, FLOAT16_ROW
+};
+
+// Of product_half.c: 32 products of two such numbers stay below 2^15.
+#define HALF_INPUT 64.0f
+#define HALF_WEIGHT 16.0f
 
 typedef struct {
     int32_t format;      // enum Format
@@ -62,8 +68,8 @@ typedef struct {
     int32_t rows;
     const float *values;  // [rows][stride]
     int32_t stride;
-    int8_t *codes;        // [rows][columns]
-    float *scales;        // [rows][input groups]
+    int8_t *codes;        // [rows][columns]; of FLOAT16_ROW, numbers of 16 bits
+    float *scales;        // [rows][input groups]; of FLOAT16_ROW, [rows]
     // [rows][input groups]: of the codes; without zero points, what integer sums begin at
     int32_t *sums;
     float *offsets;       // [rows]: what column_bias adds to every output
@@ -82,6 +88,10 @@ static inline int takes_integers(const Matrix *w) {
     return w->activation == INT8_GROUP;
 }
 
+static inline int takes_halves(const Matrix *w) {
+    return w->activation == FLOAT16_ROW;
+}
+
 // What the numbers of a format have to be multiplied with once they are read.
 static inline float weight_factor(const Matrix *w) {
     if (w->format == FLOAT16 || (w->format == VECTORS && !w->wide_scales)) return HALF_FACTOR;
@@ -89,7 +99,12 @@ static inline float weight_factor(const Matrix *w) {
 }
 
 static inline float input_factor(const Matrix *w) {
-    return weight_factor(w) == 1.0f ? 1.0f : INPUT_FACTOR;
+    return weight_factor(w) == 1.0f || takes_halves(w) ? 1.0f : INPUT_FACTOR;
+}
+
+// What is left to be multiplied to a product.
+static inline float product_factor(const Matrix *w) {
+    return takes_halves(w) ? w->factor : w->factor * (weight_factor(w) / input_factor(w));
 }
 
 // Bytes of scratch that `rows` of x need for this matrix.
@@ -115,6 +130,11 @@ void integer_product(const Matrix *w, const Input *input, int block, int begin, 
         float out[][WIDTH]);
 void float_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]);
+void half_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]);
+
+// Whether this processor has half_product.
+int half_products(void);
 
 // What becomes of a product: it replaces what is in out [rows][stride], is added to it, or is
 // multiplied with silu or gelu of it.
@@ -159,6 +179,10 @@ typedef struct {
     const uint8_t *zeros;  // [outputs][weight_groups] or NULL
     int32_t weight_group;  // columns (in their new order) that share a scale of the source
     int32_t weight_groups;
+    // FLOAT16_ROW: what weights are multiplied with to become the float16 of product_half.c, and
+    // whether they are bfloat16 before
+    float factor;
+    int32_t from_bfloats;
     uint8_t *to;
 } Packing;
 

@@ -88,6 +88,15 @@ static void pack_integer_block(const Packing *p, int block) {
         for (int k = 0; k < w->inputs; k++) ((type *)to)[k * WIDTH + r] = row[k];                  \
     }
 
+// A block of 16-bit floats as float16 times a power of two, in place.
+static void rescale_block(const Packing *p, uint8_t *at) {
+    const uint8_t *end = at + p->w->block_bytes;
+    for (; at < end; at += 2 * WIDTH) {
+        floats8 eight = p->from_bfloats ? bfloats_load(at) : halves_load(at);
+        halves_store(at, floats_scale(eight, p->factor));
+    }
+}
+
 static void pack_float_block(const Packing *p, int block) {
     const Matrix *w = p->w;
     uint8_t *to = p->to + block * w->block_bytes;
@@ -95,6 +104,7 @@ static void pack_float_block(const Packing *p, int block) {
     if (p->source_bits == 8) TRANSPOSE(uint8_t)
     if (p->source_bits == 16) TRANSPOSE(uint16_t)
     if (p->source_bits == 32) TRANSPOSE(uint32_t)
+    if (takes_halves(w)) rescale_block(p, to);
 }
 
 static void pack_blocks(void *argument, Team *team, int thread) {

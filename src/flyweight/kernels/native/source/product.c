@@ -13,8 +13,9 @@
 void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]) {
     if (takes_integers(w)) integer_product(w, input, block, begin, rows, out);
+    else if (takes_halves(w)) half_product(w, input, block, begin, rows, out);
     else float_product(w, input, block, begin, rows, out);
-    float factor = w->factor * (weight_factor(w) / input_factor(w));
+    float factor = product_factor(w);
     if (factor == 1 && !w->bias && !w->column_bias) return;
     floats8 bias = w->bias ? floats_load(w->bias + (size_t)block * WIDTH) : floats_splat(0);
     for (int m = 0; m < rows; m++) {
@@ -81,7 +82,8 @@ static void project_block(const Product *product, const Matrix *w, int block) {
 
 static void project_blocks(const Product *product, int first, int last) {
     const Matrix *w = product->w;
-    int many = product->input.rows >= MANY && !takes_integers(w) && w->format != FLOAT32;
+    int many = product->input.rows >= MANY && !takes_integers(w) && !takes_halves(w)
+            && w->format != FLOAT32;
     for (int block = first; block < last; block++) {
         Matrix wide;
         if (many && widen(w, block, &wide)) project_block(product, &wide, block);

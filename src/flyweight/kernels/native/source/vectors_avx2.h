@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#define HALF_PRODUCTS 0
 #define DOT_SUMS 4
 
 typedef __m256 floats8;

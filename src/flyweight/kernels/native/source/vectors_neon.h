@@ -17,6 +17,12 @@
 // Codes come as 2^23 + code, which is an integer's bits below those of 2^23.
 #define CODE_OFFSET 8388608.0f
 
+#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#define HALF_PRODUCTS 1
+#else
+#define HALF_PRODUCTS 0
+#endif
+
 typedef struct { float32x4_t low, high; } floats8;
 typedef struct { int32x4_t low, high; } ints8;
 
@@ -224,3 +230,39 @@ ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
     spread_codes(to + 4, veorq_u8(vld1q_u8(codes + 32), sign), veorq_u8(vld1q_u8(codes + 48),
             sign));
 }
+
+#if HALF_PRODUCTS
+typedef float16x8_t halves8;
+
+ALWAYS_INLINE halves8 halves_zero(void) {
+    return vreinterpretq_f16_u16(vdupq_n_u16(0));
+}
+
+// sum[m][j % 4] += w[j] · x[m][j] for eight j, where w[j] is one input of eight outputs. As
+// assembler, because one of eight lanes can be chosen in half of the registers only (constraint x),
+// and gcc copies it into a vector of its own instead.
+ALWAYS_INLINE void halves_fma8(halves8 sum[][4], const uint16_t *w, const uint16_t *x,
+        size_t stride, const int rows) {
+    halves8 inputs[4];
+    UNROLL for (int m = 0; m < rows; m++)
+        inputs[m] = vreinterpretq_f16_u16(vld1q_u16(x + m * stride));
+#define HALF_STEP(j)                                                                              \
+    {                                                                                             \
+        const halves8 weights = vreinterpretq_f16_u16(vld1q_u16(w + 8 * j));                      \
+        UNROLL for (int m = 0; m < rows; m++)                                                     \
+            __asm__("fmla %0.8h, %1.8h, %2.h[" #j "]" : "+w"(sum[m][j % 4])                       \
+                    : "w"(weights), "x"(inputs[m]));                                              \
+    }
+    HALF_STEP(0) HALF_STEP(1) HALF_STEP(2) HALF_STEP(3)
+    HALF_STEP(4) HALF_STEP(5) HALF_STEP(6) HALF_STEP(7)
+}
+
+ALWAYS_INLINE floats8 halves_add_up(floats8 total, const halves8 sum[4]) {
+    halves8 first = vaddq_f16(sum[0], sum[1]);
+    halves8 second = vaddq_f16(sum[2], sum[3]);
+    float32x4_t low = vaddq_f32(vcvt_f32_f16(vget_low_f16(first)),
+            vcvt_f32_f16(vget_low_f16(second)));
+    float32x4_t high = vaddq_f32(vcvt_high_f32_f16(first), vcvt_high_f32_f16(second));
+    return (floats8){vaddq_f32(total.low, low), vaddq_f32(total.high, high)};
+}
+#endif

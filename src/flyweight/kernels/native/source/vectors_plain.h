@@ -4,6 +4,7 @@
 
 #define INSTRUCTIONS "plain C"
 #define BYTE_BIAS 0
+#define HALF_PRODUCTS 0
 #define DOT_SUMS 1
 #define EACH for (int i = 0; i < 8; i++)
 
