@@ -27,6 +27,7 @@ from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.config import DTYPES
+from flyweight.models.kv_scheme import choose_kv_scheme
 
 if TYPE_CHECKING:
     from flyweight.models.decoder import Decoder
@@ -59,13 +60,15 @@ class LLM:
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call
+    kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
+                       own files ask for, which is what happens if nothing is given
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 native: bool = False):
+                 native: bool = False, kv_dtype: str | None = None):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
@@ -80,7 +83,11 @@ class LLM:
         defaults = DEFAULTS[self.device.type]
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
-        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype)
+        scheme = choose_kv_scheme(kv_dtype, self.weights, config)
+        if native and scheme.format is not None:
+            raise OptionError(f"native kernels keep the KV cache in the type of activations: leave out --native or --kv-dtype {kv_dtype}")
+        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.dtype, scheme.format, scheme.scales)
+        self.kv_dtype = shape.dtype_name
         workspace = graphs = 0
         if self.device.type == "cuda":
             workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)

@@ -112,6 +112,8 @@ class DecodeAttention:
         self.layers = {id(block): attention_layer(block, ropes, page) for block in blocks}
         self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}
         first = self.layers[id(blocks[0])].shape
+        if caches[0].eight is not None:
+            separate = separate or "the KV cache has 8 bits, and the kernel of both reads 16"
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
         self.workspace = Workspace.make(first, self.size, device)
         self.mailboxes = []
@@ -154,7 +156,9 @@ class DecodeAttention:
             )
         qkv = self.buffers.take("qkv", layer.shape.width, self.size)
         packed = block.o.packed_input(self.size, layer.shape.items)
-        prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
+        prefetch = None
+        if cache.eight is None:
+            prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
         block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
         decode_attention(
             qkv, attended, cache, rows, layer=layer, workspace=self.workspace, to=packed

@@ -20,6 +20,7 @@ from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.workspace import Workspace
 from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
+from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.layer import Block, Stage
 from flyweight.models.layers import Embedding, Linear, Weights, load_tensor
 from flyweight.models.plan import ROPE, Group
@@ -50,6 +51,7 @@ class Decoder:
         self.blocks = blocks
         self.norm = norm
         self.head = head
+        self.kv_scheme = KVScheme()  # of whole sequences; caches know their own
         self.ropes = all_tables(config, device)
         self.ops = decoder_ops(device)
         self.workspace = Workspace(device, shared_device=True)
@@ -171,7 +173,7 @@ class Decoder:
             raise ValueError(
                 f"{tokens} tokens are more than the context of {self.config.context_length}"
             )
-        return Whole(tokens, self.ropes, self.ops)
+        return Whole(tokens, self.ropes, self.ops, self.kv_scheme)
 
     def _run(self, hidden: Tensor, stage: Stage, rows: Tensor | None = None) -> Tensor:
         """Of the last block only `rows` need more than their keys and values: a prompt has one

@@ -20,12 +20,25 @@ class Subject:
     ids: list[int]
     bos: int | None
 
+    @property
+    def kv_dtype(self) -> str:
+        """In which keys and values are seen."""
+        format = self.decoder.kv_scheme.format
+        return str(self.decoder.dtype).removeprefix("torch.") if format is None else format.name
+
 
 def load_subject(
-    model: str, text: str, *, device: str | None, dtype: str | None, exact: bool = True
+    model: str,
+    text: str,
+    *,
+    device: str | None,
+    dtype: str | None,
+    exact: bool = True,
+    kv_dtype: str | None = None,
 ) -> Subject:
     from flyweight.engine.llm import choose_dtype
     from flyweight.models.decoder import Decoder
+    from flyweight.models.kv_scheme import choose_kv_scheme
 
     place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
@@ -33,6 +46,7 @@ def load_subject(
     decoder = Decoder.load(
         checkpoint, device=place, dtype=choose_dtype(dtype, checkpoint.config, place), exact=exact
     )
+    decoder.kv_scheme = choose_kv_scheme(kv_dtype, checkpoint, decoder.config)
     return Subject(checkpoint, decoder, ids, bos)
 
 
