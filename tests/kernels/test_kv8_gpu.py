@@ -60,7 +60,11 @@ def exact(shape, query, cache, table, length):
     [
         (dict(), [16384], torch.bfloat16),
         (dict(), [1, 17, 4096, 777, 64, 2000, 3, 1024] * 4, torch.float16),
-        (dict(heads=9, kv_heads=3, head_dim=64, rotary=64, qk_norm=False), [300, 5], torch.bfloat16),
+        (
+            dict(heads=9, kv_heads=3, head_dim=64, rotary=64, qk_norm=False),
+            [300, 5],
+            torch.bfloat16,
+        ),
         (dict(heads=16, kv_heads=1, head_dim=256, rotary=64), [700, 33], torch.bfloat16),
         (dict(heads=8, head_dim=80, rotary=32), [700, 33, 1], torch.bfloat16),
     ],
@@ -133,13 +137,11 @@ def test_chunks_and_decoding_rows_read_pages_of_codes(format):
     from flyweight.kernels.attention.triton import paged_attention
 
     spans = [(1, 8191), (129, 1500), (300, 0), (512, 3000)]
-    batch, plain, query, new = make(
+    batch, plain, query, _ = make(
         spans, heads=32, kv_heads=8, size=128, page=16, dtype=torch.bfloat16
     )
     cache = KVStorage.zeros(tuple(plain.keys.shape), plain.dtype, DEVICE, format)
-    for side, (pages, codes) in enumerate(
-        ((plain.keys, cache.keys), (plain.values, cache.values))
-    ):
+    for side, (pages, codes) in enumerate(((plain.keys, cache.keys), (plain.values, cache.values))):
         scales = format.scales(pages)
         codes.copy_(format.encode(pages, scales))
         cache.eight.scales[side].copy_(scales.transpose(1, 2))
@@ -148,3 +150,50 @@ def test_chunks_and_decoding_rows_read_pages_of_codes(format):
     )
     got = paged_attention(query, cache, plan_attention(batch, cache), scale=128**-0.5)
     assert error(got, want) < 8e-3
+
+
+@pytest.mark.parametrize("format", [FP8, INT8], ids=lambda one: one.name)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_qkv_with_attention_over_codes_is_as_both_apart(rows, format):
+    from gpu_linears import linear_of, make
+
+    from flyweight import gpu
+    from flyweight.kernels.attention.qkv import mailbox_cycle, qkv_attention, unsupported_reason
+    from flyweight.kernels.linear import gemv
+
+    shape = replace(SHAPE, eight_bits=True)
+    torch.manual_seed(0)
+    lengths = [5000, 17, 64, 300, 1, 2, 500, 33][:rows]
+    linear = linear_of(
+        make("int4:128", (shape.width, 512), 2, torch.bfloat16), dtype=torch.bfloat16
+    )
+    assert unsupported_reason(linear, shape, rows, gpu.of(DEVICE)) is None
+    cache, tables = filled(shape, lengths, format, torch.bfloat16)
+    apart = KVStorage(
+        cache.keys.clone(),
+        cache.values.clone(),
+        replace(cache.eight, scales=cache.eight.scales.clone()),
+    )
+    angles = torch.rand(max(lengths), shape.rotary // 2, device=DEVICE) * 6
+    weights = [torch.rand(shape.head_dim, device=DEVICE).bfloat16() + 0.5 for _ in range(2)]
+    layer = AttentionLayer(shape, shape.head_dim**-0.5, HeadNorms(*weights, 1e-6))
+    places = Rows(
+        rope_pairs(angles.cos(), angles.sin()),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        tables,
+    )
+    x = torch.randn(rows, 512, device=DEVICE).bfloat16()
+    norm = Norm(torch.rand(512, device=DEVICE).bfloat16() + 0.5, 1e-6)
+    qkv = gemv.multiply(linear.weight, x, norm=norm)
+    width = shape.heads * shape.head_dim
+    want, got = torch.full((2, rows, width), float("nan"), device=DEVICE).bfloat16()
+    workspace = Workspace.make(shape, rows, DEVICE)
+    decode_attention(qkv, want, apart, places, layer=layer, workspace=workspace)
+    boxes = mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=DEVICE)
+    qkv_attention(linear, x, got, cache, places, layer=layer, norm=norm, mailboxes=tuple(boxes))
+    for row in range(rows):
+        assert error(got[row], want[row]) < 8e-3, row
+    assert torch.equal(cache.values.view(torch.uint8), apart.values.view(torch.uint8))
+    assert torch.equal(cache.eight.scales[1].nan_to_num(), apart.eight.scales[1].nan_to_num())
+    keys = [one.eight.scales[0].double() for one in (cache, apart)]
+    torch.testing.assert_close(*keys, rtol=0.01, atol=0, equal_nan=True)

@@ -34,6 +34,7 @@ class HeadShape:
     page: int
     qk_norm: bool
     window: int | None = None
+    eight_bits: bool = False  # the cache is one of codes
 
     @property
     def group(self) -> int:

@@ -214,6 +214,12 @@ DEVICE u32 shared_load(u32 address) {
   return q;
 }
 
+DEVICE uint2 shared_load2(u32 address) {
+  uint2 q;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(q.x), "=r"(q.y) : "r"(address));
+  return q;
+}
+
 // ---- barriers in shared memory, and copies that complete on them ----
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void barrier_init(u64* b, u32 count) {
@@ -279,6 +285,9 @@ DEVICE void copy_end(u64* full) {
 // Copies of 16 bytes by each thread for itself, waited for in the order of their groups.
 DEVICE void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 DEVICE void copy_piece(void* to, const void* from) { copy16(shared_address(to), from); }
 DEVICE void copy_arrive(u64* full) {  // an arrival of this thread, once all its copies so far are done
