@@ -4,9 +4,14 @@ where their KV lives.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy
+import torch
 from torch import Tensor
+
+from flyweight.kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,92 @@ class Batch:
     output_rows: Tensor  # int64 [outputs]: the tokens whose logits are wanted
 
 
+def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because masked slots are multiplied by 0, which only a finite number survives.
+
+    On a CPU they come from calloc: a page of a large, mostly unused pool costs no memory until it
+    is written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(numpy.zeros(count, dtype=numpy.uint8)).view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """What a cache of 8-bit codes (kv_format.py) has beside them."""
+
+    format: KVFormat
+    scales: Tensor  # bfloat16 [2, blocks, kv_heads, block_size]: of keys, of values
+    wide: torch.dtype  # of queries, and of what the codes stand for
+    # scales that a checkpoint gives for keys and for values; None: found for each token
+    fixed: tuple[float, float] | None = None
+
+    def write(self, side: int, pages: Tensor, x: Tensor, slots: Tensor) -> None:
+        """x [tokens, kv_heads, head_dim] to its slots of the keys (side 0) or values (1)."""
+        scales = self.format.scales(x)
+        if self.fixed is not None:
+            scales = torch.full_like(scales, self.fixed[side])
+        size = pages.shape[1]
+        codes = self.format.encode(x, scales)
+        # torch copies no float8 by an index
+        pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, codes.view(torch.uint8))
+        self.scales[side].transpose(1, 2)[slots // size, slots % size] = scales
+
+    def read(self, side: int, pages: Tensor, slots: slice | Tensor) -> Tensor:
+        """[tokens, kv_heads, head_dim] of the slots."""
+        size = pages.shape[1]
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=pages.device)
+        codes = pages.view(torch.uint8).flatten(0, 1).index_select(0, slots).view(pages.dtype)
+        scales = self.scales[side].transpose(1, 2)[slots // size, slots % size]
+        return self.format.decode(codes, scales, self.wide)
+
+
 @dataclass(frozen=True)
 class KVStorage:
     """The paged cache of one layer, as the attention op sees it."""
 
     keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
     values: Tensor
+    eight: EightBits | None = None  # keys and values are codes
 
     @property
     def block_size(self) -> int:
         return self.keys.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of queries, and of keys and values once they are read."""
+        return self.keys.dtype if self.eight is None else self.eight.wide
+
+    @classmethod
+    def zeros(
+        cls,
+        size: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        format: KVFormat | None = None,
+        fixed: tuple[float, float] | None = None,
+    ) -> KVStorage:
+        """[blocks, block_size, kv_heads, head_dim] of nothing; `dtype` is that of queries."""
+        stored = dtype if format is None else format.dtype
+        pages = [empty_pages(size, stored, device) for _ in range(2)]
+        if format is None:
+            return cls(*pages)
+        blocks, page, kv_heads, _ = size
+        scales = torch.zeros(2, blocks, kv_heads, page, dtype=torch.bfloat16, device=device)
+        return cls(*pages, EightBits(format, scales, dtype, fixed))
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """[tokens, kv_heads, head_dim] each; in 8 bits where the cache is."""
+        for side, (pages, new) in enumerate(((self.keys, keys), (self.values, values))):
+            if self.eight is not None:
+                self.eight.write(side, pages, new, slots)
+            else:
+                pages.flatten(0, 1).index_copy_(0, slots, new)

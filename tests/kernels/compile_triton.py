@@ -16,7 +16,8 @@ NORM = dict(x=FLOAT, weight=FLOAT, out=FLOAT)
 ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, slots="*i64", norm=FLOAT, keys=FLOAT, values=FLOAT, HEADS=32,
             KV_HEADS=8, HEAD_DIM=128, HALF=64, BLOCK=64, REST_BLOCK=1, HEAD_BLOCK=16)
 ATTEND = dict(query=FLOAT, keys=FLOAT, values=FLOAT, out=FLOAT, tables=TABLE, tiles=TABLE, GROUP=4, HEAD_DIM=128, BLOCK=128,
-              PAGE=16, WINDOW=0)
+              PAGE=16, WINDOW=0, CODES=0, key_scales=None, value_scales=None)
+CODED = dict(key_scales="*bf16", value_scales="*bf16")
 PARTS = dict(parts=SCALES, sums=SCALES)
 COLUMN = dict(values_at=SCALES, matrix_at=SCALES, scale_at=SCALES, bias_at=SCALES)
 FOUND = dict(least_at=SCALES, index_at=TABLE, parts="i32")
@@ -44,6 +45,8 @@ CASES = [
     (triton_ops._silu_mul, dict(gate_up=FLOAT, out=FLOAT, SIZE=12288, BLOCK=1024)),
     (triton_ops._rope_norm_write, ROPE),
     (triton_attention._attend, ATTEND | tile(128)),
+    *((triton_attention._attend, ATTEND | tile(128) | CODED | dict(keys=codes, values=codes, CODES=number))
+      for number, codes in ((1, "*u8"), (2, "*i8"))),
     (triton_attention._attend, ATTEND | tile(256) | dict(HEAD_DIM=256, BLOCK=256)),
     (triton_attention._attend, ATTEND | tile(128) | PARTS | dict(ROWS=16, GROUP=7, HEAD_DIM=96, WINDOW=4096)),
     (nearest._nearest, NEAREST),
@@ -62,7 +65,7 @@ def compile_case(kernel, given: dict, arch: int) -> bytes:
     for i, parameter in enumerate(kernel.params):
         value = given.get(parameter.name)
         pointer = parameter.name.endswith("_at") or parameter.name in (
-            "scales", "parts", "sums", "norm", "positions")
+            "scales", "parts", "sums", "norm", "key_scales", "value_scales")
         if pointer and value is None:
             constants[(i,)], signature[parameter.name] = None, "constexpr"
         elif isinstance(value, str):

@@ -9,6 +9,7 @@ from tuning import retune
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
+from flyweight.kv_format import FP8, INT8
 
 attention = pytest.importorskip("flyweight.kernels.attention.triton", reason="triton is not installed")
 plans = pytest.importorskip("flyweight.kernels.attention.plan", reason="triton is not installed")
@@ -25,7 +26,7 @@ def small(monkeypatch):
     monkeypatch.setattr(plans, "SMALL_COLUMNS", 16)
 
 
-def make(spans, *, heads, kv_heads, size, page=8, dtype=torch.float16):
+def make(spans, *, heads, kv_heads, size, page=8, dtype=torch.float16, format=None):
     """A batch of (new tokens, cached tokens before them), the cache, and the step's query, keys and values."""
     starts, lengths, positions, slots, tables = [0], [], [], [], []
     blocks = [-(-(new + old) // page) for new, old in spans]
@@ -46,8 +47,20 @@ def make(spans, *, heads, kv_heads, size, page=8, dtype=torch.float16):
             keys[table[p // page], p % page], values[table[p // page], p % page] = torch.randn(2, kv_heads, size).to(keys)
     query, *new = (torch.randn(starts[-1], count, size, device=DEVICE).to(dtype) for count in (heads, kv_heads, kv_heads))
     cache = KVStorage(keys, values)
+    if format is not None:
+        cache = coded(cache, format)
     reference.write_kv(cache, *new, batch.slots)
     return batch, cache, query, new
+
+
+def coded(cache, format):
+    """The same in codes of 8 bits; what is no number stays none, in its scale."""
+    eight = KVStorage.zeros(tuple(cache.keys.shape), cache.dtype, cache.keys.device, format)
+    for side, (pages, codes) in enumerate(((cache.keys, eight.keys), (cache.values, eight.values))):
+        scales = format.scales(pages)
+        codes.copy_(format.encode(pages, scales))
+        eight.eight.scales[side].copy_(scales.transpose(1, 2))
+    return eight
 
 
 def check(spans, *, window=None, give_new=True, tile=TILE, tolerance=4e-3, **shape):
@@ -67,6 +80,12 @@ MIXED = [(1, 20), (12, 0), (9, 14), (1, 0), (12, 0), (30, 5)]  # decoding, whole
 @pytest.mark.parametrize("heads, kv_heads, size", [(4, 2, 64), (3, 1, 96), (2, 2, 80), (7, 1, 128)])
 def test_a_mixed_batch(heads, kv_heads, size, give_new):
     check(MIXED, heads=heads, kv_heads=kv_heads, size=size, give_new=give_new)
+
+
+@pytest.mark.parametrize("format", [FP8, INT8], ids=lambda one: one.name)
+@pytest.mark.parametrize("heads, kv_heads, size, page", [(4, 2, 64, 8), (3, 1, 96, 16)])
+def test_pages_of_8_bit_codes(heads, kv_heads, size, page, format):
+    check(MIXED, heads=heads, kv_heads=kv_heads, size=size, page=page, format=format, give_new=False)
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 40])

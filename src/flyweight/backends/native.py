@@ -54,7 +54,7 @@ class Native:
         self.llm = LLM(self.model, **(settings | self.options.extra))
         self.meter.end()
         garbage.settle()
-        self.limits, self.kv_dtype = limits, str(self.llm.kv_dtype).removeprefix("torch.")
+        self.limits, self.kv_dtype = limits, self.llm.kv_dtype
 
     def _keep_decoder(self, device: torch.device) -> Decoder | None:
         """Of an engine for other limits only the weights are kept, and counted on."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flyweight.commands.bench_sweep import Models, Out, close
-from flyweight.commands.generate import Device, Dtype, Threads
+from flyweight.commands.generate import Device, Dtype, KvDtype, Threads
 
 if TYPE_CHECKING:
     from flyweight.bench.facts import Variant
@@ -22,7 +22,7 @@ def step(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; default: 1 and 64.")] = None,
     input: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
     output: Annotated[int, typer.Option("--output", min=8, help="Tokens of each answer: the steps.")] = 34,
-    device: Device = None, threads: Threads = None, dtype: Dtype = None,
+    device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None,
 ) -> None:
     """Linears, attention, the head, gaps between kernels and the host's work in one decode step, in microseconds.
 
@@ -49,7 +49,7 @@ def step(
         if due:
             typer.echo(f"loading {variant.model}", err=True)
             file.append([environment] if not any(row["environment"] == environment["id"] for row in file.rows) else [])
-            file.append(measure(variant, due, environment["id"], device=device, dtype=dtype))
+            file.append(measure(variant, due, environment["id"], device=device, dtype=dtype, kv_dtype=kv_dtype))
         rows += [row for work in works for row in file.finished("profile", **key, **shape(work))]
     typer.echo(terminal(step_table(Results(tuple(rows), {environment["id"]: environment}))).rstrip())
     close(rows, out)
@@ -59,7 +59,8 @@ def shape(work: Workload) -> Row:
     return {"batch": work.batch, "input": work.input, "output": work.output}
 
 
-def measure(variant: Variant, works: list[Workload], environment: str, *, device: str | None, dtype: str | None) -> list[Row]:
+def measure(variant: Variant, works: list[Workload], environment: str, *, device: str | None, dtype: str | None,
+            kv_dtype: str | None = None) -> list[Row]:
     """The rows of one model, loaded once; where it cannot be loaded, or its steps are not captured, the reason."""
     from flyweight.backends.base import PAGE, Limits
     from flyweight.bench.cases import attempt
@@ -71,9 +72,9 @@ def measure(variant: Variant, works: list[Workload], environment: str, *, device
     limits = Limits.of((work.batch, work.input + work.output) for work in works)
     facts, rows = facts_of(variant).fields() | {"backend": "native", "level": "part"}, []
     llm, broken = attempt(lambda: LLM(
-        variant.model, device=device, dtype=dtype, max_num_seqs=limits.batch, max_model_len=limits.context,
+        variant.model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_num_seqs=limits.batch, max_model_len=limits.context,
         blocks=(limits.tokens or 0) // PAGE, block_size=PAGE, prefix_cache=False))
-    facts["kv_dtype"] = str(llm.dtype).removeprefix("torch.") if llm else None
+    facts["kv_dtype"] = llm.kv_dtype if llm else None
     for work in works:
         found, fault = attempt(lambda work=work: measure_steps(llm, work)) if llm else (None, broken)  # type: ignore[misc]
         rows += [make_row("profile", environment, **rounded(facts | shape(work) | one)) for one in found or [fault or {}]]

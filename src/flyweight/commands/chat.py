@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Context, Device, Dtype, Fraction, Head, Native, Offload, Threads, load
+from flyweight.commands.generate import Context, Device, Dtype, Fraction, Head, KvDtype, Native, Offload, Threads, load
 from flyweight.commands.line_reader import editing, messages
 from flyweight.commands.stopping import interruptible
 from flyweight.commands.word_wrap import WordWrap
@@ -35,6 +35,7 @@ def chat(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
     head: Head = None,
     native: Native = None,
     offload: Offload = 0,
@@ -57,8 +58,8 @@ def chat(
     from flyweight.engine.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = load(model, device=device, dtype=dtype, head=head, native=native, offload=offload, max_model_len=max_model_len,
-               memory_fraction=memory_fraction)
+    llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
+               max_model_len=max_model_len, memory_fraction=memory_fraction)
     params = params.with_defaults({**LIVELY, **llm.sampling_defaults})
     template = {} if think is None else {"enable_thinking": think}
     conversation = Conversation(params, system=system)

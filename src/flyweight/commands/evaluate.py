@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, Threads
+from flyweight.commands.generate import Device, Dtype, KvDtype, Threads
 from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
@@ -35,6 +35,7 @@ def evaluate(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the rows of --json to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,
 ) -> None:
@@ -42,6 +43,9 @@ def evaluate(
 
     With several models, the others are also compared with the first: the KL divergence of their predictions from its own,
     and how often both find the same next token likeliest.
+
+    --kv-dtype shows keys and values as a KV cache of that type would hold them; with several models to all but the first, so
+    that naming a model twice compares it with itself.
 
     Windows do not overlap unless --stride is smaller; then each token has at least window − stride tokens before it.
     Models whose tokenizer begins a text with BOS see one at the beginning of every window.
@@ -67,8 +71,9 @@ def evaluate(
     first, rows = None, []
     for name in models:
         with console.status(f"Loading {name} …"):
+            own = first is None and len(models) > 1  # the original's head and cache stay as its files ask for
             subject = load_subject(name, content, device=device, dtype=dtype, exact=not served,
-                                   head=head if first or len(models) == 1 else None)
+                                   head=None if own else head, kv_dtype=None if own else kv_dtype)
         if window + (subject.bos is not None) > subject.decoder.config.context_length:
             raise OptionError(f"--window {window} is more than the context of {subject.decoder.config.context_length} tokens")
         if first is not None and subject.ids != first.ids:
@@ -115,7 +120,7 @@ def result_row(result: Perplexity, agreement: Agreement | None, subject: Subject
 
     dtype = str(subject.decoder.dtype).removeprefix("torch.")
     row = checkpoint_facts(model).fields() | dict(
-        kv_dtype=dtype, dtype=dtype, tool="flyweight", exact=exact, perplexity=result.perplexity,
+        kv_dtype=subject.kv_dtype, dtype=dtype, tool="flyweight", exact=exact, perplexity=result.perplexity,
         perplexity_error=result.error, text=text, window=result.window, stride=result.stride, bos=result.bos,
         tokens=result.tokens, seconds=round(result.seconds, 3), tokens_per_second=round(result.tokens_per_second, 2))
     if agreement is not None:

@@ -29,6 +29,8 @@ Threads = Annotated[int | None, typer.Option(min=1, callback=use_threads,
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own. A "
                                             "CPU without 16-bit arithmetic computes in float32.")]
 Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; as stored.")]
+KvDtype = Annotated[str | None, typer.Option(help="Of the KV cache: fp8 or int8 (half the memory), model (the type of activations) "
+                                             "or auto, as the model's files ask for: the default.")]
 Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay in the host's memory and come over the bus for "
                                      "each step; for models somewhat larger than the GPU.")]
 Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
@@ -51,6 +53,7 @@ def generate(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
     head: Head = None,
     native: Native = None,
     offload: Offload = 0,
@@ -83,8 +86,8 @@ def generate(
         raise OptionError(f"standard input is not {error.encoding} text ({error.reason} at byte {error.start + 1})") from None
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
-    llm = load(model, device=device, dtype=dtype, head=head, native=native, offload=offload, max_model_len=max_model_len,
-               memory_fraction=memory_fraction)
+    llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
+               max_model_len=max_model_len, memory_fraction=memory_fraction)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()
     stream = llm.stream(asked, **sampling)

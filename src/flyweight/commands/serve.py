@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Context, Device, Dtype, Head, Native, Offload, Threads
+from flyweight.commands.generate import Context, Device, Dtype, Head, KvDtype, Native, Offload, Threads
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -37,6 +37,7 @@ def serve(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
     head: Head = None,
     native: Native = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Of several models: load each when it is first asked for.")] = False,
@@ -77,7 +78,7 @@ def serve(
     """
     engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
-              "head": head, "native": native, "prompt_tokens_beside": prompt_tokens_beside}
+              "kv_dtype": kv_dtype, "head": head, "native": native, "prompt_tokens_beside": prompt_tokens_beside}
     if offload and backend == "native":
         engine["offload"] = offload
     keys = tuple(api_key or ()) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))

@@ -132,7 +132,7 @@ def make_caches(decoder: Decoder) -> list[KVStorage]:
     """One for all layers."""
     config = decoder.config
     size = (-(-config.context_length // PAGE), PAGE, config.kv_heads, config.head_dim)
-    return [KVStorage(*(torch.zeros(size, dtype=decoder.dtype, device=decoder.device) for _ in range(2)))] * config.layers
+    return [KVStorage.zeros(size, decoder.dtype, decoder.device)] * config.layers
 
 
 def load(model: str, dtype: str | None) -> Decoder:

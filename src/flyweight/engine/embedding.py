@@ -60,7 +60,7 @@ class Embedder:
         config = self.decoder.config
         blocks = sum(-(-length // BLOCK) for length in lengths)
         size = (blocks, BLOCK, config.kv_heads, config.head_dim)
-        cache = KVStorage(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
+        cache = KVStorage.zeros(size, self.dtype, self.device)
         batch = pack(texts, self.device, [long_rows(config, length) for length in lengths])
         hidden = self.norm(self.decoder.hidden(batch, [cache] * config.layers).float())  # [tokens, hidden]
         pooled = torch.stack([pool(part, pooling) for part in hidden.split(lengths)])

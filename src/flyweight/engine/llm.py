@@ -28,7 +28,8 @@ from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, RequestError, unknown
-from flyweight.models.config import DTYPES
+from flyweight.models.config import DTYPES, ModelConfig
+from flyweight.models.kv_scheme import choose_kv_scheme
 from flyweight.models.narrow_head import narrow_head
 
 if TYPE_CHECKING:
@@ -67,23 +68,28 @@ class LLM:
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
                        None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
     offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step
+    kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
+                       own files ask for, which is what happens if nothing is given
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
                  max_model_len: int | None = None, memory_fraction: float | None = None, max_num_seqs: int | None = None,
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
-                 head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None):
+                 head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None,
+                 kv_dtype: str | None = None):
         self.name = str(model)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
+        scheme = choose_kv_scheme(kv_dtype, self.weights, ModelConfig.from_dict(self.weights.config))
         self.decoder: Any = decoder
         self.executor = "the decoder that was given"
         if decoder is None:
             with shortage.told(f"{model}: its weights do not fit"):
                 self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
-                                                           native=native, offload=offload)
+                                                           native=native, offload=offload,
+                                                           eight_bit_cache=scheme.format is not None)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -93,8 +99,9 @@ class LLM:
         defaults = DEFAULTS[self.device.type]
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
-        self.kv_dtype: torch.dtype = self.decoder.cache_dtype if dtype is None else self.dtype
-        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, self.kv_dtype)
+        cached = self.decoder.cache_dtype if dtype is None else self.dtype
+        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, cached, scheme.format, scheme.scales)
+        self.kv_dtype = shape.dtype_name
         workspace = graphs = 0
         if self.device.type == "cuda":
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
@@ -347,10 +354,9 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
-                 offload: int = 0) -> tuple[Any, str]:
+                 offload: int = 0, eight_bit_cache: bool = False) -> tuple[Any, str]:
     """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
     from flyweight.models import native as own
-    from flyweight.models.config import ModelConfig
 
     if offload and device.type != "cuda":
         raise OptionError("offload moves layers out of a GPU's memory, and this runs on a CPU: leave it out")
@@ -359,6 +365,8 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
     reason: str | None = "turned off"
     if native is not False and device.type == "cpu":
         reason = own.why_not(ModelConfig.from_dict(weights.config), dtype)
+        if eight_bit_cache:
+            reason = reason or "they keep the KV cache in 16 bits"
     if native and reason:
         raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
     if reason is None:

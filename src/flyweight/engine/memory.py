@@ -14,6 +14,7 @@ import torch
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import ResourceError
+from flyweight.kv_format import SCALE_BYTES, KVFormat
 from flyweight.models.decoder import Decoder
 
 DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
@@ -28,10 +29,28 @@ class CacheShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    format: KVFormat | None = None  # of 8-bit codes
+    fixed: tuple[tuple[float, float], ...] | None = None  # scales of keys and values by layer, where a checkpoint gives them
+
+    @property
+    def head_bytes(self) -> int:
+        """Of a key or value of one head."""
+        if self.format is None:
+            return self.head_dim * self.dtype.itemsize
+        return self.head_dim * self.format.dtype.itemsize + SCALE_BYTES
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.head_bytes
+
+    @property
+    def dtype_name(self) -> str:
+        return self.format.name if self.format is not None else str(self.dtype).removeprefix("torch.")
+
+    def storage(self, layer: int, blocks: int, block_size: int, device: torch.device) -> KVStorage:
+        """The cache of one layer."""
+        size = (blocks, block_size, self.kv_heads, self.head_dim)
+        return KVStorage.zeros(size, self.dtype, device, self.format, self.fixed[layer] if self.fixed else None)
 
 
 @dataclass(frozen=True)
@@ -80,8 +99,7 @@ def dummy_batch(tokens: int, *, context: int, block_size: int, device: torch.dev
 def measure_workspace(decoder: Decoder, shape: CacheShape, *, tokens: int, context: int, block_size: int) -> int:
     """Peak bytes of a prefill step of `tokens` tokens on a GPU, weights and cache aside."""
     device = decoder.device
-    size = (-(-min(context, tokens) // block_size), block_size, shape.kv_heads, shape.head_dim)
-    cache = KVStorage(*(torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)))
+    cache = shape.storage(0, -(-min(context, tokens) // block_size), block_size, device)
     batch = dummy_batch(tokens, context=min(context, tokens), block_size=block_size, device=device)
     decoder.forward(batch, [cache] * shape.layers)  # whatever is compiled or allocated once is no part of a step
     torch.cuda.synchronize(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -118,8 +117,7 @@ class Runner:
         self.block_size = block_size
         self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
-        size = (blocks + 1, block_size, shape.kv_heads, shape.head_dim)
-        self.caches = [KVStorage(zeros(size, shape.dtype, device), zeros(size, shape.dtype, device)) for _ in range(shape.layers)]
+        self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
 
     @functools.cached_property
     def steps(self) -> DecodeSteps | None:
@@ -209,13 +207,3 @@ class Runner:
                 wanted += top_logprobs(every[span[0] : span[0] + len(follow)], after, count)
                 prompts.append((i, follow))
         return Flight(works, places, Download(tokens, *wanted), most is not None, prompts)
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because masked slots are multiplied by 0, which only a finite number survives.
-
-    On a CPU they come from calloc: a page of a large, mostly unused pool costs no memory until it is written.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8)).view(dtype).view(shape)

@@ -54,6 +54,6 @@ def paged_attention(
 ) -> Tensor:
     heads = Heads(query.shape[1], cache.keys.shape[2], query.shape[2], query.dtype)
     if takes(heads, query.device, scale):
-        for page in (0, cache.block_size):
+        for page in (0, cache.block_size) if cache.eight is None else (0,):
             heads.kernel(page)
     return query

@@ -153,8 +153,7 @@ def attention_scales(scale: float) -> tuple[float, float]:
 
 
 def write_kv(cache: KVStorage, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-    cache.values.flatten(0, 1).index_copy_(0, slots, values)
+    cache.write(keys, values, slots)
 
 
 # cached tokens; from here on reading pages in place beats copying them for one call with the
@@ -173,7 +172,8 @@ class Piece:
     rows: slice | Tensor
     causal: bool  # the sequence begins here: no mask needed
     mask: Tensor | None  # 0 or −∞, [sequences, 1, 1, width] or [new, width]
-    # [2, sequences · width, kv_heads, head_dim]: the pages copied, by each layer in turn
+    # [2, sequences · width, kv_heads, head_dim]: the pages copied, by each layer in turn; pages in
+    # 8 bits are new tensors as they are read
     scratch: Tensor | None
 
 
@@ -237,14 +237,16 @@ def _plan_piece(
         seen = column * (column <= at[:, 0, 0])  # [sequences, width]
     if ragged or (new > 1 and not causal) or (window and width > window):
         visible = _visible(column, at, window)
-        mask = torch.zeros(visible.shape, dtype=cache.keys.dtype, device=device).masked_fill_(
+        mask = torch.zeros(visible.shape, dtype=cache.dtype, device=device).masked_fill_(
             ~visible, float("-inf")
         )
     if span is not None:
         return Piece(begin, end, sequences, span, causal, mask, None)
     table = batch.block_tables[first:last].long()
     rows = table.gather(1, (seen // size).expand(sequences, width)) * size + seen % size
-    scratch = cache.keys.new_empty(2, rows.numel(), *cache.keys.shape[2:])
+    scratch = None
+    if cache.eight is None:
+        scratch = cache.keys.new_empty(2, rows.numel(), *cache.keys.shape[2:])
     return Piece(begin, end, sequences, rows.flatten(), causal, mask, scratch)
 
 
@@ -326,10 +328,7 @@ def _attend_piece(
     query: Tensor, cache: KVStorage, piece: Piece, scale: float, bend: Bend | None
 ) -> Tensor:
     kv_heads, size = cache.keys.shape[2:]
-    keys, values = (
-        _read_pages(pages.view(-1, kv_heads, size), piece, i)
-        for i, pages in enumerate((cache.keys, cache.values))
-    )
+    keys, values = (_read_pages(cache, piece, side) for side in range(2))
     if bend is not None:
         # [sequences, heads, new, head_dim]
         heads = query.unflatten(0, (piece.sequences, -1)).transpose(1, 2)
@@ -354,13 +353,18 @@ def _attend_piece(
     return out[0].transpose(0, 1)
 
 
-def _read_pages(pages: Tensor, piece: Piece, which: int) -> Tensor:
+def _read_pages(cache: KVStorage, piece: Piece, side: int) -> Tensor:
     """[sequences, kv_heads, width, head_dim]"""
-    if isinstance(piece.rows, slice):
-        return pages[piece.rows].transpose(0, 1)[None]
-    assert piece.scratch is not None
-    copy = torch.index_select(pages, 0, piece.rows, out=piece.scratch[which])
-    return copy.view(piece.sequences, -1, *pages.shape[1:]).transpose(1, 2)
+    pages = cache.values if side else cache.keys
+    rows = pages.flatten(0, 1)
+    if cache.eight is not None:
+        copy = cache.eight.read(side, pages, piece.rows)
+    elif isinstance(piece.rows, slice):
+        return rows[piece.rows].transpose(0, 1)[None]
+    else:
+        assert piece.scratch is not None
+        copy = torch.index_select(rows, 0, piece.rows, out=piece.scratch[side])
+    return copy.view(piece.sequences, -1, *rows.shape[1:]).transpose(1, 2)
 
 
 def causal_attention(

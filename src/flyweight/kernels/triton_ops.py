@@ -217,14 +217,17 @@ def _write_part(
 ):
     """q and k back into qkv, where attention reads them; k and v into their slot."""
     tl.store(qkv + at, value.to(qkv.dtype.element_ty), mask=live & (head < HEADS + KV_HEADS))
-    tl.store(
-        keys + kv_at,
-        value.to(keys.dtype.element_ty),
-        mask=live & (head >= HEADS) & (head < HEADS + KV_HEADS),
-    )
-    tl.store(
-        values + kv_at, value.to(values.dtype.element_ty), mask=live & (head >= HEADS + KV_HEADS)
-    )
+    if keys is not None:
+        tl.store(
+            keys + kv_at,
+            value.to(keys.dtype.element_ty),
+            mask=live & (head >= HEADS) & (head < HEADS + KV_HEADS),
+        )
+        tl.store(
+            values + kv_at,
+            value.to(values.dtype.element_ty),
+            mask=live & (head >= HEADS + KV_HEADS),
+        )
 
 
 # they may be cut out of a buffer
@@ -341,8 +344,8 @@ def rope_norm_write(
             sin,
             slots,
             None if norm is None else norm.weight,
-            cache.keys,
-            cache.values,
+            cache.keys if cache.eight is None else None,
+            cache.values if cache.eight is None else None,
             qkv.stride(0),
             cos.stride(0),
             cache.keys.stride(1),
@@ -356,4 +359,7 @@ def rope_norm_write(
             REST_BLOCK=triton.next_power_of_2(max(1, size - 2 * half)),
             HEAD_BLOCK=head_block,
         )
-    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    query, keys, values = qkv.split([heads, kv_heads, kv_heads], 1)
+    if tokens and cache.eight is not None:  # codes are left to plain ops
+        cache.write(keys, values, slots)
+    return query, keys, values

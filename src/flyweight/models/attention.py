@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
+from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.plan import ROPE
 from flyweight.values import has_values
 
@@ -123,10 +124,21 @@ class Paged(PromptStage):
 
 
 class Whole(PromptStage):
-    """Sequences [batch, tokens, hidden] from their first token on, without a cache."""
+    """Sequences [batch, tokens, hidden] from their first token on, without a cache; keys and values
+    as a cache of `scheme` would hold them.
+    """
 
-    def __init__(self, tokens: int, tables: Tables | RopeTables, ops: ModuleType, first: int = 0):
+    def __init__(
+        self,
+        tokens: int,
+        tables: Tables | RopeTables,
+        ops: ModuleType,
+        *,
+        scheme: KVScheme | None = None,
+        first: int = 0,
+    ):
         """`first`: the row of the tables where these sequences begin (`rope.long_rows`)."""
+        self.scheme = scheme or KVScheme()
         device = next(iter(by_name(tables).values()))[0].device
         super().__init__(tables, torch.arange(first, first + tokens, device=device), ops)
 
@@ -136,6 +148,11 @@ class Whole(PromptStage):
         query, keys, values = self.ops.split_heads(
             qkv, cos=cos, sin=sin, heads=plan.heads, norm=block.head_norm
         )
+        if (format := self.scheme.format) is not None:
+            fixed = self.scheme.scales[block.index] if self.scheme.scales else (None, None)
+            keys, values = (
+                format.rounded(x, scale) for x, scale in zip((keys, values), fixed, strict=True)
+            )
         bent = None if plan.plain else reference.Bend(plan.soft_cap, block.sinks)
         return self.ops.causal_attention(
             query, keys, values, scale=plan.scale, window=plan.window, bend=bent

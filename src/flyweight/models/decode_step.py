@@ -11,7 +11,7 @@ launch): each kernel fetches its first weights while the one before it ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,7 +107,10 @@ class DecodeAttention:
         self.size = len(rows.tokens)
         device = buffers.device
         page = caches[0].block_size
-        self.layers = {id(block): attention_layer(block, ropes, page) for block in blocks}
+        eight = caches[0].eight is not None
+        self.layers = {
+            id(block): attention_layer(block, ropes, page, eight_bits=eight) for block in blocks
+        }
         self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}
         first = self.layers[id(blocks[0])].shape
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
@@ -156,7 +159,9 @@ class DecodeAttention:
             )
         qkv = self.buffers.take("qkv", layer.shape.width, self.size)
         packed = block.o.packed_input(self.size, layer.shape.items)
-        prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
+        prefetch = None
+        if cache.eight is None:
+            prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
         block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
         if block.whole_norms is not None:
             _norm_projections(block, qkv)
@@ -173,13 +178,16 @@ def _norm_projections(block: Block, qkv: Tensor) -> None:
     qkv[:, width : width + key.shape[-1]].copy_(key)
 
 
-def attention_layer(block: Block, ropes: RopeTables, page: int) -> AttentionLayer:
+def attention_layer(
+    block: Block, ropes: RopeTables, page: int, *, eight_bits: bool
+) -> AttentionLayer:
     norms = HeadNorms()
     if (norm := block.head_norm) is not None:
         query = norm.weight[0].contiguous()
         key = norm.weight[-1].contiguous()
         norms = HeadNorms(query, key, norm.epsilon)
-    return AttentionLayer(head_shape(block, ropes, page), block.plan.attention.scale, norms)
+    shape = replace(head_shape(block, ropes, page), eight_bits=eight_bits)
+    return AttentionLayer(shape, block.plan.attention.scale, norms)
 
 
 class DecodeStep:

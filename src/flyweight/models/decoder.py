@@ -23,6 +23,7 @@ from flyweight.kernels.offload import Offload, spread
 from flyweight.kernels.workspace import Workspace
 from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
+from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.layer import Block, Stage
 from flyweight.models.layers import Embedding, Linear, Weights, load_tensor
 from flyweight.models.plan import ROPE, Group
@@ -55,6 +56,7 @@ class Decoder:
         self.blocks = blocks
         self.norm = norm
         self.head = head
+        self.kv_scheme = KVScheme()  # of whole sequences; caches know their own
         self.ropes = all_tables(config, device)
         self.ops = decoder_ops(device)
         self.workspace = Workspace(device, shared_device=True)
@@ -202,7 +204,8 @@ class Decoder:
             raise ValueError(
                 f"{tokens} tokens are more than the context of {self.config.context_length}"
             )
-        return Whole(tokens, self.ropes, self.ops, long_rows(self.config, tokens))
+        first = long_rows(self.config, tokens)
+        return Whole(tokens, self.ropes, self.ops, scheme=self.kv_scheme, first=first)
 
     def _run(self, hidden: Tensor, stage: Stage, rows: Tensor | None = None) -> Tensor:
         """Of the last block only `rows` need more than their keys and values: a prompt has one

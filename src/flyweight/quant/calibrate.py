@@ -94,7 +94,7 @@ class Loop:
         """Embed the samples [samples, length], `batch` at a time."""
         length = tokens.shape[1]
         tables = all_tables(self.config, self.device)
-        self.context = Whole(length, tables, self.ops, long_rows(self.config, length))
+        self.context = Whole(length, tables, self.ops, first=long_rows(self.config, length))
         embed = Embedding(embedding, plan_of(self.config).embedding_scale)
         for begin in range(0, len(tokens), batch):
             part = tokens[begin : begin + batch]

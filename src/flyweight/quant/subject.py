@@ -20,6 +20,12 @@ class Subject:
     ids: list[int]
     bos: int | None
 
+    @property
+    def kv_dtype(self) -> str:
+        """In which keys and values are seen."""
+        format = self.decoder.kv_scheme.format
+        return str(self.decoder.dtype).removeprefix("torch.") if format is None else format.name
+
 
 def load_subject(
     model: str,
@@ -29,9 +35,11 @@ def load_subject(
     dtype: str | None,
     exact: bool = True,
     head: str | None = None,
+    kv_dtype: str | None = None,
 ) -> Subject:
     from flyweight.engine.llm import choose_dtype
     from flyweight.models.decoder import Decoder
+    from flyweight.models.kv_scheme import choose_kv_scheme
     from flyweight.models.narrow_head import narrow_head
 
     place = pick_device(device)
@@ -40,6 +48,7 @@ def load_subject(
     weights = narrow_head(checkpoint, head)
     computed = choose_dtype(dtype, checkpoint.config, place)
     decoder = Decoder.load(weights, device=place, dtype=computed, exact=exact)
+    decoder.kv_scheme = choose_kv_scheme(kv_dtype, checkpoint, decoder.config)
     return Subject(checkpoint, decoder, ids, bos)
 
 

@@ -22,11 +22,12 @@ COMMANDS = {  # backend → how its server is started
 OPTIONS: dict[str, dict[str, str]] = {  # backend → our option → theirs
     "vllm": {"model": "--model", "host": "--host", "port": "--port", "names": "--served-model-name",
              "max_model_len": "--max-model-len", "memory_fraction": "--gpu-memory-utilization", "max_num_seqs": "--max-num-seqs",
-             "max_num_batched_tokens": "--max-num-batched-tokens", "dtype": "--dtype",
+             "max_num_batched_tokens": "--max-num-batched-tokens", "dtype": "--dtype", "kv_dtype": "--kv-cache-dtype",
              "tensor_parallel": "--tensor-parallel-size", "quantization": "--quantization"},
     "sglang": {"model": "--model-path", "host": "--host", "port": "--port", "names": "--served-model-name",
                "max_model_len": "--context-length", "memory_fraction": "--mem-fraction-static",
                "max_num_seqs": "--max-running-requests", "max_num_batched_tokens": "--chunked-prefill-size", "dtype": "--dtype",
+               "kv_dtype": "--kv-cache-dtype",
                "tensor_parallel": "--tp-size", "quantization": "--quantization"},
 }
 NO_PREFIX_CACHE = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}

@@ -34,6 +34,7 @@ class HeadShape:
     page: int
     qk_norm: bool
     window: int | None = None
+    eight_bits: bool = False  # the cache is one of codes
 
     @property
     def group(self) -> int:
@@ -138,6 +139,18 @@ class HeadNorms:
     epsilon: float = 1e-6
 
 
+def eight_bit_defines(cache: KVStorage) -> dict[str, int]:
+    """Of kernels that read or write a cache of 8-bit codes (kv8.cuh)."""
+    return {} if cache.eight is None else {"KV8": cache.eight.format.number}
+
+
+def eight_bit_arguments(cache: KVStorage) -> tuple[Tensor | float, ...]:
+    if cache.eight is None:
+        return ()
+    fixed = cache.eight.fixed or (0.0, 0.0)
+    return *cache.eight.scales, *fixed
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
     """What attention of one layer is, whatever its sequences are."""
@@ -173,6 +186,7 @@ def decode_attention(
         "FP16": int(qkv.dtype == torch.float16),
         "WARPS": warps,
         "SHORTEST": SHORTEST,
+        **eight_bit_defines(cache),
         **(to.defines if to else {}),
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
@@ -195,6 +209,7 @@ def decode_attention(
         sequences,
         workspace.splits,
         groups,
+        *eight_bit_arguments(cache),
         *more,
     )
     grid = max(sequences * shape.items * workspace.splits, count)

@@ -52,9 +52,10 @@ class Plan:
         ] = {}
         self.units: dict[Heads, tuple[list[Units], frozenset[int]]] = {}
 
-    def prompts(self, heads: Heads, page: int) -> tuple[list[Units], frozenset[int]]:
+    def prompts(self, heads: Heads, page: int | None) -> tuple[list[Units], frozenset[int]]:
         """What prefill_attention.cu takes, and which sequences those are: whole prompts, and chunks
-        of others where they fill half the GPU (the Triton kernel cuts long contexts of few rows).
+        of others where they fill half the GPU (the Triton kernel cuts long contexts of few rows)
+        and pages are what that kernel reads (`page` tokens each, or None).
         """
         if heads not in self.units:
             device = self.batch.tokens.device
@@ -66,6 +67,7 @@ class Plan:
                 if i not in whole
                 and span[1] >= FRESH_FROM
                 and not self.window
+                and page is not None
                 and page % prefill.BOX == 0
             }
             if sum(
@@ -74,7 +76,7 @@ class Plan:
                 chunks = {}
             cuts = [
                 Units.cut(list(spans.values()), heads, where, device)
-                for spans, where in ((whole, 0), (chunks, page))
+                for spans, where in ((whole, 0), (chunks, page or 0))
                 if spans
             ]
             self.units[heads] = cuts, frozenset(whole) | frozenset(chunks)
@@ -190,7 +192,7 @@ class FixedPlan(Plan):
         super().__init__(batch, window)
         kv_heads, size = cache.keys.shape[2:]
         cuts = self.cuts(
-            heads // kv_heads, kv_heads, large=large_tile(size, cache.keys.dtype), fresh=False
+            heads // kv_heads, kv_heads, large=large_tile(size, cache.dtype), fresh=False
         )
         self.padded = [cut.padded() for cut in cuts]
         self.shape = tuple(cut.shape for cut in self.padded)
@@ -213,7 +215,7 @@ class FixedPlan(Plan):
             cut.launch(device, place) for cut, place in zip(other.padded, self.places, strict=True)
         ]
 
-    def prompts(self, heads: Heads, page: int) -> tuple[list[Units], frozenset[int]]:
+    def prompts(self, heads: Heads, page: int | None) -> tuple[list[Units], frozenset[int]]:
         return [], frozenset()
 
     def cut(

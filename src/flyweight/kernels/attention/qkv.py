@@ -18,7 +18,14 @@ from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit
-from flyweight.kernels.attention.decode import COLUMNS, AttentionLayer, HeadShape, Rows
+from flyweight.kernels.attention.decode import (
+    COLUMNS,
+    AttentionLayer,
+    HeadShape,
+    Rows,
+    eight_bit_arguments,
+    eight_bit_defines,
+)
 from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.choose import route, within_attention
 from flyweight.kernels.linear.fused import FusedLinear, Norm
@@ -70,6 +77,8 @@ def head_ctas(shape: HeadShape, device: Gpu) -> int:
 def linear_plan(weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu) -> Plan | None:
     tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
     own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
+    if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
+        own += shape.group * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
@@ -143,6 +152,7 @@ def qkv_attention(
         gemv.defines(weight, count, chosen, device, norm=True)
         | shape.defines
         | {"HEAD_CTAS": ctas, "SHORTEST": SHORTEST}
+        | eight_bit_defines(cache)
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes
@@ -169,6 +179,7 @@ def qkv_attention(
         float(layer.scale),
         rows.tables.shape[1],
         gemv.tickets(weight, count, x.device),
+        *eight_bit_arguments(cache),
     )
     # one on every SM, so that all offer the same room
     grid = max(shape.kv_heads * ctas, device.processors)

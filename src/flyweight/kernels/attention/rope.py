@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flyweight.batch import KVStorage
 from flyweight.kernels import jit
+from flyweight.kernels.attention.decode import eight_bit_arguments, eight_bit_defines
 from flyweight.kernels.attention.prefill import BASE_2
 from flyweight.kernels.linear.fused import Norm
 
@@ -26,17 +27,7 @@ def attention_scales(scale: float) -> tuple[float, float]:
 
 
 @functools.cache
-def _kernel(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, half: int, norm: bool
-) -> jit.Kernel:
-    defines = {
-        "FP16": int(dtype == torch.float16),
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "HEAD_DIM": size,
-        "ROTARY": 2 * half,
-        "QK_NORM": int(norm),
-    }
+def _kernel(**defines: int) -> jit.Kernel:
     return jit.load("rope.cu", defines=defines).kernel("rope")
 
 
@@ -89,9 +80,19 @@ def rope_norm_write(
         cache.keys.stride(1),
         0.0 if norm is None else float(norm.epsilon),
         float(query_scale),
+        *eight_bit_arguments(cache),
     )
     if tokens:
-        kernel = _kernel(qkv.dtype, heads, kv_heads, size, half, norm is not None)
+        eight = eight_bit_defines(cache)
+        kernel = _kernel(
+            FP16=int(qkv.dtype == torch.float16),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=size,
+            ROTARY=2 * half,
+            QK_NORM=int(norm is not None),
+            **(eight | {"PAGE": cache.block_size} if eight else {}),
+        )
         lanes = 1 << (half // each - 1).bit_length()
         warps = math.ceil(all_heads / (32 // lanes * HEADS_OF_A_LANE))
         kernel.launch(math.ceil(tokens * warps / 4), 128, args, pdl=True)

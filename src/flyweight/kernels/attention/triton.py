@@ -34,6 +34,28 @@ LOWEST = tl.constexpr(-1.0e30)  # of a masked score; finite, since −∞ less �
 
 
 @triton.jit
+def _read_pages(
+    pages, scales, at, scale_at, live, written, DTYPE: tl.constexpr, CODES: tl.constexpr
+):
+    """Keys or values [columns, dimensions] as numbers: codes of 8 bits (kv_format.py) are
+    multiplied with their token's scale.
+    """
+    if CODES == 0:
+        value = tl.load(pages + at, mask=live, other=0.0)
+    else:
+        code = tl.load(pages + at, mask=live, other=0)
+        if CODES == 1:  # e4m3: the same bits one place further on are an fp16 number, 2^-8 as much
+            bits = code.to(tl.uint16)
+            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+            number = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        else:
+            number = code.to(tl.float32)
+        scale = tl.load(scales + scale_at, mask=written, other=0.0).to(tl.float32)
+        value = (number * scale[:, None]).to(DTYPE)
+    return value
+
+
+@triton.jit
 def _absorb(
     query,
     most,
@@ -41,6 +63,8 @@ def _absorb(
     result,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     start,
     end,
@@ -52,6 +76,7 @@ def _absorb(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CODES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One step of the running softmax: `most` and `total` in base 2, over the columns from `start`
@@ -63,14 +88,15 @@ def _absorb(
     page = tl.load(table + column // PAGE, mask=written, other=0).to(tl.int64)
     at = ((page * PAGE + column % PAGE) * slot_stride)[:, None] + dim[None, :]
     live = written[:, None] & (dim < HEAD_DIM)[None, :]
-    key = tl.load(keys + at, mask=live, other=0.0)
+    scale_at = page * (tl.num_programs(1) * PAGE) + column % PAGE
+    key = _read_pages(keys, key_scales, at, scale_at, live, written, query.dtype, CODES)
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if MASKED:
         seen = (column[None, :] <= place[:, None]) & written[None, :]
         if WINDOW > 0:
             seen = seen & (column[None, :] > place[:, None] - WINDOW)
         score = tl.where(seen, score, LOWEST)
-    value = tl.load(values + at, mask=live, other=0.0)
+    value = _read_pages(values, value_scales, at, scale_at, live, written, query.dtype, CODES)
     highest = tl.maximum(most, tl.max(score, axis=1))
     weight = tl.math.exp2(score - highest[:, None])
     fade = tl.math.exp2(most - highest)
@@ -99,6 +125,8 @@ def _attend(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     tables,
     tiles,
@@ -114,6 +142,7 @@ def _attend(
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     pages, token, count, position, begin, end, part = _read_tile(tiles)
     head = tl.program_id(1)
@@ -133,6 +162,9 @@ def _attend(
     place = position + row // GROUP
     keys += head * HEAD_DIM
     values += head * HEAD_DIM
+    if CODES > 0:
+        key_scales += head * PAGE
+        value_scales += head * PAGE
     clear = begin  # up to here every row sees every column
     if WINDOW == 0:
         clear += tl.maximum(tl.minimum(end, position + 1) - begin, 0) // COLUMNS * COLUMNS
@@ -145,6 +177,8 @@ def _attend(
                 result,
                 keys,
                 values,
+                key_scales,
+                value_scales,
                 table,
                 start,
                 end,
@@ -156,6 +190,7 @@ def _attend(
                 PAGE,
                 WINDOW,
                 COLUMNS,
+                CODES,
                 MASKED=masked,
             )
     result = result / total[:, None]
@@ -229,7 +264,7 @@ def paged_attention(
     units = list[Units]()
     apart = frozenset[int]()
     if fresh and prefill.takes(own, query.device, scale):
-        units, apart = plan.prompts(own, cache.block_size)
+        units, apart = plan.prompts(own, cache.block_size if cache.eight is None else None)
     runs, launches = plan.cut(
         heads // kv_heads,
         kv_heads,
@@ -255,6 +290,16 @@ def paged_attention(
     return out
 
 
+def _pages(cache: KVStorage) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
+    """Keys, values, their scales and which codes they are, as the kernel is handed them."""
+    if cache.eight is None:
+        return cache.keys, cache.values, None, None, 0
+    codes = cache.eight.format.number
+    as_bytes = (x.view(torch.uint8) if codes == 1 else x for x in (cache.keys, cache.values))
+    keys, values = as_bytes
+    return keys, values, *cache.eight.scales, codes
+
+
 def _attend_tiles(
     query: Tensor, cache: KVStorage, out: Tensor, plan: Plan, launch: Launch, scale: float
 ) -> None:
@@ -271,10 +316,13 @@ def _attend_tiles(
     if launch.parts:
         parts = torch.empty(launch.parts * kv_heads * tile.rows * size, device=query.device)
         sums = torch.empty(launch.parts * kv_heads * tile.rows, device=query.device)
+    keys, values, key_scales, value_scales, codes = _pages(cache)
     _attend[(launch.tiles.shape[0], kv_heads)](
         query,
-        cache.keys,
-        cache.values,
+        keys,
+        values,
+        key_scales,
+        value_scales,
         out,
         plan.batch.block_tables,
         launch.tiles,
@@ -286,6 +334,7 @@ def _attend_tiles(
         PAGE=cache.block_size,
         WINDOW=plan.window,
         COLUMNS=tile.columns,
+        CODES=codes,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **shape,

@@ -28,8 +28,12 @@
 // product (vectors.cuh), its STAGE_STEPS, with its columns' scales; what their biases add to a row is summed up for each item of
 // each kv head.
 //
+// KV8: the cache holds codes of 8 bits (kv8.cuh). A lane takes 8 bytes where it took 16, and makes fp16 numbers of them just before
+// a product; q has the scale of scores in it. Weights have the scale of their token's value in them, and so has the running maximum:
+// a weight never is more than 1. The newest token is read as it is stored, as by any later step.
+//
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, ITEMS (1), PACKED (0), ORDER (0),
-// VECTORS (0)
+// VECTORS (0), KV8 (0)
 #ifndef PACKED
 #define PACKED 0
 #define ORDER 0
@@ -39,6 +43,7 @@
 #endif
 #include "attention.cuh"
 #include "attention_words.cuh"
+#include "kv8.cuh"
 #include "packed.cuh"
 #include "vectors.cuh"
 
@@ -60,14 +65,15 @@ static_assert((ITEMS - 1) * G < SHARING, "the last item has a head");
 
 struct __align__(16) Shared {
   u16 query[8][QUERY_ROW];                 // zeros from G on
-  u16 key[HEAD_DIM], value[HEAD_DIM];      // the newest token
+  Stored newest[2][HEAD_DIM];              // key and value of the newest token
+  u16 newest_scales[2];                    // KV8
   float partial[WARPS][G][STATE];
   float share[G][MOST_RUNS];               // of every run, in the merge
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
 DEVICE void prepare_head(float (&v)[PER], const float (&weight)[PER], const float2 (&turn)[TURNS], float epsilon, bool normed,
-                         bool turned, float* scratch, u16* to, int lane) {
+                         bool turned, float* scratch, int lane) {
   if (normed) {
     float squares = 0;
 #pragma unroll
@@ -95,9 +101,29 @@ DEVICE void prepare_head(float (&v)[PER], const float (&weight)[PER], const floa
     for (int i = 0; i < PER; i++) v[i] = in_head(lane + 32 * i) ? scratch[lane + 32 * i] : 0.f;
     __syncwarp();
   }
+}
+// A query to shared memory, as the product takes it: in the type of activations, or with `factor` in fp16.
+DEVICE void store_query(const float (&v)[PER], float factor, u16* to, int lane) {
+#pragma unroll
+  for (int i = 0; i < PER; i++) {
+    const u16 bits = to_bits(v[i]);
+    if (in_head(lane + 32 * i)) to[lane + 32 * i] = KV8 ? (u16)(pack<true>(to_float(bits) * factor, 0.f) & 0xffff) : bits;
+  }
+}
+// A key or value to shared memory, as the cache stores it, and its scale.
+DEVICE void store_newest(const float (&v)[PER], float fixed, Stored* to, u16* scale_to, int lane) {
+  float scale = 1, inverse = 1;
+#if KV8
+  float most = 0;
+#pragma unroll
+  for (int i = 0; i < PER; i++) most = fmaxf(most, fabsf(to_float(to_bits(v[i]))));
+  const u16 bits = scale_bits(warp_max(most), fixed);
+  if (lane == 0) *scale_to = bits;
+  scale = scale_of(bits), inverse = 1.f / scale;
+#endif
 #pragma unroll
   for (int i = 0; i < PER; i++)
-    if (in_head(lane + 32 * i)) to[lane + 32 * i] = to_bits(v[i]);
+    if (in_head(lane + 32 * i)) to[lane + 32 * i] = KV8 ? (Stored)code_pair(to_float(to_bits(v[i])), 0.f, scale, inverse) : to_bits(v[i]);
 }
 
 DEVICE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -113,20 +139,30 @@ struct Running {
   float most[2], sum[2], acc[PRODUCTS][4];
 };
 // 16 tokens: the weights of tokens g and g + 8 from their scores (0, 1 and 2, 3), as the right operand of the product with V.
-DEVICE uint2 weigh(Running& run, const float (&score)[4]) {
+// `scale`: of the two tokens' values, 1 where these are numbers.
+DEVICE uint2 weigh(Running& run, const float (&score)[4], const float (&scale)[2]) {
   float most[2], fade[2];
+  const float shift[2] = {KV8 ? log2_fast(scale[0]) : 0.f, KV8 ? log2_fast(scale[1]) : 0.f};
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    most[j] = fmaxf(run.most[j], fmaxf(score[j], score[2 + j]));
+    most[j] = fmaxf(run.most[j], KV8 ? fmaxf(score[j] + shift[0], score[2 + j] + shift[1]) : fmaxf(score[j], score[2 + j]));
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
     fade[j] = exp2_fast(run.most[j] - most[j]);
     run.most[j] = most[j];
   }
-  const u32 low = pack2(exp2_fast(score[0] - most[0]), exp2_fast(score[1] - most[1]));
-  const u32 high = pack2(exp2_fast(score[2] - most[0]), exp2_fast(score[3] - most[1]));
-  run.sum[0] = run.sum[0] * fade[0] + low_float(low) + low_float(high);  // what is multiplied: the rounded weights
-  run.sum[1] = run.sum[1] * fade[1] + high_float(low) + high_float(high);
+  float weight[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) weight[j] = exp2_fast(score[j] - most[j % 2]);
+  const u32 low = KV8 ? pack<true>(weight[0] * scale[0], weight[1] * scale[0]) : pack2(weight[0], weight[1]);
+  const u32 high = KV8 ? pack<true>(weight[2] * scale[1], weight[3] * scale[1]) : pack2(weight[2], weight[3]);
+  if (KV8) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) run.sum[j] = run.sum[j] * fade[j] + weight[j] + weight[2 + j];
+  } else {
+    run.sum[0] = run.sum[0] * fade[0] + low_float(low) + low_float(high);  // what is multiplied: the rounded weights
+    run.sum[1] = run.sum[1] * fade[1] + high_float(low) + high_float(high);
+  }
 #pragma unroll
   for (int i = 0; i < PRODUCTS; i++)
 #pragma unroll
@@ -170,8 +206,8 @@ DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane
 
 extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
-          u16* keys, u16* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width,
-          int sequences, int splits, int groups VECTOR_ARGUMENTS) {
+          Stored* keys, Stored* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width,
+          int sequences, int splits, int groups SCALE_ARGUMENTS VECTOR_ARGUMENTS) {
   __shared__ Shared sh;
   __shared__ bool last_one;
 #if VECTORS
@@ -201,20 +237,28 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   };
   int pages = page_list(0), later = page_list(16);
   size_t at[2];  // where the eights of the sixteen to be fetched begin
+  size_t scales_at[2];  // and their scales
   auto locate = [&](int turn) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const size_t page = __shfl_sync(~0u, pages, turn % 16 * 2 + half);
-      at[half] = ((page * PAGE + ((first + turn * WARPS) * 16 + half * 8) % PAGE) * KV_HEADS + head) * HEAD_DIM;
+      const int offset = ((first + turn * WARPS) * 16 + half * 8) % PAGE;
+      at[half] = ((page * PAGE + offset) * KV_HEADS + head) * HEAD_DIM;
+      scales_at[half] = (page * KV_HEADS + head) * PAGE + offset;
     }
   };
   constexpr int STEP = KV_HEADS * HEAD_DIM;  // from token to token
-  uint4 k4[2][PIECES], v4[4][PARTS];
+  StoredWord k4[2][PIECES], v4[4][PARTS];
+  u16 key_scale[2], value_scale[2];  // of tokens g and g + 8
   auto fetch_keys = [&] {  // beyond the end too, as far as its page: such scores are not looked at
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int i = 0; i < PIECES; i++) k4[half][i] = load_word<4>(keys + at[half] + g * STEP + i * 32 + t * word_values<4>(i), i);
+#if KV8
+#pragma unroll
+    for (int half = 0; half < 2; half++) key_scale[half] = key_scales[scales_at[half] + g];
+#endif
   };
   auto value_token = [&](int i) { return i / 2 * 8 + 2 * t + i % 2; };  // of the lane's four
   auto fetch_values = [&](int start) {
@@ -224,10 +268,14 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
       const bool there = token >= tokens.begin && token < stop;  // else it may be anything, and 0 times that no number
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
-        v4[i][part] = make_uint4(0, 0, 0, 0);
+        v4[i][part] = {};
         if (there) v4[i][part] = load_word<8>(values + at[i / 2] + (2 * t + i % 2) * STEP + part * 64 + g * word_values<8>(part), part);
       }
     }
+#if KV8
+#pragma unroll
+    for (int half = 0; half < 2; half++) value_scale[half] = value_scales[scales_at[half] + g];
+#endif
   };
   if (first < last) {
     locate(0);
@@ -245,7 +293,8 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int j = 0; j < 2; j++)
       weight[j][i] = QK_NORM && in_head(lane + 32 * i) ? to_float((j ? key_norm : query_norm)[lane + 32 * i]) : 1.f;
-  const size_t slot = (((size_t)table[newest / PAGE] * PAGE + newest % PAGE) * KV_HEADS + head) * HEAD_DIM;
+  const size_t slot = (size_t)table[newest / PAGE] * PAGE + newest % PAGE;
+  const float factor = scale * 1.4426950408889634f;
   for (int i = threadIdx.x; i < (8 - own) * QUERY_ROW; i += THREADS) sh.query[own][i] = 0;
 #if VECTORS
   for (int i = threadIdx.x; i < own * HEAD_DIM; i += THREADS) affine_here[i] = affine[(head * SHARING + item * G) * HEAD_DIM + i];
@@ -266,11 +315,24 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   for (int i = 0; i < ROUNDS; i++) {
     const int task = warp + i * WARPS;
     if (task >= tasks) break;
-    u16* to = task < own ? sh.query[task] : task == own ? sh.key : sh.value;
-    prepare_head(v[i], weight[task >= own], turn, epsilon, QK_NORM && task <= own, task <= own, sh.partial[warp][0], to, lane);
+    prepare_head(v[i], weight[task >= own], turn, epsilon, QK_NORM && task <= own, task <= own, sh.partial[warp][0], lane);
+    if (task < own) {
+      store_query(v[i], factor, sh.query[task], lane);
+      continue;
+    }
+    const int side = task - own;  // 0: key, 1: value
+#if KV8
+    store_newest(v[i], side ? fixed_value : fixed_key, sh.newest[side], &sh.newest_scales[side], lane);
+#else
+    store_newest(v[i], 0.f, sh.newest[side], nullptr, lane);
+#endif
     __syncwarp();
-    u16* cache = (task == own ? keys : values) + slot + lane * 8;
-    if (task >= own && item == 0 && lane < HEAD_DIM / 8) *(uint4*)cache = *(const uint4*)(to + lane * 8);
+    if (item != 0) continue;
+    Stored* cache = (side ? values : keys) + (slot * KV_HEADS + head) * HEAD_DIM + lane * 8;
+    if (lane < HEAD_DIM / 8) *(StoredWord*)cache = *(const StoredWord*)(sh.newest[side] + lane * 8);
+#if KV8
+    if (lane == 0) (side ? value_scales : key_scales)[scale_place(slot, head)] = sh.newest_scales[side];
+#endif
   }
   __syncthreads();
 
@@ -279,7 +341,6 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   for (int i = 0; i < 2; i++) run.most[i] = LOWEST, run.sum[i] = 0;
 #pragma unroll
   for (int i = 0; i < PRODUCTS * 4; i++) run.acc[i / 4][i % 4] = 0;
-  const float factor = scale * 1.4426950408889634f;
 #pragma unroll 1
   for (int n = 0, sixteen = first; sixteen < last; n++, sixteen += WARPS) {
     const int start = sixteen * 16, next = sixteen + WARPS;
@@ -288,19 +349,31 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < PIECES; i++)
-          if (start + half * 8 + g == newest) k4[half][i] = load_word<4>(sh.key + i * 32 + t * word_values<4>(i), i);
+          if (start + half * 8 + g == newest) k4[half][i] = load_word<4>(sh.newest[0] + i * 32 + t * word_values<4>(i), i);
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
-          if (start + value_token(i) == newest) v4[i][part] = load_word<8>(sh.value + part * 64 + g * word_values<8>(part), part);
+          if (start + value_token(i) == newest)
+            v4[i][part] = load_word<8>(sh.newest[1] + part * 64 + g * word_values<8>(part), part);
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        if (KV8 && start + half * 8 + g == newest) key_scale[half] = sh.newest_scales[0], value_scale[half] = sh.newest_scales[1];
+    }
+    float by[2] = {factor, factor}, value_by[2] = {1, 1};  // of tokens g and g + 8
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int token = start + half * 8 + g;  // beyond the run lies what may be no number
+      if (KV8) by[half] = scale_of(key_scale[half]);
+      if (KV8 && token >= tokens.begin && token < tokens.end) value_by[half] = scale_of(value_scale[half]);
     }
     float score[2][4] = {};  // two chains of additions; token g + 8 · (j / 2), head 2t + j % 2
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      const uint4 q = load_word<4>(sh.query[g] + i * 32 + t * word_values<4>(i), i), low = k4[0][i], high = k4[1][i];
-      mma16<FP16>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
-      if (word_values<4>(i) == 8) mma16<FP16>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
+      const uint4 q = load_word<4>(sh.query[g] + i * 32 + t * word_values<4>(i), i);
+      const uint4 low = widened(k4[0][i]), high = widened(k4[1][i]);
+      mma16<HALVES>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
+      if (word_values<4>(i) == 8) mma16<HALVES>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
     }
     if (next < last) {
       if ((n + 1) % 16 == 0) pages = later, later = page_list(n + 17);
@@ -310,15 +383,15 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int token = start + g + j / 2 * 8;
-      score[0][j] = token >= tokens.begin && token < tokens.end ? (score[0][j] + score[1][j]) * factor : LOWEST;
+      score[0][j] = token >= tokens.begin && token < tokens.end ? (score[0][j] + score[1][j]) * by[j / 2] : LOWEST;
     }
-    const uint2 weights = weigh(run, score[0]);
+    const uint2 weights = weigh(run, score[0], value_by);
 #pragma unroll
     for (int i = 0; i < PRODUCTS; i++) {  // of the lane's word i / 4, dimensions 2 · (i % 4) and the next
       u32 word[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) word[j] = word_of(v4[j][i / 4], i % 4);
-      mma16<FP16>(run.acc[i], __byte_perm(word[0], word[1], 0x5410), __byte_perm(word[0], word[1], 0x7632),
+      for (int j = 0; j < 4; j++) word[j] = word_of(widened(v4[j][i / 4]), i % 4);
+      mma16<HALVES>(run.acc[i], __byte_perm(word[0], word[1], 0x5410), __byte_perm(word[0], word[1], 0x7632),
                   __byte_perm(word[2], word[3], 0x5410), __byte_perm(word[2], word[3], 0x7632), weights.x, weights.y);
     }
     if (next < last) fetch_values(next * 16);

@@ -18,5 +18,11 @@ template <int LANES> DEVICE uint4 load_word(const u16* from, int i) {
   const uint2 half = *(const uint2*)from;
   return make_uint4(half.x, half.y, 0, 0);
 }
+// The same of codes of 8 bits, a byte each.
+template <int LANES> DEVICE uint2 load_word(const u8* from, int i) {
+  if (word_values<LANES>(i) == 8) return *(const uint2*)from;
+  if (word_values<LANES>(i) == 2) return make_uint2(*(const u16*)from, 0);
+  return make_uint2(*(const u32*)from, 0);
+}
 // Whether a warp whose lanes take every 32nd value has one at d.
 DEVICE bool in_head(int d) { return HEAD_DIM % 32 == 0 || d < HEAD_DIM; }

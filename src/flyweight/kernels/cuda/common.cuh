@@ -74,6 +74,11 @@ DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+DEVICE float log2_fast(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 DEVICE u16 to_bits(float f) { return (u16)(pack2(f, 0.f) & 0xffff); }
 
 DEVICE u32 to_int8(float f) {  // rounded to nearest even, saturated
@@ -87,11 +92,35 @@ DEVICE float quotient(float a, float b, float inverse) {
   const float q = a * inverse;
   return fmaf(fmaf(-q, b, a), inverse, q);
 }
+DEVICE u32 float8_bits(float f) {  // e4m3 without an instruction for it: rounded to nearest even, saturated
+  const float size = fminf(fabsf(f), 448.f);
+  const u32 sign = __float_as_uint(f) >> 24 & 0x80, bits = __float_as_uint(size);
+  if (size < 0.015625f) return sign | __float_as_uint(size + 16384.f) & 15;  // whose last bit is 2^-9, as of the smallest codes
+  return sign | ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+}
 DEVICE u32 to_float8(float low, float high) {  // two e4m3, rounded to nearest even, saturated
-  u16 r = 0;
 #if __CUDA_ARCH__ >= 890
+  u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return float8_bits(low) | float8_bits(high) << 8;
 #endif
+}
+DEVICE u32 float8_pair(u32 codes) {  // two e4m3 as two fp16 numbers
+  u32 r;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((u16)codes));
+#else  // the same bits one place further on are 2^-8 times as much
+  const u32 bits = __byte_perm(codes, 0, 0x1404);
+  r = and_or(bits >> 1, 0x3f803f80, bits & 0x80008000);
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(r), "r"(0x5c005c00));
+#endif
+  return r;
+}
+DEVICE u32 add_halves(u32 a, u32 b) {  // fp16, whatever activations are
+  u32 r;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 
@@ -206,6 +235,12 @@ DEVICE u32 shared_load(u32 address) {
   return q;
 }
 
+DEVICE uint2 shared_load2(u32 address) {
+  uint2 q;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(q.x), "=r"(q.y) : "r"(address));
+  return q;
+}
+
 // ---- barriers in shared memory, and copies that complete on them ----
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void barrier_init(u64* b, u32 count) {
@@ -274,6 +309,9 @@ DEVICE void copy16(u32 to, const void* from) {
 }
 DEVICE void copy16_or_zeros(u32 to, const void* from, bool exists) {  // nothing is read where it does not exist
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+DEVICE void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 DEVICE void copy_piece(void* to, const void* from) { copy16(shared_address(to), from); }
 DEVICE void copy_arrive(u64* full) {  // an arrival of this thread, once all its copies so far are done

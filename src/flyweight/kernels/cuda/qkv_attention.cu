@@ -23,21 +23,27 @@
 // Limit: bytes of weights and KV / bandwidth, and for short contexts two trips through L2. Before the wait, older tokens,
 // rope and norms are brought to L2: all of them were written before this step began.
 //
-// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES
+// KV8: the cache holds codes of 8 bits (kv8.cuh). They go to shared memory as they are, with the words their scales stand in, and
+// from there to registers as in attention.cu: 8 bytes of a token's key, 8 of each of four tokens' values.
+//
+// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0)
 #include "gemv.cuh"
 #include "patience.cuh"
 #include "attention.cuh"
+#include "kv8.cuh"
 
 constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = (G + 2) * HEAD_TILES;
 constexpr int SPLITS = HEAD_CTAS < ROWS ? 1 : HEAD_CTAS / ROWS < 32 ? HEAD_CTAS / ROWS : 32;  // runs of a sequence, at most
 constexpr int DIM_PARTS = HEAD_DIM / 64;
-constexpr int KV_ROW = 2 * HEAD_DIM + 16;         // bytes; the padding keeps matrix loads free of bank conflicts
-constexpr int KV_TILE = 2 * 16 * KV_ROW;          // 16 keys, then 16 values
+constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
+constexpr int SCALES = 2 * 16 * KV_ROW;           // where scales begin in a tile: 16 of keys, 16 of values, a word each
+constexpr int KV_TILE = SCALES + (KV8 ? 128 : 0);  // 16 keys, then 16 values
+constexpr int PART_BYTES = 64 * sizeof(Stored);   // of a row, which a warp of a lane takes of values
 constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / KV_TILE;  // x lies behind the ring
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
-constexpr int QUERY_ROW = HEAD_DIM + 8;
+constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 
 static_assert(EPILOGUE == STORE && NDIM == (HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
@@ -47,7 +53,10 @@ static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one othe
 struct __align__(128) Shared {
   LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
   u16 query[G][QUERY_ROW];
-  u16 key[HEAD_DIM], value[HEAD_DIM];  // of the newest token
+  Stored newest[2][HEAD_DIM];  // key and value of the newest token
+#if KV8
+  u32 newest_scales[2][16];    // the first alone is used, both its halves
+#endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
@@ -55,9 +64,13 @@ struct Attention {
   const u16 *query_norm, *key_norm;
   const float2* rope;
   const int *lengths, *tables;
-  u16 *keys, *values, *out;
+  Stored *keys, *values;
+  u16* out;
   float scale;  // of logits in base 2
   int table_width;
+#if KV8
+  u16 *key_scales, *value_scales;
+#endif
 };
 
 // A tile of the head: its query heads' first, then k, then v.
@@ -67,29 +80,34 @@ DEVICE int head_tile(int head, int i) {
   return (HEADS + kind * KV_HEADS + head) * HEAD_TILES + i % HEAD_TILES;
 }
 
-DEVICE size_t token_at(const Attention& a, int sequence, int token, int head) {
+DEVICE size_t slot_of(const Attention& a, int sequence, int token) {
   const int page = a.tables[(size_t)sequence * a.table_width + token / PAGE];
-  return (((size_t)page * PAGE + token % PAGE) * KV_HEADS + head) * HEAD_DIM;
+  return (size_t)page * PAGE + token % PAGE;
+}
+DEVICE size_t token_at(const Attention& a, int sequence, int token, int head) {
+  return (slot_of(a, sequence, token) * KV_HEADS + head) * HEAD_DIM;
 }
 
 // By the producer warp while it waits: what attention reads first, to L2.
 DEVICE void prefetch(const Attention& a, int sequence, int split, int head, int lane) {
-  constexpr int LINES = HEAD_DIM / 64;  // of 128 bytes, in a row of keys or values
+  constexpr int LINES = HEAD_DIM / 64;  // of 128 bytes, in a head of 16-bit values
+  constexpr int KV_LINES = (HEAD_DIM * sizeof(Stored) + 127) / 128;  // and in a row of keys or values
   const int length = sequence < ROWS ? a.lengths[sequence] : 0;
   const Run run = run_of(length, split, SPLITS);
   if (length == 0 || split >= run.used) return;
   if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
 #pragma unroll 1
-  for (int i = lane; i < min(run.end - run.begin, LANES * DEPTH * 16) * LINES; i += 32) {
-    const size_t at = token_at(a, sequence, run.begin + i / LINES, head) + i % LINES * 64;
+  for (int i = lane; i < min(run.end - run.begin, LANES * DEPTH * 16) * KV_LINES; i += 32) {
+    const size_t at = token_at(a, sequence, run.begin + i / KV_LINES, head) + i % KV_LINES * (128 / sizeof(Stored));
     prefetch_l2(a.keys + at);
     prefetch_l2(a.values + at);
   }
 }
 
-// One head of q, k or v, by one warp: waited for, normed, rotated, written to shared memory and (k, v) to the cache.
-DEVICE void prepare_head(const u16* from, const u16* norm, const float2* turns, float epsilon, u16* to, u16* cache, int lane) {
+// One head of q, k or v, by one warp: waited for, normed, rotated; returned rounded to 16 bits.
+struct Head { u32 pairs[PER / 2]; };
+DEVICE Head prepare_head(const u16* from, const u16* norm, const float2* turns, float epsilon, int lane) {
   constexpr int HALF = ROTARY / 2 / PER;  // lanes between the two of a pair
   float weight[PER], v[PER], squares = 0;
   float2 turn[PER];
@@ -118,18 +136,108 @@ DEVICE void prepare_head(const u16* from, const u16* norm, const float2* turns, 
     const float other = __shfl_sync(~0u, v[i], lane < HALF ? lane + HALF : lane - HALF);
     v[i] = v[i] * turn[i].x + (lane < HALF ? -other : other) * turn[i].y;
   }
+  Head r;
+#pragma unroll
+  for (int i = 0; i < PER / 2; i++) r.pairs[i] = pack2(v[2 * i], v[2 * i + 1]);
+  return r;
+}
+// A query to shared memory, as the product takes it: in the type of activations, or with the scale of scores in fp16.
+DEVICE void store_query(const Head& v, float scale, u16* to, int lane) {
+#pragma unroll
+  for (int i = 0; i < PER / 2; i++)
+    ((u32*)to)[lane * PER / 2 + i] =
+        KV8 ? pack<true>(low_float(v.pairs[i]) * scale, high_float(v.pairs[i]) * scale) : v.pairs[i];
+}
+// A key or value to shared memory and to the cache, as that stores it, with its scale.
+DEVICE void store_newest(const Head& v, Stored* to, Stored* cache, u32* scale_to, u16* scale_cache, float fixed, int lane) {
+#if KV8
+  float most = 0;
+#pragma unroll
+  for (int i = 0; i < PER / 2; i++) most = fmaxf(most, fmaxf(fabsf(low_float(v.pairs[i])), fabsf(high_float(v.pairs[i]))));
+  const u16 bits = scale_bits(warp_max(most), fixed);
+  const float scale = scale_of(bits), inverse = 1.f / scale;
+  if (lane == 0) *scale_to = bits | (u32)bits << 16, *scale_cache = bits;
 #pragma unroll
   for (int i = 0; i < PER / 2; i++) {
-    const u32 pair = pack2(v[2 * i], v[2 * i + 1]);
-    ((u32*)to)[lane * PER / 2 + i] = pair;
-    if (cache) ((u32*)cache)[lane * PER / 2 + i] = pair;
+    const u16 codes = (u16)code_pair(low_float(v.pairs[i]), high_float(v.pairs[i]), scale, inverse);
+    ((u16*)to)[lane * PER / 2 + i] = codes;
+    ((u16*)cache)[lane * PER / 2 + i] = codes;
   }
+#else
+#pragma unroll
+  for (int i = 0; i < PER / 2; i++) {
+    ((u32*)to)[lane * PER / 2 + i] = v.pairs[i];
+    ((u32*)cache)[lane * PER / 2 + i] = v.pairs[i];
+  }
+#endif
 }
 
 // Running softmax of the two heads 2 · (lane % 4) and the next, over this warp's 64 dimensions.
 struct Softmax {
   float most[2], sum[2], values[4][4];
 };
+#if KV8
+// The next `count` (1 to 16) tokens, of which `first` is the first; rows beyond them are read as the last one, and count for
+// nothing. A scale is the half of its word that its token's place in the page says.
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, int first, int count, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  float score[2][4] = {};  // two chains of additions
+  float key_by[2], value_by[2], shift[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int token = min(g + 8 * half, count - 1), high = 2 * ((first + token) % 2);
+    key_by[half] = scale_of((u16)shared_load16(scales + token * 4 + high));
+    value_by[half] = scale_of((u16)shared_load16(scales + 64 + token * 4 + high));
+    shift[half] = log2_fast(value_by[half]);
+  }
+  const u32 low_row = keys + min(g, count - 1) * KV_ROW + t * 8, high_row = keys + min(g + 8, count - 1) * KV_ROW + t * 8;
+  query += min(g, G - 1) * QUERY_ROW + t * 8;
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 32; i++) {
+    const uint4 q = *(const uint4*)(query + i * 32);
+    const uint4 low = widened(shared_load2(low_row + i * 32)), high = widened(shared_load2(high_row + i * 32));
+    mma16<true>(score[0], low.x, high.x, low.y, high.y, q.x, q.y);
+    mma16<true>(score[1], low.z, high.z, low.w, high.w, q.z, q.w);
+  }
+  float most[2] = {run.most[0], run.most[1]};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), head 2 t + j % 2
+    score[0][j] = g + j / 2 * 8 < count ? (score[0][j] + score[1][j]) * key_by[j / 2] : LOWEST;
+    most[j % 2] = fmaxf(most[j % 2], score[0][j] + shift[j / 2]);
+  }
+#pragma unroll
+  for (int o = 4; o < 32; o <<= 1)
+#pragma unroll
+    for (int j = 0; j < 2; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], o));
+  float fade[2], weight[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) weight[j] = exp2_fast(score[0][j] - most[j % 2]);
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    fade[j] = exp2_fast(run.most[j] - most[j]);
+    run.most[j] = most[j];
+    run.sum[j] = run.sum[j] * fade[j] + weight[j] + weight[2 + j];
+  }
+  const u32 b0 = transpose8(pack<true>(weight[0] * value_by[0], weight[1] * value_by[0]));
+  const u32 b1 = transpose8(pack<true>(weight[2] * value_by[1], weight[3] * value_by[1]));
+  uint4 word[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) word[i] = widened(shared_load2(values + min(i / 2 * 8 + 2 * t + i % 2, count - 1) * KV_ROW + g * 8));
+#pragma unroll
+  for (int i = 0; i < 4; i++) {  // dimension 8 g + 2 i + j / 2, head 2 t + j % 2
+    u32 of[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) of[j] = i == 0 ? word[j].x : i == 1 ? word[j].y : i == 2 ? word[j].z : word[j].w;
+#pragma unroll
+    for (int j = 0; j < 4; j++) run.values[i][j] *= fade[j % 2];
+    mma16<true>(run.values[i], __byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632),
+                __byte_perm(of[2], of[3], 0x5410), __byte_perm(of[2], of[3], 0x7632), b0, b1);
+  }
+}
+// Where number i of the eight results of a lane and head stands among its warp's dimensions.
+DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
+#else
+DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
 // The next `count` (1 to 16) tokens; rows beyond them are read as the last one, and count for nothing.
 DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int count, float scale, int lane) {
   const int g = lane / 4, t = lane % 4;
@@ -172,27 +280,34 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
     mma16<FP16>(run.values[i], a.x, a.y, a.z, a.w, b0, b1);
   }
 }
+#endif
 
 // The run [begin, end) of a sequence's older tokens, and its newest one if `owner`: every lane of the CTA leaves its state
 // [G][STATE] at the start of its tokens. Between the start and `prepare`, which makes the query, tokens are fetched.
 template <typename Prepare>
 DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int begin, int end, bool owner, Prepare prepare) {
-  constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes in a row
+  constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
   const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + owner;
   const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
   auto fetch = [&](int tile, int slot) {
     if (tile < older)
 #pragma unroll
-      for (int i = thread / CHUNKS; i < 16; i += 4) {
+      for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
-          const size_t at = token_at(a, sequence, token, head) + thread % CHUNKS * 8;
+          const size_t at = token_at(a, sequence, token, head) + thread % CHUNKS * EACH;
           const u32 to = memory + slot * KV_TILE + i * KV_ROW + thread % CHUNKS * 16;
           copy16(to, a.keys + at);
-          copy16(to + KV_TILE / 2, a.values + at);
+          copy16(to + SCALES / 2, a.values + at);
         }
       }
+#if KV8
+    if (tile < older && thread < 32 && begin + tile * 16 + thread % 16 < end) {
+      const size_t at = scale_place(slot_of(a, sequence, begin + tile * 16 + thread % 16), head);
+      copy4(memory + slot * KV_TILE + SCALES + thread * 4, (thread < 16 ? a.key_scales : a.value_scales) + at / 2 * 2);
+    }
+#endif
     copy_group();
   };
   auto meet = [&] {  // the warps of a lane
@@ -206,16 +321,22 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
   named_barrier(1, THREADS);
   if (index >= min(LANES, tiles)) return min(LANES, tiles);
 
-  const int part = thread / 32 * 128;  // bytes before this warp's dimensions
+  const int part = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
   Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
   for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
     meet();
     const bool old = tile < older;
-    const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.key);
-    const u32 values = old ? keys + KV_TILE / 2 : shared_address(sh.value);
-    absorb(run, sh.query[0], keys, values + part, old ? min(16, end - begin - tile * 16) : 1, a.scale, lane);
+    const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.newest[0]);
+    const u32 values = old ? keys + SCALES / 2 : shared_address(sh.newest[1]);
+    const int count = old ? min(16, end - begin - tile * 16) : 1;
+#if KV8
+    const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
+    absorb(run, sh.query[0], keys, values + part, scales, begin + tile * 16, count, lane);
+#else
+    absorb(run, sh.query[0], keys, values + part, count, a.scale, lane);
+#endif
     meet();
     fetch(tile + DEPTH * LANES, slot);
     if (++slot == DEPTH) slot = 0;
@@ -228,7 +349,7 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
     const int h = lane % 4 * 2 + j;
     if (h < G) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) state[h * STATE + part / 2 + i * 8 + lane / 4] = run.values[i / 2][i % 2 * 2 + j];
+      for (int i = 0; i < 8; i++) state[h * STATE + part / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
       if (part == 0 && lane < 4) state[h * STATE + HEAD_DIM] = run.most[j], state[h * STATE + HEAD_DIM + 1] = run.sum[j];
     }
   }
@@ -298,9 +419,10 @@ DEVICE void empty(u16* qkv, float* states) {
 // Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, G, STATE]; the next launch's are emptied.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
-              const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, u16* keys,
-              u16* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, u32* turns) {
+              const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
+              Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
+              int table_width, u32* turns SCALE_ARGUMENTS) {
+
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
   const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS, split = cta % SPLITS;
@@ -317,7 +439,11 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
   const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns};
-  const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width};
+  const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width
+#if KV8
+                       , key_scales, value_scales
+#endif
+  };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto early = [&] { prefetch(a, cta / SPLITS, split, head, lane); };
   const int own = cta / SPLITS < ROWS ? lengths[cta / SPLITS] : 0;  // in a register before it is needed
@@ -335,9 +461,20 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       for (int h = warp; h < G + 2 * owner; h += WARPS) {
         const bool query = h < G, key = h == G;
         const int column = (query ? head * G + h : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
-        u16* cache = query ? nullptr : (key ? keys : values) + token_at(a, sequence, newest, head);
-        prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr, epsilon,
-                     query ? sh.query[h] : key ? sh.key : sh.value, cache, lane);
+        const Head v = prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr,
+                                    epsilon, lane);
+        if (query) {
+          store_query(v, a.scale, sh.query[h], lane);
+        } else {
+          const size_t slot = slot_of(a, sequence, newest);
+          Stored* cache = (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM;
+#if KV8
+          store_newest(v, sh.newest[!key], cache, sh.newest_scales[!key],
+                       (key ? key_scales : value_scales) + scale_place(slot, head), key ? fixed_key : fixed_value, lane);
+#else
+          store_newest(v, sh.newest[!key], cache, nullptr, nullptr, 0.f, lane);
+#endif
+        }
       }
     });
     named_barrier(1, THREADS);

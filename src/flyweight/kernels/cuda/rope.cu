@@ -8,8 +8,14 @@
 // once, and angles took more loads than heads. Values are rounded to 16 bits where the torch ops of reference.py round them.
 // Limit: bytes / bandwidth; for few tokens the launch, which is why it is here and not in Triton.
 //
-// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, QK_NORM
+// KV8: k and v are written as codes of 8 bits with a scale for each token and head (kv8.cuh), found by the lanes of the head.
+//
+// defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, QK_NORM, KV8 (0), PAGE where that is given
+#ifndef PAGE
+#define PAGE 1
+#endif
 #include "common.cuh"
+#include "kv8.cuh"
 
 constexpr int ALL = HEADS + 2 * KV_HEADS, PAIRS = ROTARY / 2, REST = HEAD_DIM - ROTARY;
 constexpr int EACH = PAIRS % 8 + REST % 8 == 0 ? 8 : PAIRS % 4 + REST % 4 == 0 ? 4 : 2;
@@ -21,6 +27,7 @@ constexpr int RESTS = (REST + LANES * EACH - 1) / (LANES * EACH);     // pieces 
 static_assert(USED <= 32, "a lane has one piece");
 
 struct __align__(2 * EACH) Piece { u32 pairs[EACH / 2]; };
+struct __align__(EACH) Codes { u16 pairs[EACH / 2]; };
 struct __align__(EACH == 2 ? 8 : 16) Angles { float of[EACH]; };
 
 DEVICE float squares(const Piece& v) {
@@ -39,6 +46,18 @@ DEVICE Piece normed(const Piece& v, float inverse, const u16* weight) {
   }
   return r;
 }
+DEVICE float size_of(const Piece& v) {
+  float most = 0;
+#pragma unroll
+  for (u32 pair : v.pairs) most = fmaxf(most, fmaxf(fabsf(low_float(pair)), fabsf(high_float(pair))));
+  return most;
+}
+DEVICE Codes coded(const Piece& v, float scale, float inverse) {
+  Codes r;
+#pragma unroll
+  for (int i = 0; i < EACH / 2; i++) r.pairs[i] = (u16)code_pair(low_float(v.pairs[i]), high_float(v.pairs[i]), scale, inverse);
+  return r;
+}
 DEVICE void times(Piece& v, float by) {
 #pragma unroll
   for (u32& pair : v.pairs) pair = pack2(low_float(pair) * by, high_float(pair) * by);
@@ -55,8 +74,8 @@ DEVICE void turn(Piece& low, Piece& high, const Angles& c, const Angles& s, floa
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, const u16* norm, u16* keys, u16* values,
-     int tokens, int row_stride, int table_stride, int slot_stride, float epsilon, float query_scale) {
+rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, const u16* norm, Stored* keys, Stored* values,
+     int tokens, int row_stride, int table_stride, int slot_stride, float epsilon, float query_scale SCALE_ARGUMENTS) {
   launch_dependents();
   wait_for_inputs();
   const int warp = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, token = warp / PARTS;
@@ -93,28 +112,50 @@ rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, c
     for (int j = 0; j < RESTS; j++) sum += squares(rest[i][j]);
 #pragma unroll
     for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-    if (head >= ALL) continue;
     const float inverse = rsqrtf(sum / HEAD_DIM + epsilon), by = head < HEADS ? query_scale : 1.f;
-    u16* cache = head < HEADS || slot < 0
-        ? nullptr : (turns ? keys : values) + slot * slot_stride + (head - HEADS - (turns ? 0 : KV_HEADS)) * HEAD_DIM;
+    const int kv_head = head - HEADS - (turns ? 0 : KV_HEADS);
+    Stored* cache = head < HEADS || head >= ALL || slot < 0
+        ? nullptr : (turns ? keys : values) + slot * slot_stride + kv_head * HEAD_DIM;
     const u16* weight = norm + head * HEAD_DIM;
     auto write = [&](int place, const Piece& v) {
       if (turns) *(Piece*)(row + head * HEAD_DIM + place) = v;
-      if (cache) *(Piece*)(cache + place) = v;
+      if (!KV8 && cache) *(Piece*)(cache + place) = v;
     };
+    if (head < ALL) {
+      if (mine) {
+        if (QK_NORM && turns)
+          low[i] = normed(low[i], inverse, weight + at), high[i] = normed(high[i], inverse, weight + PAIRS + at);
+        if (turns) turn(low[i], high[i], c, s, by);
+        write(at, low[i]), write(PAIRS + at, high[i]);
+      }
+#pragma unroll
+      for (int j = 0; j < RESTS; j++) {
+        const int place = ROTARY + j * LANES * EACH + at;
+        if (place >= HEAD_DIM) continue;
+        if (QK_NORM && turns) rest[i][j] = normed(rest[i][j], inverse, weight + place);
+        if (head < HEADS) times(rest[i][j], by);
+        write(place, rest[i][j]);
+      }
+    }
+#if KV8
+    float most = fmaxf(size_of(low[i]), size_of(high[i]));
+#pragma unroll
+    for (int j = 0; j < RESTS; j++) most = fmaxf(most, size_of(rest[i][j]));
+#pragma unroll
+    for (int o = LANES / 2; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    if (!cache) continue;
+    const u16 bits = scale_bits(most, turns ? fixed_key : fixed_value);
+    const float scale = scale_of(bits), scale_inverse = 1.f / scale;
+    if (at == 0) (turns ? key_scales : value_scales)[scale_place(slot, kv_head)] = bits;
     if (mine) {
-      if (QK_NORM && turns)
-        low[i] = normed(low[i], inverse, weight + at), high[i] = normed(high[i], inverse, weight + PAIRS + at);
-      if (turns) turn(low[i], high[i], c, s, by);
-      write(at, low[i]), write(PAIRS + at, high[i]);
+      *(Codes*)(cache + at) = coded(low[i], scale, scale_inverse);
+      *(Codes*)(cache + PAIRS + at) = coded(high[i], scale, scale_inverse);
     }
 #pragma unroll
     for (int j = 0; j < RESTS; j++) {
       const int place = ROTARY + j * LANES * EACH + at;
-      if (place >= HEAD_DIM) continue;
-      if (QK_NORM && turns) rest[i][j] = normed(rest[i][j], inverse, weight + place);
-      if (head < HEADS) times(rest[i][j], by);
-      write(place, rest[i][j]);
+      if (place < HEAD_DIM) *(Codes*)(cache + place) = coded(rest[i][j], scale, scale_inverse);
     }
+#endif
   }
 }

@@ -1,0 +1,192 @@
+"""Kernels that write and read a cache of 8-bit codes, run on the CPU against the plain ops."""
+
+from dataclasses import replace
+
+import host_cuda
+import pytest
+import torch
+
+from flyweight.batch import KVStorage
+from flyweight.kernels import reference
+from flyweight.kernels.attention import decode, rope
+from flyweight.kernels.attention.decode import (
+    AttentionLayer,
+    HeadNorms,
+    HeadShape,
+    Rows,
+    Workspace,
+    decode_attention,
+    rope_pairs,
+)
+from flyweight.kernels.linear.fused import Norm
+from flyweight.kv_format import FP8, INT8
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
+CPU = torch.device("cpu")
+SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=64, rotary=64, page=16, qk_norm=True)
+LENGTHS = [1, 0, 17, 130, 65]  # a first token, padding, one behind a page border; several runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch, folder):
+    host_cuda.pretend(monkeypatch, folder)
+    monkeypatch.setattr(decode, "SHORTEST", 48)
+
+
+def poisoned(shape, blocks, format, dtype, fixed=None):
+    """A cache in which nothing is a number: neither scales nor, in float8, codes."""
+    size = (blocks, shape.page, shape.kv_heads, shape.head_dim)
+    cache = KVStorage.zeros(size, dtype, CPU, format, fixed)
+    for pages in (cache.keys, cache.values):
+        pages.view(torch.uint8).fill_(0x7F)
+    cache.eight.scales.fill_(float("nan"))
+    return cache
+
+
+def same_bits(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def error(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def attended(shape, format, dtype, *, splits=3, fixed=None, size=1.0):
+    """One decode step by the kernel and by plain ops over the same codes: outputs and caches."""
+    torch.manual_seed(0)
+    count = len(LENGTHS)
+    pages = -(-max(LENGTHS) // shape.page)
+    tables = torch.randperm(count * pages).view(count, pages).int()
+    cache = poisoned(shape, count * pages, format, dtype, fixed)
+    angles = torch.rand(max(LENGTHS), shape.rotary // 2) * 6
+    qkv = torch.randn(count, shape.heads + 2 * shape.kv_heads, shape.head_dim).to(dtype)
+    qkv[:, shape.heads :] *= size
+    norms = [(1 + 0.1 * torch.randn(shape.head_dim)).to(dtype) for _ in range(2)]
+    for row, length in enumerate(LENGTHS):  # what earlier steps have written
+        older = torch.arange(max(length - 1, 0))
+        slots = tables[row].long()[older // shape.page] * shape.page + older % shape.page
+        new = torch.randn(2, len(older), shape.kv_heads, shape.head_dim).to(dtype) * size
+        cache.write(*new, slots)
+    eight = replace(cache.eight, scales=cache.eight.scales.clone())
+    plain = KVStorage(cache.keys.clone(), cache.values.clone(), eight)
+
+    out = torch.full((count, shape.heads * shape.head_dim), float("nan")).to(dtype)
+    layer = AttentionLayer(
+        shape, shape.head_dim**-0.5, HeadNorms(*norms, 1e-6) if shape.qk_norm else HeadNorms()
+    )
+    rows = Rows(
+        rope_pairs(angles.cos(), angles.sin()), torch.tensor(LENGTHS, dtype=torch.int32), tables
+    )
+    workspace = Workspace.make(shape, count, CPU, splits)
+    decode_attention(qkv.flatten(1), out, cache, rows, layer=layer, workspace=workspace)
+
+    used = [row for row, length in enumerate(LENGTHS) if length]
+    newest = torch.tensor([LENGTHS[row] - 1 for row in used])
+    pages_of = tables[used].long().gather(1, newest[:, None] // shape.page)[:, 0]
+    cos, sin = reference.rope_rows(angles.cos(), angles.sin(), newest)
+    groups = (shape.heads, shape.kv_heads)
+    table = torch.cat([w.expand(n, -1) for w, n in zip(norms, groups, strict=True)])
+    query, *_ = reference.rope_norm_write(
+        qkv[used].clone(),
+        plain,
+        pages_of * shape.page + newest % shape.page,
+        cos=cos,
+        sin=sin,
+        norm=Norm(table, 1e-6) if shape.qk_norm else None,
+    )
+    want = attention(shape, query, plain, tables[used], [LENGTHS[row] for row in used])
+    return out[used], want, cache, plain, out[1]
+
+
+def attention(shape, query, cache, tables, lengths):
+    """float64, over what the codes of the cache stand for."""
+    found = []
+    for row, length in enumerate(lengths):
+        tokens = torch.arange(max(0, length - shape.window) if shape.window else 0, length)
+        slots = tables[row].long()[tokens // shape.page] * shape.page + tokens % shape.page
+        keys, values = (
+            cache.eight.read(side, pages, slots).double().repeat_interleave(shape.group, 1)
+            for side, pages in enumerate((cache.keys, cache.values))
+        )
+        scores = torch.einsum("hd,thd->ht", query[row].double(), keys) * shape.head_dim**-0.5
+        found.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("format", [FP8, INT8], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        (dict(), torch.bfloat16),
+        (dict(head_dim=128, rotary=128, heads=6), torch.float16),
+        (dict(head_dim=80, rotary=32, window=40, qk_norm=False), torch.bfloat16),
+        (dict(head_dim=96, rotary=96, heads=12, kv_heads=1, page=8), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_decode_attention_over_codes(changes, dtype, format):
+    out, want, cache, plain, padding = attended(replace(SHAPE, **changes), format, dtype)
+    assert padding.isnan().all()
+    for got, expected in zip(out, want, strict=True):
+        # K and V are rounded to 16 bits where they are read plainly, not in the kernel
+        assert error(got, expected) < (8e-3 if dtype == torch.bfloat16 else 2e-3)
+    assert same_bits(cache.values, plain.values), "values are written as they come"
+    assert same_bits(cache.eight.scales[1], plain.eight.scales[1])
+    # norm and rope are not rounded in between here: a key may have a neighbouring scale and codes
+    scales = [one.eight.scales[0].double() for one in (cache, plain)]
+    torch.testing.assert_close(*scales, rtol=0.01, atol=0, equal_nan=True)
+    slots = plain.eight.scales[0].transpose(1, 2).flatten(0, 1)[:, 0].isfinite().nonzero()[:, 0]
+    keys = [one.eight.read(0, one.keys, slots) for one in (cache, plain)]
+    assert error(*keys) < 0.01
+
+
+@pytest.mark.parametrize("size", [1e-4, 300.0])
+def test_values_of_any_size_keep_their_precision_in_fp16_products(size):
+    shape = replace(SHAPE, qk_norm=False, heads=2, kv_heads=2, rotary=2)
+    out, want, *_ = attended(shape, INT8, torch.bfloat16, size=size)
+    if size < 1:
+        assert error(out, want) < 8e-3
+    else:  # one token takes all the weight
+        assert out.isfinite().all() and error(out, want) < 0.02
+
+
+def test_scales_that_a_checkpoint_fixes_are_used_for_every_token():
+    out, want, cache, plain, _ = attended(SHAPE, FP8, torch.bfloat16, fixed=(0.01, 0.02))
+    assert error(out, want) < 8e-3
+    written = cache.eight.scales[:, ~cache.eight.scales[0].isnan().all(-1).all(-1)]
+    assert set(written[1][~written[1].isnan()].tolist()) == {torch.tensor(0.02).bfloat16().item()}
+    assert same_bits(cache.eight.scales, plain.eight.scales)
+
+
+@pytest.mark.parametrize("format", [FP8, INT8], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "rotary", "normed"),
+    [(3, 1, 80, 32, True), (2, 2, 256, 256, False), (14, 2, 128, 128, True), (3, 1, 64, 24, True)],
+)
+def test_prompts_write_codes_and_scales(monkeypatch, heads, kv_heads, size, rotary, normed, format):
+    pytest.importorskip("triton", reason="the Triton twin of this op is imported beside it")
+    shape = HeadShape(heads, kv_heads, size, rotary, 4, normed)
+    tokens = 5
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, size).bfloat16()
+    norm = Norm(torch.randn(heads + kv_heads, size).bfloat16(), 1e-6) if normed else None
+    angles = torch.rand(tokens, rotary // 2) * 6
+    slots = torch.tensor([7, 2, -1, 0, 3])
+    cos, sin = reference.rope_rows(angles.cos(), angles.sin(), torch.arange(tokens))
+    caches = [poisoned(shape, 2, format, torch.bfloat16) for _ in range(2)]
+    plain_qkv = qkv.clone()
+    kept = slots >= 0
+    reference.rope_norm_write(
+        plain_qkv[kept], caches[0], slots[kept], cos=cos[kept], sin=sin[kept], norm=norm
+    )
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    rope.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, norm=norm)
+    want, got = (one.eight.scales.double() for one in caches)
+    torch.testing.assert_close(got, want, rtol=0.01, atol=0, equal_nan=True)
+    assert same_bits(caches[0].values, caches[1].values)
+    codes = [one.keys.view(torch.uint8) for one in caches]
+    assert (codes[0] != codes[1]).float().mean() < 0.01
