@@ -52,3 +52,13 @@ def input_rounding(kind: str) -> float:
     4 / 127 / √12. e4m3 has three bits behind the first: UNIFORM / 8.
     """
     return INPUTS.get(kind, 0.0)
+
+
+def product_bound(kind: str, dtype: torch.dtype, *, products: int = 1) -> float:
+    """What the relative error of a kernel may be; of several products, each of the one before."""
+    inputs = input_rounding(kind) if products > 1 else 0.0  # of the first both sides see the same
+    return MARGIN * math.sqrt(products) * product_noise(kind, dtype, inputs=inputs)
+
+
+def attention_bound(dtype: torch.dtype) -> float:
+    return MARGIN * math.sqrt(ATTENTION_ROUNDINGS) * rounding(dtype)
