@@ -1,20 +1,25 @@
-"""The check of greedy tokens: what it is of, that it sees a wrong kernel, and that a file without it is completed."""
+"""The check of greedy tokens: what it is of, that it fails a wrong kernel, and that a file without it is completed."""
 
+import dataclasses
 import importlib.machinery
 import json
 import weakref
 
 import pytest
 import torch
-from tiny_preset import add_tiny
+from tiny_preset import CONFIG, add_tiny
 
 from flyweight import cli, machine
 from flyweight.backends import base
 from flyweight.backends.base import EngineOptions, Limits
-from flyweight.bench import check
+from flyweight.bench import check, exact
+from flyweight.bench.cases import Case
+from flyweight.bench.exact import Reference
+from flyweight.bench.facts import Variant, facts_of
 from flyweight.bench.rows import make_row
 from flyweight.kernels import cpu
 from flyweight.kernels.native.executor import NativeDecoder
+from flyweight.models import presets
 from flyweight.models.decoder import Block, Decoder
 from flyweight.models.presets import PresetWeights
 from flyweight.models.random_folder import write_preset
@@ -65,8 +70,74 @@ def test_every_speed_has_its_agreement_and_a_wrong_kernel_shows(bench, monkeypat
     assert all(row["agreement_clear"] == 1.0 and row["agreement_with"] == WEIGHTS for row in rows)
     bench.out.unlink()
     break_kernels(monkeypatch)
-    rows, _ = bench(*arguments, "preset:tiny:int4")
-    assert all(row["status"] == "ok" and row["agreement"] < 0.5 and row["agreement_free"] < 0.5 for row in rows)
+    rows, error = bench(*arguments, "preset:tiny:int4", code=1)
+    assert all(row["status"] == "failed" and row["check_loss"] > row["check_bound"] for row in rows)
+    assert "wrong tokens" in rows[0]["reason"] and "marked as failed" in error
+    assert all(not View(read([bench.out])).records(name) for name in ("speed", "throughput", "serve")), "in no table"
+
+
+def spoil_one_scale(tensor):
+    """Sixteen times what it was, of one output: a kernel that reads past a group does so."""
+    scales = tensor.scales.clone()
+    scales[1] *= 16
+    return dataclasses.replace(tensor, scales=scales)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "w8a8", "fp8"])
+def test_a_scale_that_an_engine_reads_wrongly_fails_its_run(bench, monkeypatch, scheme):
+    monkeypatch.setattr("flyweight.models.native.why_not", lambda *_: "torch's kernels are looked at here")
+    choose, latency = cpu.choose, ("latency", "--batch", 4, "--input", 8, "--output", 12, "--repeats", 1)
+    rows, _ = bench(*latency, f"preset:tiny:{scheme}")
+    assert rows[0]["status"] == "ok" and rows[0]["check_loss"] <= rows[0]["check_bound"]
+    bench.out.unlink()
+    monkeypatch.setattr(cpu, "choose", lambda tensor, *, exact: choose(
+        tensor if exact or not hasattr(tensor, "scales") else spoil_one_scale(tensor), exact=exact))
+    rows, _ = bench(*latency, f"preset:tiny:{scheme}", code=1)
+    assert [row["status"] for row in rows] == ["failed"] and rows[0]["check_loss"] > rows[0]["check_bound"]
+
+
+def test_the_answers_judged_are_those_of_the_run_at_the_end_of_its_own_contexts(bench, monkeypatch):
+    asked, logits = [], Reference.logits
+    monkeypatch.setattr(Reference, "logits", lambda self, sequences, positions: asked.append(
+        (len(sequences), len(sequences[0]), list(positions))) or logits(self, sequences, positions))
+    bench("latency", "preset:tiny:int4", "--batch", 5, "--input", 40, "--output", 20, "--repeats", 2)
+    assert asked == [(5, 60, [39, *range(52, 59)])], "the first token and the last seven, once for both runs"
+    monkeypatch.setitem(check.REFERENCE_TOKENS, "cpu", 180)
+    bench("latency", "preset:tiny:int4", "--batch", 7, "--input", 40, "--output", 20, "--repeats", 1)
+    assert asked[1][:2] == (3, 60), "what the reference would take too long for is spread over the batch"
+    assert check.spread(7, 3) == [0, 3, 6] and check.spread(4, 8) == [0, 1, 2, 3] and check.spread(9, 1) == [8]
+
+
+def test_a_long_context_by_yarn_is_judged_by_its_own_rotation(bench, monkeypatch):
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    monkeypatch.setitem(presets.PRESETS, "tiny-yarn", CONFIG | dict(rope_scaling=yarn))
+    rows, _ = bench("speed", "preset:tiny-yarn:int4", "--input", 96, "--output", 8, "--repeats", 1)
+    assert rows[0]["check_loss"] <= rows[0]["check_bound"] and rows[0]["check_sequences"] == 1
+
+
+def test_more_rounding_allows_more_and_never_a_random_token(monkeypatch):
+    add_tiny(monkeypatch)
+    bounds = []
+    for scheme in ("fp32", "int4", "vptq", "w8a8", "fp8"):
+        reference = Reference.open(f"preset:tiny:{scheme}", device=torch.device("cpu"), dtype=None)
+        logits, meter = reference.logits([[1, 2, 3, 4, 5, 6]], [4, 5])
+        bounds.append(reference.noise(meter, "float32"))
+        best = logits.argmax(-1)
+        assert check.Verdict.of(best, logits, bounds[-1]).missed is None
+        assert "wrong tokens" in check.Verdict.of((best + 7) % 90, logits, bounds[-1]).missed
+        assert check.Verdict.of(best, logits * torch.nan, bounds[-1]).missed
+    assert bounds == sorted(bounds)
+
+
+def test_the_reference_rounds_activations_as_the_format_says(monkeypatch):
+    add_tiny(monkeypatch)
+    reference = Reference.open("preset:tiny:fp8", device=torch.device("cpu"), dtype="float32")
+    sequences = [[1, 2, 3, 4]]
+    rounded, meter = reference.logits(sequences, [3])
+    assert meter.kinds == {"fp8"} and 0.02 < meter.inputs < 0.035
+    monkeypatch.setattr(exact.ByReference, "quantize_input", lambda self, x: x)
+    plain, _ = reference.logits(sequences, [3])
+    assert (rounded - plain).std() > 0.005 * plain.std()
 
 
 def test_a_file_made_without_checks_gets_a_row_for_each_case_and_nothing_is_timed_again(bench):
@@ -136,7 +207,7 @@ def test_a_check_that_failed_is_told_and_made_up_for(bench, monkeypatch):
         raise RuntimeError("CUDA out of memory: too much")
 
     with monkeypatch.context() as patch:
-        patch.setattr(check, "exact_logits", fail)
+        patch.setattr(Reference, "logits", fail)
         rows, _ = bench(*THROUGHPUT, "preset:tiny:fp32")
         assert rows[0]["status"] == "ok" and rows[0]["agreement_with"].startswith("failed: ") and "too much" in str(rows[0])
         rows, _ = bench(*THROUGHPUT, "preset:tiny:fp32")
@@ -145,7 +216,7 @@ def test_a_check_that_failed_is_told_and_made_up_for(bench, monkeypatch):
     assert [(row["bench"], row.get("agreement")) for row in rows[2:]] == [("agreement", 1.0)]
 
 
-@pytest.mark.parametrize("model", ["preset:tiny-moe:int4-sym", "preset:tiny-moe:bf16", "preset:tiny:w8a8"])
+@pytest.mark.parametrize("model", ["preset:tiny-moe:int4-sym", "preset:tiny-moe:bf16", "preset:tiny:w8a8", "preset:tiny:fp8"])
 def test_the_weights_one_block_at_a_time_give_what_all_at_once_give(model, monkeypatch):
     load, alive = Block.load, []
 
@@ -159,9 +230,10 @@ def test_the_weights_one_block_at_a_time_give_what_all_at_once_give(model, monke
     cpu_device, sequences = torch.device("cpu"), torch.randint(0, 16384, (2, 12), generator=torch.Generator().manual_seed(1))
     whole = Decoder.load(PresetWeights(preset, scheme), device=cpu_device, dtype=torch.float32, exact=True)
     monkeypatch.setattr(Block, "load", watched)
-    found = check.exact_logits(model, sequences.tolist(), device=cpu_device, dtype="float32")
+    monkeypatch.setattr(exact, "AT_ONCE", 5)  # fewer than a sequence has
+    found, _ = Reference.open(model, device=cpu_device, dtype="float32").logits(sequences.tolist(), [0, 10, 11])
     assert len(alive) == whole.config.layers
-    torch.testing.assert_close(found, whole.forward_whole(sequences))
+    torch.testing.assert_close(found, whole.forward_whole(sequences)[:, [0, 10, 11]])
 
 
 def test_an_engine_that_hides_its_tokens_is_not_compared():
@@ -211,7 +283,9 @@ def test_native_in_half_precision_is_compared_in_half_precision(monkeypatch):
     monkeypatch.setattr("flyweight.cpu.slowdown", lambda dtype: 1.0)  # whatever this CPU can do
     backend = base.create("native", "preset:tiny:fp32", EngineOptions(device="cpu", dtype="bfloat16"))
     backend.start(Limits(2, 12, None))
-    asked, exact_logits = [], check.exact_logits
-    monkeypatch.setattr(check, "exact_logits", lambda *args, **options: asked.append(options) or exact_logits(*args, **options))
-    check.Expected.of_weights("preset:tiny:fp32", backend, [[1, 2, 3]], 4)
-    assert asked[0]["dtype"] == "bfloat16"
+    asked, opened = [], Reference.open
+    monkeypatch.setattr(Reference, "open", lambda *args, **options: asked.append(options["dtype"]) or opened(*args, **options))
+    case = Case(facts_of(Variant("preset:tiny:fp32")), backend, "native", model="preset:tiny:fp32")
+    prompts = [[1, 2, 3]]
+    check.check_tokens(case, prompts, check.answers(backend, prompts, 4), device=torch.device("cpu"))
+    assert asked == ["bfloat16"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.bench import replay
-from flyweight.bench.kernels import figures, relative_error
+from flyweight.bench.kernels import figures, judged, relative_error
 from flyweight.bench.replay import Work
 from flyweight.bench.rows import Row
 from flyweight.kernels import reference
@@ -32,6 +32,7 @@ from flyweight.kernels.attention.decode import (
 )
 from flyweight.models.config import ModelConfig
 from flyweight.models.presets import preset_config
+from flyweight.tensors.rounding import attention_bound
 
 PAGE = 16
 
@@ -77,13 +78,13 @@ def measure_attention(
         if device.type == "cuda"
         else eager(heads, qkv, tables, context)
     )
-    expected = exact(heads, qkv, caches[0], context, run)
+    error = exact(heads, qkv, caches[0], context, run)
     works = {
         "ours": Work(lambda i: run(caches[i]), len(caches)),
         "torch": torch_work(heads, qkv, caches[:2], context),
     }
     times = replay.measure(works, device, samples=samples)
-    yield {
+    facts = {
         "format": "attention",
         "kernel": "attention" if device.type == "cuda" else "reference.paged_attention",
         "rows": batch,
@@ -93,10 +94,13 @@ def measure_attention(
         "kv_heads": heads.kv_heads,
         "head_dim": heads.head_dim,
         "dtype": str(dtype).removeprefix("torch."),
-        "status": "ok",
-        "relative_error": expected,
-    } | figures(
-        times["ours"], hot=None, torch_times=times["torch"], nbytes=nbytes, bandwidth=bandwidth
+    }
+    yield (
+        facts
+        | judged(error, attention_bound(dtype))
+        | figures(
+            times["ours"], hot=None, torch_times=times["torch"], nbytes=nbytes, bandwidth=bandwidth
+        )
     )
 
 

@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flyweight.bench import replay
-from flyweight.bench.kernels import FORMATS, Case, chosen, figures, relative_error
+from flyweight.bench.kernels import FORMATS, Case, chosen, figures, judged, relative_error
 from flyweight.bench.replay import Work
 from flyweight.bench.rows import Row
 from flyweight.bench.shapes import linears
 from flyweight.kernels import dispatch
 from flyweight.kernels.linear.fused import FusedLinear, Norm
 from flyweight.models.buffers import Buffers
-from flyweight.tensors import Plain, QuantTensor
+from flyweight.tensors import Plain, QuantTensor, Sparse24
+from flyweight.tensors.rounding import product_bound
 
 LAYERS = {"cuda": 12, "cpu": 2}
 EPSILON = 1e-6
@@ -74,14 +75,16 @@ def measure_chain(
         "shape": None,
         "chain": preset,
         "kernel": kernels_of(prepared[0], case.rows),
-        "status": "ok",
-        "relative_error": error,
         "torch_dtype": str(torch_dtype).removeprefix("torch."),
         "bits_per_weight": round(bits, 4),
     }
+    first = weights[0]["o"]
+    kind = first.inner.kind if isinstance(first, Sparse24) else first.kind
+    bound = product_bound(kind, case.dtype, products=len(shapes))
     yield (
         case.fields()
         | facts
+        | judged(error, bound)
         | figures(
             times["chain"], hot=None, torch_times=times["torch"], nbytes=nbytes, bandwidth=bandwidth
         )

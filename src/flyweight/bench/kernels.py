@@ -45,6 +45,7 @@ from flyweight.tensors import (
     Sparse24,
     VectorQuant,
 )
+from flyweight.tensors.rounding import product_bound
 
 SLICE = 4096  # outputs multiplied in float64 at a time
 CALLS = 50  # for the host's time of one
@@ -163,10 +164,9 @@ def measure_case(
                 | {
                     "kernel": one.name,
                     "why": one.why,
-                    "status": "ok",
-                    "relative_error": errors[one.name],
                     "host_us": host_us(one.run, x),
                 }
+                | judged(errors[one.name], product_bound(tensor.kind, case.dtype))
                 | figures(
                     times[one.name],
                     hot=times[f"{one.name}, hot"],
@@ -323,6 +323,18 @@ def reference(tensor: QuantTensor, x: Tensor) -> Tensor:
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
+
+
+def judged(error: float, bound: float) -> Row:
+    """Fields of a result that is so far off float64; beyond the bound its time is no figure."""
+    fields: Row = {"status": "ok", "relative_error": error, "error_bound": bound}
+    if not error <= bound:  # NaN is wrong too
+        reason = (
+            f"wrong result: {error:.2g} off float64, relative; "
+            f"this format's rounding explains {bound:.2g}"
+        )
+        fields |= {"status": "failed", "reason": reason}
+    return fields
 
 
 def figures(

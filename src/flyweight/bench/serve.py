@@ -14,11 +14,12 @@ from flyweight.backends.native import Native
 from flyweight.backends.openai import OpenAI
 from flyweight.bench import arrivals, datasets
 from flyweight.bench.cases import Case, Listen, attempt
-from flyweight.bench.check import SelfCheck
+from flyweight.bench.check import REFERENCE_TOKENS, SelfCheck, answers, failed_check, is_ours
 from flyweight.bench.datasets import Conversation
 from flyweight.bench.load import EngineTarget, Record, SerialTarget, run_load, run_processes
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
 from flyweight.bench.serving import Objective, figures, find_max_rate, sample
+from flyweight.bench.timing import random_prompts, seed_from
 from flyweight.errors import OptionError
 
 
@@ -123,12 +124,27 @@ class ServeBench:
 
     def start(self, talks: Sequence[Conversation]) -> None:
         """With room for the load and a prompt of the check, whose prompts wait for one another like any others."""
-        count, length = self.check.shape if self.check and not self.case.checked else (1, 1)
-        batch, longest = self.load.concurrency or min(256, len(talks) or count), max([talk.longest for talk in talks] + [length])
-        context = self.case.facts.context
-        self.case.start(Limits(batch, min(longest, context or longest), None), self.listen)
-        if self.check:
-            self.check.check(self.case)
+        count, length = self.check.shape if self.check and self.check.compares(self.case) else (1, 1)
+        load, most = self.load, self.case.facts.context
+        own = max([talk.longest for talk in talks], default=load.prefix + load.turns * (load.input + load.output))
+        own = min(own, most or own)
+        batch = load.concurrency or min(256, len(talks) or count)
+        self.case.start(Limits(batch, min(max(own, length), most or max(own, length)), None), self.listen)
+        if self.check and self.case.running:
+            self.check.compare(self.case)
+            self.case.checked |= self.check_answers(batch, own)
+
+    def check_answers(self, batch: int, context: int) -> Row:
+        """The check of so many answers at once, of the load's longest context; fields for its rows."""
+        assert self.check is not None
+        if not is_ours(self.case):
+            return {}
+        output = max(1, min(self.load.output, context - 1))
+        count = max(1, min(batch, self.load.requests, REFERENCE_TOKENS[self.check.device] // context))
+        prompts = random_prompts(count, context - output, vocabulary=self.case.facts.vocabulary,
+                                 seed=seed_from(self.load.seed, "check"))
+        tokens, fault = attempt(lambda: answers(self.case.backend, prompts, output))
+        return failed_check(fault) if tokens is None else self.check.check(self.case, prompts, tokens)
 
     def measure(self, rate: float | None) -> Row:
         records, fault = (None, self.case.fault) if self.case.fault else attempt(lambda: self.drive(rate))

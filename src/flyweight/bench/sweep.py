@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from flyweight.backends.base import Backend, Limits
 from flyweight.bench.cases import Case, Listen, attempt
-from flyweight.bench.check import SelfCheck
+from flyweight.bench.check import SelfCheck, Tokens, answers, is_ours
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
 from flyweight.bench.timing import STABLE, batch_figures, outliers, random_prompts, seed_from, turns, unsteady, warm_up
 from flyweight.bench.workloads import SPEED_OUTPUT, Workload
@@ -56,6 +56,22 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a case has answered, and the rows of the runs that are judged by it."""
+
+    prompts: list[list[int]]
+    tokens: Tokens
+    rows: list[Row] = field(default_factory=list)
+
+
+def worse(one: Row, other: Row) -> Row:
+    """The fields of the check that is further from its bound; one that failed stays."""
+    if "check_loss" not in one or other.get("status") == "failed":
+        return one | other
+    return one | other if other.get("check_loss", 0) > one["check_loss"] and "status" not in one else one
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Runs what the file does not have yet."""
 
@@ -63,11 +79,14 @@ class Sweep:
     file: ResultFile
     environment: Row
     listen: Listen
+    missed: list[str] = field(default_factory=list)  # a line for each run whose tokens were wrong
 
     def run(self, cases: Sequence[Case]) -> list[Row]:
         """All rows of the plan, those found in the file included."""
         check = SelfCheck(cases, self.plan.device, file=self.file, environment=self.environment,
                           listen=self.listen) if self.plan.check else None
+        if check:
+            check.missed = self.missed
         busy = [case for case in cases if any(map(partial(self.missing, case), self.plan.workloads))]
         busy = check.plan(busy) if check else busy
         for group in [busy] if self.plan.together else [[case] for case in busy]:
@@ -83,17 +102,19 @@ class Sweep:
                 for case in cases:
                     self.start(case, works, check)
                     if check:
-                        check.check(case)
+                        check.compare(case)
                 for work in works:
-                    self.run_workload(cases, work)
+                    self.run_workload(cases, work, check)
         finally:
             for case in cases:
                 case.stop()
 
     def start(self, case: Case, works: Sequence[Workload], check: SelfCheck | None) -> None:
         """With room for all of this work that the model is made for."""
-        shapes = [(work.batch, work.context) for work in works if too_long(case, work) is None and self.missing(case, work)]
-        if check and not case.checked and (shapes or not case.fault):  # for the check alone it is tried once
+        alone = check is not None and check.lacks(case) and not case.fault  # for the check alone it is tried once
+        shapes = [(work.batch, work.context) for work in works if too_long(case, work) is None
+                  and (self.missing(case, work) or (alone and is_ours(case)))]
+        if check and check.compares(case) and (shapes or not case.fault):
             shapes.append(check.shape)
         if shapes:
             limits = Limits.of(shapes)
@@ -103,8 +124,9 @@ class Sweep:
         """Its rows that are in the file already."""
         return self.file.finished(self.plan.table.bench, **case.key(), **self.plan.table.shape(workload))
 
-    def run_workload(self, cases: Sequence[Case], workload: Workload) -> None:
+    def run_workload(self, cases: Sequence[Case], workload: Workload, check: SelfCheck | None) -> None:
         flags: dict[Case, list[str]] = {}  # of those that are warm
+        given: dict[Case, Given] = {}  # by the first run of each
         broken = {case: fault for case in cases if (fault := too_long(case, workload) or case.fault)}
         due = [case for case in cases if self.missing(case, workload)]
         for case in due:
@@ -115,11 +137,20 @@ class Sweep:
         for round, case in turns([case for case in due if case not in broken], self.plan.repeats):
             if case in broken or round + 1 not in self.missing(case, workload):
                 continue
-            row, fault = attempt(partial(self.measure, case, workload, repeat=round + 1, flags=flags[case]))
+            found_row, fault = attempt(partial(self.measure, case, workload, repeat=round + 1, flags=flags[case]))
             broken |= {case: fault} if fault else {}
-            if row:
+            if found_row:
+                row, tokens = found_row
                 self.file.add(self.environment, row)
                 self.listen(line(row))
+                given.setdefault(case, Given(self.prompts(case, workload, round + 1), tokens)).rows.append(row)
+        for case in cases if check else ():
+            assert check is not None
+            if case in given:
+                told = check.check(case, given[case].prompts, given[case].tokens)
+                self.file.amend(row | told for row in given[case].rows)
+            elif case.running and case not in broken and case not in due and is_ours(case) and check.lacks(case):
+                case.checked = worse(case.checked, self.check_alone(case, workload, check))
         for case in due:
             if case in broken:
                 self.file.add(self.environment, self.row(case, workload, **broken[case]))
@@ -144,14 +175,21 @@ class Sweep:
             self.prompts(case, workload, "warm", next(fresh))[: self.plan.sequences], min(cut, workload.output)).seconds)
         return [] if settled else [f"{count} warm-up runs did not settle within {STABLE:.0%}"]
 
-    def measure(self, case: Case, workload: Workload, *, repeat: int, flags: list[str]) -> Row:
+    def check_alone(self, case: Case, workload: Workload, check: SelfCheck) -> Row:
+        """Of rows that were timed before, without a check."""
+        prompts = self.prompts(case, workload, "check")[: self.plan.sequences]
+        tokens, fault = attempt(lambda: answers(case.backend, prompts, workload.output))
+        return fault or {} if tokens is None else check.check(case, prompts, tokens)
+
+    def measure(self, case: Case, workload: Workload, *, repeat: int, flags: list[str]) -> tuple[Row, Tokens]:
         run = case.backend.generate(self.prompts(case, workload, repeat), workload.output)
         if wrong := [answer.tokens for answer in run.answers if answer.tokens != workload.output]:
             raise ResultError(f"{wrong[0]} tokens came instead of {workload.output}; is end of text ignored?")
         alone = [] if self.plan.together or self.plan.table.each_cell else [ALONE]
-        return self.row(case, workload, repeat=repeat, label=f"{case.facts.scheme}_{workload.name or 'run'}_run{repeat}",
-                        **self.figures(case, workload, run), outlier=False, **case.backend.memory(), **case.checked,
-                        seed=self.plan.seed, flags=[*flags, *alone, *unsteady(run)])
+        row = self.row(case, workload, repeat=repeat, label=f"{case.facts.scheme}_{workload.name or 'run'}_run{repeat}",
+                       **self.figures(case, workload, run), outlier=False, **case.backend.memory(), **case.checked,
+                       seed=self.plan.seed, flags=[*flags, *alone, *unsteady(run)])
+        return row, [answer.token_ids for answer in run.answers]
 
     def figures(self, case: Case, workload: Workload, run: Run) -> Row:
         found = batch_figures(run, input=workload.input, output=workload.output)

@@ -149,6 +149,11 @@ def kernel(
             typer.echo(json.dumps(row, ensure_ascii=False))
     else:
         typer.echo(table(lines, layout))
+    wrong = [row for row in lines if row["status"] == "failed" and "error_bound" in row]
+    for row in wrong:
+        typer.echo(f"flyweight: {row['format']}, {row['kernel']}: {row['reason']}", err=True)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def compile_cases(cases: Sequence[Case], arch: str | None, *, as_json: bool) -> None:

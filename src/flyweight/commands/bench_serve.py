@@ -103,4 +103,4 @@ def serve(
             rows += bench.search(rate or 1.0, attain) if find_max_rate else bench.run([rate], start=bench.case in busy)
     for row in rows if as_json else ():
         typer.echo(json.dumps(row, ensure_ascii=False))
-    close(rows, out)
+    close(rows, out, checker.missed if checker else ())

@@ -31,7 +31,8 @@ Quantization = Annotated[str | None, typer.Option(help="By the engine's own name
 TensorParallel = Annotated[int, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")]
 Url = Annotated[str | None, typer.Option(help="Of a server that runs already, such as http://localhost:8000 (openai).")]
 Extra = Annotated[list[str] | None, typer.Option("--option", help="KEY=VALUE for the engine itself, by its own names.")]
-Check = Annotated[bool, typer.Option(help="Compare greedy tokens with the baseline's before timing.")]
+Check = Annotated[bool, typer.Option(help="Compare greedy tokens with the baseline's before timing, and those of each run "
+                                          "with what the weights mean; wrong ones fail.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")]
 
 
@@ -175,11 +176,15 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
             typer.echo(json.dumps(row, ensure_ascii=False))
     elif any(row["status"] == "ok" for row in rows):
         typer.echo(table(rows, plan))
-    close(rows, out)
+    close(rows, out, sweep.missed)
 
 
-def close(rows: Sequence[Row], out: Path) -> None:
-    """The last words; exit code 1 where nothing could be measured."""
+def close(rows: Sequence[Row], out: Path, missed: Sequence[str] = ()) -> None:
+    """The last words; exit code 1 where nothing could be measured, or what was measured is wrong."""
+    for reason in missed:
+        typer.echo(f"flyweight: {reason}; its rows in {out} are marked as failed", err=True)
+    if missed:
+        raise typer.Exit(1)
     if not any(row["status"] == "ok" for row in rows):
         typer.echo(f"flyweight: nothing could be measured; the reasons are in {out}", err=True)
         raise typer.Exit(1)

@@ -58,12 +58,12 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
 PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}
 TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backend", "workload", "format", "kernel", "operator",
         "kind", "phase", "weights", "kv_dtype", "tool", "text", "device", "dtype", "arrivals", "dataset", "setting",
-        "agreement_with"}
+        "agreement_with", "check_with"}
 NUMBERS = {"us", "us_p10", "us_p90", "us_hot", "host_us", "torch_us", "ratio", "gb_s", "share_of_bandwidth", "relative_error",
            "latency_s", "ttft_ms_last", "tpot_ms", "decode_tok_s", "overall_tok_s", "input_tok_s", "share_of_limit",
            "output_tok_s", "total_tok_s", "qps", "request_s", "goodput_s", "weights_gb", "kv_gb", "allocated_gb", "reserved_gb",
            "device_gb", "read_gb", "file_bits_per_weight", "energy_j", "agreement", "kl_error", "log_ratio", "log_ratio_error",
-           "agreement_clear", "agreement_free", "limit_tok_s",
+           "agreement_clear", "agreement_free", "limit_tok_s", "check_loss", "check_loss_worst", "check_bound", "error_bound",
            "self_us", "total_us", "share", "perplexity", "perplexity_original", "perplexity_error", "kl",
            "top1_agreement", "seconds", "size_gb", "bits_per_weight", "batch", "input", "output", "rows", "in_features",
            "out_features", "main_centroids", "residual_centroids", "gpus", "prompts", "calls", "duration_s"}
