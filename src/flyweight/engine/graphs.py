@@ -100,7 +100,8 @@ class DecodeGraphs:
     def step(self, size: int) -> Step:
         if size not in self.steps:
             rows = self.rows
-            first = StepRows(rows.tokens[:size], rows.lengths[:size], rows.tables[:size])
+            adapters = None if rows.adapters is None else rows.adapters[:size]
+            first = StepRows(rows.tokens[:size], rows.lengths[:size], rows.tables[:size], adapters)
             decode = DecodeStep(
                 self.decoder,
                 self.caches,

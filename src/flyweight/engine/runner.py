@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import Mode, top_logprobs
 from flyweight.engine.scheduler import Work
+from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload
 
@@ -107,6 +108,12 @@ def logprob(token: int, triple: list[list] | None, row: int, count: int | None) 
     return TokenLogprob(token, chosen[row], dict(zip(ids[row][:count], best[row], strict=False)))
 
 
+def slots_of(model: Model) -> Mapping[str, int]:
+    """The slots of a model's adapters by their names."""
+    adapters: Adapters | None = getattr(model, "adapters", None)
+    return {} if adapters is None else adapters.slots
+
+
 class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
@@ -115,7 +122,8 @@ class Runner:
         self.model = model
         self.device = device
         self.block_size = block_size
-        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
+        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
+                         adapted=bool(slots_of(model)))
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
         self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
 
