@@ -58,7 +58,7 @@ def serve(
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
     tool_parser: Annotated[str | None, typer.Option(
-        help="Format of tool calls: hermes, llama or mistral; the chat template shows it otherwise.")] = None,
+        help="Format of tool calls: harmony, hermes, llama, mistral or qwen_coder; the chat template shows it otherwise.")] = None,
     embeddings: Annotated[str | None, typer.Option(
         help="Open /v1/embeddings; how tokens become one vector: mean or last.")] = None,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
