@@ -18,6 +18,7 @@
 // COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0)
 #include "common.cuh"
 #include "linear.cuh"
+#include "patience.cuh"
 
 #ifndef EXPERTS
 #define EXPERTS 0
@@ -195,7 +196,8 @@ DEVICE void take_partials(Sums& sums, const uint4* partials, int* flags, int til
   const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
   for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
     if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
-    while (!load_acquire(flags + cta)) {}
+    Patience patience;
+    while (!load_acquire(flags + cta)) patience.poll();
     const uint4* from = partials + (size_t)cta * PER_WARP * COLUMNS * THREADS + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < PER_WARP * COLUMNS; i++) {
