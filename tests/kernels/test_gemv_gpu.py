@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make, relative_error, replayed
 
+from flyweight import gpu
 from flyweight.kernels.linear import gemv, tiles
 from flyweight.kernels.linear.fused import Norm
 
@@ -30,7 +31,12 @@ def test_eight_rows_that_stay_in_registers(kind, dtype):
     for seed, shape in enumerate([(1000, 1600), (6144, 4096)]):
         tensor, x = make(kind, shape, seed, dtype), torch.randn(8, shape[1], device="cuda").to(dtype)
         out = torch.full((8, shape[0]), float("nan"), device="cuda", dtype=dtype)
-        gemv.multiply(tiles.prepare(tensor, dtype=dtype), x, out, alone=True)
+        weight = tiles.prepare(tensor, dtype=dtype)
+        here = gpu.of(0)
+        if shape[1] > 4000 and here.shared_most < 100 << 10:
+            assert not gemv.fits(weight.matrix, 8, here), "so nobody asks for it"
+            continue
+        gemv.multiply(weight, x, out, alone=True)
         assert relative_error(out, tensor.matmul_reference(x)) < TOLERANCE[dtype]
 
 
