@@ -63,12 +63,12 @@ constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of 
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 static_assert((ITEMS - 1) * G < SHARING, "the last item has a head");
 
-struct __align__(16) Shared {
-  u16 query[8][QUERY_ROW];                 // zeros from G on
-  Stored newest[2][HEAD_DIM];              // key and value of the newest token
-  u16 newest_scales[2];                    // KV8
-  float partial[WARPS][G][STATE];
+struct Shared {  // all but the scales is read or written in words of 16 bytes
+  __align__(16) u16 query[8][QUERY_ROW];   // zeros from G on
+  __align__(16) Stored newest[2][HEAD_DIM];  // key and value of the newest token
+  __align__(16) float partial[WARPS][G][STATE];
   float share[G][MOST_RUNS];               // of every run, in the merge
+  u16 newest_scales[2];                    // KV8
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
