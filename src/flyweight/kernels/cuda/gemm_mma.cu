@@ -49,7 +49,7 @@ constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);  // matrix products a 
 constexpr int CHUNKS = QUANTIZED ? 1 : 2;                  // of a block: what a lane's four registers of x are of
 constexpr int TOGETHER = STEPS / CHUNKS;                   // products of a chunk
 constexpr int WORDS = 4 + SPARSE;                          // of a lane: codes, and which inputs they are
-constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
+constexpr int WIDTH = GATE_UP ? NDIM / 2 : NDIM;
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
