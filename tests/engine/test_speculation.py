@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from toy_engine import VOCABULARY, alone, params, run, toy_engine
+from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alone, params, run, toy_engine
 
-from flyweight.engine.request import Chunk
-from flyweight.engine.speculation.lengths import Fixed
+from flyweight.engine.request import Chunk, Request
+from flyweight.engine.speculation.lengths import Fixed, Measured
+from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.speculator import Speculator
@@ -172,6 +173,90 @@ def test_a_constrained_request_goes_one_by_one_beside_one_that_guesses():
     assert one[0].accepted > 5 and not other[0].drafted
 
 
+def model_drafter(**options):
+    return ModelDrafter(ToyModel(), SHAPE, **(dict(vocabulary=VOCABULARY, device=torch.device("cpu"), context=256, sequences=8,
+                                                   blocks=256, block_size=4) | options))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_a_model_that_is_as_good_guesses_every_token(kind, captured):
+    """Its shadows draw with the same noise. Blocks, rows and positions are right, or the toy would choose otherwise."""
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    drafter = model_drafter()
+    if captured:
+        drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+    engine = speculating(drafter, captured=captured)
+    requests = [engine.submit(prompt, options) for prompt in PROMPTS]
+    assert run(engine, *requests) == want
+    for (request,) in requests:
+        assert request.accepted == request.drafted or request.finish_reason == "stop"
+        assert request.accepted >= request.generated // 2
+    assert drafter.pool.available == drafter.pool.blocks and not drafter.shadows
+
+
+class Forgetful(ToyModel):
+    """Another model: every third logit is one of its own."""
+
+    def forward(self, batch, caches):
+        logits = super().forward(batch, caches)
+        logits[:, ::3] = logits[:, ::3].flip(-1)
+        return logits
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_model_that_errs_is_corrected(captured):
+    options = params(max_tokens=40, temperature=0.5, repetition_penalty=1.1, seed=8)
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    drafter = model_drafter(blocks=40)  # too few for all at once
+    drafter.runner.model = Forgetful()
+    if captured:
+        drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+    engine = speculating(drafter, captured=captured)
+    requests = [engine.submit(prompt, options) for prompt in PROMPTS]
+    assert run(engine, *requests) == want
+    assert 0.2 < engine.speculator.accepted / engine.speculator.drafted < 0.95
+
+
+def test_models_of_other_vocabularies_cannot_guess():
+    check_vocabularies("large", {"a": 0, "b": 1}, "small", {"b": 1, "a": 0})
+    with pytest.raises(OptionError, match="small cannot guess for large: .*2 and 1 tokens"):
+        check_vocabularies("large", {"a": 0, "b": 1}, "small", {"a": 0})
+    with pytest.raises(OptionError, match="other tokens for the same ids"):
+        check_vocabularies("large", {"a": 0, "b": 1}, "small", {"a": 1, "b": 0})
+
+
+def decoding(number):
+    return Request(number, [1], params(), seed=0, limit=100)
+
+
+def learned(cost, chance_right):
+    """What the policy says after steps that cost so much, and guesses of which so many were right."""
+    lengths = Measured()
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64):
+        lengths.learn(cost(rows), rows)
+    for _ in range(20):
+        lengths.observe(decoding(0), 4, chance_right)
+    return lengths
+
+
+def test_guesses_are_made_as_far_as_they_pay():
+    cheap, dear = (lambda rows: 1 + 0.03 * rows), (lambda rows: 1.0 * rows)
+    assert learned(cheap, 4).most([decoding(0)])[0] == 8
+    assert learned(cheap, 0).most([decoding(0)])[0] < 3
+    assert learned(dear, 4).most([decoding(0)])[0] == 0
+    many = [decoding(number) for number in range(64)]
+    assert set(learned(cheap, 4).most(many).values()) == {0}
+
+
+def test_a_request_that_stopped_guessing_tries_again():
+    lengths = learned(lambda rows: 1 + 0.3 * rows, 0)
+    requests = [decoding(0)]
+    assert lengths.most(requests)[0] == 0
+    assert any(lengths.most(requests)[0] for _ in range(1000))
+
+
 def test_what_follows_is_what_followed_before():
     index = TokenIndex([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 7, 1, 2, 3, 4])
     assert index.after(index.match(index.tokens, 3, own=True), 3, own=True) == [5, 9, 2]  # the longer past wins
@@ -198,7 +283,7 @@ def test_earlier_answers_help_those_of_the_same_salt_alone():
 def test_without_a_guess_steps_are_launched_ahead():
     """The drafter is asked before the step in flight is read, and lets it fly where it has nothing."""
     engine = speculating(NgramDrafter(), captured=True)
-    (request,) = engine.submit([4], params(max_tokens=12, logit_bias={i: 100.0 * i for i in range(12)}, presence_penalty=90.0))
+    (request,) = engine.submit(PROMPTS[0], params(max_tokens=12))
     pending = []
     while engine.busy:
         engine.step()

@@ -104,6 +104,7 @@ class Engine:
         with self.lock:
             self._empty_inbox()
             try:
+                begin = time.perf_counter()
                 drafts = self._draft()
                 works = self.scheduler.schedule(drafts)
                 flight = self.runner.launch(works) if works else None
@@ -119,6 +120,8 @@ class Engine:
                 if cause is not error:
                     raise cause from error
                 raise
+            if self.speculator is not None and works and all(work.known == 1 and work.samples for work in works):
+                self.speculator.lengths.learn(time.perf_counter() - begin, sum(work.count for work in works))
             return sum(work.count for work in works)
 
     def _may_overlap(self) -> bool:

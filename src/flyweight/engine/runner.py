@@ -162,7 +162,7 @@ class Runner:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
         return steps is not None and len(rows) == len(works) <= steps.largest and all(
-            work.samples and not work.drafts and work.request.number in rows.row_of for work in works)
+            work.samples and work.count == 1 and work.request.number in rows.row_of for work in works)
 
     def _replay(self, works: Sequence[Work]) -> Flight:
         rows, steps, count = self.rows, self.steps, len(works)
