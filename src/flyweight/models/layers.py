@@ -212,10 +212,10 @@ class Linear:
         y = self.fused.ops.gate(self.project(x, residual=added, **fusion), activation)
         return y if out is None else out.copy_(y)
 
-    def negotiate(self, before: Linear, rows: int) -> Handover:
+    def negotiate(self, before: Linear, rows: int, activation: str) -> Handover:
         if not (self.hands_over and before.hands_over):
             return Handover()
-        return self.fused.negotiate(before.fused, rows)
+        return self.fused.negotiate(before.fused, rows, activation)
 
     @property
     def hands_over(self) -> bool:
