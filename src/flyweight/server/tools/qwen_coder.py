@@ -259,6 +259,6 @@ def value_rule(name: str, schema: Any, root: dict[str, Any], words: Words, *, st
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not least and most is None:
         return words.until(END_PARAMETER, f"{name}_text")
-    terminal = f"{name.upper()}_TEXT"
     count = f"{{{least},{'' if most is None else most}}}"
-    return f"{terminal} {end}", [rf"{terminal}: /(.|\n){count}/ & ~/(.|\n)*<\/parameter>(.|\n)*/"]
+    # lazy: it ends where the tag first closes, and may be no longer until then
+    return f"{name}_text", [rf"{name}_text[lazy]: /(.|\n){count}\n<\/parameter>/"]
