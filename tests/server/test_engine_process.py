@@ -183,7 +183,7 @@ def test_a_long_prompt_beside_chats_is_bounded_by_time(monkeypatch):
     long a token of a prompt takes on this machine."""
     now = [0.0]
     monkeypatch.setattr(engine_process, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    scheduler = Scheduler(BlockPool(2100, 16), max_num_seqs=16, max_num_batched_tokens=512, prompt_tokens_beside=512)
+    scheduler = Scheduler(BlockPool(4000, 16), max_num_seqs=16, max_num_batched_tokens=512, prompt_tokens_beside=512)
     answer_seconds, token_seconds = 0.033, 0.0007
 
     def step():
