@@ -107,7 +107,7 @@ DEVICE void store_query(const float (&v)[PER], float factor, u16* to, int lane) 
 #pragma unroll
   for (int i = 0; i < PER; i++) {
     const u16 bits = to_bits(v[i]);
-    if (in_head(lane + 32 * i)) to[lane + 32 * i] = KV8 ? (u16)(pack<true>(to_float(bits) * factor, 0.f) & 0xffff) : bits;
+    if (in_head(lane + 32 * i)) to[lane + 32 * i] = KV8 ? (u16)(pair_of<true>(to_float(bits) * factor, 0.f) & 0xffff) : bits;
   }
 }
 // A key or value to shared memory, as the cache stores it, and its scale.
@@ -154,8 +154,8 @@ DEVICE uint2 weigh(Running& run, const float (&score)[4], const float (&scale)[2
   float weight[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) weight[j] = exp2_fast(score[j] - most[j % 2]);
-  const u32 low = KV8 ? pack<true>(weight[0] * scale[0], weight[1] * scale[0]) : pack2(weight[0], weight[1]);
-  const u32 high = KV8 ? pack<true>(weight[2] * scale[1], weight[3] * scale[1]) : pack2(weight[2], weight[3]);
+  const u32 low = KV8 ? pair_of<true>(weight[0] * scale[0], weight[1] * scale[0]) : pack2(weight[0], weight[1]);
+  const u32 high = KV8 ? pair_of<true>(weight[2] * scale[1], weight[3] * scale[1]) : pack2(weight[2], weight[3]);
   if (KV8) {
 #pragma unroll
     for (int j = 0; j < 2; j++) run.sum[j] = run.sum[j] * fade[j] + weight[j] + weight[2 + j];
