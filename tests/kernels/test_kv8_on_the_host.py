@@ -242,9 +242,12 @@ def test_prompts_write_codes_and_scales(monkeypatch, heads, kv_heads, size, rota
         plain_qkv[kept], caches[0], slots[kept], cos=cos[kept], sin=sin[kept], norm=norm
     )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    rope.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, norm=norm)
+    got_heads = rope.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, norm=norm)
     want, got = (one.eight.scales.double() for one in caches)
     torch.testing.assert_close(got, want, rtol=0.01, atol=0, equal_nan=True)
     assert same_bits(caches[0].values, caches[1].values)
     codes = [one.keys.view(torch.uint8) for one in caches]
     assert (codes[0] != codes[1]).float().mean() < 0.01
+    for side, pages in enumerate((caches[1].keys, caches[1].values)):  # and qkv has what they mean
+        new = got_heads[1 + side][kept]
+        assert torch.equal(new, caches[1].eight.read(side, pages, slots[kept]))
