@@ -98,6 +98,7 @@ CASES = [
       for page, box, size in ((0, 128, 128), (16, 16, 128), (16, 16, 64))),
     ("attention.cu", HEADS),
     *(("attention.cu", HEADS | dict(WARPS=4, PACKED=2, ORDER=order)) for order in (0, 1)),
+    *(("attention.cu", HEADS | dict(CHUNK=8, WARPS=warps)) for warps in (4, 8)),
     ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),
     *(("qkv_attention.cu", FUSED | dict(FORMAT=kind)) for kind in range(4)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, ROWS=8, SLOTS=2, BIAS=1, QK_NORM=0, STAGES=6)),

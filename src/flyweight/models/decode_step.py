@@ -74,11 +74,13 @@ def head_shape(block: Block, ropes: RopeTables, page: int) -> HeadShape:
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """The running sequences as a step sees them: one row each."""
+    """The running sequences as a step sees them: one row each, or several where guesses are checked."""
 
     tokens: Tensor  # int64 [rows]
     lengths: Tensor  # int32 [rows]: the token counted; 0: nobody is here
     tables: Tensor  # int32 [rows, pages]
+    # int32 [rows]: how many rows just before are of the same sequence; None: every row has its own
+    before: Tensor | None = None
 
 
 class DecodeAttention:
@@ -111,7 +113,12 @@ class DecodeAttention:
         self.layers = {
             id(block): attention_layer(block, ropes, page, eight_bits=eight) for block in blocks
         }
-        self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}
+        self.rows = {
+            name: Rows(table, rows.lengths, rows.tables, rows.before)
+            for name, table in pairs.items()
+        }
+        if rows.before is not None:
+            separate = separate or "rows of one sequence share the step"
         first = self.layers[id(blocks[0])].shape
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
         self.workspace = Workspace.make(first, self.size, device)
