@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy
 import torch
-from torch import Tensor
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
@@ -28,8 +27,13 @@ class SharedRows:
         self.rows = rows
         self.capacity = CAPACITY
         self.tables = torch.zeros(CAPACITY, rows.pages, dtype=torch.int32, device=rows.device)
-        self._staged = torch.zeros(32 * CAPACITY, dtype=torch.uint8, device=rows.device)
-        self.tokens, self.at, self.lengths, self.before = self._place([], [], [], [])
+        # what one copy brings: tokens, places in `rows`, lengths and rows before, in this order
+        self._staged = torch.zeros(24 * CAPACITY, dtype=torch.uint8, device=rows.device)
+        words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
+        self.tokens = words[:CAPACITY]
+        self.at = words[CAPACITY : 2 * CAPACITY]
+        self.lengths = halves[4 * CAPACITY : 5 * CAPACITY]
+        self.before = halves[5 * CAPACITY :]
 
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, with no more guesses than a kernel takes."""
@@ -49,14 +53,14 @@ class SharedRows:
             at += [self.rows.row_of[work.request.number]] * work.count
             lengths += range(work.start + 1, work.start + 1 + work.count)
             before += range(work.count)
-        self._place(tokens, at, lengths, before)
+        columns = (tokens, numpy.int64), (at, numpy.int64), (lengths, numpy.int32), (before, numpy.int32)
+        upload(self.rows.device, *(padded(column, kind) for column, kind in columns), into=self._staged)
         torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
         return len(tokens)
 
-    def _place(self, *columns: list[int]) -> list[Tensor]:
-        """The columns, filled up with zeros, always in the same places."""
-        types = (numpy.int64, numpy.int64, numpy.int32, numpy.int32)
-        padded = [numpy.zeros(CAPACITY, dtype=kind) for kind in types]
-        for column, place in zip(columns, padded, strict=True):
-            place[: len(column)] = column
-        return upload(self.rows.device, *padded, into=self._staged)
+
+def padded(column: list[int], kind: type) -> numpy.ndarray:
+    """Filled up with zeros: rows of length 0 are nobody's."""
+    filled = numpy.zeros(CAPACITY, dtype=kind)
+    filled[: len(column)] = column
+    return filled
