@@ -223,7 +223,7 @@ def test_a_model_that_errs_is_corrected(captured):
 
 def test_models_of_other_vocabularies_cannot_guess():
     check_vocabularies("large", {"a": 0, "b": 1}, "small", {"b": 1, "a": 0})
-    with pytest.raises(OptionError, match="small cannot guess for large: .*2 and 1 tokens"):
+    with pytest.raises(OptionError, match=r"small cannot guess for large: .*2 and 1 tokens"):
         check_vocabularies("large", {"a": 0, "b": 1}, "small", {"a": 0})
     with pytest.raises(OptionError, match="other tokens for the same ids"):
         check_vocabularies("large", {"a": 0, "b": 1}, "small", {"a": 1, "b": 0})

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Context, Device, Dtype, Head, KvDtype, Native, Offload, Threads
+from flyweight.commands.generate import Context, Device, Dtype, Head, KvDtype, Native, Offload, Speculate, Threads
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -44,6 +44,7 @@ def serve(
     max_loaded: Annotated[int | None, typer.Option(
         min=1, help="Of several models: most in memory at once; as many as there is room for otherwise.")] = None,
     offload: Offload = 0,
+    speculate: Speculate = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
@@ -81,6 +82,13 @@ def serve(
               "kv_dtype": kv_dtype, "head": head, "native": native, "prompt_tokens_beside": prompt_tokens_beside}
     if offload and backend == "native":
         engine["offload"] = offload
+    if speculate and backend != "native":
+        raise OptionError(f"--speculate is for the native engine; {backend} has options of its own for it")
+    if speculate:
+        from flyweight.engine.speculation.option import Speculation
+
+        Speculation.parse(speculate)  # refused before a model is loaded
+        engine["speculate"] = speculate
     keys = tuple(api_key or ()) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
     if "" in keys:
         raise OptionError("--api-key is empty; leave it out to serve everybody")

@@ -74,7 +74,9 @@ def head_shape(block: Block, ropes: RopeTables, page: int) -> HeadShape:
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """The running sequences as a step sees them: one row each, or several where guesses are checked."""
+    """The running sequences as a step sees them: one row each, or several where guesses are
+    checked.
+    """
 
     tokens: Tensor  # int64 [rows]
     lengths: Tensor  # int32 [rows]: the token counted; 0: nobody is here
