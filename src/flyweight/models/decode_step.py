@@ -50,8 +50,6 @@ def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     if config.hidden_size % 8:
         return f"a hidden size of {config.hidden_size} is no multiple of 8"
     for block in decoder.blocks:
-        if not block.plan.attention.plain:
-            return f"attention of layer {block.index} has a soft-cap or sinks"
         if block.mlp.uncaptured_reason:
             return f"layer {block.index}: {block.mlp.uncaptured_reason}"
         if reason := head_shape(block, decoder.ropes, page).unsupported_reason():
@@ -69,6 +67,8 @@ def head_shape(block: Block, ropes: RopeTables, page: int) -> HeadShape:
         page,
         block.head_norm is not None,
         plan.window,
+        soft_cap=plan.soft_cap,
+        sinks=plan.sinks is not None,
     )
 
 
@@ -196,7 +196,7 @@ def attention_layer(
         key = norm.weight[-1].contiguous()
         norms = HeadNorms(query, key, norm.epsilon)
     shape = replace(head_shape(block, ropes, page), eight_bits=eight_bits)
-    return AttentionLayer(shape, block.plan.attention.scale, norms)
+    return AttentionLayer(shape, block.plan.attention.scale, norms, block.sinks)
 
 
 class DecodeStep:
