@@ -74,7 +74,7 @@ class Checkpoint:
         self._stored: dict[str, str] = {}  # names in the files, where they are others
         if text_part.is_wrapped(self.config):
             self._take_text()
-        self._shards = {file: _open(file) for file in self.files}
+        self._shards = {file: open_shard(file) for file in self.files}
         self._used: set[str] = set()
 
     def _take_text(self) -> None:
@@ -261,7 +261,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 def _entries(folder: Path, files: Sequence[Path]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file).items():
             if name in entries:
                 raise CheckpointError(f"{file}: tensor {name!r} is also in {entries[name].file.name}; which one is meant?")
             entries[name] = entry
@@ -272,7 +272,7 @@ def _entries(folder: Path, files: Sequence[Path]) -> dict[str, Entry]:
     return entries
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, Entry]:
     """Names, shapes and types of one shard, each checked to lie inside the file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -295,7 +295,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _open(file: Path) -> Any:
+def open_shard(file: Path) -> Any:
     """Maps the shard; the library checks the rest of its header: shapes against lengths, overlaps, gaps, types."""
     try:
         return safe_open(file, framework="pt")

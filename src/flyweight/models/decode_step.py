@@ -83,6 +83,7 @@ class StepRows:
     tables: Tensor  # int32 [rows, pages]
     # int32 [rows]: how many rows just before are of the same sequence; None: every row has its own
     before: Tensor | None = None
+    adapters: Tensor | None = None  # int32 [rows]: their slots, where any are loaded
 
 
 class DecodeAttention:
@@ -107,6 +108,7 @@ class DecodeAttention:
     ):
         self.caches = caches
         self.lengths = rows.lengths
+        self.adapters = rows.adapters
         self.buffers = buffers
         self.size = len(rows.tokens)
         device = buffers.device
@@ -136,6 +138,8 @@ class DecodeAttention:
             return "a single layer has nobody to empty its mailbox"
         if any(block.plan.before_attention is None for block in blocks):
             return "no norm before attention"
+        if self.adapters is not None and any(block.qkv.delta is not None for block in blocks):
+            return "adapters add to queries, keys and values"
         if any(block.whole_norms is not None for block in blocks):
             return "queries and keys are normed over all heads together"
         reasons = (
@@ -171,7 +175,7 @@ class DecodeAttention:
         prefetch = None
         if cache.eight is None:
             prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
-        block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
+        block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch, adapters=self.adapters)
         if block.whole_norms is not None:
             _norm_projections(block, qkv)
         decode_attention(
