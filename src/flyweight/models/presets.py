@@ -163,6 +163,7 @@ PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | sizes(
     **_tiny,
 )
 PRESETS |= families.PRESETS
+KEPT = ("lm_head", "model.embed_tokens")  # in the 16 bits of the config
 FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Make = Callable[..., QuantTensor]  # (shape, seed, device, dtype=…)
 
@@ -252,7 +253,7 @@ class PresetWeights:
 
     def linear(self, prefix: str) -> QuantTensor:
         shape = self._shape(prefix + ".weight")
-        make = Plain.random if prefix == "lm_head" else SCHEMES[self.scheme]
+        make = Plain.random if prefix in KEPT else SCHEMES[self.scheme]
         return make(shape, self._seed(prefix + ".weight"), self.device, dtype=self.dtype)
 
     def check_used(self) -> None:
