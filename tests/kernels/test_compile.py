@@ -115,6 +115,8 @@ CASES = [
     ("route.cu", dict(FP16=1, KDIM=2048, EXPERTS=60, CHOSEN=4, GATE=0, NORMALIZE=1, ROWS=8, TILE=128, BY_TOKEN=0, EARLY=0)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=3, SPARSE=1, WARPS=8)),
     ("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256)),
+    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024, HELD=0)),
+    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024, HELD=1)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]
 
