@@ -40,13 +40,14 @@ script() { # NAME SECONDS FILE SCRIPT ARGUMENTS...: one of benchmarks/*.py
 grid=$(for k in 1024 2048 4096 8192 16384; do for n in 1024 4096 8192 14336 28672 53248; do printf '%s' "${k}x$n,"; done; done)
 q2=preset:qwen2 q4=preset:qwen3-4b q8=preset:qwen3-8b moe=preset:qwen2-57b-a14b q72=preset:qwen2-72b q32=preset:qwen1.5-32b
 first=seed-000 second=seed-001 chain=qwen3-8b shapes=qwen3-8b rows=1,8,16,32,64,256,2048,4096,16384
+older=1,2,4,8,16,32,64,2048,8192
 latency=() lengths=() fewer=(--output 128) serve=(--requests 20 --input 128 --output 64) attention=()
 profile=(--input 1024 --output 64) real=() startup=()
 read -ra prompts <<<"${PROMPTS:---prompts 100}"  # 1,000 take minutes
 sizes=(7b 1.5b 0.5b)
 if [ -n "${TRY:-}" ]; then
   q2=preset:tiny q4=preset:tiny q8=preset:tiny moe=preset:tiny-moe q72=preset:tiny q32=preset:tiny
-  first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8
+  first=256x512 second=512x256 grid=256x256 chain=tiny shapes=256x512 rows=1,8 older=1,8
   latency=(--workload interactive --workload medium_batch) lengths=(--input 1 --input 40 --output 24) fewer=("${lengths[@]}")
   serve=(--requests 3 --input 16 --output 8) prompts=(--prompts 4 --input 20 --output 8) profile=(--input 64 --output 8)
   attention=(--shapes tiny --contexts 64) startup=(--model preset:tiny:int4)
@@ -109,6 +110,14 @@ piece() {
     prefill-4b) script prefill-4b 120 prefill.jsonl prefill_passes.py --zeros --model $q4:w8a8 $q4:bf16 $q4:w8a16 --cases 2048 16384 ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
+    older) # FLYWEIGHT_PRETEND=sm_80 or sm_89: the code and the limits of cards that are not here; their rows name the card
+      : "${FLYWEIGHT_PRETEND:?name the GPU to imitate, such as sm_80}"
+      flyweight older-steps 120 older-gpus.jsonl bench step $q8:bf16 $q8:w8a16 $q8:int4 $moe:int4 --batch 1
+      flyweight older-chain 90 older-gpus.jsonl bench kernel --chain $chain --format bf16,w8a16,w4a16 --rows 1
+      flyweight older-rows 200 older-gpus.jsonl bench kernel --format bf16,w4a16,w8a16,w8a8 --symmetric --shapes $shapes \
+        --rows $older
+      for shapes in $first $second; do flyweight older-$shapes 120 older-gpus.jsonl bench kernel --format vptq --shapes $shapes
+      done ;;
     warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement
       at_once=${AT_ONCE:-6} warm=(--repeats 1 --no-check) scratch=$(mktemp -d)
       for model in $q8:{vptq,int4,bf16,w8a8} $q4:{w8a16,w8a8,bf16,sparse-w8a16,sparse-w8a8}; do

@@ -28,7 +28,7 @@ from pathlib import Path
 
 AHEAD = ("torch", "triton", "cuda.core", "typer", "rich.progress", "flyweight.engine.llm", "flyweight.bench.sweep",
          "flyweight.bench.serve", "flyweight.bench.steps", "flyweight.bench.attention", "flyweight.bench.chain",
-         "flyweight.report.document", "flyweight.kernels.gemm", "flyweight.kernels.vptq", "flyweight.kernels.triton_attention")
+         "flyweight.report.document", "flyweight.kernels.linear.gemm", "flyweight.kernels.vptq.linear", "flyweight.kernels.attention.triton")
 
 
 def stand_by() -> None:

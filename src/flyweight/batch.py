@@ -105,12 +105,12 @@ class KVStorage:
     ) -> KVStorage:
         """[blocks, block_size, kv_heads, head_dim] of nothing; `dtype` is that of queries."""
         stored = dtype if format is None else format.dtype
-        pages = [empty_pages(size, stored, device) for _ in range(2)]
+        keys, values = (empty_pages(size, stored, device) for _ in range(2))
         if format is None:
-            return cls(*pages)
+            return cls(keys, values)
         blocks, page, kv_heads, _ = size
         scales = torch.zeros(2, blocks, kv_heads, page, dtype=torch.bfloat16, device=device)
-        return cls(*pages, EightBits(format, scales, dtype, fixed))
+        return cls(keys, values, EightBits(format, scales, dtype, fixed))
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """[tokens, kv_heads, head_dim] each; in 8 bits where the cache is."""

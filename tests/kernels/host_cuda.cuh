@@ -191,7 +191,7 @@ template <bool HALF> static inline u16 bits16(float f) {
   const u32 v = __float_as_uint(f);
   return f != f ? 0x7fff : (u16)((v + 0x7fff + (v >> 16 & 1)) >> 16);
 }
-template <bool HALF> static inline u32 pack(float low, float high) { return bits16<HALF>(low) | (u32)bits16<HALF>(high) << 16; }
+template <bool HALF> static inline u32 pack_as(float low, float high) { return bits16<HALF>(low) | (u32)bits16<HALF>(high) << 16; }
 DEVICE u32 pack2(float low, float high) { return bits16<FP16>(low) | (u32)bits16<FP16>(high) << 16; }
 DEVICE float to_float(u16 v) { return float_of<FP16>(v); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
@@ -221,9 +221,9 @@ DEVICE u32 to_eighth(float f) {  // to nearest, ties to the even code, saturated
   return best | (f < 0 ? 128 : 0);
 }
 DEVICE u32 to_float8(float low, float high) { return to_eighth(low) | to_eighth(high) << 8; }
-DEVICE u32 float8_pair(u32 codes) { return pack<true>(eighth(codes & 255), eighth(codes >> 8 & 255)); }
+DEVICE u32 float8_pair(u32 codes) { return pack_as<true>(eighth(codes & 255), eighth(codes >> 8 & 255)); }
 DEVICE u32 add_halves(u32 a, u32 b) {
-  return pack<true>(from_half(a & 0xffff) + from_half(b & 0xffff), from_half(a >> 16) + from_half(b >> 16));
+  return pack_as<true>(from_half(a & 0xffff) + from_half(b & 0xffff), from_half(a >> 16) + from_half(b >> 16));
 }
 
 DEVICE u32 widen_float8(u32 codes) {

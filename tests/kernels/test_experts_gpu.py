@@ -30,7 +30,7 @@ def poisoned_memory():
 def make_layer(kind, *, count=12, chosen=3, gate=True, normalize=False, dtype=torch.bfloat16):
     """(the layer, its weights one by one)"""
     tensors = [(make(kind, (2 * WIDTH, HIDDEN), 2 * i, dtype), make(kind, (HIDDEN, WIDTH), 2 * i, dtype)) for i in range(count)]
-    gate_up = [linear_of(first, dtype=dtype, gated=True) for first, _ in tensors]
+    gate_up = [linear_of(first, dtype=dtype, activation="silu") for first, _ in tensors]
     down = [linear_of(second, dtype=dtype) for _, second in tensors]
     reason = experts.unsupported_reason(gate_up, gpu.of(0))
     if reason is not None and not gpu.of(0).has_warpgroups:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make, relative_error, replayed
 
+from flyweight import gpu
 from flyweight.kernels.linear import gemv, tiles
 from flyweight.kernels.linear.fused import Norm
 
@@ -30,7 +31,12 @@ def test_eight_rows_that_stay_in_registers(kind, dtype):
     for seed, shape in enumerate([(1000, 1600), (6144, 4096)]):
         tensor, x = make(kind, shape, seed, dtype), torch.randn(8, shape[1], device="cuda").to(dtype)
         out = torch.full((8, shape[0]), float("nan"), device="cuda", dtype=dtype)
-        gemv.multiply(tiles.prepare(tensor, dtype=dtype), x, out, alone=True)
+        weight = tiles.prepare(tensor, dtype=dtype)
+        here = gpu.of(0)
+        if shape[1] > 4000 and here.shared_most < 100 << 10:
+            assert not gemv.fits(weight.matrix, 8, here), "so nobody asks for it"
+            continue
+        gemv.multiply(weight, x, out, alone=True)
         assert relative_error(out, tensor.matmul_reference(x)) < TOLERANCE[dtype]
 
 
@@ -50,7 +56,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind, dtype):
         got = gemv.multiply(linear, x, norm=Norm(norm, 1e-6), residual=residual)
         assert relative_error(got, want + residual.double()) < bound
         gate, up = want.chunk(2, -1)
-        gated = tiles.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
+        gated = tiles.prepare(tensor, dtype=dtype, bias=bias, activation="silu")
         assert relative_error(gemv.multiply(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up) < bound
 
 
@@ -61,7 +67,7 @@ def test_many_rows_compute_the_same_function_as_few(kind):
     x = torch.randn(33, 1536, device="cuda").bfloat16()
     want = tensor.matmul_reference(x) + bias.double()
     for gated in (False, True):
-        linear = linear_of(tensor, bias=bias, gated=gated)
+        linear = linear_of(tensor, bias=bias, activation="silu" if gated else None)
         assert relative_error(linear(x), want) < 1e-2
     assert relative_error(linear_of(tensor, bias=bias)(x[:5]), want[:5]) < 1e-2
 

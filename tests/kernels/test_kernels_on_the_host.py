@@ -87,7 +87,7 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     tensor, bias, norm = make("fp8", (96, 192), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(192)).bfloat16()
     x = torch.randn(2, 192).bfloat16()
     gate, up = (tensor.matmul_reference(norm_of(x, norm)) + bias.double()).chunk(2, -1)
-    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation="silu")
     got = gemv.multiply(weight, x, norm=Norm(norm, 1e-6))
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
 
@@ -172,7 +172,7 @@ def test_tokens_go_to_their_experts_and_come_back_added_up(monkeypatch, kind, to
 def error_of_experts(kind, tokens):
     count, chosen, hidden, width = 6, 2, 192, 64
     tensors = [(make(kind, (2 * width, hidden), i), make(kind, (hidden, width), i)) for i in range(count)]
-    gate_up = experts.stack([linear_of(first, gated=True) for first, _ in tensors])
+    gate_up = experts.stack([linear_of(first, activation="silu") for first, _ in tensors])
     down = experts.stack([linear_of(second) for _, second in tensors])
     ready = torch.zeros(1, dtype=torch.int32)
     router = torch.randn(count + 1, hidden) * hidden**-0.5
@@ -238,7 +238,7 @@ def tiles_by_rows(dense):
 @pytest.mark.parametrize("kind", ["int4:64", "int4:128:symmetric", "int8:32", "plain"])
 def test_a_weight_is_written_out_row_by_row_and_in_tiles(kind):
     tensor = make(kind, (96, 320), 1)
-    gated, single = (linear_of(tensor, gated=gated).weight for gated in (True, False))
+    gated, single = (linear_of(tensor, activation=act).weight for act in ("silu", None))
     dense = tensor.dequantize().bfloat16()
     assert torch.equal(untile(single), dense) and torch.equal(untile(gated), dense)
     assert torch.equal(untile(gated, tiles=True), tiles_by_rows(dense))

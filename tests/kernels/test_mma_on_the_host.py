@@ -52,7 +52,7 @@ def test_a_norm_comes_before_and_silu_after(kind):
     tensor = make(kind, (96, 192), 1)
     x = torch.randn(21, 192).bfloat16()
     norm = (1 + 0.1 * torch.randn(192)).bfloat16()
-    weight = tiles.prepare(tensor, dtype=torch.bfloat16, interleave=True)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, activation="silu")
     cut = gemm_mma.plan(weight.matrix, 21, host_cuda.HOST, tile=SMALL, split=WHOLE)
     out = torch.full((21, 48), float("nan")).bfloat16()
     got = gemm_mma.multiply(weight, x, out, norm=Norm(norm, 1e-6), cut=cut)

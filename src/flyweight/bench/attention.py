@@ -66,7 +66,8 @@ def measure_attention(
     shape = (batch * pages, PAGE, heads.kv_heads, heads.head_dim)
 
     def cache() -> KVStorage:
-        return KVStorage(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)))
+        keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        return KVStorage(keys, values)
 
     caches = [cache() for _ in range(replay.copies_for(nbytes, device))]
     tables = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)

@@ -142,7 +142,7 @@ class Reference:
         """[sequences, positions, vocabulary] in float32; sequences of one length."""
         meter = Meter()
         weights = ReferenceWeights(self.weights, meter)
-        place = {"device": self.device, "dtype": self.dtype, "exact": True}
+        place: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "exact": True}
         decoder = Decoder.load(weights, layers=(), **place)
         decoder.ops = reference
         tokens = torch.tensor(sequences, device=self.device)

@@ -34,7 +34,7 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
 def text_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """config.json of the text model; `names`: of its tensors."""
     kinds = WRAPPED[config["model_type"]]
-    found = {"model_type": next(iter(kinds))} | dict(config["text_config"])
+    found: dict[str, Any] = {"model_type": next(iter(kinds))} | dict(config["text_config"])
     found["architectures"] = [kinds[found["model_type"]]]
     for key in SHARED:
         if found.get(key) is None and config.get(key) is not None:

@@ -25,6 +25,12 @@ from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_byte
 from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
+from flyweight.engine.speculation.drafter import Drafter
+from flyweight.engine.speculation.lengths import Fixed, Measured
+from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
+from flyweight.engine.speculation.ngram import NgramDrafter
+from flyweight.engine.speculation.option import Speculation
+from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, RequestError, unknown
@@ -41,6 +47,7 @@ DEFAULTS = {  # by device: sequences in one step, tokens in one step, of those o
     "cpu": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prompt_tokens_beside": 512},
     "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 16640, "prompt_tokens_beside": 4096},
 }
+DRAFT_TOKENS = 1 << 16  # that a drafting model's cache holds at most
 SAMPLING = [field.name for field in fields(SamplingParams)]
 
 
@@ -68,6 +75,7 @@ class LLM:
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
                        None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
     offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step
+    speculate          ngram, model:NAME or auto: guess tokens and check several in one step (docs/speculation.md); off
     kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
                        own files ask for, which is what happens if nothing is given
     """
@@ -77,8 +85,9 @@ class LLM:
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
                  head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None,
-                 kv_dtype: str | None = None):
+                 kv_dtype: str | None = None, speculate: str | None = None):
         self.name = str(model)
+        wanted = Speculation.parse(speculate)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
@@ -102,6 +111,7 @@ class LLM:
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, cached, scheme.format, scheme.scales)
         self.kv_dtype = shape.dtype_name
+        drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
         workspace = graphs = 0
         if self.device.type == "cuda":
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
@@ -119,8 +129,33 @@ class LLM:
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
         )
         self.engine.scheduler.long_prompts = long_prompts(config)
+        if drafter is not None:
+            lengths = Measured() if wanted.guesses is None else Fixed(wanted.guesses)
+            self.engine.speculator = Speculator(drafter, lengths)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
+
+    def _drafter(self, wanted: Speculation, *, context: int, sequences: int, block_size: int) -> Drafter | None:
+        """Who guesses. A model's weights and cache are there before the memory for this one's cache is counted."""
+        if wanted.kind == "off":
+            return None
+        if wanted.model is None:
+            return NgramDrafter()
+        weights, tokenizer = open_model(wanted.model, self.device)
+        known = (self.tokenizer, tokenizer)
+        mine, theirs = (one.inner.get_vocab() for one in known) if all(known) else (
+            self.weights.config["vocab_size"], weights.config["vocab_size"])
+        check_vocabularies(self.name, mine, wanted.model, theirs)
+        dtype = choose_dtype(None, weights.config, self.device) if self.device.type == "cuda" else self.dtype
+        with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
+            decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
+        config = decoder.config
+        check_vocabularies(self.name, self.config.vocab_size, wanted.model, config.vocab_size)
+        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.cache_dtype)
+        longest = min(context, config.context_length)
+        blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
+        return ModelDrafter(decoder, shape, vocabulary=config.vocab_size, device=self.device, context=longest,
+                            sequences=sequences, blocks=blocks, block_size=block_size)
 
     def _offloaded(self) -> int:
         """Bytes of weights that are not on the device."""

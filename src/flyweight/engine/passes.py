@@ -48,7 +48,8 @@ class PassGraphs:
         self.decoder, self.caches, self.device = decoder, caches, decoder.device
         most, sequences = SIZES[-1], rows.capacity + 1  # the padding may be one
         blocks = max(rows.pages, most // caches[0].block_size + 1)
-        size = 8 * (4 * most + 4 * sequences) + 4 * sequences * (blocks + 1) + 256  # and room to align
+        # tokens, positions, slots and what is sampled from them; tables; and room to align
+        size = 8 * (7 * most + 4 * sequences) + 4 * sequences * (blocks + 1) + 256
         self.inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.states = torch.zeros(most, decoder.config.hidden_size, dtype=decoder.dtype, device=self.device)
         self.windows, self.context = set(decoder.config.windows), rows.pages * caches[0].block_size

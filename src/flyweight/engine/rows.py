@@ -33,6 +33,7 @@ class Rows:
         self.row_of: dict[int, int] = {}  # by request number
         self.written: list[int] = []  # entries of each row's block table
         self.stamps: list[int] = []  # preemptions of each request when it came: a later one makes its row stale
+        self.behind: set[int] = set()  # numbers of requests whose last token only the host knows
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -85,6 +86,25 @@ class Rows:
         if places:
             at, values = upload(self.device, numpy.array(places, dtype=numpy.int64), numpy.array(blocks, dtype=numpy.int32))
             self.tables.view(-1).index_copy_(0, at, values)
+
+    def leave_behind(self, requests: Sequence[Request]) -> None:
+        """Their tokens were chosen on the host: what the rows hold is old until `catch_up`, or until they are put anew."""
+        self.behind.update(request.number for request in requests)
+
+    def catch_up(self) -> None:
+        """Write the last tokens and lengths of requests that were left behind, all of whose tokens the host has."""
+        requests = [request for request in self.requests if request.number in self.behind]
+        self.behind.clear()
+        if not requests:
+            return
+        rows, tokens, lengths = upload(
+            self.device,
+            numpy.array([self.row_of[request.number] for request in requests], dtype=numpy.int64),
+            numpy.array([request.tokens[-1] for request in requests], dtype=numpy.int64),
+            numpy.array([len(request.tokens) for request in requests], dtype=numpy.int32),
+        )
+        self.tokens.index_copy_(0, rows, tokens)
+        self.lengths.index_copy_(0, rows, lengths)
 
     def choose(self, logits: Tensor, mode: Mode, rows: slice | Tensor, positions: Tensor) -> Tensor:
         """Sample for these rows; nothing is written, so it can be tried out before it is captured."""

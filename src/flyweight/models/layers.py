@@ -170,10 +170,10 @@ class Linear:
         fusion.pop("prefetch", None)
         return plainly(self.fused, x, out, call=self, **fusion)
 
-    def negotiate(self, before: Linear, rows: int) -> Handover:
+    def negotiate(self, before: Linear, rows: int, activation: str) -> Handover:
         if any(one.watch is not None or one.bias is not None for one in (self, before)):
             return Handover()
-        return self.fused.negotiate(before.fused, rows)
+        return self.fused.negotiate(before.fused, rows, activation)
 
     def packed_input(self, rows: int, items: int) -> PackedInput | None:
         return None if self.bias is not None else self.fused.packed_input(rows, items)

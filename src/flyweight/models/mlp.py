@@ -46,7 +46,7 @@ class GatedMlp:
     ) -> Tensor:
         """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes."""
         rows = hidden.numel() // hidden.shape[-1]
-        handover = self.down.negotiate(self.gate_up, rows)
+        handover = self.down.negotiate(self.gate_up, rows, self.plan.activation)
         between = None
         if buffers is not None and handover.to is None:
             width = self.plan.down.in_features

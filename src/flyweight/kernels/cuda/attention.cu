@@ -63,12 +63,12 @@ constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of 
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 static_assert((ITEMS - 1) * G < SHARING, "the last item has a head");
 
-struct __align__(16) Shared {
-  u16 query[8][QUERY_ROW];                 // zeros from G on
-  Stored newest[2][HEAD_DIM];              // key and value of the newest token
-  u16 newest_scales[2];                    // KV8
-  float partial[WARPS][G][STATE];
+struct Shared {  // all but the scales is read or written in words of 16 bytes
+  __align__(16) u16 query[8][QUERY_ROW];   // zeros from G on
+  __align__(16) Stored newest[2][HEAD_DIM];  // key and value of the newest token
+  __align__(16) float partial[WARPS][G][STATE];
   float share[G][MOST_RUNS];               // of every run, in the merge
+  u16 newest_scales[2];                    // KV8
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
@@ -107,7 +107,7 @@ DEVICE void store_query(const float (&v)[PER], float factor, u16* to, int lane) 
 #pragma unroll
   for (int i = 0; i < PER; i++) {
     const u16 bits = to_bits(v[i]);
-    if (in_head(lane + 32 * i)) to[lane + 32 * i] = KV8 ? (u16)(pack<true>(to_float(bits) * factor, 0.f) & 0xffff) : bits;
+    if (in_head(lane + 32 * i)) to[lane + 32 * i] = KV8 ? (u16)(pack_as<true>(to_float(bits) * factor, 0.f) & 0xffff) : bits;
   }
 }
 // A key or value to shared memory, as the cache stores it, and its scale.
@@ -154,8 +154,8 @@ DEVICE uint2 weigh(Running& run, const float (&score)[4], const float (&scale)[2
   float weight[4];
 #pragma unroll
   for (int j = 0; j < 4; j++) weight[j] = exp2_fast(score[j] - most[j % 2]);
-  const u32 low = KV8 ? pack<true>(weight[0] * scale[0], weight[1] * scale[0]) : pack2(weight[0], weight[1]);
-  const u32 high = KV8 ? pack<true>(weight[2] * scale[1], weight[3] * scale[1]) : pack2(weight[2], weight[3]);
+  const u32 low = KV8 ? pack_as<true>(weight[0] * scale[0], weight[1] * scale[0]) : pack2(weight[0], weight[1]);
+  const u32 high = KV8 ? pack_as<true>(weight[2] * scale[1], weight[3] * scale[1]) : pack2(weight[2], weight[3]);
   if (KV8) {
 #pragma unroll
     for (int j = 0; j < 2; j++) run.sum[j] = run.sum[j] * fade[j] + weight[j] + weight[2 + j];

@@ -30,7 +30,7 @@
 // the whole tile, the residual waits there from the tile's beginning on. So do scales: fetched when they are wanted, they would
 // hold up the matrix units at every tile's end.
 //
-// PACKED: silu·mul's results are written in the order of the product that follows, which then needs no pack.cu: its SB, and its ORDER.
+// PACKED: act(gate)·up's results are written in the order of the product that follows, which then needs no pack.cu: its SB, and its ORDER.
 //
 // EXPERTS: the weights of many experts are stacked, and a tile of tokens belongs to one of them. How many tiles there are, and
 // whose, route.cu has left in memory: nothing is fetched before that. Rows that fill up a tile are zeros.
@@ -93,11 +93,11 @@ constexpr int TOGETHER = TOKENS > 64 ? STEPS : 1;              // products issue
 constexpr int IN_FLIGHT = STEPS / TOGETHER > 2 ? STEPS / TOGETHER - 1 : 1;
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
-constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
-constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
+constexpr int WIDTH = GATE_UP ? NDIM / 2 : NDIM;
+constexpr int OUT_BYTES = GATE_UP ? 64 : 128;         // of a token, by one warpgroup
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
 static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
-static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
+static_assert(!PACKED || (GATE_UP && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(TEAMS == 1 || (SB > 1 && SPLIT != LINE && !EXPERTS && STAGES > TEAMS), "a CTA has one tile");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");

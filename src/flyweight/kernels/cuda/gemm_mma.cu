@@ -18,6 +18,7 @@
 // COLUMNS, SB, STAGES, SPLIT, CTAS (of an SM), X_ROWS (0), EXPERTS (0)
 #include "common.cuh"
 #include "linear.cuh"
+#include "patience.cuh"
 
 #ifndef EXPERTS
 #define EXPERTS 0
@@ -48,7 +49,7 @@ constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);  // matrix products a 
 constexpr int CHUNKS = QUANTIZED ? 1 : 2;                  // of a block: what a lane's four registers of x are of
 constexpr int TOGETHER = STEPS / CHUNKS;                   // products of a chunk
 constexpr int WORDS = 4 + SPARSE;                          // of a lane: codes, and which inputs they are
-constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
+constexpr int WIDTH = GATE_UP ? NDIM / 2 : NDIM;
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
@@ -195,7 +196,8 @@ DEVICE void take_partials(Sums& sums, const uint4* partials, int* flags, int til
   const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
   for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
     if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
-    while (!load_acquire(flags + cta)) {}
+    Patience patience;
+    while (!load_acquire(flags + cta)) patience.poll();
     const uint4* from = partials + (size_t)cta * PER_WARP * COLUMNS * THREADS + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < PER_WARP * COLUMNS; i++) {

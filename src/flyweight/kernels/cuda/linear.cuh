@@ -7,7 +7,7 @@
 #define FP8_WIDE 5  // float8 weights and 16-bit x, where no matrix unit takes float8
 #define STORE 0
 #define RESIDUAL 1
-#define SILU 2
+#include "activation.cuh"
 
 // Two of four neighbouring inputs are kept (SPARSE): a 16 × 64 block is the kept codes, then a word for each lane that says
 // which they are, two bits for each.
@@ -25,6 +25,9 @@
 // x of integer weights comes as integers, too: gemm_planes.cuh.
 #ifndef IN_PLANES
 #define IN_PLANES 0
+#endif
+#ifdef EPILOGUE
+constexpr bool GATE_UP = EPILOGUE >= SILU;  // outputs of gate and up lie by turns, and act(gate) · up is the result
 #endif
 constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
 constexpr bool CHANNELS = QUANTIZED || FORMAT == FP8_WIDE;   // have a scale each

@@ -29,7 +29,7 @@ DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
   return {float_of<SCALE_FP16>((u16)(record & 0xffff)), (int)(record >> 16)};
 }
 DEVICE int place_of(int tile, int row) { return INTERLEAVED ? tile * 8 + row % 8 + NDIM / 2 * (row / 8) : tile * 16 + row; }
-DEVICE u32 float8_pair(u32 codes) { return widen_float8((codes & 0xff) | (codes & 0xff00) << 8); }
+DEVICE u32 widened_pair(u32 codes) { return widen_float8((codes & 0xff) | (codes & 0xff00) << 8); }
 
 // The kept codes of a lane: of rows g and g + 8 and each half of the inputs, those of two fours.
 DEVICE void expand(const u8* block_bytes, const u32* records, u16* out, int tile, int block, int lane) {
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
         if (FORMAT == PLAIN) {
           pair[i / 2] = word[(half * 2 + i / 4) * 4 + i / 2 % 2 * 2 + j];
         } else if (FORMAT == FP8 || FORMAT == FP8_WIDE) {
-          pair[i / 2] = float8_pair(word[half * 4 + 2 * (i / 4) + j] >> (8 * (i % 4)) & 0xffff);
+          pair[i / 2] = widened_pair(word[half * 4 + 2 * (i / 4) + j] >> (8 * (i % 4)) & 0xffff);
         } else {
           int q[2];
 #pragma unroll

@@ -96,7 +96,7 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
                 weight.group,
                 weight.dtype,
                 weight.scale_fp16,
-                weight.interleaved,
+                weight.activation,
                 weight.symmetric,
             )
         )
@@ -224,7 +224,8 @@ class GroupedExperts:
             shared = None
             if self.shared is not None:
                 gate_up, down = self.shared
-                shared = down.project(gate_up.project(part, norm=norm, activation="silu"))
+                gated = gate_up.project(part, norm=norm, activation=self.gate_up.activation)
+                shared = down.project(gated)
             self.combine(self.multiply(part, routed, norm=norm), routed, part, end, shared=shared)
         return out
 

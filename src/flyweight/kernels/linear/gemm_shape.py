@@ -48,7 +48,7 @@ class Product:
     matrix: Matrix
     rows: int
     residual: bool = False
-    bare: bool = False  # neither a norm before nor a residual or silu·mul after: a linear by itself
+    bare: bool = False  # neither a norm before nor a residual or act(gate)·up after: a linear by itself
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Few rows times a tiled weight, weights streaming through the matrix units once: host side of
 cuda/gemv.cu.
 
-Norm before, and bias, residual or silu·mul after, are fused: they are compile-time choices of the
+Norm before, and bias, residual or act(gate)·up after, are fused: they are compile-time choices of the
 launch. A launch has one CTA on every SM, so that all SMs offer the next kernel the same room.
 """
 
@@ -233,7 +233,7 @@ def multiply(
     alone: bool = False,
 ) -> Tensor:
     """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up:
-    silu(gate) · up).
+    act(gate) · up).
     """
     rows = x.shape[0]
     device = gpu.of(x.device)
