@@ -77,6 +77,7 @@ DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE u32 __vmaxu2(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
 DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
+DEVICE int __clzll(long long v) { return v ? __builtin_clzll(v) : 64; }
 DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   const u64 all = (u64)b << 32 | a;
   u32 r = 0;
@@ -385,6 +386,7 @@ DEVICE u32 stream_load1(const void* p) { return *(const u32*)p; }
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 DEVICE int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+DEVICE u32 atomicAdd(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 DEVICE u32 atomicInc(u32* p, u32 limit) {
   u32 old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
   while (!__atomic_compare_exchange_n(p, &old, old >= limit ? 0 : old + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
