@@ -61,7 +61,7 @@ def linear(kind: str, rows: int, *, gated: bool = True, kernel: str | None = Non
     tensor, x, norm = make((384, 576)), torch.randn(rows, 576).bfloat16(), torch.ones(576).bfloat16()
     normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
     want = tensor.matmul_reference(normed)
-    module, before = tiled(tensor, gated=gated), Norm(norm.cuda(), 1e-6)
+    module, before = tiled(tensor, activation="silu" if gated else None), Norm(norm.cuda(), 1e-6)
     if gated:
         gate, up = want.chunk(2, -1)
         return error(module.multiply(x.cuda(), norm=before, kernel=kernel), torch.nn.functional.silu(gate) * up)
@@ -117,7 +117,7 @@ def layer_of_experts(tokens: int) -> float:
     from flyweight.tensors import IntGroup
 
     first, second = IntGroup.random((384, 320), group_size=64), IntGroup.random((320, 192), group_size=64)
-    gate_up = experts.stack([tiled(first, gated=True) for _ in range(4)])
+    gate_up = experts.stack([tiled(first, activation="silu") for _ in range(4)])
     down = experts.stack([tiled(second) for _ in range(4)])
     ready = torch.zeros(1, dtype=torch.int32).cuda()
     layer = GroupedExperts(gate_up, down, torch.randn(4, 320).cuda(), ready, Routing(4, 2, normalize=True))

@@ -7,6 +7,7 @@ from flyweight import LLM, SamplingParams
 from flyweight.engine.embedding import Embedder
 from flyweight.errors import OptionError
 from flyweight.kernels.native import library
+from flyweight.models.presets import PresetWeights
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -30,7 +31,7 @@ def test_a_batch_gives_what_each_request_gives_alone():
 
 def test_native_kernels_of_another_device_are_refused(monkeypatch):
     monkeypatch.setattr("flyweight.engine.llm.pick_device", lambda device: torch.device("cuda", 0))
-    monkeypatch.setattr("flyweight.engine.llm.open_model", lambda model, device: (type("W", (), {"config": {}})(), None))
+    monkeypatch.setattr("flyweight.engine.llm.open_model", lambda model, device: (PresetWeights("tiny", "int4", 0), None))
     monkeypatch.setattr("flyweight.engine.llm.choose_dtype", lambda *_: torch.bfloat16)
     with pytest.raises(OptionError, match="native kernels are for a CPU"):
         LLM("preset:tiny:int4", native=True)

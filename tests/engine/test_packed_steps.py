@@ -22,7 +22,7 @@ PAGES = 2
 
 
 def tiled(tensor, *, dtype, bias=None, activation=None, **options):
-    return TiledLinear(tensor, dtype=dtype, ops=reference, bias=bias, gated=activation == "silu")
+    return TiledLinear(tensor, dtype=dtype, ops=reference, bias=bias, activation=activation)
 
 
 @pytest.fixture

@@ -77,6 +77,7 @@ DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE u32 __vmaxu2(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
 DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
+DEVICE int __clzll(long long v) { return v ? __builtin_clzll(v) : 64; }
 DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   const u64 all = (u64)b << 32 | a;
   u32 r = 0;
@@ -204,7 +205,7 @@ template <bool HALF> static inline u16 bits16(float f) {
   const u32 v = __float_as_uint(f);
   return f != f ? 0x7fff : (u16)((v + 0x7fff + (v >> 16 & 1)) >> 16);
 }
-template <bool HALF> static inline u32 pair_of(float low, float high) { return bits16<HALF>(low) | (u32)bits16<HALF>(high) << 16; }
+template <bool HALF> static inline u32 pack_as(float low, float high) { return bits16<HALF>(low) | (u32)bits16<HALF>(high) << 16; }
 DEVICE u32 pack2(float low, float high) { return bits16<FP16>(low) | (u32)bits16<FP16>(high) << 16; }
 DEVICE float to_float(u16 v) { return float_of<FP16>(v); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
@@ -234,9 +235,9 @@ DEVICE u32 to_eighth(float f) {  // to nearest, ties to the even code, saturated
   return best | (f < 0 ? 128 : 0);
 }
 DEVICE u32 to_float8(float low, float high) { return to_eighth(low) | to_eighth(high) << 8; }
-DEVICE u32 float8_pair(u32 codes) { return pair_of<true>(eighth(codes & 255), eighth(codes >> 8 & 255)); }
+DEVICE u32 float8_pair(u32 codes) { return pack_as<true>(eighth(codes & 255), eighth(codes >> 8 & 255)); }
 DEVICE u32 add_halves(u32 a, u32 b) {
-  return pair_of<true>(from_half(a & 0xffff) + from_half(b & 0xffff), from_half(a >> 16) + from_half(b >> 16));
+  return pack_as<true>(from_half(a & 0xffff) + from_half(b & 0xffff), from_half(a >> 16) + from_half(b >> 16));
 }
 
 DEVICE u32 widen_float8(u32 codes) {
@@ -385,6 +386,7 @@ DEVICE u32 stream_load1(const void* p) { return *(const u32*)p; }
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 DEVICE int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+DEVICE u32 atomicAdd(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 DEVICE u32 atomicInc(u32* p, u32 limit) {
   u32 old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
   while (!__atomic_compare_exchange_n(p, &old, old >= limit ? 0 : old + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}

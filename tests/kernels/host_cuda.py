@@ -16,7 +16,7 @@ from flyweight.kernels import jit
 from flyweight.kernels.attention import prefill, rope
 from flyweight.kernels.vptq import decode
 
-INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh"}
+INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh", "cluster.cuh": "host_cluster.cuh"}
 HOST = gpu.Gpu(9, 0, 5, 232448, 233472)  # Hopper, with as many processors as a launch has CTAs for a whole GPU
 OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
 COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None

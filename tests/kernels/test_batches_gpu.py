@@ -64,7 +64,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
     tensor = make(kind, (512, 1536), 3)
     bias = torch.randn(512, device="cuda").bfloat16()
     norm = (1 + 0.1 * torch.randn(1536, device="cuda")).bfloat16()
-    linear, gated = (tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=gate) for gate in (False, True))
+    linear, gated = (tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=gate) for gate in (None, "silu"))
     bound = 3e-2 if kind == "w8a8" else 1e-2  # the reference's norm is rounded
     ways = [(gemm_small.multiply, 12), (gemm_small.multiply, 33)] + [(gemv_splitk.multiply, 6)] * (kind != "w8a8")
     for multiply, rows in ways:
@@ -90,7 +90,7 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(multiply, rows):
 
 @pytest.mark.parametrize("end", ["store", "residual", "silu"])
 def test_w8a8_gives_the_same_numbers_in_any_batch(end):
-    weight = linear_of(make("w8a8", (1008, 1536), 2), gated=end == "silu")
+    weight = linear_of(make("w8a8", (1008, 1536), 2), activation="silu" if end == "silu" else None)
     x, residual = torch.randn(65, 1536, device="cuda").bfloat16(), torch.randn(65, 1008, device="cuda").bfloat16()
 
     def first(rows):

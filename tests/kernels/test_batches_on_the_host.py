@@ -55,7 +55,7 @@ def test_norm_bias_residual_and_silu_are_fused(multiply, kind, rows, slices):
     got = multiply(weight, x, poisoned(rows, 64), norm=Norm(norm, 1e-6), residual=residual, slices=slices)
     assert error(got, want + residual.double()) < 2e-2
     gate, up = want.chunk(2, -1)
-    gated = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, interleave=True)
+    gated = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation="silu")
     got = multiply(gated, x, poisoned(rows, 32), norm=Norm(norm, 1e-6), slices=slices)
     assert error(got, torch.nn.functional.silu(gate) * up) < 3e-2
 

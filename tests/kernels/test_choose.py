@@ -115,7 +115,7 @@ def test_rows_that_a_kernel_does_not_take_go_to_the_next(monkeypatch):
 
     def kernel(shape, rows=8, group=128, gated=False, bits=4, **fusion):
         tensor = IntGroup.random(shape, group_size=group, bits=bits)
-        linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, gated=gated)
+        linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, activation="silu" if gated else None)
         return linear.choose(rows, **fusion).kernel
 
     assert [kernel((128, 4096), rows) for rows in (5, 8, 9, 16)] == ["gemv_cluster"] * 4

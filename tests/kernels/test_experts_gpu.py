@@ -15,7 +15,7 @@ from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 HIDDEN, WIDTH, EPSILON = 320, 192, 1e-6
-KINDS = ["plain", "w8a8", "int4:64", "int4:32", "int8:64", "int8:channel"]
+KINDS = ["plain", "w8a8", "int4:64", "int4:32", "int8:64", "int8:channel", "mxfp4"]
 # Two linears in turn: the reference rounds the norm to 16 bits first, the kernels do not; W8A8 makes more of it, twice.
 BOUND = {"plain": 3e-2, "w8a8": 8e-2}
 
@@ -30,7 +30,7 @@ def poisoned_memory():
 def make_layer(kind, *, count=12, chosen=3, gate=True, normalize=False, dtype=torch.bfloat16):
     """(the layer, its weights one by one)"""
     tensors = [(make(kind, (2 * WIDTH, HIDDEN), 2 * i, dtype), make(kind, (HIDDEN, WIDTH), 2 * i, dtype)) for i in range(count)]
-    gate_up = [linear_of(first, dtype=dtype, gated=True) for first, _ in tensors]
+    gate_up = [linear_of(first, dtype=dtype, activation="silu") for first, _ in tensors]
     down = [linear_of(second, dtype=dtype) for _, second in tensors]
     reason = experts.unsupported_reason(gate_up, gpu.of(0))
     if reason is not None and not gpu.of(0).has_warpgroups:

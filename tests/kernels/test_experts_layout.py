@@ -14,8 +14,8 @@ from flyweight.tensors import Int8Channel, IntGroup, Plain
 @pytest.mark.parametrize("kind", [Plain, Int8Channel, IntGroup])
 def test_stacked_experts_follow_each_other_tile_by_tile(kind):
     tensors = [kind.random((64, 128), seed) for seed in range(3)]
-    alone = [tiles.prepare(tensor, dtype=torch.bfloat16, interleave=True) for tensor in tensors]
-    linears = [TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, gated=True) for tensor in tensors]
+    alone = [tiles.prepare(tensor, dtype=torch.bfloat16, activation="silu") for tensor in tensors]
+    linears = [TiledLinear(tensor, dtype=torch.bfloat16, ops=reference, activation="silu") for tensor in tensors]
     stacked = experts.stack(linears)
     assert stacked.out_features == 64 and stacked.weights.shape[0] == 3
     for i, linear in enumerate(linears):

@@ -53,7 +53,7 @@ def test_a_residual_is_added_by_cublas(kind):
 def test_a_gated_weight_is_written_out_in_tiles(kind):
     tensor, norm = make(kind, (640, 576), 4), (1 + 0.1 * torch.randn(576, device="cuda")).bfloat16()
     x = torch.randn(300, 576, device="cuda").bfloat16()
-    linear = linear_of(tensor, gated=True)
+    linear = linear_of(tensor, activation="silu")
     gate, up = tensor.matmul_reference(torch.nn.functional.rms_norm(x.double(), (576,), norm.double(), 1e-6)).chunk(2, -1)
     for _ in range(2):
         got = linear.multiply(x, poisoned(300, 320, x.dtype), norm=Norm(norm, 1e-6), kernel="gemm_dequantized")
@@ -160,7 +160,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind):
         bound = 4e-2 if kind.startswith("fp8") else 3e-2 if kind.endswith("w8a8") else 1e-2  # the reference's norm is rounded
         assert relative_error(got, want + residual.double()) < bound
         gate, up = want.chunk(2, -1)
-        gated = tiles.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
+        gated = tiles.prepare(tensor, dtype=dtype, bias=bias, activation="silu")
         got = gemm.multiply(gated, x, poisoned(rows, 256, dtype), norm=Norm(norm, 1e-6))
         assert relative_error(got, torch.nn.functional.silu(gate) * up) < bound
 
@@ -199,7 +199,7 @@ def test_a_thousand_dependent_replays_agree_bit_for_bit(kind, rows, choices):
     ("plain", torch.bfloat16, 33), ("plain", torch.bfloat16, 2000), ("int4:128", torch.bfloat16, 64),
     ("int4:128", torch.bfloat16, 300), ("int4:32", torch.float16, 20), ("int8:64", torch.bfloat16, 70)])
 def test_x_packed_by_the_linear_before_gives_the_same_bits(kind, dtype, rows):
-    gate_up = tiles.prepare(make(kind, (6144, 512), 1, dtype), dtype=dtype, interleave=True)
+    gate_up = tiles.prepare(make(kind, (6144, 512), 1, dtype), dtype=dtype, activation="silu")
     down, norm = tiles.prepare(make(kind, (512, 3072), 2, dtype), dtype=dtype), torch.ones(512, device="cuda", dtype=dtype)
     hidden = torch.randn(rows, 512, device="cuda").to(dtype)
 

@@ -56,7 +56,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind, dtype):
         got = gemv.multiply(linear, x, norm=Norm(norm, 1e-6), residual=residual)
         assert relative_error(got, want + residual.double()) < bound
         gate, up = want.chunk(2, -1)
-        gated = tiles.prepare(tensor, dtype=dtype, bias=bias, interleave=True)
+        gated = tiles.prepare(tensor, dtype=dtype, bias=bias, activation="silu")
         assert relative_error(gemv.multiply(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up) < bound
 
 
@@ -67,7 +67,7 @@ def test_many_rows_compute_the_same_function_as_few(kind):
     x = torch.randn(33, 1536, device="cuda").bfloat16()
     want = tensor.matmul_reference(x) + bias.double()
     for gated in (False, True):
-        linear = linear_of(tensor, bias=bias, gated=gated)
+        linear = linear_of(tensor, bias=bias, activation="silu" if gated else None)
         assert relative_error(linear(x), want) < 1e-2
     assert relative_error(linear_of(tensor, bias=bias)(x[:5]), want[:5]) < 1e-2
 

@@ -124,7 +124,7 @@ def test_layouts_hold_every_code_where_the_matrix_unit_reads_it(shape):
 
 def test_interleaved_tiles_hold_gate_rows_then_up_rows():
     tensor = IntGroup.random((64, 128), group_size=64)
-    prepared = tiles.prepare(tensor, dtype=torch.float16, interleave=True)
+    prepared = tiles.prepare(tensor, dtype=torch.float16, activation="silu")
     gate, up = tensor.values().float().chunk(2)
     read = unlayout(prepared).view(4, 2, 8, 128)
     assert torch.equal(read[:, 0].reshape(32, 128), gate) and torch.equal(read[:, 1].reshape(32, 128), up)

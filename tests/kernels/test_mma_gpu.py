@@ -57,7 +57,7 @@ def test_a_norm_before_and_silu_or_a_residual_after(kind):
     normed = torch.nn.functional.rms_norm(x.double(), (576,), norm.double(), 1e-6)
     product = tensor.matmul_reference(normed)
     gate, up = product.chunk(2, -1)
-    gated = tiles.prepare(tensor, dtype=x.dtype, interleave=True)
+    gated = tiles.prepare(tensor, dtype=x.dtype, activation="silu")
     got = gemm_mma.multiply(gated, x, poisoned(300, 320, x.dtype), norm=Norm(norm, 1e-6))
     assert relative_error(got, torch.nn.functional.silu(gate) * up) < 3e-2
     residual = torch.randn(300, 640, device="cuda").bfloat16()
@@ -101,7 +101,7 @@ def test_rows_sorted_by_expert(monkeypatch, kind, tokens):
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "of", lambda device: without)
         layer = GroupedExperts.make(
-            [linear_of(first, gated=True) for first, _ in tensors], [linear_of(second) for _, second in tensors],
+            [linear_of(first, activation="silu") for first, _ in tensors], [linear_of(second) for _, second in tensors],
             router=router, routing=Routing(count, chosen, normalize=True))
         assert isinstance(layer, GroupedExperts), layer
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()

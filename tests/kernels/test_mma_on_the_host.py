@@ -25,6 +25,7 @@ CASES = [
     ("plain", 20, (40, 200), SMALL, LINE),
     ("int4:128", 33, (72, 640), WIDE, LINE),
     ("int4:32", 70, (200, 160), SMALL, WHOLE),
+    ("mxfp4", 33, (40, 160), SMALL, LINE),
     ("int8:64:symmetric", 18, (40, 192), WIDE, WHOLE),
     ("w8a8", 40, (72, 328), WIDE, LINE),
     ("fp8", 17, (40, 192), SMALL, LINE),
@@ -52,7 +53,7 @@ def test_a_norm_comes_before_and_silu_after(kind):
     tensor = make(kind, (96, 192), 1)
     x = torch.randn(21, 192).bfloat16()
     norm = (1 + 0.1 * torch.randn(192)).bfloat16()
-    weight = tiles.prepare(tensor, dtype=torch.bfloat16, interleave=True)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, activation="silu")
     cut = gemm_mma.plan(weight.matrix, 21, host_cuda.HOST, tile=SMALL, split=WHOLE)
     out = torch.full((21, 48), float("nan")).bfloat16()
     got = gemm_mma.multiply(weight, x, out, norm=Norm(norm, 1e-6), cut=cut)

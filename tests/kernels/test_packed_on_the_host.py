@@ -65,7 +65,7 @@ CASES = [("int8:64", BRAIN, 9, dict(split=CLUSTERS), {}),
 
 @pytest.mark.parametrize(("kind", "dtype", "rows", "first", "second"), CASES)
 def test_gate_up_writes_the_packed_input_of_down(kind, dtype, rows, first, second):
-    gate_up = tiles.prepare(make(kind, (256, 128), 1), dtype=dtype, bias=torch.randn(256).to(dtype), interleave=True)
+    gate_up = tiles.prepare(make(kind, (256, 128), 1), dtype=dtype, bias=torch.randn(256).to(dtype), activation="silu")
     down, x = tiles.prepare(make(kind, (40, 128), 2), dtype=dtype), torch.randn(rows, 128).to(dtype)
     forced = Forced(**first)
     gated = gemm.multiply(gate_up, x, forced=forced)
@@ -137,12 +137,13 @@ def test_x_is_packed_ahead_where_both_linears_are_products_of_unquantized_rows(m
 
     def linears(*kinds):
         sizes = zip(kinds, ((512, 256), (192, 256)), (True, False), strict=True)
-        return (linear_of(make(kind, size, 1), dtype=BRAIN, gated=gated) for kind, size, gated in sizes)
+        return (linear_of(make(kind, size, 1), dtype=BRAIN, activation="silu" if gated else None) for kind, size, gated in sizes)
 
     gate_up, down = linears("int4:64", "plain")
-    assert down.negotiate(gate_up, 64).to and down.packed_input(64, 1)
-    assert down.negotiate(gate_up, 4).to is None, "few rows go through other kernels"
+    assert down.negotiate(gate_up, 64, "silu").to and down.packed_input(64, 1)
+    assert down.negotiate(gate_up, 4, "silu").to is None, "few rows go through other kernels"
+    assert down.negotiate(gate_up, 64, "gelu").to is None, "what no kernel applies comes after, in rows as they are"
     quantized, last = linears("w8a8", "w8a8")
-    assert down.negotiate(quantized, 100).to is not None and last.negotiate(gate_up, 100).to is None
+    assert down.negotiate(quantized, 100, "silu").to is not None and last.negotiate(gate_up, 100, "silu").to is None
     retune(monkeypatch, packed_ahead=False)
-    assert down.negotiate(gate_up, 64).to is None
+    assert down.negotiate(gate_up, 64, "silu").to is None

@@ -46,5 +46,5 @@ def test_norm_residual_and_silu_are_fused_whatever_the_size_of_x(columns, dtype,
     got = run(tiles.prepare(tensor, dtype=dtype), x, norm=Norm(norm, 1e-6), residual=residual)
     assert error(got, want + residual.double()) < TOLERANCE[dtype]
     gate, up = want.chunk(2, -1)
-    gated = tiles.prepare(tensor, dtype=dtype, interleave=True)
+    gated = tiles.prepare(tensor, dtype=dtype, activation="silu")
     assert error(run(gated, x, norm=Norm(norm, 1e-6)), torch.nn.functional.silu(gate) * up) < 2 * TOLERANCE[dtype]

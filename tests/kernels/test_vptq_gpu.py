@@ -83,7 +83,7 @@ def test_gate_and_up_are_multiplied_on_the_way_in(rows):
     gate, up = torch.randn(2, rows, 1536, device="cuda").bfloat16()
     expected = tensor.matmul_reference(torch.nn.functional.silu(gate.double()) * up.double())
     weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference)
-    out = weight.multiply(torch.cat([gate, up], -1), None, Ends(gated=True))
+    out = weight.multiply(torch.cat([gate, up], -1), None, Ends(gated="silu"))
     assert (out.double() - expected).norm() / expected.norm() < 1e-2
 
 

@@ -216,11 +216,11 @@ def rows_shape(tokens, warps, paired=False):
 @pytest.mark.parametrize("file, defines", [
     ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16)), ("vptq.cu", dict(KERNEL=0, ROWS=8, WARPS=16)),
     ("vptq.cu", dict(KERNEL=1, ROWS=1, WARPS=8)), ("vptq.cu", dict(KERNEL=2, ROWS=2, WARPS=32, POS_BITS=11, ITEM_BYTES=4)),
-    ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=1)),
+    ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, NORM=1)), ("vptq.cu", dict(KERNEL=0, ROWS=1, WARPS=16, GATED=2)),
     *(("vptq_decode.cu", dict(WARPS=16, IN_TILES=tiles)) for tiles in (0, 1)),
     *(("vptq_pack.cu", dict(WARPS=4, NORM=1, GATED=0, STAGE_STEPS=4, PARTS=3, APART=whole, BOOK_BYTES=131072, WHOLE=whole))
       for whole in (0, 1)),
-    ("vptq_pack.cu", dict(WARPS=4, NORM=0, GATED=1, STAGE_STEPS=4, PARTS=1, APART=0, BOOK_BYTES=131072, WHOLE=1)),
+    ("vptq_pack.cu", dict(WARPS=4, NORM=0, GATED=2, STAGE_STEPS=4, PARTS=1, APART=0, BOOK_BYTES=131072, WHOLE=1)),
     ("vptq_rows.cu", rows_shape(64, 12) | dict(DENSE=1)), ("vptq_rows.cu", rows_shape(128, 8)),
     ("vptq_rows.cu", rows_shape(64, 12, paired=True) | dict(COMING=1)),
     ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])

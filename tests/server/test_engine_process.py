@@ -104,7 +104,7 @@ def test_warm_up_leaves_nothing_behind(llm):
     warm_up(llm)
     assert llm.engine.pool.available == llm.engine.pool.blocks and not llm.engine.pool.block_of and not llm.engine.busy
     # keys and values of one layer
-    assert facts(llm)["kv_bytes"] == llm.engine.pool.blocks * 16 * 2 * 16 * llm.kv_dtype.itemsize
+    assert facts(llm)["kv_bytes"] == llm.engine.pool.blocks * 16 * 2 * 16 * llm.decoder.cache_dtype.itemsize
 
 
 def test_an_engine_that_cannot_start_says_why(tiny_folder, monkeypatch):

@@ -127,7 +127,7 @@ def fused_step(
         qkv = buffers.take("qkv", shapes["qkv"][0], len(x))
         layer["qkv"].project(x, qkv, norm=norm)
         layer["o"].project(qkv[:, :width].contiguous(), x, residual=x)
-        handover = layer["down"].negotiate(layer["gate_up"], len(x))
+        handover = layer["down"].negotiate(layer["gate_up"], len(x), SILU)
         between = None
         if handover.to is None:
             between = buffers.take("gated", 2 * inner if handover.late else inner, len(x))

@@ -200,7 +200,8 @@ def with_routes(section: str, routes: list[dict[str, Any]]) -> str:
     lines = [f"  {{ {', '.join(field(*item) for item in one.items())} }}," for one in routes]
     written = "routes = [\n" + "\n".join(lines) + "\n]"
     section = re.sub(r"(?ms)^routes = \[\n.*?^\]", lambda _: written, section)
-    return re.sub(r"(?m)^source = .*$", 'source = "flyweight doctor --tune"', section)
+    title, _, rest = re.sub(r"(?m)^source = .*\n", "", section).partition("\n")
+    return f'{title}\nsource = "flyweight doctor --tune"\n{rest}'
 
 
 def field(name: str, value: Any) -> str:

@@ -3,6 +3,8 @@
 Offline generation, streaming, the server and the benchmarks all drive `Engine.step()`. Requests and cancellations
 may come from any thread at any time; they wait in an inbox until the next step is made.
 
+With a `speculator` a request may get several tokens from one step (engine/speculation/).
+
 With `overlap` a step is launched before the tokens of the one before are read: the device never waits for the host, and
 the host has a whole step's time for text and listeners. A request that a token has ended is then found one step late;
 what that step computed for it is thrown away. Requests under a constraint need every token before the next step: with
@@ -21,14 +23,16 @@ from dataclasses import replace
 
 import torch
 
+from flyweight.batch import NOBODY
 from flyweight.engine.kv_cache import BlockPool, salt_of
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
-from flyweight.engine.runner import Flight, Model, Result, Runner
+from flyweight.engine.runner import Flight, Model, Result, Runner, slots_of
 from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
+from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.tokenizer import Detokenizer
-from flyweight.errors import RequestError
+from flyweight.errors import RequestError, unknown
 from flyweight.kernels.stall import explain
 
 CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
@@ -49,6 +53,8 @@ class Engine:
         # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
+        self.adapters = slots_of(model)
+        self.speculator: Speculator | None = None  # who guesses tokens, if anybody does
         self.vocabulary = vocabulary
         self.max_model_len = min(max_model_len, blocks * block_size)
         self.prefix_cache = prefix_cache
@@ -65,22 +71,27 @@ class Engine:
         return bool(self.inbox) or self.scheduler.busy
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, listener: Callable[[Chunk], None] | None = None,
-               constraint: Callable[[], Constraint] | None = None, cache_salt: str | None = None) -> list[Request]:
+               constraint: Callable[[], Constraint] | None = None, cache_salt: str | None = None,
+               adapter: str | None = None) -> list[Request]:
         """One request per sample. Their tokens come with the steps; each chunk goes to the listener.
 
         Prefixes are shared only among requests of the same `cache_salt`: nobody else can find out what was sent with it.
+        `adapter`: the name of one that was loaded with the model.
         """
         self._check(prompt, params)
+        if adapter is not None and adapter not in self.adapters:
+            raise RequestError(unknown("adapter", adapter, self.adapters))
         first = next(self.numbers)
         seed = seed_of(self.seed, first) if params.seed is None else params.seed
         longest = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         # Without a prefix cache only the samples of one prompt share blocks, and a lone one has nobody to share with.
-        salt = salt_of(cache_salt) if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
+        salt = salt_of(cache_salt, adapter) if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
         requests = [
             Request(number=first if index == 0 else next(self.numbers), prompt=list(prompt), params=params, index=index,
                     seed=seed_of(seed, index), limit=min(longest, self.max_model_len), salt=salt, end_ids=ends,
-                    listener=listener, constraint=constraint() if constraint else None)
+                    listener=listener, constraint=constraint() if constraint else None,
+                    adapter=NOBODY if adapter is None else self.adapters[adapter])
             for index in range(params.n)
         ]
         self.inbox.extend((True, request) for request in requests)
@@ -100,15 +111,15 @@ class Engine:
         with self.lock:
             self._empty_inbox()
             try:
-                if not self._may_overlap():
-                    self._land()
-                works = self.scheduler.schedule()
+                begin = time.perf_counter()
+                drafts = self._draft()
+                works = self.scheduler.schedule(drafts)
                 flight = self.runner.launch(works) if works else None
                 for work in works:
                     work.request.pending += work.samples
                 self._land()
                 self.flight = flight
-                if not self._may_overlap():
+                if not self._may_overlap() or (flight is not None and flight.speculative):
                     self._land()
             except BaseException as error:
                 cause = explain(error)
@@ -116,10 +127,20 @@ class Engine:
                 if cause is not error:
                     raise cause from error
                 raise
+            if self.speculator is not None and works and all(work.known == 1 and work.samples for work in works):
+                self.speculator.lengths.learn(time.perf_counter() - begin, sum(work.count for work in works))
             return sum(work.count for work in works)
 
     def _may_overlap(self) -> bool:
         return self.overlap and not any(request.constraint for request in self.scheduler.running)
+
+    def _draft(self) -> dict[int, list[int]]:
+        """Guesses for the next step, by request. Whoever guesses needs the tokens of the step in flight; where nobody will,
+        the next step is launched before that one is read."""
+        speculator, running = self.speculator, self.scheduler.running
+        if not self._may_overlap() or (speculator is not None and speculator.promising(running)):
+            self._land()
+        return speculator.propose(running) if speculator is not None and self.flight is None else {}
 
     def _land(self) -> None:
         """Read the step in flight."""
@@ -128,10 +149,22 @@ class Engine:
             return
         results = flight.results()
         now = time.perf_counter()
+        if flight.speculative:
+            self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
             work.request.pending -= work.samples
-            if not work.request.finished:
-                self._accept(work, result, now)
+            if work.request.finished:
+                continue
+            if work.drafts:
+                self._settle(work, len(result.tokens) - 1)
+            self._accept(work, result, now)
+
+    def _settle(self, work: Work, accepted: int) -> None:
+        self.scheduler.settle(work, accepted)
+        work.request.drafted += len(work.drafts)
+        work.request.accepted += accepted
+        if self.speculator is not None:
+            self.speculator.observe(work.request, work.drafts, accepted)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
@@ -164,28 +197,38 @@ class Engine:
         request = work.request
         if result.prompt_logprobs:  # a preempted request computes its prompt again
             request.prompt_logprobs = [*(request.prompt_logprobs[: work.start + 1] or [None]), *result.prompt_logprobs]
-        if result.token is None:
+        if not result.tokens:
             return
-        request.tokens.append(result.token)
-        request.chunks.append((now, 1))
-        if result.logprob:
-            request.logprobs.append(result.logprob)
-        text, before = self.detokenizers.get(request.number), len(request.text)
-        if text and result.token not in request.end_ids:
-            text.add(result.token, stops=request.generated >= request.params.min_tokens)
-        if result.token in request.end_ids:
-            self._finish(request, "stop", result.token if result.token in request.params.stop_token_ids else None)
+        before, known = len(request.text), len(request.tokens)
+        for token in result.tokens:
+            self._take(request, token)
+            if request.finished:  # what comes after it was never asked for
+                break
+        taken = request.tokens[known:]
+        logprobs = result.logprobs[: len(taken)]
+        request.logprobs += logprobs
+        request.chunks.append((now, len(taken)))
+        self._tell(request, Chunk(request.index, request.text[before:], taken, logprobs or None))
+
+    def _take(self, request: Request, token: int) -> None:
+        """The answer's next token, which may be its last."""
+        request.tokens.append(token)
+        text = self.detokenizers.get(request.number)
+        if text and token not in request.end_ids:
+            text.add(token, stops=request.generated >= request.params.min_tokens)
+        if token in request.end_ids:
+            self._finish(request, "stop", token if token in request.params.stop_token_ids else None)
         elif text and text.stopped_by:
             self._finish(request, "stop", text.stopped_by)
         elif len(request.tokens) >= request.limit:
             self._finish(request, "length")
         elif text:
             request.text = text.text
-        logprobs = [result.logprob] if result.logprob else None
-        self._tell(request, Chunk(request.index, request.text[before:], [result.token], logprobs))
 
     def _finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
         self.scheduler.finish(request, reason, stop_reason)
+        if self.speculator is not None:
+            self.speculator.forget(request)
         if text := self.detokenizers.pop(request.number, None):
             text.finish()
             request.text = text.text

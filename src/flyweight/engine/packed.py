@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy
 from torch import Tensor
 
-from flyweight.batch import Batch
+from flyweight.batch import NOBODY, Batch
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.transfer import upload
@@ -31,7 +31,7 @@ SIZES = (16, 32, 64, 128, 256, 320, *range(384, 1025, 128))
 class Packed:
     batch: Batch
     spans: list[tuple[int, int]]  # which rows of the logits belong to each work
-    last: Tensor  # int64: the rows of the logits that are sampled from
+    last: Tensor  # int64: the rows of the logits that are sampled from, one for each output of a work
     rows: Tensor  # int64: where those sequences are in `Rows`
     lengths: Tensor  # int32: what they will have, the sampled token counted
 
@@ -51,8 +51,11 @@ def pack(works: Sequence[Work], rows: Rows, *, block_size: int, padding: Padding
     starts = [0, *itertools.accumulate(counts)]
     spans, outputs = spans_of(works, starts)
     sampling = [i for i, work in enumerate(works) if work.samples]
-    unread = [i for i, work in enumerate(works) if work.start + work.count > len(work.request.tokens)]
-    unread_at, next_lengths = [starts[i + 1] - 1 for i in unread], [kv_lengths[i] + 1 for i in sampling]
+    unread = [i for i, work in enumerate(works) if work.start + work.known > len(work.request.tokens)]
+    unread_at = [starts[i] + works[i].known - 1 for i in unread]
+    next_lengths = [kv_lengths[i] + 1 - guess for i in sampling for guess in reversed(range(works[i].outputs))]
+    last_rows = [row for i in sampling for row in range(spans[i][1] - works[i].outputs, spans[i][1])]
+    sampled_works = [i for i in sampling for _ in range(works[i].outputs)]
     blocks = [work.request.blocks for work in works]
     if padding and (more := padding.tokens - starts[-1]):
         pieces.append(filler(more, padding.block, block_size))
@@ -68,15 +71,24 @@ def pack(works: Sequence[Work], rows: Rows, *, block_size: int, padding: Padding
         return [rows.row_of[works[i].request.number] for i in chosen]
 
     columns = [numpy.concatenate(column) for column in zip(*pieces, strict=True)]
-    others = [outputs, [spans[i][1] - 1 for i in sampling], rows_of(sampling), unread_at, rows_of(unread)]
-    tokens, positions, slots, tables, output_rows, last, at, unread_places, unread_rows, lengths = upload(
-        rows.device, *columns, table_of(blocks), *(numpy.array(item, dtype=numpy.int64) for item in others),
+    adapters = [slots_of(works, counts, len(columns[0]))] if rows.adapters is not None else []
+    others = [outputs, last_rows, rows_of(sampled_works), unread_at, rows_of(unread)]
+    tokens, positions, slots, *chosen, tables, output_rows, last, at, unread_places, unread_rows, lengths = upload(
+        rows.device, *columns, *adapters, table_of(blocks), *(numpy.array(item, dtype=numpy.int64) for item in others),
         numpy.array(next_lengths, dtype=numpy.int32), into=padding.into if padding else None)
     if unread:
         tokens.index_copy_(0, unread_places, rows.tokens.index_select(0, unread_rows))
     batch = Batch(tokens=tokens, positions=positions, slots=slots, block_tables=tables, query_starts=starts,
-                  kv_lengths=kv_lengths, output_rows=output_rows)
+                  kv_lengths=kv_lengths, output_rows=output_rows, adapters=chosen[0] if chosen else None)
     return Packed(batch, spans, last, at, lengths)
+
+
+def slots_of(works: Sequence[Work], counts: Sequence[int], tokens: int) -> numpy.ndarray:
+    """Of the adapter of each token; the padding has none."""
+    slots = numpy.full(tokens, NOBODY, dtype=numpy.int32)
+    found = numpy.repeat(numpy.array([work.request.adapter for work in works], dtype=numpy.int32), counts)
+    slots[: len(found)] = found
+    return slots
 
 
 def begins_alone(works: Sequence[Work]) -> bool:
@@ -96,8 +108,9 @@ def describe(work: Work, block_size: int) -> Columns:
     """A token id that is not known here is 0."""
     request, stop, first = work.request, work.start + work.count, work.start // block_size
     tokens, at = numpy.zeros(work.count, dtype=numpy.int64), numpy.arange(work.start, stop)
-    known = request.tokens[work.start : stop]
+    known = request.tokens[work.start : work.start + work.known]
     tokens[: len(known)] = known
+    tokens[work.known :] = work.drafts
     blocks = numpy.array(request.blocks[first : -(-stop // block_size)])
     return tokens, at + request.rope_row, blocks[at // block_size - first] * block_size + at % block_size
 
@@ -112,7 +125,7 @@ def spans_of(works: Sequence[Work], starts: Sequence[int]) -> tuple[list[tuple[i
     spans: list[tuple[int, int]] = []
     outputs: list[int] = []
     for work, end in zip(works, starts[1:], strict=True):
-        wanted = work.count if work.request.params.prompt_logprobs is not None else int(work.samples)
+        wanted = work.count if work.request.params.prompt_logprobs is not None else work.outputs
         spans.append((len(outputs), len(outputs) + wanted))
         outputs += range(end - wanted, end)
     return spans, outputs

@@ -155,6 +155,8 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     timing: Timing
     cached_tokens: int  # prompt tokens that came from the prefix cache
+    drafted_tokens: int = 0  # guesses of a drafter (engine/speculation/)
+    accepted_tokens: int = 0  # of those, the right ones: they came without a step of their own
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # tokens that end the text
     listener: Callable[[Chunk], None] | None = None
     constraint: Constraint | None = None  # such as a grammar: its steps wait for the token before
+    adapter: int = -1  # the slot of its adapter; -1 (`batch.NOBODY`): none
     arrival: float = field(default_factory=time.perf_counter)
 
     tokens: list[int] = field(default_factory=list)  # prompt, then what was generated and read
@@ -233,6 +236,8 @@ class Request:
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
     registered: int = 0  # blocks that the pool knows by their digests
     preemptions: int = 0
+    drafted: int = 0  # tokens that a drafter guessed
+    accepted: int = 0  # of those, the right ones
 
     text: str = ""
     finish_reason: str | None = None
@@ -273,4 +278,5 @@ class Request:
             finish_reason=self.finish_reason or "cancelled", stop_reason=self.stop_reason,
             logprobs=None if self.params.logprobs is None else self.logprobs,
             timing=Timing(self.arrival, tuple(self.chunks)), cached_tokens=self.cached or 0,
+            drafted_tokens=self.drafted, accepted_tokens=self.accepted,
         )

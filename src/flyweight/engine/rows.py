@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
 from flyweight.transfer import upload
@@ -21,18 +22,22 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps a
 
 
 class Rows:
-    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device):
+    before: Tensor | None = None  # every row is a sequence of its own
+
+    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False):
         self.device, self.pages = device, pages
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # the last sampled, not yet in the cache
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)  # that token counted; 0: nobody is here
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.adapters = torch.full((rows,), NOBODY, dtype=torch.int32, device=device) if adapted else None  # their slots
         self.sampling = SamplingTable(rows, vocabulary, device)
         self.mode = GREEDY  # joined over all rows
         self.requests: list[Request] = []  # by row
         self.row_of: dict[int, int] = {}  # by request number
         self.written: list[int] = []  # entries of each row's block table
         self.stamps: list[int] = []  # preemptions of each request when it came: a later one makes its row stale
+        self.behind: set[int] = set()  # numbers of requests whose last token only the host knows
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -58,8 +63,9 @@ class Rows:
 
     def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).T)
-        for tensor in (self.tokens, self.lengths, self.tables):
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        for tensor in (self.tokens, self.lengths, self.tables, self.adapters):
+            if tensor is not None:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         self.sampling.move(sources, targets, pairs)
 
     def enter(self, requests: Sequence[Request]) -> None:
@@ -71,6 +77,9 @@ class Rows:
         self.written += [0] * len(requests)
         self.stamps += [request.preemptions for request in requests]
         self.sampling.enter(rows, requests)
+        if self.adapters is not None:
+            (slots,) = upload(self.device, numpy.array([request.adapter for request in requests], dtype=numpy.int32))
+            self.adapters[first : first + len(requests)].copy_(slots)
         self._join_modes()
 
     def extend(self) -> None:
@@ -85,6 +94,25 @@ class Rows:
         if places:
             at, values = upload(self.device, numpy.array(places, dtype=numpy.int64), numpy.array(blocks, dtype=numpy.int32))
             self.tables.view(-1).index_copy_(0, at, values)
+
+    def leave_behind(self, requests: Sequence[Request]) -> None:
+        """Their tokens were chosen on the host: what the rows hold is old until `catch_up`, or until they are put anew."""
+        self.behind.update(request.number for request in requests)
+
+    def catch_up(self) -> None:
+        """Write the last tokens and lengths of requests that were left behind, all of whose tokens the host has."""
+        requests = [request for request in self.requests if request.number in self.behind]
+        self.behind.clear()
+        if not requests:
+            return
+        rows, tokens, lengths = upload(
+            self.device,
+            numpy.array([self.row_of[request.number] for request in requests], dtype=numpy.int64),
+            numpy.array([request.tokens[-1] for request in requests], dtype=numpy.int64),
+            numpy.array([len(request.tokens) for request in requests], dtype=numpy.int32),
+        )
+        self.tokens.index_copy_(0, rows, tokens)
+        self.lengths.index_copy_(0, rows, lengths)
 
     def choose(self, logits: Tensor, mode: Mode, rows: slice | Tensor, positions: Tensor) -> Tensor:
         """Sample for these rows; nothing is written, so it can be tried out before it is captured."""

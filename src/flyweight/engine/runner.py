@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,8 +24,11 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
-from flyweight.engine.sampling import Mode, top_logprobs
+from flyweight.engine.sampling import GREEDY, Mode, top_logprobs
 from flyweight.engine.scheduler import Work
+from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
+from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload
 
@@ -37,10 +41,10 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What a step gave one request: a token if its work samples, and the logprobs it asked for."""
+    """What a step gave one request: a token if its work samples, more where drafts were right, and the logprobs it asked for."""
 
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -55,8 +59,8 @@ class DecodeSteps(Protocol):
     def advance(self, count: int, mode: Mode) -> Tensor:
         """The same, and the rows take their next tokens."""
 
-    def warm_up(self) -> None:
-        """Prepare steps of every size ahead of the first request."""
+    def warm_up(self, *, modes: Sequence[Mode | None] = (GREEDY,)) -> None:
+        """Prepare steps of every size ahead of the first request; mode None: their logits alone."""
 
 
 class Passes(Protocol):
@@ -81,17 +85,26 @@ class Flight:
     """A launched step. `results` waits for its tokens, and for nothing launched after it."""
 
     works: Sequence[Work]
-    places: dict[int, int]  # number of a sampling work → its token among those downloaded
+    places: dict[int, int]  # number of a sampling work → its first token among those downloaded
     download: Download  # tokens, then (logprob, best logprobs, their ids) where wanted, then the same for prompts
     answers: bool  # logprobs of the chosen tokens are among it
     prompts: list[tuple[int, list[int]]]  # number of a work, the prompt tokens after each of its own
+
+    @property
+    def speculative(self) -> bool:
+        """How many tokens it gives is known when it is read."""
+        return any(work.drafts for work in self.works)
 
     def results(self) -> list[Result]:
         tokens, *rest = self.download.lists()
         found = [Result() for _ in self.works]
         triple = rest[:3] if self.answers else None
         for i, place in self.places.items():
-            found[i] = Result(tokens[place], logprob(tokens[place], triple, place, self.works[i].request.params.logprobs))
+            work = self.works[i]
+            chosen = tokens[place : place + work.outputs]
+            kept = chosen[: count_accepted(work.drafts, chosen) + 1]
+            listed = [logprob(token, triple, place + k, work.request.params.logprobs) for k, token in enumerate(kept)]
+            found[i] = Result(kept, [item for item in listed if item])
         for k, (i, follow) in enumerate(self.prompts):
             at = 3 * (k + self.answers)
             count = self.works[i].request.params.prompt_logprobs
@@ -107,6 +120,12 @@ def logprob(token: int, triple: list[list] | None, row: int, count: int | None) 
     return TokenLogprob(token, chosen[row], dict(zip(ids[row][:count], best[row], strict=False)))
 
 
+def slots_of(model: Model) -> Mapping[str, int]:
+    """The slots of a model's adapters by their names."""
+    adapters: Adapters | None = getattr(model, "adapters", None)
+    return {} if adapters is None else adapters.slots
+
+
 class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
@@ -115,7 +134,8 @@ class Runner:
         self.model = model
         self.device = device
         self.block_size = block_size
-        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
+        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
+                         adapted=bool(slots_of(model)))
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
         self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
 
@@ -133,6 +153,19 @@ class Runner:
         return DecodeGraphs(self.model, self.caches, self.rows)
 
     @functools.cached_property
+    def shared_rows(self) -> SharedRows:
+        return SharedRows(self.rows)
+
+    @functools.cached_property
+    def shared_steps(self) -> DecodeSteps | None:
+        """Captured steps of rows of which several may be of one sequence, where decode steps are captured."""
+        if self.steps is None or not isinstance(self.model, Decoder):
+            return None
+        from flyweight.engine.graphs import DecodeGraphs
+
+        return DecodeGraphs(self.model, self.caches, self.shared_rows)
+
+    @functools.cached_property
     def passes(self) -> Passes | None:
         """Captured passes, where decode steps are captured and Triton is there."""
         if self.steps is None or not isinstance(self.model, Decoder):
@@ -145,18 +178,23 @@ class Runner:
     def launch(self, works: Sequence[Work]) -> Flight:
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            return self._replay(works) if self._is_captured(works) else self._forward(works)
+            if self._is_captured(works):
+                return self._replay(works)
+            if any(work.drafts for work in works) and self.shared_steps and self.shared_rows.takes(works):
+                return self._replay_shared(works)
+            return self._forward(works)
 
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
         rows, steps = self.rows, self.steps
         return steps is not None and len(rows) == len(works) <= steps.largest and all(
-            work.samples and work.request.number in rows.row_of for work in works)
+            work.samples and work.count == 1 and work.request.number in rows.row_of for work in works)
 
     def _replay(self, works: Sequence[Work]) -> Flight:
         rows, steps, count = self.rows, self.steps, len(works)
         assert steps is not None
         rows.extend()
+        rows.catch_up()
         if any(request.constraint for request in rows.requests):
             logits, every = steps.logits(count), slice(0, count)
             tokens = rows.choose(self._masked(logits, rows.requests), rows.mode, every, rows.lengths[every].long())
@@ -165,6 +203,17 @@ class Runner:
             logits = steps.advance(count, rows.mode)
         places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
         return self._land(works, places, logits, rows.tokens[:count])
+
+    def _replay_shared(self, works: Sequence[Work]) -> Flight:
+        """Answers, some of them with guesses."""
+        rows, steps = self.shared_rows, self.shared_steps
+        assert steps is not None
+        self.rows.extend()
+        count = rows.fill(works)
+        logits = steps.logits(count)
+        tokens = self._choose(works, logits, rows.at[:count], rows.lengths[:count].long())
+        starts = itertools.accumulate((work.outputs for work in works), initial=0)
+        return self._land(works, dict(zip(range(len(works)), starts, strict=False)), logits, tokens)
 
     def _forward(self, works: Sequence[Work]) -> Flight:
         """Any mix of prompts and answers, packed."""
@@ -175,13 +224,38 @@ class Runner:
         padding = Padding(size, self.spare, self.passes.inputs) if self.passes and size else None
         packed = pack(works, rows, block_size=self.block_size, padding=padding)
         logits = self.passes.forward(packed.batch) if self.passes and padding else self.model.forward(packed.batch, self.caches)
-        places, tokens, last = {i: k for k, i in enumerate(sampling)}, rows.tokens[:0], logits[:0]
+        chosen = [works[i] for i in sampling]
+        starts = [0, *itertools.accumulate(work.outputs for work in chosen)]
+        places, tokens, last = dict(zip(sampling, starts, strict=False)), rows.tokens[:0], logits[:0]
         if sampling:
-            last = logits if len(logits) == len(sampling) else logits.index_select(0, packed.last)
-            requests = [works[i].request for i in sampling]
-            tokens = rows.choose(self._masked(last, requests), rows.mode, packed.rows, packed.lengths.long() - 1)
-            rows.put(tokens, rows.mode, packed.rows, packed.lengths)
+            last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
+            tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
         return self._land(works, places, last, tokens, logits, packed.spans)
+
+    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor) -> Tensor:
+        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, and the position that it fills. Where
+        none of them has drafts they are the next step's input; else the host says what is kept (`settle`)."""
+        rows = self.rows
+        requests = [work.request for work in works for _ in range(work.outputs)]
+        logits = self._masked(logits, requests)
+        if any(work.drafts for work in works):
+            rows.leave_behind(requests)
+            return choose_after_drafts(logits, rows, works, at, positions)
+        tokens = rows.choose(logits, rows.mode, at, positions)
+        rows.put(tokens, rows.mode, at, (positions + 1).int())
+        rows.behind.difference_update(request.number for request in requests)
+        return tokens
+
+    @torch.inference_mode()
+    def settle(self, works: Sequence[Work], results: Sequence[Result]) -> None:
+        """After a step with drafts: the tokens that were kept count for penalties."""
+        rows = self.rows
+        if not rows.mode.penalized:
+            return
+        pairs = [(rows.row_of[work.request.number], token) for work, result in zip(works, results, strict=True)
+                 if work.request.number in rows.row_of for token in result.tokens]
+        at, tokens = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2).T)
+        rows.sampling.count(rows.mode, tokens, at)
 
     def _masked(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         """Less what the requests' constraints forbid; the logits themselves are left for the logprobs."""

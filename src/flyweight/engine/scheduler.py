@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flyweight.engine.kv_cache import BlockPool, digests
@@ -35,12 +36,26 @@ PROMPT_LOGITS = 1024  # rows of logits a step makes at most for prompts whose lo
 
 @dataclass(frozen=True)
 class Work:
-    """One request's share of a step: `count` tokens from `start` on. Only the last chunk of a prompt samples."""
+    """One request's share of a step: `count` tokens from `start` on. Only the last chunk of a prompt samples.
+
+    `drafts`: guesses of the tokens to come, the last ones of `count`. The step samples after each of them as well, and keeps
+    those that are what it samples itself."""
 
     request: Request
     start: int
     count: int
     samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """Tokens that are no guesses."""
+        return self.count - len(self.drafts)
+
+    @property
+    def outputs(self) -> int:
+        """Tokens that are sampled."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 @dataclass
@@ -60,7 +75,7 @@ class Budget:
 
     def take(self, work: Work) -> None:
         self.tokens -= work.count
-        self.prompts -= work.count if work.count > 1 else 0
+        self.prompts -= work.known if work.known > 1 else 0
         self.logits -= 0 if work.request.params.prompt_logprobs is None else work.count
 
 
@@ -112,8 +127,12 @@ class Scheduler:
         self._release(request)
         request.state, request.finish_reason, request.stop_reason = State.FINISHED, reason, stop_reason
 
-    def schedule(self) -> list[Work]:
-        """Choose the next step's work and count it as computed: run it before calling this again."""
+    def schedule(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Work]:
+        """Choose the next step's work and count it as computed: run it before calling this again.
+
+        `drafts`: by request number, guesses of what comes next. They take what is free of tokens and blocks, and never
+        another request's place; `settle` such work before the next step.
+        """
         answering = any(request.missing == 1 and not request.complete for request in self.running)
         beside = self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
         budget = Budget(self.max_num_batched_tokens, beside if answering else self.max_num_batched_tokens, PROMPT_LOGITS)
@@ -134,7 +153,8 @@ class Scheduler:
                 self._preempt(victim)
             else:
                 scheduled.add(request.number)
-                works.append(self._work(request, count))
+                guesses = self._fitting(request, (drafts or {}).get(request.number, ()), budget)
+                works.append(self._work(request, count, guesses))
                 budget.take(works[-1])
         while self.waiting and not short and len(self.running) < self.max_num_seqs:
             if self.waiting[0].pending or not (work := self._admit(self.waiting[0], budget)):
@@ -142,7 +162,7 @@ class Scheduler:
             self.waiting.popleft()
             works.append(work)
             budget.take(work)
-        self.answers = sum(work.count == 1 for work in works)
+        self.answers = sum(work.known == 1 for work in works)
         return works
 
     def _admit(self, request: Request, budget: Budget) -> Work | None:
@@ -185,11 +205,27 @@ class Scheduler:
         request.blocks.extend(taken)
         return True
 
-    def _work(self, request: Request, count: int) -> Work:
-        work = Work(request, request.computed, count, samples=count == request.missing)
-        request.computed += count
+    def _fitting(self, request: Request, drafts: Sequence[int], budget: Budget) -> tuple[int, ...]:
+        """As many of the drafts as there is room for. The last token that a request may have needs no guess, and each other
+        running request may want a block before this one gets a spare one."""
+        room = min(len(drafts), budget.tokens - 1, request.limit - request.length - 1)
+        if self.long_prompts is not None and not request.rope_row:
+            room = min(room, self.long_prompts.border - request.computed - 1)
+        spare = len(request.blocks) * self.pool.block_size - request.computed - 1
+        if room > spare and self.pool.available > len(self.running) and self._extend(request, 1 + room):
+            spare = room
+        return tuple(drafts[: max(0, min(room, spare))])
+
+    def _work(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Work:
+        samples = count == request.missing
+        work = Work(request, request.computed, count + len(drafts), samples, drafts)
+        request.computed += work.count
         self._register(request)
         return work
+
+    def settle(self, work: Work, accepted: int) -> None:
+        """So many of the work's drafts were right: the others' slots are free for what comes instead."""
+        work.request.computed -= len(work.drafts) - accepted
 
     def _register(self, request: Request) -> None:
         """Make its full blocks findable, as far as their tokens are known."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.kernels import cpu, imitation, reference
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
-from flyweight.kernels.linear.tiled import SILU, TiledLinear
-from flyweight.kernels.linear.tiles import format_of
+from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.tensors import Float8, Plain, QuantTensor, Sparse24, VectorQuant
 
@@ -53,11 +53,16 @@ def tiles(request: Request) -> FusedLinear | None:
     if request.tensor.device.type != "cuda" or request.exact:
         return None
     tensor, note = _find_sparse(request.tensor, request.dtype)
-    gated = request.activation == SILU
-    if format_of(tensor, request.dtype) is None or (gated and tensor.matrix_shape[0] % 32):
+    activation = request.activation if request.activation in ACTIVATIONS else None
+    if format_of(tensor, request.dtype) is None or (activation and tensor.matrix_shape[0] % 32):
         return None
     return TiledLinear(
-        tensor, dtype=request.dtype, ops=request.ops, bias=request.bias, gated=gated, note=note
+        tensor,
+        dtype=request.dtype,
+        ops=request.ops,
+        bias=request.bias,
+        activation=activation,
+        note=note,
     )
 
 

@@ -21,7 +21,7 @@ template <bool HALF> DEVICE float float_of(u16 bits) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
   return f;
 }
-template <bool HALF> DEVICE u32 pair_of(float low, float high) {
+template <bool HALF> DEVICE u32 pack_as(float low, float high) {
   u32 r;
   if (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -31,7 +31,7 @@ template <bool HALF> DEVICE u32 pair_of(float low, float high) {
 DEVICE float to_float(u16 bits) { return float_of<FP16>(bits); }
 DEVICE float low_float(u32 pair) { return to_float((u16)(pair & 0xffff)); }
 DEVICE float high_float(u32 pair) { return to_float((u16)(pair >> 16)); }
-DEVICE u32 pack2(float low, float high) { return pair_of<FP16>(low, high); }
+DEVICE u32 pack2(float low, float high) { return pack_as<FP16>(low, high); }
 DEVICE u32 add2(u32 a, u32 b) {
   u32 r;
   if (FP16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

@@ -44,7 +44,7 @@ constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
 constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + (QUANTIZED ? 0 : TEAM * 64);
-static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE && EPILOGUE != SILU, "what this is for");
+static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE && !GATE_UP, "what this is for");
 static_assert(KDIM % (CLUSTER * 128) == 0 && NDIM % 16 == 0, "whole groups and tiles");
 static_assert(WARPS % TEAM == 0 && HALF % WARPS == 0, "stages are whole");
 static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums fit where weights were; a barrier for each stage");

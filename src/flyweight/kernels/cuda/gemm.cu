@@ -30,7 +30,7 @@
 // the whole tile, the residual waits there from the tile's beginning on. So do scales: fetched when they are wanted, they would
 // hold up the matrix units at every tile's end.
 //
-// PACKED: silu·mul's results are written in the order of the product that follows, which then needs no pack.cu: its SB, and its ORDER.
+// PACKED: act(gate)·up's results are written in the order of the product that follows, which then needs no pack.cu: its SB, and its ORDER.
 //
 // EXPERTS: the weights of many experts are stacked, and a tile of tokens belongs to one of them. How many tiles there are, and
 // whose, route.cu has left in memory: nothing is fetched before that. Rows that fill up a tile are zeros.
@@ -72,12 +72,11 @@
 #endif
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
-constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = 4 * WGS, M_TILES = (TILES + MT - 1) / MT;
 constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
-constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
+constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * GROUP_BYTES;
 constexpr bool BYTES = QUANTIZED || IN_PLANES;                 // x consists of them
 constexpr int X_ROW = SB * 64 * (BYTES ? 1 : 2), X_ALL = TOKENS * (1 + IN_PLANES) * X_ROW;
 constexpr int X_BYTES = X_ALL + IN_PLANES * STAGE_GROUPS * TOKENS * 8;  // and scales
@@ -93,14 +92,14 @@ constexpr int TOGETHER = TOKENS > 64 ? STEPS : 1;              // products issue
 constexpr int IN_FLIGHT = STEPS / TOGETHER > 2 ? STEPS / TOGETHER - 1 : 1;
 constexpr int STEP_BYTES = 256 * (1 + SPARSE);                 // of 8 tokens, that one product takes
 constexpr int WORDS = 4 + SPARSE;                              // of a lane: codes, and which inputs they are
-constexpr int WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
-constexpr int OUT_BYTES = EPILOGUE == SILU ? 64 : 128;         // of a token, by one warpgroup
+constexpr int WIDTH = GATE_UP ? NDIM / 2 : NDIM;
+constexpr int OUT_BYTES = GATE_UP ? 64 : 128;         // of a token, by one warpgroup
 constexpr int OUT_ROW = OUT_BYTES + 16;                        // padded: 8 rows lie in different banks
 static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WIDTH % 8 == 0), "written in pieces of 16 bytes");
-static_assert(!PACKED || (EPILOGUE == SILU && WIDTH % (64 * PACKED) == 0), "whole stages");
+static_assert(!PACKED || (GATE_UP && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(TEAMS == 1 || (SB > 1 && SPLIT != LINE && !EXPERTS && STAGES > TEAMS), "a CTA has one tile");
-static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
+static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 
 #if FORMAT == W8A8
@@ -287,7 +286,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       await_stage(sh, slot, parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
-      const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
+      const Record* records_here = (const Record*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       // by shuffle: only then the compiler knows that it is the same in all lanes, and keeps it where the products want it
       const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
       Block next(mine, records_here, stage, 0, lane);

@@ -1,4 +1,4 @@
-// The end of a tile of gemm.cu: scales, bias, residual or silu·mul, and the writing, straight or through shared memory.
+// The end of a tile of gemm.cu: scales, bias, residual or act(gate)·up, and the writing, straight or through shared memory.
 
 // What becomes of the sums of a thread: outputs g and g + 8 of its warp's tile, tokens 2t and 2t + 1 of 8.
 struct Finish {
@@ -23,9 +23,9 @@ struct Finish {
       if (CHANNELS) x = __fmul_rn(x, QUANTIZED ? scale[i / 2] * (i % 2 ? row.y : row.x) : scale[i / 2]);
       v[i / 2][i % 2] = BIAS ? x + offset[i / 2] : x;
     }
-    if (EPILOGUE == SILU)
+    if constexpr (GATE_UP)
 #pragma unroll
-      for (int i = 0; i < 2; i++) v[0][i] = __fdividef(v[0][i], 1.f + __expf(-v[0][i])) * v[1][i];
+      for (int i = 0; i < 2; i++) v[0][i] = gated<EPILOGUE>(v[0][i], v[1][i]);
   }
 };
 
@@ -36,7 +36,7 @@ template <int COUNT> struct Ends {
   u32 old[EPILOGUE == RESIDUAL ? COUNT : 1][2];  // of the residual: two outputs of token 8j + g
   DEVICE Ends(const Segment& s, int first, const float* channel_scale, const float* row_scale, const u16* bias, const u16* residual,
               int rows, int warp, int lane)
-      : finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane) {
+      : finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias + s.expert * NDIM, lane) {
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
       const int column = s.n * TOKENS + 8 * (first + j), token = column + lane / 4;
@@ -62,7 +62,7 @@ DEVICE void write_tile(const accumulator (&acc)[COUNT * 4], const Ends<COUNT>& e
     float v[2][2];
     ends.finish(acc + 4 * j, ends.row[QUANTIZED ? j : 0], v);
     const int token = column + g;
-    if constexpr (EPILOGUE == SILU) {
+    if constexpr (GATE_UP) {
       const u32 pair = transpose8(pack2(v[0][0], v[0][1]));
       const int n = tile * 8 + 2 * t;
       if (token < rows && n < WIDTH) {
@@ -147,10 +147,10 @@ DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const
   const u8* staging = sh.staging[warp / 4];
   if (QUANTIZED) copy_wait<0>(), named_barrier(2 + warp / 4, 128);  // the scales are there
   const float* scales = sh.scales[warp / 4];
-  const Finish finish(s.m * MT + warp, scales + TOKENS - (s.m * WGS + warp / 4) * 64, scales, bias, lane);
-  const int matrix = lane / 8, output = EPILOGUE == SILU ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
-  constexpr int together = EPILOGUE == SILU ? 4 : 2;  // groups of 8 tokens
-  const u32 place = shared_address(staging) + (8 * (EPILOGUE == SILU ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
+  const Finish finish(s.m * MT + warp, scales + TOKENS - (s.m * WGS + warp / 4) * 64, scales, bias + s.expert * NDIM, lane);
+  const int matrix = lane / 8, output = GATE_UP ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
+  constexpr int together = GATE_UP ? 4 : 2;  // groups of 8 tokens
+  const u32 place = shared_address(staging) + (8 * (GATE_UP ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;
 #pragma unroll
   for (int first = 0; first < TOKENS; first += STAGED) {
     if (s.n * TOKENS + first >= rows) break;

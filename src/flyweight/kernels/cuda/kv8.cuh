@@ -33,7 +33,7 @@ DEVICE uint4 widened(uint2 codes) {
 
 // The scale of a head whose largest value is `most`, as bfloat16 bits: rounded upwards, so that no code is cut off.
 DEVICE u16 scale_bits(float most, float fixed) {
-  if (fixed > 0) return (u16)(pair_of<false>(fixed, 0.f) & 0xffff);
+  if (fixed > 0) return (u16)(pack_as<false>(fixed, 0.f) & 0xffff);
   return (u16)((__float_as_uint(fmaxf(most / CODE_LIMIT, 5.9604644775390625e-8f)) + 0xffff) >> 16);
 }
 DEVICE float scale_of(u16 bits) { return float_of<false>(bits); }

@@ -1,4 +1,4 @@
-// A linear as the host gives it, and how one of its outputs ends: bias, residual or silu · mul. Needs linear.cuh's names.
+// A linear as the host gives it, and how one of its outputs ends: bias, residual or act(gate)·up. Needs linear.cuh's names.
 // What a linear is made of, as the host gives it; pointers to what its format or its call has not are null.
 struct Linear {
   const u8* weights;
@@ -18,8 +18,8 @@ struct Tile {
 DEVICE Tile place_of(int tile) { return {tile, tile, 0}; }
 DEVICE Tile place_of(Tile tile) { return tile; }
 
-constexpr int OUTPUTS = EPILOGUE == SILU ? 8 : 16, WIDTH = EPILOGUE == SILU ? NDIM / 2 : NDIM;
-constexpr int PARTS = EPILOGUE == SILU ? 2 : 1;  // sums that make an output: gate and up lie 8 rows apart
+constexpr int OUTPUTS = GATE_UP ? 8 : 16, WIDTH = GATE_UP ? NDIM / 2 : NDIM;
+constexpr int PARTS = GATE_UP ? 2 : 1;  // sums that make an output: gate and up lie 8 rows apart
 
 // An output, and what its end needs from memory.
 struct Output {
@@ -36,11 +36,17 @@ DEVICE void fetch_ends(Output& o, const Linear& a, Tile tile) {
     if (QUANTIZED) o.scale[half] = a.channel_scale[channel];
   }
 }
+DEVICE float ended(const Output& o, const float (&v)[2]) {
+  if constexpr (GATE_UP)
+    return gated<EPILOGUE>(v[0], v[1]);
+  else
+    return v[0] + o.residual;
+}
 // Sums come scaled by __fmul_rn, which no compiler joins with the addition here, and the sigmoid is gemm_results.cuh's: W8A8 then
 // has the same bits from every kernel.
 DEVICE void write_output(const Output& o, float (&v)[2], u16* Y) {
 #pragma unroll
   for (int half = 0; half < PARTS; half++)
     if (BIAS) v[half] += o.bias[half];
-  store_relaxed(Y + o.index, to_bits(EPILOGUE == SILU ? __fdividef(v[0], 1.f + __expf(-v[0])) * v[1] : v[0] + o.residual));
+  store_relaxed(Y + o.index, to_bits(ended(o, v)));
 }

@@ -146,7 +146,7 @@ DEVICE void store_query(const Head& v, float scale, u16* to, int lane) {
 #pragma unroll
   for (int i = 0; i < PER / 2; i++)
     ((u32*)to)[lane * PER / 2 + i] =
-        KV8 ? pair_of<true>(low_float(v.pairs[i]) * scale, high_float(v.pairs[i]) * scale) : v.pairs[i];
+        KV8 ? pack_as<true>(low_float(v.pairs[i]) * scale, high_float(v.pairs[i]) * scale) : v.pairs[i];
 }
 // A key or value to shared memory and to the cache, as that stores it, with its scale.
 DEVICE void store_newest(const Head& v, Stored* to, Stored* cache, u32* scale_to, u16* scale_cache, float fixed, int lane) {
@@ -218,8 +218,8 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
     run.most[j] = most[j];
     run.sum[j] = run.sum[j] * fade[j] + weight[j] + weight[2 + j];
   }
-  const u32 b0 = transpose8(pair_of<true>(weight[0] * value_by[0], weight[1] * value_by[0]));
-  const u32 b1 = transpose8(pair_of<true>(weight[2] * value_by[1], weight[3] * value_by[1]));
+  const u32 b0 = transpose8(pack_as<true>(weight[0] * value_by[0], weight[1] * value_by[0]));
+  const u32 b1 = transpose8(pack_as<true>(weight[2] * value_by[1], weight[3] * value_by[1]));
   uint4 word[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) word[i] = widened(shared_load2(values + min(i / 2 * 8 + 2 * t + i % 2, count - 1) * KV_ROW + g * 8));

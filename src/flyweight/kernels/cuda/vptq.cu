@@ -18,7 +18,7 @@
 // mma do, whose D is y at once. Where x does not fit, the columns are taken in phases.
 //
 // Up to three weights with one x share a launch. NORM: x is normed on its way to shared memory, by its weights there and
-// its factor at the end; GATED: x is silu(gate) · up of a row with both.
+// its factor at the end; GATED: x is act(gate) · up of a row with both.
 //
 //      row blocks of a CTA        |  block 0              |  block 1              | …
 //      chunks of 8 steps          |  0  1  2  3  4  5  6  |  0  1  2  3  4  5  6  |

@@ -1,5 +1,5 @@
-// x [rows, in] → the order in which vptq_rows.cu's matrix units read it: the norm applied (NORM), or silu(gate) · up of a row that
-// has both (GATED), the columns in their stored order, each times its scale. What their biases add to a row of y is summed here too.
+// x [rows, in] → the order in which vptq_rows.cu's matrix units read it: the norm applied (NORM), or act(gate) · up of a row that
+// has both (GATED: which), the columns in their stored order, each times its scale. What their biases add to a row of y is summed here too.
 //
 // packed: vectors.cuh.
 // sums: [part][row][slice], then those of the squares, for the norm.
@@ -12,6 +12,7 @@
 //
 // defines: FP16, NORM, GATED, WARPS, STAGE_STEPS, PARTS, APART, BOOK_BYTES, WHOLE (columns are whole 256, in their own order)
 #include "common.cuh"
+#include "activation.cuh"
 #include "vectors.cuh"
 
 constexpr int THREADS = 32 * WARPS, HERE = APART ? 1 : PARTS;  // parts of a CTA
@@ -46,7 +47,6 @@ DEVICE float half_of(const uint4& q, int i) {  // i is a constant once unrolled
   const u32 pair = i < 2 ? q.x : i < 4 ? q.y : i < 6 ? q.z : q.w;
   return i % 2 ? high_float(pair) : low_float(pair);
 }
-DEVICE float silu(float gate) { return __fdividef(gate, 1.f + __expf(-gate)); }
 
 struct Piece {  // of one part: scales and biases of its columns
   uint4 scales, biases;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
     for (int line = cta * THREADS + threadIdx.x; line < BOOK_BYTES / 128; line += rows * slices * THREADS)
       prefetch_l2(books[part] + line * 128);
   wait_for_inputs();
-  const u16* const from = x + (size_t)row * in_features * (1 + GATED);
+  const u16* const from = x + (size_t)row * in_features * (1 + (GATED > 0));
   uint4 own, up;
   const auto load = [&](int part, int unit) {
     own = load_columns(from, sources[part], unit, in_features);
@@ -120,7 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) vptq_pack(
           v = half_of(own, i);
           if (LATE) biases[HERE] += v * v;
           else v *= factor;
-          if (GATED) v = silu(v) * half_of(up, i);
+#if GATED
+          v = gated<GATED>(v, half_of(up, i));
+#endif
           if (NORM) v *= half_of(weight, i);
         }
       }

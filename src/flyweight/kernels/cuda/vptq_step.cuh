@@ -143,7 +143,7 @@ DEVICE Eight load_eight(const Inputs& in, int column) {
 }
 struct Loaded { uint4 x, up; };
 DEVICE Loaded load_x(const Inputs& in, const Eight& e, int row, int column) {
-  const u16* x = in.x + (size_t)row * in.in_features * (1 + GATED);
+  const u16* x = in.x + (size_t)row * in.in_features * (1 + (GATED > 0));
   Loaded l = {};
   if (row >= in.rows) return l;
   l.x = load_columns(x, in, e, column);
@@ -153,7 +153,9 @@ DEVICE Loaded load_x(const Inputs& in, const Eight& e, int row, int column) {
 struct Sums { float bias, squares; };  // over the columns: of bias · x and of x², for the norm
 DEVICE float scaled(const Loaded& l, const Eight& e, int j, Sums& sums) {
   float value = to_float((u16)half_of(l.x, j));
-  if (GATED) value = __fdividef(value, 1.f + __expf(-value)) * to_float((u16)half_of(l.up, j));
+#if GATED
+  value = gated<GATED>(value, to_float((u16)half_of(l.up, j)));
+#endif
   if (NORM) sums.squares += value * value, value *= to_float((u16)half_of(e.norm, j));
   sums.bias += value * high_float(e.affine[j]);
   return value * low_float(e.affine[j]);

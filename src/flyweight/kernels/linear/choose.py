@@ -197,7 +197,7 @@ def _told(one: Route, device: Gpu) -> str:
         (one.small, f"up to {tuned.of(device).steps.small_weights:,} weights"),
         (one.deep, "with as many inputs as outputs"),
         (one.no_residual, "without a residual"),
-        (one.gated, "with silu·mul"),
+        (one.gated, "with gate and up"),
     ]
     text = f"from {one.rows} row{'s' * (one.rows > 1)} on {KERNELS[one.kernel]}"
     return "".join([text, *(f", {words}" for holds, words in conditions if holds), f" ({one.why})"])

@@ -55,12 +55,12 @@ class PackedInput:
 
 @dataclass(frozen=True)
 class Handover:
-    """How gate/up hands its result to down: into `to`, or as gate and up that down multiplies
-    itself (`late`).
+    """How gate/up hands its result to down: into `to`, or as gate and up, whose activation (`late`)
+    down applies itself.
     """
 
     to: PackedInput | None = None
-    late: bool = False
+    late: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +109,9 @@ class FusedLinear:
         assert isinstance(x, Tensor)
         return plainly(self, x, out, norm=norm, activation=activation, residual=residual)
 
-    def negotiate(self, before: FusedLinear, rows: int) -> Handover:
-        """How gate/up (`before`) hands so many rows to this linear."""
+    def negotiate(self, before: FusedLinear, rows: int, activation: str) -> Handover:
+        """How gate/up (`before`), followed by that activation, hands so many rows to this linear.
+        """
         return Handover()
 
     def packed_input(self, rows: int, items: int) -> PackedInput | None:

@@ -2,7 +2,7 @@
 cuda/gemm.cu.
 
 x is packed first, with the norm and W8A8's quantization in the same pass; bias, residual or
-silu·mul end the product. Where neither is to be done, the kernel that makes x writes it packed
+act(gate)·up end the product. Where neither is to be done, the kernel that makes x writes it packed
 (`GemmInput`): gate/up for down, decode attention for o. That kernel may still read its own packed
 x, so there are two buffers; two are enough, because every kernel writes only after its wait for the
 one before it, which has itself waited: nothing earlier is still reading.
@@ -301,7 +301,7 @@ def packed_input(
     """Where the kernel before writes x for `multiply`, which has to be called with the same
     residual and cut; None where x becomes integers, of which that kernel knows nothing.
     """
-    epilogue = "silu" if weight.interleaved else "residual" if residual else "store"
+    epilogue = weight.activation or ("residual" if residual else "store")
     call = _call(weight, rows, device, Ends(epilogue=epilogue), forced)
     if call.shape.int16_inputs:
         return None
@@ -320,7 +320,7 @@ def multiply(
     pdl: bool = True,
     forced: Forced | None = None,
 ) -> Tensor:
-    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up); `to`:
+    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: act(gate) · up); `to`:
     into the next one's x.
     """
     data, rows = (x.data, x.rows) if isinstance(x, PackedInput) else (x, x.shape[0])

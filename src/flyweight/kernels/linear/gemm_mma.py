@@ -2,7 +2,7 @@
 is cut.
 
 x goes in as the rows it is where nothing is to be done to it; a norm, W8A8's and float8's codes and
-the order of 2:4 weights need pack.cu first, as for gemm.cu. Bias, residual or silu·mul end the
+the order of 2:4 weights need pack.cu first, as for gemm.cu. Bias, residual or act(gate)·up end the
 product. `plan` chooses a tile of those that `tuned` has rates for by the time that all its rounds
 take; what shared memory and how many thread blocks an SM has comes from the device.
 """
@@ -115,7 +115,7 @@ def _whole_stages(matrix: Matrix, count: int) -> bool:
 def stage_bytes(matrix: Matrix, tile: MmaTile, count: int) -> int:
     form = matrix.format
     groups = math.ceil(64 * count / matrix.group) if form.grouped else 0
-    weights = tile.outputs // 16 * (count * form.block_bytes + 64 * groups)
+    weights = tile.outputs // 16 * (count * form.block_bytes + groups * form.record_bytes)
     return weights + tile.tokens * count * 64 * (1 if form.quantizes_input else 2)
 
 
@@ -232,7 +232,7 @@ def multiply(
     pdl: bool = True,
     cut: Cut | None = None,
 ) -> Tensor:
-    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: silu(gate) · up)."""
+    """x [rows, in] → [rows, out] (half of it for an interleaved gate/up: act(gate) · up)."""
     rows = x.shape[0]
     device = gpu.of(x.device)
     most = padded_rows(rows)

@@ -154,7 +154,7 @@ def multiply(
     pdl: bool = True,
     slices: int | None = None,
 ) -> Tensor:
-    """x [rows, in], up to 64 rows → [rows, out] (half of it for an interleaved gate/up: silu(gate)
+    """x [rows, in], up to 64 rows → [rows, out] (half of it for an interleaved gate/up: act(gate)
     · up).
     """
     rows = x.shape[0]

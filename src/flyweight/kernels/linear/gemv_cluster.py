@@ -106,7 +106,7 @@ def unsupported_reason(
         return (
             "takes up to 16 rows of int4 and int8 in groups of 128, and 8 of W8A8 with a scale "
             "for each, "
-            "without a norm before or silu·mul after"
+            "without a norm before or act(gate)·up after"
         )
     if choose(weight.matrix, rows, device) is None:
         return (

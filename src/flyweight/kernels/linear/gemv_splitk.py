@@ -115,7 +115,7 @@ def multiply(
     pdl: bool = True,
     slices: int | None = None,
 ) -> Tensor:
-    """x [rows, in], 2 to 16 rows → [rows, out] (half of it for an interleaved gate/up: silu(gate) ·
+    """x [rows, in], 2 to 16 rows → [rows, out] (half of it for an interleaved gate/up: act(gate) ·
     up).
     """
     rows = x.shape[0]

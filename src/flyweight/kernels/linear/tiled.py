@@ -33,12 +33,11 @@ MULTIPLY: dict[str, Callable[..., Tensor]] = {
     "gemm": gemm.multiply,
     "gemm_mma": gemm_mma.multiply,
 }
-SILU = "silu"  # the one activation that kernels fuse
 
 
 class TiledLinear(FusedLinear):
-    """y = x Wᵀ (+ bias). `gated`: a merged gate/up whose silu·mul the kernels do at once (in
-    `project`).
+    """y = x Wᵀ (+ bias). `activation`: that of a merged gate/up, which the kernels apply at once
+    (in `project`).
     """
 
     adds_bias = True
@@ -50,10 +49,10 @@ class TiledLinear(FusedLinear):
         dtype: torch.dtype,
         ops: ModuleType,
         bias: Tensor | None = None,
-        gated: bool = False,
+        activation: str | None = None,
         note: str = "",
     ) -> None:
-        self.weight = tiles.prepare(tensor, dtype=dtype, bias=bias, interleave=gated)
+        self.weight = tiles.prepare(tensor, dtype=dtype, bias=bias, activation=activation)
         self.ops = ops
         self.shape = tensor.shape
         self.note = note
@@ -79,9 +78,13 @@ class TiledLinear(FusedLinear):
 
     # -- handing x over --------------------------------------------------------------------
 
-    def negotiate(self, before: FusedLinear, rows: int) -> Handover:
-        """gate/up writes x in the order that this product reads, where both go through gemm.cu."""
-        if not isinstance(before, TiledLinear) or before.choose(rows).kernel != "gemm":
+    def negotiate(self, before: FusedLinear, rows: int, activation: str) -> Handover:
+        """gate/up writes x in the order that this product reads, where both go through gemm.cu and
+        the first applies the activation, too.
+        """
+        if not isinstance(before, TiledLinear) or before.weight.activation != activation:
+            return Handover()
+        if before.choose(rows).kernel != "gemm":
             return Handover()
         return Handover(self.packed_input(rows, 0))
 
@@ -122,7 +125,8 @@ class TiledLinear(FusedLinear):
             return gemm.multiply(self.weight, flat, norm=norm, to=handover.to)
         if isinstance(x, PackedInput):
             return gemm.multiply(self.weight, x, out, residual=residual)
-        if activation is not None and not self.weight.interleaved:
+        if activation is not None and activation != self.weight.activation:
+            assert not self.weight.interleaved
             y = self.ops.gate(self.project(x, norm=norm), activation)
             return y if out is None else out.copy_(y)
         flat = x.reshape(-1, x.shape[-1]).contiguous()
@@ -147,7 +151,7 @@ class TiledLinear(FusedLinear):
         kernel: str | None = None,
     ) -> Tensor:
         """x [rows, in] → [rows, out], through `kernel` or the one chosen; an interleaved weight
-        gives silu(gate) · up.
+        gives act(gate) · up.
         """
         weight = self.weight
         kernel = (
@@ -172,6 +176,6 @@ class TiledLinear(FusedLinear):
         y = via_cublas(
             self.weight, x if norm is None else self.ops.normalize(x, norm), out, residual=residual
         )
-        if self.weight.interleaved:
-            y = self.ops.gate(y, SILU)
+        if self.weight.activation is not None:
+            y = self.ops.gate(y, self.weight.activation)
         return y if out is None or y is out else out.copy_(y)

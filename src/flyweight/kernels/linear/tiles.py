@@ -21,7 +21,9 @@ from flyweight.kernels.linear.format import FORMATS, PLAIN, Codes, WeightFormat
 from flyweight.packing import unpack
 from flyweight.tensors import QuantTensor, Sparse24
 
-EPILOGUES = {"store": 0, "residual": 1, "silu": 2}  # EPILOGUE of the CUDA sources
+# Of a merged gate/up, as the CUDA sources number them (cuda/activation.cuh); 0: none.
+ACTIVATIONS = {"silu": 2, "gelu_tanh": 3, "clipped_swiglu": 4}
+EPILOGUES = {"store": 0, "residual": 1, **ACTIVATIONS}  # EPILOGUE of the CUDA sources
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class TiledWeight:
     # float32 [out]; then one for x where that is known beforehand (`static`)
     channel_scale: Tensor | None = None
     bias: Tensor | None = None
-    interleaved: bool = False  # gate and up by turns, for silu·mul behind the product
+    # of a merged gate/up: its rows lie by turns, and act(gate) · up ends the product
+    activation: str | None = None
     scale_fp16: bool = False
     static: bool = False
     symmetric: bool = False  # codes are taken as signed
@@ -88,8 +91,13 @@ class TiledWeight:
         return self.matrix.group
 
     @property
+    def interleaved(self) -> bool:
+        """Whether outputs of gate and up lie by turns."""
+        return self.activation is not None
+
+    @property
     def width(self) -> int:
-        """Of a result: half of the outputs where silu·mul follows."""
+        """Of a result: half of the outputs where gate and up are multiplied."""
         return self.out_features // 2 if self.interleaved else self.out_features
 
     @property
@@ -110,7 +118,7 @@ class TiledWeight:
         return {"FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16)}
 
     def epilogue(self, residual: Tensor | None) -> str:
-        return "silu" if self.interleaved else "store" if residual is None else "residual"
+        return self.activation or ("store" if residual is None else "residual")
 
     def empty_result(self, rows: int, device: torch.device) -> Tensor:
         return torch.empty(rows, self.width, dtype=self.dtype, device=device)
@@ -157,9 +165,14 @@ def format_for(tensor: QuantTensor, dtype: torch.dtype, device: Gpu | None) -> W
 
 
 def prepare(
-    tensor: QuantTensor, *, dtype: torch.dtype, bias: Tensor | None = None, interleave: bool = False
+    tensor: QuantTensor,
+    *,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    activation: str | None = None,
 ) -> TiledWeight:
-    """Lay `tensor` out; `interleave` for a merged gate/up whose silu·mul is to be fused."""
+    """Lay `tensor` out; `activation` is that of a merged gate/up, to be fused."""
+    interleave = activation is not None
     form = format_of(tensor, dtype)
     if form is None:
         raise ValueError(f"no tiles hold {tensor.kind}")
@@ -180,10 +193,10 @@ def prepare(
         matrix=Matrix(form, rows, columns, parts.group),
         weights=weights,
         dtype=dtype,
-        records=None if parts.scales is None else group_records(parts, interleave=interleave),
+        records=group_records(parts, interleave=interleave),
         channel_scale=channel_scale,
         bias=None if bias is None else bias.to(dtype).contiguous(),
-        interleaved=interleave,
+        activation=activation,
         scale_fp16=parts.scales is not None and scale_dtype(parts.scales) == torch.float16,
         static=parts.input_scale is not None,
         symmetric=form.signed_pays and parts.scales is not None and parts.zeros is None,
@@ -249,13 +262,19 @@ def sparse_layout(
     return torch.cat([codes.flatten(2), words.view(torch.uint8).flatten(2)], 2).flatten()
 
 
-def group_records(parts: Codes, *, interleave: bool) -> Tensor:
-    """int32 [tiles, groups, 16]: scale bits in the low half, zero point in the high half."""
-    assert parts.scales is not None
-    rows, groups = parts.scales.shape
-    scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
-    zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
-    records = scales | (zeros << 16)
+def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
+    """int32 [tiles, groups, 16]: scale bits in the low half, zero point in the high half; or as
+    many exponents in bytes.
+    """
+    if parts.exponents is not None:
+        records = parts.exponents
+    elif parts.scales is not None:
+        scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
+        zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
+        records = scales | (zeros << 16)
+    else:
+        return None
+    rows, groups = records.shape
     if interleave:
         records = interleave_rows(records)
     records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16))

@@ -270,10 +270,10 @@ def read(path: Path) -> Tuning:
 
 
 def _tables(path: Path) -> dict[str, Any]:
-    """Of a file, over those of its `base`."""
+    """Of a file, over those of its `base`, which is one of ours."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     base = data.pop("base", None)
-    return data if base is None else _merged(_tables(path.with_name(base)), data)
+    return data if base is None else _merged(_tables(FOLDER / base), data)
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

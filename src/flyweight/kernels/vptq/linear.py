@@ -30,7 +30,7 @@ from flyweight.kernels.linear.fused import (
     PackedInput,
     TorchLinear,
 )
-from flyweight.kernels.linear.tiles import Matrix, TiledWeight
+from flyweight.kernels.linear.tiles import ACTIVATIONS, Matrix, TiledWeight
 from flyweight.kernels.vptq import decode, gather, rows
 from flyweight.kernels.vptq.layout import Layout, lay_out, unsupported_reason
 from flyweight.kernels.vptq.parts import Ends, Parts
@@ -83,7 +83,7 @@ class VptqLinear(FusedLinear):
         """Gate and up in 16-bit tiles, which are written for each call."""
         matrix = Matrix(PLAIN, self.out_features, self.layout.in_features, 64)
         return TiledWeight(
-            matrix, self.layout.stream[:0], self.layout.dtype, interleaved=True, by_rows=True
+            matrix, self.layout.stream[:0], self.layout.dtype, activation="silu", by_rows=True
         )
 
     # -- which kernel ----------------------------------------------------------------------
@@ -124,11 +124,15 @@ class VptqLinear(FusedLinear):
 
     # -- the contract ----------------------------------------------------------------------
 
-    def negotiate(self, before: FusedLinear, rows: int) -> Handover:
-        """Gate and up have codebooks of their own, so no thread block has both: silu·mul is left to
-        this linear.
+    def negotiate(self, before: FusedLinear, rows: int, activation: str) -> Handover:
+        """Gate and up have codebooks of their own, so no thread block has both: the activation is
+        left to this linear.
         """
-        return Handover(late=isinstance(before, VptqLinear) and not before.takes_silu(rows))
+        if not isinstance(before, VptqLinear) or activation not in ACTIVATIONS:
+            return Handover()
+        if activation == "silu" and before.takes_silu(rows):
+            return Handover()
+        return Handover(late=activation)
 
     def packed_input(self, rows_: int, items: int) -> PackedInput | None:
         if not self.by_products(rows_) or not tuned.of(gpu.of(self.device)).steps.packed_ahead:
@@ -160,18 +164,18 @@ class VptqLinear(FusedLinear):
         handover: Handover | None = None,
         prefetch: KvPrefetch | None = None,
     ) -> Tensor:
-        late = handover is not None and handover.late
+        late = None if handover is None else handover.late
         norm = norm and norm.folded
         if (
             isinstance(x, Tensor)
             and activation == "silu"
-            and not late
+            and late is None
             and self.takes_silu(x.numel() // x.shape[-1])
         ):
             return self.silu(x, out, norm=norm)
         # gate/up that hands over late gives gate and up as they are; down is the one whose x they
         # are
-        gated = late and activation is None
+        gated = late if activation is None else None
         flat = x if isinstance(x, PackedInput) else x.reshape(-1, x.shape[-1]).contiguous()
         ends = Ends(
             norm.weight if norm else None,
@@ -180,7 +184,7 @@ class VptqLinear(FusedLinear):
             self.bias,
             None if residual is None else residual.reshape(-1, residual.shape[-1]),
         )
-        plain_result = activation is None or late
+        plain_result = activation is None or late is not None
         target = out.view(-1, out.shape[-1]) if out is not None and plain_result else None
         if residual is out and target is not None:
             ends = replace(ends, residual=target)
@@ -237,7 +241,7 @@ class VptqLinear(FusedLinear):
         self, x: Tensor, out: Tensor, ends: Ends, launch: gather.Launch | None, pdl: bool
     ) -> None:
         """What comes before, the product, what comes after."""
-        x = self.ops.gate(x, "silu") if ends.gated else x
+        x = x if ends.gated is None else self.ops.gate(x, ends.gated)
         x = x if ends.norm is None else self.ops.normalize(x, Norm(ends.norm, ends.epsilon))
         product = out if ends.residual is None else torch.empty_like(out)
         if self.gathered(x.shape[0]):

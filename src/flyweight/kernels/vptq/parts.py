@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flyweight.kernels.linear.tiles import ACTIVATIONS
 from flyweight.kernels.vptq.layout import Layout
 
 MOST = 3  # q, k and v
@@ -19,19 +20,19 @@ Parts = tuple[Layout, ...]
 
 @dataclass(frozen=True)
 class Ends:
-    """What a linear does to its input and output besides: `gated` x is gate and up, `residual` is
-    added to y.
+    """What a linear does to its input and output besides: x is gate and up of the activation
+    `gated`, `residual` is added to y.
     """
 
     norm: Tensor | None = None
     epsilon: float = 1e-6
-    gated: bool = False
+    gated: str | None = None
     bias: Tensor | None = None
     residual: Tensor | None = None
 
     @property
     def some(self) -> bool:
-        return self.gated or any(
+        return self.gated is not None or any(
             tensor is not None for tensor in (self.norm, self.bias, self.residual)
         )
 
@@ -40,7 +41,8 @@ class Ends:
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"NORM": int(self.norm is not None), "GATED": int(self.gated)}
+        gated = 0 if self.gated is None else ACTIVATIONS[self.gated]
+        return {"NORM": int(self.norm is not None), "GATED": gated}
 
 
 def in_order(parts: Parts) -> bool:

@@ -1,0 +1,24 @@
+"""What a drafter is: whoever guesses the next tokens of running requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from flyweight.engine.request import Request
+
+
+class Drafter(Protocol):
+    """Guesses are free to be wrong: an answer never depends on them (verify.py)."""
+
+    def promising(self, request: Request) -> bool:
+        """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step, before they are."""
+
+    def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> dict[int, list[int]]:
+        """By request number, what comes after its last token: at most `most[number]` guesses, which is at least one."""
+
+    def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
+        """So many of its guesses were right."""
+
+    def forget(self, request: Request) -> None:
+        """The request is over; its tokens are all there."""

@@ -1,0 +1,131 @@
+"""Guesses from text that was there before: what followed the last tokens when they stood somewhere else.
+
+Answers that quote (summaries, edits of code, questions about a document) repeat their prompts, and
+servers repeat themselves. Looked through are the request's own prompt and answer, then what others
+of the same cache salt were answered. Each text is indexed by its runs of GRAM tokens as it grows, a
+dictionary entry a token; of the latest places where the last GRAM tokens stood, that with the
+longest common past is continued. Nothing is found: nothing is spent but a lookup.
+
+A request whose guesses were wrong has to show a longer common past before the next one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flyweight.engine.request import Request
+
+GRAM = 3  # tokens that must agree, at least
+LONGEST = 12  # and at most: a request that failed often asks for so many
+CANDIDATES = 8  # places that are compared
+PAST = 24  # tokens that are compared there
+KEPT_TOKENS = 1 << 18  # of earlier answers with one salt: tens of megabytes
+KEPT_SALTS = 16
+END = -1  # between two texts
+
+
+class TokenIndex:
+    """A growing list of tokens, in which the places of any GRAM tokens are found, the latest first."""
+
+    def __init__(self, tokens: Iterable[int] = ()):
+        self.tokens: list[int] = []
+        self.last: dict[tuple[int, ...], int] = {}  # GRAM tokens → where they last ended
+        self.before: list[int] = []  # where the tokens that end here ended the time before; −1: nowhere
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        listed, last, before = self.tokens, self.last, self.before
+        for token in tokens:
+            end = len(listed)
+            listed.append(token)
+            gram = tuple(listed[end - GRAM + 1 : end + 1]) if end >= GRAM - 1 else ()
+            before.append(last.get(gram, -1) if gram else -1)
+            if gram:
+                last[gram] = end
+
+    def match(self, past: Sequence[int], needed: int, *, own: bool) -> int | None:
+        """Where the end of `past` stood, with `needed` tokens before it agreeing; of several the longest, then the latest.
+
+        `own`: `past` is the end of this very list, which does not count.
+        """
+        place = self.last.get(tuple(past[-GRAM:]), -1) if len(past) >= GRAM else -1
+        if own and place >= 0:
+            place = self.before[place]
+        found, best = None, needed - 1
+        for _ in range(CANDIDATES):
+            if place < 0:
+                break
+            if (common := self._common(past, place)) > best:
+                found, best = place, common
+            place = self.before[place]
+        return found
+
+    def _common(self, past: Sequence[int], place: int) -> int:
+        limit = min(PAST, len(past), place + 1)
+        count = GRAM
+        while count < limit and past[-1 - count] == self.tokens[place - count]:
+            count += 1
+        return count
+
+    def after(self, place: int, count: int, *, own: bool) -> list[int]:
+        """What followed, up to the end of that text. Where the text is still being written, it goes on repeating."""
+        following = self.tokens[place + 1 : place + 1 + count]
+        if END in following:
+            following = following[: following.index(END)]
+        period = len(self.tokens) - 1 - place
+        while own and 0 < period <= len(following) < count:
+            following.append(following[len(following) - period])
+        return following
+
+
+@dataclass
+class Reader:
+    """A request's own text, and how much must agree before it guesses."""
+
+    index: TokenIndex = field(default_factory=TokenIndex)
+    needed: int = GRAM
+
+
+class NgramDrafter:
+    def __init__(self) -> None:
+        self.readers: dict[int, Reader] = {}
+        self.answers: OrderedDict[bytes, TokenIndex] = OrderedDict()  # earlier ones, by salt
+
+    def promising(self, request: Request) -> bool:
+        """The token in flight is one that must be guessed too, so a single one is of no use."""
+        return len(self._guess(request, 1 + request.pending)) > request.pending
+
+    def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> dict[int, list[int]]:
+        return {request.number: self._guess(request, most[request.number]) for request in requests}
+
+    def _guess(self, request: Request, count: int) -> list[int]:
+        reader = self.readers.setdefault(request.number, Reader())
+        index, tokens = reader.index, request.tokens
+        index.extend(tokens[len(index.tokens) :])
+        if (place := index.match(tokens, reader.needed, own=True)) is not None:
+            return index.after(place, count, own=True)
+        earlier = None if request.salt is None else self.answers.get(request.salt)
+        if earlier is None or (place := earlier.match(tokens, reader.needed, own=False)) is None:
+            return []
+        return earlier.after(place, count, own=False)
+
+    def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
+        """A right guess makes it easier to guess again, a wrong one harder."""
+        if (reader := self.readers.get(request.number)) is not None:
+            reader.needed = GRAM if accepted else min(LONGEST, reader.needed + 1)
+
+    def forget(self, request: Request) -> None:
+        """Its answer may be of use to those who come."""
+        self.readers.pop(request.number, None)
+        answer = request.tokens[len(request.prompt) :]
+        if request.salt is None or len(answer) <= GRAM:
+            return
+        kept = self.answers.setdefault(request.salt, TokenIndex())
+        self.answers.move_to_end(request.salt)
+        if len(kept.tokens) + len(answer) > KEPT_TOKENS:  # the older half goes
+            kept = self.answers[request.salt] = TokenIndex(kept.tokens[len(kept.tokens) // 2 :])
+        kept.extend([*answer, END])
+        while len(self.answers) > KEPT_SALTS:
+            self.answers.popitem(last=False)

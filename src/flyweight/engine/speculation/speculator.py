@@ -1,0 +1,57 @@
+"""Between the engine and a drafter: which requests get guesses, how many, and what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from flyweight.engine.request import Request, State
+from flyweight.engine.speculation.drafter import Drafter
+from flyweight.engine.speculation.lengths import Lengths
+
+
+class Speculator:
+    def __init__(self, drafter: Drafter, lengths: Lengths):
+        self.drafter = drafter
+        self.lengths = lengths
+        self.drafted = 0  # guesses that were checked
+        self.accepted = 0  # of those, the right ones
+        self.steps = 0  # sequences that had guesses in a step, over all steps
+        self.seconds = 0.0  # spent on guessing
+
+    def promising(self, running: Sequence[Request]) -> bool:
+        """Whether anybody may have a guess once the step in flight is read."""
+        begin = time.perf_counter()
+        requests = [request for request in running if may_guess(request)]
+        rooms = self.lengths.most(requests)
+        found = any(rooms[request.number] and self.drafter.promising(request) for request in requests)
+        self.seconds += time.perf_counter() - begin
+        return found
+
+    def propose(self, running: Sequence[Request]) -> dict[int, list[int]]:
+        """Guesses by request number; requests without any are left out."""
+        begin = time.perf_counter()
+        requests = [request for request in running if may_guess(request)]
+        rooms = self.lengths.most(requests)
+        most = {request.number: min(rooms[request.number], request.limit - request.length - 1) for request in requests}
+        wanting = [request for request in requests if most[request.number] > 0]
+        drafts = self.drafter.propose(wanting, most) if wanting else {}
+        self.seconds += time.perf_counter() - begin
+        return {number: guesses for number, guesses in drafts.items() if guesses}
+
+    def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:
+        self.steps += 1
+        self.drafted += len(drafts)
+        self.accepted += accepted
+        self.lengths.observe(request, len(drafts), accepted)
+        self.drafter.observe(request, drafts, accepted)
+
+    def forget(self, request: Request) -> None:
+        self.lengths.forget(request)
+        self.drafter.forget(request)
+
+
+def may_guess(request: Request) -> bool:
+    """Answers whose next token is free. Under a grammar every token changes what may follow, so those go one by one."""
+    answering = request.state is State.RUNNING and request.missing == 1
+    return answering and request.constraint is None and request.limit - request.length > 1

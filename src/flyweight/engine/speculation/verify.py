@@ -1,0 +1,75 @@
+"""Which drafts are kept: those that the model's own sampler chooses.
+
+The sampler runs on every row of a draft as if the guesses before it were true. Its noise is a
+function of (seed, position), not of the step, so the token that it chooses after a right guess is
+the very token that it would have chosen without any guess:
+
+    guesses          d1   d2   d3
+    rows        t    d1   d2   d3
+    chosen      c1   c2   c3   c4        c1 = d1, c2 = d2, c3 ≠ d3   →   keep c1, c2, c3
+
+So an answer does not depend on its drafts: greedy or sampled, it is the answer of the same seed
+without speculation, and its distribution is the model's own. The usual rejection sampling has the
+same distribution, but gives other tokens for a seed and needs the drafter's probabilities. A
+drafter that samples with the same noise (`model.py`) is right nearly as often: with probability at
+least (1 − d) / (1 + d), where d is the distance of the two distributions, instead of 1 − d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy
+import torch
+from torch import Tensor
+
+from flyweight.engine.rows import Rows
+from flyweight.engine.sampling import GREEDY, SamplingBatch, sample
+from flyweight.engine.scheduler import Work
+from flyweight.transfer import upload
+
+
+def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+    """How many drafts the sampler chose too, up to the first that it did not."""
+    right = 0
+    for guess, token in zip(drafts, chosen, strict=False):
+        if guess != token:
+            break
+        right += 1
+    return right
+
+
+def choose_after_drafts(
+    logits: Tensor, rows: Rows, works: Sequence[Work], at: Tensor, positions: Tensor
+) -> Tensor:
+    """A token after each row of `works`, which all sample: [outputs of all works].
+
+    `at`, `positions`: of each such row, its sequence's place in `rows` and the position to fill.
+    """
+    if rows.mode == GREEDY:
+        return logits.argmax(-1)
+    batch = rows.sampling.batch(rows.mode, positions, at)
+    if batch.seen is not None:
+        batch = _count_drafts(batch, works, rows.device)
+    return sample(logits.float(), batch)
+
+
+def _count_drafts(batch: SamplingBatch, works: Sequence[Work], device: torch.device) -> SamplingBatch:
+    """Penalties of a row count the guesses before it."""
+    assert batch.seen is not None
+    places: list[int] = []
+    tokens: list[int] = []
+    row = 0
+    for work in works:
+        for known in range(work.outputs):
+            places += [row] * known
+            tokens += work.drafts[:known]
+            row += 1
+    in_prompt, in_answer = batch.seen
+    if not places:
+        return batch
+    row_numbers, ids = upload(device, numpy.array(places), numpy.array(tokens))
+    ones = torch.ones_like(ids, dtype=in_answer.dtype)
+    counted = in_answer.index_put((row_numbers, ids), ones, accumulate=True)
+    return replace(batch, seen=(in_prompt, counted))

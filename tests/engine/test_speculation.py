@@ -1,0 +1,310 @@
+"""Speculation changes how fast an answer comes, and nothing else."""
+
+import pytest
+import torch
+from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alone, params, run, toy_engine
+
+from flyweight.engine.request import Chunk, Request
+from flyweight.engine.speculation.lengths import Fixed, Measured
+from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
+from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
+from flyweight.engine.speculation.option import Speculation
+from flyweight.engine.speculation.speculator import Speculator
+from flyweight.errors import OptionError
+
+PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3, 1, 2, 3, 1, 2], list(range(3, 40)), [4]]
+
+
+class Oracle:
+    """Knows the answers, and is wrong at every `wrong`-th token of the text."""
+
+    def __init__(self, texts, wrong=5):
+        self.texts, self.wrong = texts, wrong
+
+    def promising(self, request):
+        return True
+
+    def propose(self, requests, most):
+        found = {}
+        for request in requests:
+            text = next(text for text in self.texts if text[: len(request.tokens)] == request.tokens)
+            begin = len(request.tokens)
+            found[request.number] = [(text[i] + (i % self.wrong == 0)) % VOCABULARY
+                                     for i in range(begin, min(len(text), begin + most[request.number]))]
+        return found
+
+    def observe(self, request, drafts, accepted):
+        pass
+
+    def forget(self, request):
+        pass
+
+
+def speculating(drafter, count=4, **options):
+    engine = toy_engine(**options)
+    engine.speculator = Speculator(drafter, Fixed(count))
+    return engine
+
+
+SAMPLING = {
+    "greedy": dict(),
+    "sampled": dict(temperature=0.9, seed=3),
+    "filtered": dict(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=4),
+    "penalized": dict(temperature=0.7, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, seed=5),
+    "biased": dict(logit_bias={3: 2.0, 9: -4.0}, min_tokens=6, stop_token_ids=[11, 12, 13, 14]),
+}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_an_answer_is_the_same_with_guesses_right_and_wrong(kind, captured):
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    engine = speculating(Oracle(texts), captured=captured)
+    steps = len(engine.runner.model.batches)
+    assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
+    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
+    if captured:
+        assert len(engine.runner.shared_steps.taken) >= 4
+    if kind != "biased":  # ended by its stop tokens
+        assert len(engine.runner.model.batches) - steps < 24
+
+
+def test_few_blocks_give_the_same_answers():
+    """Requests are preempted in the middle of their answers, and guesses never take a block that another request needs."""
+    options = params(max_tokens=40)
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    engine = speculating(Oracle(texts), blocks=24)
+    requests = [engine.submit(prompt, options) for prompt in PROMPTS]
+    assert run(engine, *requests) == want
+    assert sum(request.preemptions for (request,) in requests) > 0
+
+
+def test_a_prefix_that_was_guessed_is_found_again():
+    """The blocks of accepted tokens hold what those of a prompt would: a continuation of the answer reuses them."""
+    options = params(max_tokens=30)
+    prompt = PROMPTS[0]
+    answer = alone(prompt, options)
+    engine = speculating(Oracle([prompt + answer]))
+    run(engine, engine.submit(prompt, options))
+    engine.speculator = None
+    longer = prompt + answer[:-2]
+    (request,) = engine.submit(longer, options)
+    assert run(engine, [request]) == [alone(longer, options)]
+    assert request.cached == (len(longer) - 1) // 4 * 4
+
+
+def test_logprobs_are_those_of_the_kept_tokens():
+    options = params(max_tokens=20, logprobs=3)
+    plain = toy_engine()
+    (want,) = plain.submit(PROMPTS[0], options)
+    run(plain, [want])
+    engine = speculating(Oracle([want.tokens]))
+    (got,) = engine.submit(PROMPTS[0], options)
+    run(engine, [got])
+    assert [item.token_id for item in got.logprobs] == want.tokens[len(want.prompt) :]
+    assert got.logprobs == want.logprobs
+
+
+def test_an_end_inside_of_the_kept_tokens_ends_the_answer():
+    answer = alone(PROMPTS[0], params(max_tokens=20))
+    text = PROMPTS[0] + answer
+    stop = answer[6]
+    want = answer[: answer.index(stop) + 1]
+    engine = speculating(Oracle([text], wrong=100), count=8)
+    (request,) = engine.submit(PROMPTS[0], params(max_tokens=20, stop_token_ids=[stop]))
+    assert run(engine, [request]) == [want]
+    assert (request.finish_reason, request.stop_reason) == ("stop", stop)
+
+
+def test_max_tokens_is_the_most():
+    answer = alone(PROMPTS[0], params(max_tokens=30))
+    for most in range(1, 12):
+        engine = speculating(Oracle([PROMPTS[0] + answer], wrong=100), count=8)
+        (request,) = engine.submit(PROMPTS[0], params(max_tokens=most))
+        assert run(engine, [request]) == [answer[:most]]
+        assert request.finish_reason == "length"
+
+
+def test_a_stop_string_cuts_the_kept_tokens():
+    decode = lambda tokens: "".join(f"<{token}>" for token in tokens)  # noqa: E731
+    answer = alone(PROMPTS[0], params(max_tokens=20))
+    stop = f"<{answer[4]}><{answer[5]}>"
+    engine = speculating(Oracle([PROMPTS[0] + answer], wrong=100), count=8, decode=decode)
+    chunks: list[Chunk] = []
+    (request,) = engine.submit(PROMPTS[0], params(max_tokens=20, stop=[stop]), listener=chunks.append)
+    run(engine, [request])
+    assert request.text == decode(answer[:4]) == "".join(chunk.text for chunk in chunks)
+    assert request.stop_reason == stop
+    assert [token for chunk in chunks for token in chunk.token_ids] == answer[:6]
+
+
+def test_a_cancelled_request_gives_its_blocks_back():
+    answer = alone(PROMPTS[0], params(max_tokens=60))
+    engine = speculating(Oracle([PROMPTS[0] + answer]))
+    (request,) = engine.submit(PROMPTS[0], params(max_tokens=60))
+    for _ in range(4):
+        engine.step()
+    engine.cancel([request])
+    engine.scheduler.check_integrity()
+    assert request.finish_reason == "cancelled"
+    assert engine.pool.available == engine.pool.blocks
+
+
+class Every:
+    """A constraint: of three tokens the last's neighbours."""
+
+    def allowed(self, generated):
+        mask = torch.zeros(VOCABULARY, dtype=torch.bool)
+        last = generated[-1] if generated else 0
+        mask[[(last + i) % VOCABULARY for i in (1, 2, 3)]] = True
+        return mask
+
+
+def test_a_constrained_request_goes_one_by_one_beside_one_that_guesses():
+    options = params(max_tokens=16)
+    free = alone(PROMPTS[0], options)
+    plain = toy_engine()
+    bound = run(plain, plain.submit(PROMPTS[3], options, constraint=Every))[0]
+    engine = speculating(Oracle([PROMPTS[0] + free, PROMPTS[3] + bound]), captured=True)
+    one = engine.submit(PROMPTS[0], options)
+    other = engine.submit(PROMPTS[3], options, constraint=Every)
+    assert run(engine, one, other) == [free, bound]
+    assert one[0].accepted > 5 and not other[0].drafted
+
+
+def model_drafter(**options):
+    return ModelDrafter(ToyModel(), SHAPE, **(dict(vocabulary=VOCABULARY, device=torch.device("cpu"), context=256, sequences=8,
+                                                   blocks=256, block_size=4) | options))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_a_model_that_is_as_good_guesses_every_token(kind, captured):
+    """Its shadows draw with the same noise. Blocks, rows and positions are right, or the toy would choose otherwise."""
+    options = params(max_tokens=24, **SAMPLING[kind])
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    drafter = model_drafter()
+    if captured:
+        drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+    engine = speculating(drafter, captured=captured)
+    requests = [engine.submit(prompt, options) for prompt in PROMPTS]
+    assert run(engine, *requests) == want
+    for (request,) in requests:
+        assert request.accepted == request.drafted or request.finish_reason == "stop"
+        assert request.accepted >= request.generated // 2
+    assert drafter.pool.available == drafter.pool.blocks and not drafter.shadows
+
+
+class Forgetful(ToyModel):
+    """Another model: every third logit is one of its own."""
+
+    def forward(self, batch, caches):
+        logits = super().forward(batch, caches)
+        logits[:, ::3] = logits[:, ::3].flip(-1)
+        return logits
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_model_that_errs_is_corrected(captured):
+    options = params(max_tokens=40, temperature=0.5, repetition_penalty=1.1, seed=8)
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    drafter = model_drafter(blocks=40)  # too few for all at once
+    drafter.runner.model = Forgetful()
+    if captured:
+        drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+    engine = speculating(drafter, captured=captured)
+    requests = [engine.submit(prompt, options) for prompt in PROMPTS]
+    assert run(engine, *requests) == want
+    assert 0.2 < engine.speculator.accepted / engine.speculator.drafted < 0.95
+
+
+def test_models_of_other_vocabularies_cannot_guess():
+    check_vocabularies("large", {"a": 0, "b": 1}, "small", {"b": 1, "a": 0})
+    with pytest.raises(OptionError, match=r"small cannot guess for large: .*2 and 1 tokens"):
+        check_vocabularies("large", {"a": 0, "b": 1}, "small", {"a": 0})
+    with pytest.raises(OptionError, match="other tokens for the same ids"):
+        check_vocabularies("large", {"a": 0, "b": 1}, "small", {"a": 1, "b": 0})
+
+
+def decoding(number):
+    return Request(number, [1], params(), seed=0, limit=100)
+
+
+def learned(cost, chance_right):
+    """What the policy says after steps that cost so much, and guesses of which so many were right."""
+    lengths = Measured()
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64):
+        lengths.learn(cost(rows), rows)
+    for _ in range(20):
+        lengths.observe(decoding(0), 4, chance_right)
+    return lengths
+
+
+def test_guesses_are_made_as_far_as_they_pay():
+    cheap, dear = (lambda rows: 1 + 0.03 * rows), (lambda rows: 1.0 * rows)
+    assert learned(cheap, 4).most([decoding(0)])[0] == 7
+    assert learned(cheap, 0).most([decoding(0)])[0] < 3
+    assert learned(dear, 4).most([decoding(0)])[0] == 0
+    many = [decoding(number) for number in range(64)]
+    assert set(learned(cheap, 4).most(many).values()) == {0}
+
+
+def test_a_request_that_stopped_guessing_tries_again():
+    lengths = learned(lambda rows: 1 + 0.3 * rows, 0)
+    requests = [decoding(0)]
+    assert lengths.most(requests)[0] == 0
+    assert any(lengths.most(requests)[0] for _ in range(1000))
+
+
+def test_what_follows_is_what_followed_before():
+    index = TokenIndex([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 7, 1, 2, 3, 4])
+    assert index.after(index.match(index.tokens, 3, own=True), 3, own=True) == [5, 9, 2]  # the longer past wins
+    assert index.match([8, 8, 8], 3, own=False) is None
+    assert index.match([2, 3, 4], 3, own=False) == 14
+    assert index.match([1, 2, 3, 4], 5, own=False) is None  # asks for more than agrees
+    loop = TokenIndex([1, 2, 3, 1, 2, 3])
+    assert loop.after(loop.match(loop.tokens, 3, own=True), 7, own=True) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_earlier_answers_help_those_of_the_same_salt_alone():
+    options = params(max_tokens=30)
+    drafter = NgramDrafter()
+    engine = speculating(drafter)
+    (first,) = engine.submit(PROMPTS[0], options, cache_salt="a")
+    (answer,) = run(engine, [first])
+    (again,) = engine.submit(PROMPTS[0], options, cache_salt="a")
+    (other,) = engine.submit(PROMPTS[0], options, cache_salt="b")
+    assert run(engine, [again], [other]) == [answer, answer]
+    assert again.accepted > 15 and other.accepted <= first.accepted
+    assert not drafter.readers
+
+
+def test_without_a_guess_steps_are_launched_ahead():
+    """The drafter is asked before the step in flight is read, and lets it fly where it has nothing."""
+    engine = speculating(NgramDrafter(), captured=True)
+    (request,) = engine.submit(PROMPTS[0], params(max_tokens=12))
+    pending = []
+    while engine.busy:
+        engine.step()
+        pending.append(request.pending)
+    assert not request.drafted
+    assert pending.count(1) >= 10
+
+
+@pytest.mark.parametrize(("text", "want"), [
+    (None, Speculation()), ("off", Speculation()), ("ngram", Speculation("ngram", None, 7)),
+    ("ngram:3", Speculation("ngram", None, 3)), ("auto", Speculation("auto")),
+    ("model:preset:tiny:fp32", Speculation("model", "preset:tiny:fp32", 4)), ("model:a:2", Speculation("model", "a", 2)),
+])
+def test_the_option_is_understood(text, want):
+    assert Speculation.parse(text) == want
+
+
+@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "eagle3:folder", "model:a:99"])
+def test_a_wrong_option_is_refused_in_one_line(text):
+    with pytest.raises(OptionError) as error:
+        Speculation.parse(text)
+    assert "\n" not in str(error.value)
