@@ -31,6 +31,9 @@ Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; f
 Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; as stored.")]
 KvDtype = Annotated[str | None, typer.Option(help="Of the KV cache: fp8 or int8 (half the memory), model (the type of activations) "
                                              "or auto, as the model's files ask for: the default.")]
+Speculate = Annotated[str | None, typer.Option(help="Guess tokens and check several in one step: ngram (from the text so far), "
+                                                "model:NAME (a smaller model's), auto (as far as it pays) or off: the default. "
+                                                "The answer stays the same.")]
 Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay in the host's memory and come over the bus for "
                                      "each step; for models somewhat larger than the GPU.")]
 Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
@@ -61,6 +64,7 @@ def generate(
     head: Head = None,
     native: Native = None,
     offload: Offload = 0,
+    speculate: Speculate = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
     adapter: Annotated[str | None, typer.Option(metavar="FOLDER", help="Answer with this LoRA adapter of PEFT.")] = None,
@@ -92,7 +96,8 @@ def generate(
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
     llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
-               max_model_len=max_model_len, memory_fraction=memory_fraction, adapters={ADAPTED: adapter} if adapter else None)
+               speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction,
+               adapters={ADAPTED: adapter} if adapter else None)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()
     stream = llm.stream(asked, adapter=ADAPTED if adapter else None, **sampling)
@@ -104,7 +109,11 @@ def generate(
         typer.echo("\n---\n".join(completion.text for completion in output.completions))
     count = sum(len(completion.token_ids) for completion in output.completions)
     end = f"; stopped by {signal.Signals(stopped).name}" if stopped else ""
-    typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included{end}", err=True)
+    guessed = ""
+    if drafted := sum(completion.drafted_tokens for completion in output.completions):
+        accepted = sum(completion.accepted_tokens for completion in output.completions)
+        guessed = f"; {accepted} of {drafted} guesses right"
+    typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included{guessed}{end}", err=True)
     if stopped:
         raise typer.Exit(128 + stopped)
 

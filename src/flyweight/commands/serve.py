@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Adapter, Context, Device, Dtype, Head, KvDtype, Native, Offload, Threads, adapters_of
+from flyweight.commands.generate import (
+    Adapter,
+    Context,
+    Device,
+    Dtype,
+    Head,
+    KvDtype,
+    Native,
+    Offload,
+    Speculate,
+    Threads,
+    adapters_of,
+)
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -45,6 +57,7 @@ def serve(
     max_loaded: Annotated[int | None, typer.Option(
         min=1, help="Of several models: most in memory at once; as many as there is room for otherwise.")] = None,
     offload: Offload = 0,
+    speculate: Speculate = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
@@ -79,11 +92,18 @@ def serve(
 
         flyweight serve Qwen/Qwen3-32B --backend vllm --tensor-parallel 4 --memory-fraction 0.9
     """
-    engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
+    engine: dict[str, Any] = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
               "kv_dtype": kv_dtype, "head": head, "native": native, "prompt_tokens_beside": prompt_tokens_beside}
     if offload and backend == "native":
         engine["offload"] = offload
+    if speculate and backend != "native":
+        raise OptionError(f"--speculate is for the native engine; {backend} has options of its own for it")
+    if speculate:
+        from flyweight.engine.speculation.option import Speculation
+
+        Speculation.parse(speculate)  # refused before a model is loaded
+        engine["speculate"] = speculate
     if adapter:
         if backend != "native" or len(models) > 1:
             raise OptionError("--adapter is for one model of the native engine")

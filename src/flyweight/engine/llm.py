@@ -177,9 +177,12 @@ class LLM:
 
     def warm_up(self) -> None:
         """Capture greedy decode steps and prompts of every size now, so that no request waits for it; nothing on a CPU."""
-        for captured in (self.engine.runner.steps, self.engine.runner.passes):
+        runner = self.engine.runner
+        for captured in (runner.steps, runner.passes):
             if captured is not None:
                 captured.warm_up()
+        if self.engine.speculator is not None and runner.shared_steps is not None:
+            runner.shared_steps.warm_up(modes=(None,))
 
     @takes_fields_of(SamplingParams)
     def generate(self, prompts: Prompt | Sequence[Prompt],

@@ -22,6 +22,8 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps a
 
 
 class Rows:
+    before: Tensor | None = None  # every row is a sequence of its own
+
     def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False):
         self.device, self.pages = device, pages
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)

@@ -30,7 +30,7 @@ from flyweight.models.layers import Embedding, Linear, Weights, load_tensor
 from flyweight.models.plan import ROPE, Group
 from flyweight.models.rope import all_tables, long_border, long_rows
 from flyweight.models.standard import plan_of
-from flyweight.tensors import Plain
+from flyweight.tensors import Plain, QuantTensor
 
 HEAD = "lm_head"
 LOGIT_MULTIPLE = 16
@@ -102,7 +102,7 @@ class Decoder:
             weights, f"{plan.norm.name}.weight", (hidden,), device=device, dtype=dtype
         )
         if config.tied_embeddings:
-            check_tied(weights, table)
+            check_tied(weights, Plain(table))
         if config.tied_embeddings or (vocab % 8 and device.type == "cuda"):
             head = _plain_head(weights, table, config, device=device, dtype=dtype, exact=exact)
         else:
@@ -267,11 +267,12 @@ def _plain_head(
     return Linear([Plain(weight)], bias, names=(HEAD,), dtype=dtype, exact=exact)
 
 
-def check_tied(weights: Weights, table: Tensor) -> None:
+def check_tied(weights: Weights, embedding: QuantTensor) -> None:
     """Some tools write the tied head a second time: harmless where it is the same."""
-    if weights.has("lm_head.weight") and not torch.equal(
-        weights.tensor("lm_head.weight").to(table), table
-    ):
+    if not weights.has(f"{HEAD}.weight"):
+        return
+    table = embedding.dequantize()
+    if not torch.equal(weights.tensor(f"{HEAD}.weight").to(table), table):
         raise CheckpointError(
             "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them"
         )

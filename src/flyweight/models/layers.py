@@ -24,6 +24,8 @@ from flyweight.models.plan import Group
 from flyweight.tensors import QuantTensor, merge, reorder_rows
 from flyweight.values import known
 
+EMBEDDING = "model.embed_tokens"
+
 
 class Weights(Protocol):
     """Where weights come from: a checkpoint, a preset, or what a quantizer has just made."""

@@ -247,7 +247,7 @@ def value_rule(name: str, schema: Any, root: dict[str, Any], words: Words, *, st
     kinds = kinds_of(schema, root)
     if not isinstance(schema, dict) or not kinds or kinds != {"string"}:
         inner = schema if isinstance(schema, dict) else {}
-        shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        shared: dict[str, Any] = {word: root[word] for word in ("$defs", "definitions") if word in root}
         if not kinds:  # it may be anything, and is read as text
             return words.until(END_PARAMETER, f"{name}_text")
         return f"{name}_value {end}", [f"{name}_value: {json_rule({**shared, **inner}, lenient=not strict)}"]
