@@ -136,7 +136,8 @@ class Decoder:
     def narrow_prompts(self, kind: str) -> None:
         """From now on passes of many rows multiply 8-bit codes, where weights have 4 bits."""
         linears = [linear for block in self.blocks for linear in block.linears.values()]
-        if not any([linear.fused.narrow_prompts(kind) for linear in linears]):
+        taken = [linear.fused.narrow_prompts(kind) for linear in linears]
+        if not any(taken):
             raise OptionError(
                 f"prompt_dtype {kind} is for models with 4-bit weights, and this one has none that "
                 f"a kernel here could multiply so: leave it out"

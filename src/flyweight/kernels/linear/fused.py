@@ -218,7 +218,8 @@ class Segments(FusedLinear):
         return self.parts
 
     def narrow_prompts(self, kind: str) -> bool:
-        return any([part.narrow_prompts(kind) for part in self.parts])
+        taken = [part.narrow_prompts(kind) for part in self.parts]
+        return any(taken)
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
