@@ -21,6 +21,9 @@ class Oracle:
     def __init__(self, texts, wrong=5):
         self.texts, self.wrong = texts, wrong
 
+    def warm_up(self):
+        pass
+
     def promising(self, request):
         return True
 
