@@ -228,7 +228,7 @@ def bytes_read_by(backend: Backend) -> int | None:
 
 def speculation_of(backend: Backend, run: Run) -> Row:
     """How far guesses went, of an engine that guesses."""
-    found = getattr(backend, "speculation", dict)()
+    found: Row = getattr(backend, "speculation", dict)()
     if not found:
         return {}
     chunks = sum(len(answer.chunks) for answer in run.answers)

@@ -147,15 +147,13 @@ class LLM:
         if wanted.model is None:
             return NgramDrafter()
         weights, tokenizer = open_model(wanted.model, self.device)
-        known = (self.tokenizer, tokenizer)
-        mine, theirs = (one.inner.get_vocab() for one in known) if all(known) else (
-            self.weights.config["vocab_size"], weights.config["vocab_size"])
-        check_vocabularies(self.name, mine, wanted.model, theirs)
+        if self.tokenizer is not None and tokenizer is not None:
+            check_vocabularies(self.name, self.tokenizer.inner.get_vocab(), wanted.model, tokenizer.inner.get_vocab())
+        check_vocabularies(self.name, self.weights.config["vocab_size"], wanted.model, weights.config["vocab_size"])
         dtype = choose_dtype(None, weights.config, self.device) if self.device.type == "cuda" else self.dtype
         with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
             decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
         config = decoder.config
-        check_vocabularies(self.name, self.config.vocab_size, wanted.model, config.vocab_size)
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.cache_dtype)
         longest = min(context, config.context_length)
         blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
