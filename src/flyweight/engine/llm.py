@@ -149,7 +149,7 @@ class LLM:
         weights, tokenizer = open_model(wanted.model, self.device)
         if self.tokenizer is not None and tokenizer is not None:
             check_vocabularies(self.name, self.tokenizer.inner.get_vocab(), wanted.model, tokenizer.inner.get_vocab())
-        check_vocabularies(self.name, self.weights.config["vocab_size"], wanted.model, weights.config["vocab_size"])
+        check_vocabularies(self.name, self.config.vocab_size, wanted.model, ModelConfig.from_dict(weights.config).vocab_size)
         dtype = choose_dtype(None, weights.config, self.device) if self.device.type == "cuda" else self.dtype
         with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
             decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
