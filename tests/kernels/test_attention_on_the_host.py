@@ -33,7 +33,7 @@ def normed(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
-def reference(shape, qkv, norms, angles, keys, values, length):
+def reference(shape, qkv, norms, angles, keys, values, length, sinks):
     """[heads, head_dim] and the new key and value, in float64; keys and values are the sequence's older tokens."""
     query, key, value = qkv.double().split([shape.heads, shape.kv_heads, shape.kv_heads])
     if norms:
@@ -48,7 +48,12 @@ def reference(shape, qkv, norms, angles, keys, values, length):
     first = max(0, length - shape.window) if shape.window else 0
     keys, values = (torch.cat([old.double(), new[None]])[first:].repeat_interleave(shape.group, 1)
                     for old, new in ((keys, key), (values, value)))
-    weights = (torch.einsum("hd,thd->ht", query, keys) * shape.head_dim**-0.5).softmax(-1)
+    scores = torch.einsum("hd,thd->ht", query, keys) * shape.head_dim**-0.5
+    if shape.soft_cap is not None:
+        scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None]], -1)
+    weights = scores.softmax(-1)[:, : len(keys)]
     return torch.einsum("ht,thd->hd", weights, values), key, value
 
 
@@ -69,7 +74,8 @@ def attend(shape, lengths, splits, dtype):
     workspace = Workspace.make(shape, sequences, torch.device("cpu"), splits)
     rows = Rows(rope_pairs(angles.cos(), angles.sin()), torch.tensor(lengths, dtype=torch.int32), tables)
     out = torch.full((sequences, shape.heads * shape.head_dim), float("nan")).to(dtype)
-    layer = AttentionLayer(shape, shape.head_dim**-0.5, HeadNorms(*norms or (), epsilon=EPSILON))
+    sinks = torch.randn(shape.heads).to(dtype) + 2 if shape.sinks else None
+    layer = AttentionLayer(shape, shape.head_dim**-0.5, HeadNorms(*norms or (), epsilon=EPSILON), sinks)
     decode_attention(qkv.flatten(1), out, cache, rows, layer=layer, workspace=workspace)
     assert not workspace.tickets.any()
     for row, length in enumerate(lengths):
@@ -77,7 +83,7 @@ def attend(shape, lengths, splits, dtype):
             assert out[row].isnan().all(), "padding is left alone"
             continue
         older, slot = slots[row][: length - 1], slots[row][length - 1]
-        want = reference(shape, qkv[row], norms, angles, *(side.flatten(0, 1)[older] for side in before), length)
+        want = reference(shape, qkv[row], norms, angles, *(side.flatten(0, 1)[older] for side in before), length, sinks)
         sides = [side.flatten(0, 1) for side in (cache.keys, cache.values)]
         for got, expected in zip((out[row], sides[0][slot], sides[1][slot]), want, strict=True):
             assert got.isfinite().all()
@@ -101,7 +107,8 @@ def test_more_runs_than_a_warp_has_lanes(monkeypatch):
 
 @pytest.mark.parametrize("changes", [
     dict(heads=6, head_dim=128, rotary=128), dict(heads=8, kv_heads=1, head_dim=256, rotary=64, qk_norm=False),
-    dict(heads=3, kv_heads=1, rotary=24, page=8), dict(window=20, page=32), dict(window=150, qk_norm=False)], ids=str)
+    dict(heads=3, kv_heads=1, rotary=24, page=8), dict(window=20, page=32), dict(window=150, qk_norm=False),
+    dict(soft_cap=2.0), dict(heads=8, kv_heads=1, sinks=True, window=150), dict(heads=20, kv_heads=2, sinks=True)], ids=str)
 def test_head_shapes_pages_and_windows(changes):
     attend(replace(SHAPE, **changes), [1, 33, 200, 160], 2, torch.bfloat16)
 

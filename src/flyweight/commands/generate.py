@@ -39,6 +39,10 @@ Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay
 Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
                                              "of their file, or torch's; where they can run the model, unless given.")]
 
+ADAPTED = "adapter"  # the name of the only one
+Adapter = Annotated[list[str] | None, typer.Option(
+    metavar="NAME=FOLDER", help="A LoRA adapter of PEFT, by the name that requests call it; may be repeated.")]
+
 
 def generate(
     model: Annotated[str, typer.Argument(help="A name, a folder, a hub id or a GGUF file.")],
@@ -63,6 +67,7 @@ def generate(
     speculate: Speculate = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
+    adapter: Annotated[str | None, typer.Option(metavar="FOLDER", help="Answer with this LoRA adapter of PEFT.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Complete a prompt. The text appears as it is made, in a pipe or file too; the speed goes to standard error.
@@ -91,10 +96,11 @@ def generate(
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
     llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
-               speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction)
+               speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction,
+               adapters={ADAPTED: adapter} if adapter else None)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()
-    stream = llm.stream(asked, **sampling)
+    stream = llm.stream(asked, adapter=ADAPTED if adapter else None, **sampling)
     stopped = run(stream, show=n == 1 and not as_json)
     output, seconds = stream.output, time.perf_counter() - begin
     if as_json:
@@ -110,6 +116,19 @@ def generate(
     typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included{guessed}{end}", err=True)
     if stopped:
         raise typer.Exit(128 + stopped)
+
+
+def adapters_of(given: list[str]) -> dict[str, str]:
+    """{name: folder} of NAME=FOLDER."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise OptionError(f"--adapter {text}: give it as NAME=FOLDER, such as sql=./sql-lora")
+        if name in found:
+            raise OptionError(f"two adapters are called {name!r}; give them different names")
+        found[name] = folder
+    return found
 
 
 def load(model: str, **options: Any) -> LLM:

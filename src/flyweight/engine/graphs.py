@@ -104,7 +104,10 @@ class DecodeGraphs:
         if size not in self.steps:
             rows = self.rows
             before = None if rows.before is None else rows.before[:size]
-            first = StepRows(rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before)
+            adapters = None if rows.adapters is None else rows.adapters[:size]
+            first = StepRows(
+                rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before, adapters
+            )
             decode = DecodeStep(
                 self.decoder,
                 self.caches,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from flyweight.engine.sampling import GREEDY, Mode, top_logprobs
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
+from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload
 
@@ -119,6 +120,12 @@ def logprob(token: int, triple: list[list] | None, row: int, count: int | None) 
     return TokenLogprob(token, chosen[row], dict(zip(ids[row][:count], best[row], strict=False)))
 
 
+def slots_of(model: Model) -> Mapping[str, int]:
+    """The slots of a model's adapters by their names."""
+    adapters: Adapters | None = getattr(model, "adapters", None)
+    return {} if adapters is None else adapters.slots
+
+
 class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
@@ -127,7 +134,8 @@ class Runner:
         self.model = model
         self.device = device
         self.block_size = block_size
-        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
+        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
+                         adapted=bool(slots_of(model)))
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
         self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
 

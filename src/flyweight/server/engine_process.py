@@ -252,7 +252,7 @@ class EngineLoop:
             if isinstance(constraint, Exception):
                 raise constraint
             self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen, constraint=constraint,
-                                                            cache_salt=command.cache_salt)
+                                                            cache_salt=command.cache_salt, adapter=command.adapter)
         except FlyweightError as error:
             self.deltas.append(Delta(command.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
         except Exception as error:  # ours, not the client's: it must not end the requests of others

@@ -77,4 +77,4 @@ def resolved(model: str) -> str:
     """A folder of ours by its path; a hub id as it is, since they have the same cache."""
     from flyweight.checkpoint.hub import PACKAGES, resolve
 
-    return str(resolve(model)) if model in PACKAGES or model.endswith(".gguf") else model
+    return str(resolve(model, dtype="float16")) if model in PACKAGES or model.endswith(".gguf") else model

@@ -22,6 +22,7 @@ class Submit:
     schema: str | None = None  # JSON schema or another grammar that the answer must fit (engine/grammar_kinds.py)
     pooling: str | None = None  # mean or last: no answer is wanted but the prompt's vector
     cache_salt: str | None = None  # whose prefixes it may share
+    adapter: str | None = None  # its name
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     sequence 5, length 12, none              →  a row of length 12, rows before: 0
 
 `Rows` has one row a sequence, and keeps it from step to step. These are made anew for each step from
-what the host knows; block tables alone are copied from there, on the device.
+what the host knows; block tables and adapters alone are copied from there, on the device.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class SharedRows:
         self.rows = rows
         self.capacity = CAPACITY
         self.tables = torch.zeros(CAPACITY, rows.pages, dtype=torch.int32, device=rows.device)
+        self.adapters = None if rows.adapters is None else rows.adapters.new_empty(CAPACITY)
         # what one copy brings: tokens, places in `rows`, lengths and rows before, in this order
         self._staged = torch.zeros(24 * CAPACITY, dtype=torch.uint8, device=rows.device)
         words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
@@ -56,6 +57,8 @@ class SharedRows:
         columns = (tokens, numpy.int64), (at, numpy.int64), (lengths, numpy.int32), (before, numpy.int32)
         upload(self.rows.device, *(padded(column, kind) for column, kind in columns), into=self._staged)
         torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
+        if self.adapters is not None and self.rows.adapters is not None:
+            torch.index_select(self.rows.adapters, 0, self.at, out=self.adapters)
         return len(tokens)
 
 

@@ -36,6 +36,12 @@ class HeadShape:
     qk_norm: bool
     window: int | None = None
     eight_bits: bool = False  # the cache is one of codes
+    soft_cap: float | None = None  # scores become cap · tanh(score / cap)
+    sinks: bool = False  # a logit for each head that takes its share of the softmax
+
+    @property
+    def bent(self) -> bool:
+        return self.soft_cap is not None or self.sinks
 
     @property
     def group(self) -> int:
@@ -66,6 +72,7 @@ class HeadShape:
     @property
     def defines(self) -> dict[str, int]:
         several = {"ITEMS": self.items_of_kv_head} if self.items_of_kv_head > 1 else {}
+        bends = {"SOFT_CAP": self.soft_cap is not None, "SINKS": self.sinks}
         return {
             "HEADS": self.heads,
             "KV_HEADS": self.kv_heads,
@@ -75,6 +82,7 @@ class HeadShape:
             "QK_NORM": int(self.qk_norm),
             "WINDOW": self.window or 0,
             **several,
+            **{name: 1 for name, holds in bends.items() if holds},
         }
 
     def unsupported_reason(self) -> str | None:
@@ -162,6 +170,11 @@ class AttentionLayer:
     shape: HeadShape
     scale: float
     norms: HeadNorms = HeadNorms()
+    sinks: Tensor | None = None  # [heads]
+
+    @property
+    def bend_arguments(self) -> tuple[Tensor | float | None, ...]:
+        return (float(self.shape.soft_cap or 0), self.sinks) if self.shape.bent else ()
 
 
 def decode_attention(
@@ -216,6 +229,7 @@ def decode_attention(
         groups,
         *(() if rows.before is None else (rows.before,)),
         *eight_bit_arguments(cache),
+        *layer.bend_arguments,
         *more,
     )
     grid = max(sequences * shape.items * workspace.splits, count)

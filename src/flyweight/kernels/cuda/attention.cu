@@ -39,8 +39,11 @@
 //      tokens of the sequence:  0 … length − 2 − before        | … newest       (= length − 1)
 //      read from                the cache                      | shared memory, made from rows sequence − before … sequence of qkv
 //
+// SOFT_CAP: scores become cap · tanh(score / cap). SINKS: a logit for each query head takes its share of the softmax and gives
+// nothing, so it only counts in the last sum.
+//
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, ITEMS (1), PACKED (0), ORDER (0),
-// VECTORS (0), KV8 (0), CHUNK (1)
+// VECTORS (0), KV8 (0), CHUNK (1), SOFT_CAP (0), SINKS (0)
 #ifndef CHUNK
 #define CHUNK 1
 #endif
@@ -50,6 +53,17 @@
 #endif
 #ifndef VECTORS
 #define VECTORS 0
+#endif
+#ifndef SOFT_CAP
+#define SOFT_CAP 0
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#if SOFT_CAP || SINKS
+#define BEND_ARGUMENTS , float soft_cap, const u16* sinks
+#else
+#define BEND_ARGUMENTS
 #endif
 #include "attention.cuh"
 #include "attention_words.cuh"
@@ -185,6 +199,9 @@ DEVICE uint2 weigh(Running& run, const float (&score)[4], const float (&scale)[2
   return make_uint2(transpose8(low), transpose8(high));
 }
 
+// cap · tanh(x / cap), as both grow: exp2 of much is infinite, and of little 0.
+DEVICE float bend(float x, float cap) { return cap - __fdividef(2.f * cap, 1.f + exp2_fast(2.8853900817779268f * x / cap)); }
+
 // The weighted sum of the warps' partial states for one (head, dimension): value, maximum, sum.
 DEVICE float3 merge_warps(const Shared& sh, int h, int d) {
   float most = LOWEST, sum = 0, value = 0;
@@ -200,7 +217,7 @@ DEVICE float3 merge_warps(const Shared& sh, int h, int d) {
   return make_float3(value, most, sum);
 }
 // What each of `used` runs counts for in a head, by one warp; their states lie in `states` [used][G][STATE].
-DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane) {
+DEVICE void share_out(Shared& sh, const float* states, int used, int h, float sink, int lane) {
   constexpr int N = MOST_RUNS / 32;
   float most[N], sum[N], top = LOWEST, total = 0;
 #pragma unroll
@@ -215,6 +232,7 @@ DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane
 #pragma unroll
   for (int i = 0; i < N; i++) most[i] = exp2_fast(most[i] - top), total += most[i] * sum[i];
   total = warp_sum(total);
+  if (SINKS) total += exp2_fast(sink - top);
 #pragma unroll
   for (int i = 0; i < N; i++) sh.share[h][lane + 32 * i] = most[i] / total;
 }
@@ -222,7 +240,7 @@ DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane
 extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
           Stored* keys, Stored* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width,
-          int sequences, int splits, int groups CHUNK_ARGUMENTS SCALE_ARGUMENTS VECTOR_ARGUMENTS) {
+          int sequences, int splits, int groups CHUNK_ARGUMENTS SCALE_ARGUMENTS BEND_ARGUMENTS VECTOR_ARGUMENTS) {
   __shared__ Shared sh;
   __shared__ bool last_one;
 #if VECTORS
@@ -418,7 +436,11 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int token = start + g + j / 2 * 8;
-      score[0][j] = token >= tokens.begin && token < tokens.end ? (score[0][j] + score[1][j]) * by[j / 2] : LOWEST;
+      float bent = (score[0][j] + score[1][j]) * by[j / 2];
+#if SOFT_CAP
+      bent = bend(bent, soft_cap * 1.4426950408889634f);
+#endif
+      score[0][j] = token >= tokens.begin && token < tokens.end ? bent : LOWEST;
     }
     const uint2 weights = weigh(run, score[0], value_by);
 #pragma unroll
@@ -474,12 +496,19 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     bias_sums[sequence * UNITS + unit] = all;
 #endif
   };
+  auto sink_of = [&](int h) {  // in powers of two, as scores are
+#if SINKS
+    return h < own ? to_float(sinks[head * SHARING + item * G + h]) * 1.4426950408889634f : LOWEST;
+#else
+    return LOWEST;
+#endif
+  };
   const size_t place = ((size_t)sequence * UNITS + unit) * splits;
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float3 state = merge_warps(sh, h, d);
     if (tokens.used == 1) {
-      write(i, state.x / state.z);
+      write(i, state.x / (SINKS ? state.z + exp2_fast(sink_of(h) - state.y) : state.z));
     } else {
       float* to = scratch + (place + split) * G * STATE + h * STATE;
       to[d] = state.x;
@@ -498,7 +527,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   __syncthreads();
   if (!last_one) return;
   const float* states = scratch + place * G * STATE;
-  for (int h = warp; h < G; h += WARPS) share_out(sh, states, tokens.used, h, lane);
+  for (int h = warp; h < G; h += WARPS) share_out(sh, states, tokens.used, h, sink_of(h), lane);
   __syncthreads();
   float* sums = sh.partial[0][0];  // [team][head][dimension]
   const int team = TEAMS > 1 ? threadIdx.x / OUT_WORDS : 0;
