@@ -6,7 +6,7 @@ from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alo
 
 from flyweight import LLM, SamplingParams
 from flyweight.engine.request import Chunk, Request
-from flyweight.engine.speculation.lengths import Fixed, Measured
+from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
 from flyweight.engine.speculation.option import Speculation
@@ -255,6 +255,15 @@ def test_guesses_are_made_as_far_as_they_pay():
     assert learned(dear, 4).most([decoding(0)])[0] == 0
     many = [decoding(number) for number in range(64)]
     assert set(learned(cheap, 4).most(many).values()) == {0}
+
+
+def test_a_step_that_was_compiled_first_says_nothing():
+    times = StepTimes()
+    times.learn(0.002, 1)
+    times.learn(1.5, 8)
+    assert times.of(8) == 0.002
+    times.learn(0.003, 8)
+    assert times.of(8) == times.of(30) == 0.003
 
 
 def test_a_request_that_stopped_guessing_tries_again():
