@@ -207,11 +207,11 @@ def _attend(
         if sinks is not None:
             sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
             total += tl.math.exp2(sink - most)
-    result = result / total[:, None]
-    if parts is None:
+        result = result / total[:, None]
         at = (tokens * (kv_heads * GROUP * HEAD_DIM) + head_at)[:, None] + dim[None, :]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=live)
     else:
+        result = result / total[:, None]
         at = (part * kv_heads + head) * ROWS + row
         tl.store(parts + (at * HEAD_DIM)[:, None] + dim[None, :], result, mask=live)
         tl.store(sums + at, most + tl.math.log2(total))
