@@ -98,6 +98,7 @@ CASES = [
       for page, box, size in ((0, 128, 128), (16, 16, 128), (16, 16, 64))),
     ("attention.cu", HEADS),
     *(("attention.cu", HEADS | dict(WARPS=4, PACKED=2, ORDER=order)) for order in (0, 1)),
+    *(("attention.cu", HEADS | dict(CHUNK=8, WARPS=warps)) for warps in (4, 8)),
     ("attention.cu", HEADS | dict(HEADS=64, HEAD_DIM=64, ROTARY=64, QK_NORM=0, SINKS=1, WINDOW=128)),
     ("attention.cu", HEADS | dict(HEADS=16, HEAD_DIM=256, ROTARY=256, QK_NORM=0, SOFT_CAP=1)),
     ("attention.cu", HEADS | dict(HEADS=9, KV_HEADS=3, HEAD_DIM=64, ROTARY=64, QK_NORM=0, FP16=1, WINDOW=128)),
@@ -141,6 +142,10 @@ CASES = [
     ("gemm_mma.cu", MMA | dict(FORMAT=1, EPILOGUE=4, BIAS=1, SPLIT=0, EXPERTS=1)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=3, SPARSE=1, WARPS=8)),
     ("token.cu", dict(FP16=0, WIDTH=151936, THREADS=256)),
+    ("delta.cu", dict(FP16=0, INPUTS=4096, OUTPUTS=6144, RANK=16, PARTS=3, END1=4096, END2=5120, NORM=1, RESIDUAL=0, THREADS=256)),
+    ("delta.cu", dict(FP16=1, INPUTS=28672, OUTPUTS=8192, RANK=64, PARTS=1, END1=8192, END2=8192, NORM=0, RESIDUAL=1, THREADS=256)),
+    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024, HELD=0)),
+    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024, HELD=1)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]
 

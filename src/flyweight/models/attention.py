@@ -54,6 +54,7 @@ class PromptStage:
     """What the two stages have in common: q/k/v, and the rows of the rope tables."""
 
     lengths: Tensor | None = None
+    adapters: Tensor | None = None
 
     def __init__(self, tables: Tables | RopeTables, positions: Tensor, ops: ModuleType):
         self.ops = ops
@@ -63,7 +64,7 @@ class PromptStage:
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor:
         norm = block.norm(block.plan.before_attention)
-        return self.mix(block, block.qkv.project(hidden, norm=norm))
+        return self.mix(block, block.qkv.project(hidden, norm=norm, adapters=self.adapters))
 
     def mix(self, block: Block, qkv: Tensor) -> Tensor:
         """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads ·
@@ -92,6 +93,7 @@ class Paged(PromptStage):
     ):
         super().__init__(tables, batch.positions, ops)
         self.batch = batch
+        self.adapters = batch.adapters
         self.caches = caches
         self.plans: Plans = {} if plans is None else plans
 

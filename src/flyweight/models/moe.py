@@ -186,8 +186,11 @@ class Experts:
         residual: Tensor | None,
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
-        """residual + experts(norm(hidden)); rows of length 0 are padding."""
+        """residual + experts(norm(hidden)); rows of length 0 are padding. Experts have no adapters:
+        loading refuses them.
+        """
         if (
             self.grouped is not None
             and norm is not None

@@ -166,6 +166,7 @@ PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | sizes(
 PRESETS |= families.PRESETS
 # Of models with experts only these, as gpt-oss's own files.
 OF_EXPERTS = ("mxfp4",)
+KEPT = ("lm_head", "model.embed_tokens")  # in the 16 bits of the config
 FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Make = Callable[..., QuantTensor]  # (shape, seed, device, dtype=…)
 
@@ -258,7 +259,7 @@ class PresetWeights:
     def linear(self, prefix: str) -> QuantTensor:
         shape = self._shape(prefix + ".weight")
         spared = self.spares_others and ".experts." not in prefix
-        make = Plain.random if prefix == "lm_head" or spared else SCHEMES[self.scheme]
+        make = Plain.random if prefix in KEPT or spared else SCHEMES[self.scheme]
         return make(shape, self._seed(prefix + ".weight"), self.device, dtype=self.dtype)
 
     def check_used(self) -> None:

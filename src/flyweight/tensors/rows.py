@@ -7,6 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from flyweight.tensors.base import Plain, QuantTensor
+from flyweight.tensors.blocks import IntBlock
 from flyweight.tensors.float4 import Float4
 from flyweight.tensors.float8 import Float8
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24
@@ -23,6 +24,8 @@ def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
         return dataclasses.replace(
             tensor, codes=tensor.codes[order], scales=tensor.scales[order], zeros=zeros
         )
+    if isinstance(tensor, IntBlock):
+        return tensor.map(lambda part: part[order])
     if isinstance(tensor, Int8Channel):
         return dataclasses.replace(tensor, codes=tensor.codes[order], scales=tensor.scales[order])
     if isinstance(tensor, Float8) and tensor.block is None:

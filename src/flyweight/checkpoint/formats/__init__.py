@@ -16,12 +16,13 @@ from flyweight.checkpoint.formats.base import CheckpointNotice, Format, Settings
 from flyweight.checkpoint.formats.compressed_tensors import CompressedTensors
 from flyweight.checkpoint.formats.fp8 import Fp8
 from flyweight.checkpoint.formats.fused import read_linear
+from flyweight.checkpoint.formats.gguf import Gguf
 from flyweight.checkpoint.formats.gptq import Gptq
 from flyweight.checkpoint.formats.vptq import Vptq
 from flyweight.errors import CheckpointError, OptionError, UnsupportedError, unknown
 from flyweight.tensors import IntGroup, QuantTensor
 
-__all__ = ["DEFAULTS", "READABLE", "WRITABLE", "CheckpointNotice", "Format", "Source", "default_for", "default_of", "find",
+__all__ = ["DEFAULTS", "READABLE", "WRITABLE", "CheckpointNotice", "Format", "Gguf", "Source", "default_for", "default_of", "find",
            "named", "read_linear", "register"]
 
 READABLE: dict[str, type[Format]] = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "vptq": Vptq}

@@ -19,6 +19,7 @@ RESIDENT = 16  # warps that an SM holds
 # tokens worth a CTA of their own, for merging takes microseconds; results that can be merged
 SHORTEST = 256
 MOST_SPLITS = 64
+CHUNK = 8  # rows of a step that may be of one sequence
 COLUMNS = 8  # of a product on the matrix units: query heads that a CTA takes
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -136,6 +137,9 @@ class Rows:
     rope: Tensor  # of `rope_pairs`
     lengths: Tensor  # int32 [sequences]: the new token counted; 0 is padding
     tables: Tensor  # int32 [sequences, pages]
+    # int32 [sequences]: how many rows just before are earlier tokens of the same sequence, up to
+    # CHUNK − 1; None: every row is a sequence of its own
+    before: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +204,7 @@ def decode_attention(
         "WARPS": warps,
         "SHORTEST": SHORTEST,
         **eight_bit_defines(cache),
+        **({} if rows.before is None else {"CHUNK": CHUNK}),
         **(to.defines if to else {}),
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
@@ -222,6 +227,7 @@ def decode_attention(
         sequences,
         workspace.splits,
         groups,
+        *(() if rows.before is None else (rows.before,)),
         *eight_bit_arguments(cache),
         *layer.bend_arguments,
         *more,
