@@ -7,7 +7,7 @@ import pytest
 import torch
 from tuning import retune
 
-from flyweight.kernels import reference, workspace
+from flyweight.kernels import reference, residual, workspace
 from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
 from flyweight.kernels.linear.experts import GroupedExperts, Routing
 from flyweight.kernels.linear.fused import Norm
@@ -203,6 +203,15 @@ def error_of_experts(kind, tokens):
             want[token] += share * product[0]
     assert int(ready) == 0
     return error(out.double() - x.double(), want)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_results_are_normed_and_added(normed):
+    hidden, y = torch.randn(2, 3, 2312).bfloat16()
+    norm = Norm((0.1 * torch.randn(2312)).bfloat16(), 1e-6, plus_one=True) if normed else None
+    want = reference.add_normed(hidden.double(), y.double(), norm, scale=0.25)
+    got = residual.add_normed(hidden, y, norm, scale=0.25, out=hidden)
+    assert got is hidden and error(got, want) < 4e-3
 
 
 @pytest.mark.parametrize(("plan", "tokens"), [
