@@ -94,7 +94,7 @@ def serve(
 
         flyweight serve Qwen/Qwen3-32B --backend vllm --tensor-parallel 4 --memory-fraction 0.9
     """
-    engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
+    engine: dict[str, Any] = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
               "kv_dtype": kv_dtype, "prompt_dtype": prompt_dtype, "head": head, "native": native,
               "prompt_tokens_beside": prompt_tokens_beside}
