@@ -94,6 +94,15 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("int4:128", 1), ("plain", 2)])
+def test_a_norm_before_and_a_residual_after_are_fused_together(kind, rows):
+    """As linears with adapters have it: what these add comes as a residual."""
+    tensor, x, residual = make(kind, (72, 256), 1), torch.randn(rows, 256).bfloat16(), torch.randn(rows, 72).bfloat16()
+    norm = (1 + 0.1 * torch.randn(256)).bfloat16()
+    got = linear_of(tensor).project(x, norm=Norm(norm, 1e-6), residual=residual)
+    assert error(got, tensor.matmul_reference(norm_of(x, norm)) + residual.double()) < 1e-2
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_gelu_is_fused_too(rows):
     tensor, bias = make("int4:64", (96, 192), 1), 4 * torch.randn(96).bfloat16()
