@@ -18,6 +18,10 @@
 #ifndef SYMMETRIC
 #define SYMMETRIC 0
 #endif
+// A record's high half is a minimum in float16 instead of a zero point: a weight is scale · code − minimum.
+#ifndef MINS
+#define MINS 0
+#endif
 // x is quantized with a scale of its own for each row, or with the one that follows the channels' scales (STATIC).
 #ifndef STATIC
 #define STATIC 0
@@ -32,3 +36,4 @@ constexpr bool GATE_UP = EPILOGUE >= SILU;  // outputs of gate and up lie by tur
 constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
 constexpr bool CHANNELS = QUANTIZED || FORMAT == FP8_WIDE;   // have a scale each
 constexpr int BLOCK_BYTES = (FORMAT == INT4 ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;
+DEVICE float minimum_of(u32 record) { return float_of<true>((u16)(record >> 16)); }  // MINS

@@ -22,11 +22,12 @@ constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 struct Scale {
   float scale;
   int zero;
+  float least;
 };
 DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
-  if (!GROUPED) return {1.f, 0};
+  if (!GROUPED) return {1.f, 0, 0.f};
   const u32 record = records[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
-  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), (int)(record >> 16)};
+  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), MINS ? 0 : (int)(record >> 16), MINS ? minimum_of(record) : 0.f};
 }
 DEVICE int place_of(int tile, int row) { return INTERLEAVED ? tile * 8 + row % 8 + NDIM / 2 * (row / 8) : tile * 16 + row; }
 DEVICE u32 widened_pair(u32 codes) { return widen_float8((codes & 0xff) | (codes & 0xff00) << 8); }
@@ -94,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
             else if (FORMAT == INT8) q[e] = (int)(word[half * 4 + 2 * step + j] >> (8 * byte) & 255) - s.zero;
             else q[e] = (int)(word[half * 4 + 2 * step + j] << (24 - 8 * byte)) >> 24;
           }
-          pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
+          if (MINS) pair[i / 2] = pack2(q[0] * s.scale - s.least, q[1] * s.scale - s.least);
+          else pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
         }
       }
       *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;

@@ -98,6 +98,7 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
                 weight.scale_fp16,
                 weight.activation,
                 weight.symmetric,
+                weight.mins,
             )
         )
         if weight.bias is not None or weight.out_features % 16 or weight.static:
