@@ -114,6 +114,7 @@ class Attended:
 
     value: Tensor
     lengths: Tensor | None = None
+    adapters: Tensor | None = None
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor:
         return self.value

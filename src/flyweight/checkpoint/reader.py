@@ -79,7 +79,7 @@ class Checkpoint:
         self._stored: dict[str, str] = {}  # names in the files, where they are others
         if text_part.is_wrapped(self.config):
             self._take_text()
-        self._shards: dict[Path, Any] = {file: own.get(file) or _open(file) for file in self.files}
+        self._shards: dict[Path, Any] = {file: own.get(file) or open_shard(file) for file in self.files}
         self._used: set[str] = set()
 
     def _take_text(self) -> None:
@@ -284,7 +284,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 def _entries(folder: Path, files: Sequence[Path], own: dict[Path, GgufShard]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
-        found = _gguf_entries(own[file]) if file in own else _read_header(file)
+        found = _gguf_entries(own[file]) if file in own else read_header(file)
         for name, entry in found.items():
             if name in entries:
                 raise CheckpointError(f"{file}: tensor {name!r} is also in {entries[name].file.name}; which one is meant?")
@@ -300,7 +300,7 @@ def _gguf_entries(shard: GgufShard) -> dict[str, Entry]:
     return {name: Entry(shard.file, stored.shape, shard.type_name(name), stored.nbytes) for name, stored in shard.table.items()}
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, Entry]:
     """Names, shapes and types of one shard, each checked to lie inside the file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -323,7 +323,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _open(file: Path) -> Any:
+def open_shard(file: Path) -> Any:
     """Maps the shard; the library checks the rest of its header: shapes against lengths, overlaps, gaps, types."""
     try:
         return safe_open(file, framework="pt")

@@ -15,6 +15,7 @@ from torch import Tensor
 from flyweight.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.sampling import GREEDY, Mode
+from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.kernels.token import GreedyChoice
 from flyweight.models.buffers import Buffers
 from flyweight.models.decode_step import DecodeStep, StepRows, pairs_of, unsupported_reason
@@ -26,7 +27,7 @@ __all__ = ["DecodeGraphs", "Step", "unsupported_reason"]
 class Step:
     """A decode step of the first `size` rows, and the choice of their next tokens."""
 
-    def __init__(self, decode: DecodeStep, rows: Rows):
+    def __init__(self, decode: DecodeStep, rows: Rows | SharedRows):
         self.decode = decode
         self.rows = rows
         self.size = decode.size
@@ -37,12 +38,14 @@ class Step:
         self.decode.launch()
 
     def choose(self, mode: Mode) -> Tensor:
+        assert isinstance(self.rows, Rows), "rows of guesses are sampled from outside of the step"
         return self.rows.choose(
             self.logits, mode, slice(0, self.size), self.rows.lengths[: self.size].long()
         )
 
     def advance(self, mode: Mode) -> None:
         """The rows take their next tokens."""
+        assert isinstance(self.rows, Rows)
         if mode == GREEDY:
             self.greedy(
                 self.decode.padded_logits,
@@ -60,7 +63,7 @@ class DecodeGraphs:
         self,
         decoder: Decoder,
         caches: Sequence[KVStorage],
-        rows: Rows,
+        rows: Rows | SharedRows,
         *,
         sizes: Sequence[int] = SIZES,
         separate: str | None = None,
@@ -100,7 +103,11 @@ class DecodeGraphs:
     def step(self, size: int) -> Step:
         if size not in self.steps:
             rows = self.rows
-            first = StepRows(rows.tokens[:size], rows.lengths[:size], rows.tables[:size])
+            before = None if rows.before is None else rows.before[:size]
+            adapters = None if rows.adapters is None else rows.adapters[:size]
+            first = StepRows(
+                rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before, adapters
+            )
             decode = DecodeStep(
                 self.decoder,
                 self.caches,

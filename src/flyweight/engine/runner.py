@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,12 +21,14 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.packed import Packed, Padding, following, pack
+from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
-from flyweight.engine.sampling import Mode, top_logprobs
+from flyweight.engine.sampling import GREEDY, Mode, top_logprobs
 from flyweight.engine.scheduler import Work
+from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
+from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload
 
@@ -57,8 +59,8 @@ class DecodeSteps(Protocol):
     def advance(self, count: int, mode: Mode) -> Tensor:
         """The same, and the rows take their next tokens."""
 
-    def warm_up(self) -> None:
-        """Prepare steps of every size ahead of the first request."""
+    def warm_up(self, *, modes: Sequence[Mode | None] = (GREEDY,)) -> None:
+        """Prepare steps of every size ahead of the first request; mode None: their logits alone."""
 
 
 class Passes(Protocol):
@@ -118,6 +120,12 @@ def logprob(token: int, triple: list[list] | None, row: int, count: int | None) 
     return TokenLogprob(token, chosen[row], dict(zip(ids[row][:count], best[row], strict=False)))
 
 
+def slots_of(model: Model) -> Mapping[str, int]:
+    """The slots of a model's adapters by their names."""
+    adapters: Adapters | None = getattr(model, "adapters", None)
+    return {} if adapters is None else adapters.slots
+
+
 class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
@@ -126,7 +134,8 @@ class Runner:
         self.model = model
         self.device = device
         self.block_size = block_size
-        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
+        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
+                         adapted=bool(slots_of(model)))
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
         self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
 
@@ -144,6 +153,19 @@ class Runner:
         return DecodeGraphs(self.model, self.caches, self.rows)
 
     @functools.cached_property
+    def shared_rows(self) -> SharedRows:
+        return SharedRows(self.rows)
+
+    @functools.cached_property
+    def shared_steps(self) -> DecodeSteps | None:
+        """Captured steps of rows of which several may be of one sequence, where decode steps are captured."""
+        if self.steps is None or not isinstance(self.model, Decoder):
+            return None
+        from flyweight.engine.graphs import DecodeGraphs
+
+        return DecodeGraphs(self.model, self.caches, self.shared_rows)
+
+    @functools.cached_property
     def passes(self) -> Passes | None:
         """Captured passes, where decode steps are captured and Triton is there."""
         if self.steps is None or not isinstance(self.model, Decoder):
@@ -156,7 +178,11 @@ class Runner:
     def launch(self, works: Sequence[Work]) -> Flight:
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            return self._replay(works) if self._is_captured(works) else self._forward(works)
+            if self._is_captured(works):
+                return self._replay(works)
+            if any(work.drafts for work in works) and self.shared_steps and self.shared_rows.takes(works):
+                return self._replay_shared(works)
+            return self._forward(works)
 
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
@@ -178,6 +204,17 @@ class Runner:
         places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
         return self._land(works, places, logits, rows.tokens[:count])
 
+    def _replay_shared(self, works: Sequence[Work]) -> Flight:
+        """Answers, some of them with guesses."""
+        rows, steps = self.shared_rows, self.shared_steps
+        assert steps is not None
+        self.rows.extend()
+        count = rows.fill(works)
+        logits = steps.logits(count)
+        tokens = self._choose(works, logits, rows.at[:count], rows.lengths[:count].long())
+        starts = itertools.accumulate((work.outputs for work in works), initial=0)
+        return self._land(works, dict(zip(range(len(works)), starts, strict=False)), logits, tokens)
+
     def _forward(self, works: Sequence[Work]) -> Flight:
         """Any mix of prompts and answers, packed."""
         rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
@@ -192,20 +229,20 @@ class Runner:
         places, tokens, last = dict(zip(sampling, starts, strict=False)), rows.tokens[:0], logits[:0]
         if sampling:
             last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
-            tokens = self._choose(chosen, packed, last)
+            tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
         return self._land(works, places, last, tokens, logits, packed.spans)
 
-    def _choose(self, works: Sequence[Work], packed: Packed, logits: Tensor) -> Tensor:
-        """Tokens after the rows of `works`, which all sample. Where none of them has drafts they are the next step's input; else
-        the host says what is kept (`settle`)."""
-        rows, positions = self.rows, packed.lengths.long() - 1
+    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor) -> Tensor:
+        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, and the position that it fills. Where
+        none of them has drafts they are the next step's input; else the host says what is kept (`settle`)."""
+        rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
         logits = self._masked(logits, requests)
         if any(work.drafts for work in works):
             rows.leave_behind(requests)
-            return choose_after_drafts(logits, rows, works, packed.rows, positions)
-        tokens = rows.choose(logits, rows.mode, packed.rows, positions)
-        rows.put(tokens, rows.mode, packed.rows, packed.lengths)
+            return choose_after_drafts(logits, rows, works, at, positions)
+        tokens = rows.choose(logits, rows.mode, at, positions)
+        rows.put(tokens, rows.mode, at, (positions + 1).int())
         rows.behind.difference_update(request.number for request in requests)
         return tokens
 

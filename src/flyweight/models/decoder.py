@@ -21,6 +21,7 @@ from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.offload import Offload, spread
 from flyweight.kernels.workspace import Workspace
+from flyweight.models.adapters import Adapters
 from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import KVScheme
@@ -56,6 +57,7 @@ class Decoder:
         dtype: torch.dtype,
         offload: Offload | None = None,
     ):
+        self.adapters: Adapters | None = None
         self.config = config
         self.offload = offload
         self.device = device
@@ -79,6 +81,7 @@ class Decoder:
         exact: bool = False,
         layers: Iterable[int] | None = None,
         offload: int = 0,
+        adapters: Adapters | None = None,
     ) -> Decoder:
         """`layers` loads those blocks alone (none: embedding, final norm and head), and leaves out
         the check for extras. `offload`: so many blocks lie in the host's memory.
@@ -96,7 +99,9 @@ class Decoder:
         moved = spread(min(offload, config.layers), config.layers)
         blocks = []
         for index in range(config.layers) if layers is None else layers:
-            block = Block.load(weights, config, index, exact=exact, device=device, dtype=dtype)
+            block = Block.load(
+                weights, config, index, exact=exact, device=device, dtype=dtype, adapters=adapters
+            )
             if host is not None and index in moved:
                 host.take(index, block, sum(one.nbytes for one in block.linears.values()))
             blocks.append(block)
@@ -116,7 +121,7 @@ class Decoder:
             head = Linear.load(weights, "", group, device=device, dtype=dtype, exact=exact)
         if layers is None:
             weights.check_used()
-        return cls(
+        decoder = cls(
             config,
             embedding=Embedding(
                 stored.weight if isinstance(stored, Plain) else stored,
@@ -130,6 +135,8 @@ class Decoder:
             dtype=dtype,
             offload=host,
         )
+        decoder.adapters = adapters
+        return decoder
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flyweight.tensors.base import Plain, QuantTensor
 from flyweight.tensors.blocks import IntBlock
+from flyweight.tensors.float4 import Float4
 from flyweight.tensors.float8 import Float8
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24
 
@@ -31,6 +32,8 @@ def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
         shared = tensor.scales.shape[0] == 1
         scales = tensor.scales if shared else tensor.scales[order]
         return dataclasses.replace(tensor, weight=tensor.weight[order], scales=scales)
+    if isinstance(tensor, Float4):
+        return Float4(tensor.codes[order], tensor.exponents[order])
     if isinstance(tensor, Sparse24):
         inner = reorder_rows(tensor.inner, order)
         assert isinstance(inner, IntGroup | Int8Channel)

@@ -91,7 +91,6 @@ def find(config: dict[str, Any], checkpoint: Source) -> Format | None:
     if method == "auto-round":
         return _auto_round(settings)
     if method == "mxfp4":  # experts in one tensor (stacked.py); everything else is plain
-        notice(checkpoint, "its experts in MXFP4 are read as 16-bit floats, which hold the same values")
         return None
     if method in FOREIGN:
         raise UnsupportedError(f"{settings.where}: files of {method} are not read; these are: {', '.join(READABLE)}")

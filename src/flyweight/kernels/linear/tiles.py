@@ -200,7 +200,7 @@ def prepare(
         matrix=Matrix(form, rows, columns, parts.group),
         weights=weights,
         dtype=dtype,
-        records=None if parts.scales is None else group_records(parts, interleave=interleave),
+        records=group_records(parts, interleave=interleave),
         channel_scale=channel_scale,
         bias=None if bias is None else bias.to(dtype).contiguous(),
         activation=activation,
@@ -273,17 +273,21 @@ def sparse_layout(
     return torch.cat([codes.flatten(2), words.view(torch.uint8).flatten(2)], 2).flatten()
 
 
-def group_records(parts: Codes, *, interleave: bool) -> Tensor:
+def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
     """int32 [tiles, groups, 16]: scale bits in the low half, zero point or the bits of a minimum in
-    the high half.
+    the high half; or as many exponents in bytes.
     """
-    assert parts.scales is not None
-    rows, groups = parts.scales.shape
-    scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
-    zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
-    if parts.mins is not None:
-        zeros = parts.mins.view(torch.int16).int()
-    records = scales | (zeros << 16)
+    if parts.exponents is not None:
+        records = parts.exponents
+    elif parts.scales is not None:
+        scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
+        zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
+        if parts.mins is not None:
+            zeros = parts.mins.view(torch.int16).int()
+        records = scales | (zeros << 16)
+    else:
+        return None
+    rows, groups = records.shape
     if interleave:
         records = interleave_rows(records)
     filling = 0 if parts.mins is None else 0x3C00  # a scale of 1: kernels divide by it

@@ -1,0 +1,155 @@
+"""The next token of each row on the device, whatever it asks for: host side of cuda/sample.cu.
+
+One launch for any mix of rows. What they ask for is data in a table (`SampleTable`), so a new mix
+needs no new kernel and no new graph; `sample_reference.py` says in float64 what is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.kernels import jit, workspace
+
+CLUSTER = 8  # thread blocks of a row, where the GPU has clusters: the most that every such GPU runs
+THREADS = 1024
+MOST_BIASES = 320  # entries of a row's sparse list; as in the kernel
+OTHER_SHARED = 28 * 1024  # bytes: histograms and biases, rounded up
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+# Rows of `SampleTable.values` and `integers`, as in the kernel.
+COLUMNS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+INTEGERS = ("top_k", "seed", "biases")
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """None, or why the kernel cannot run there."""
+    if device.type != "cuda":
+        return "no CUDA device"
+    if gpu.of(device).major < 8:
+        return "the kernel needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class SampleTable:
+    """What the running sequences ask for, one row each; a row is read when it is sampled."""
+
+    tokens: Tensor  # int64 [rows]: get the chosen ones
+    lengths: Tensor  # int32 [rows]: with the token to be chosen
+    values: Tensor  # float32 [COLUMNS, rows]
+    integers: Tensor  # int64 [INTEGERS, rows]
+    bias: tuple[Tensor, Tensor, Tensor] | None  # [rows, MOST_BIASES]: id (rising), value, end
+    seen: tuple[Tensor, Tensor] | None  # [rows, vocabulary]: bool in prompt, int32 in answer
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """What some rows of a launch may choose from."""
+
+    bits: Tensor  # uint8 [masks, bytes], the lowest bit first
+    of_row: Tensor  # int32 [rows of the launch]: which mask, or -1
+
+
+@dataclass(frozen=True)
+class Plan:
+    cluster: int
+    threads: int
+    held: bool  # a block's part of the logits stays in shared memory
+
+    @classmethod
+    def of(cls, vocabulary: int, device: gpu.Gpu) -> Plan:
+        cluster = CLUSTER if device.major >= 9 else 1
+        plan = cls(cluster, THREADS, True)
+        if plan.shared(vocabulary) <= device.shared_most:
+            return plan
+        return cls(cluster, THREADS, False)
+
+    def values(self, vocabulary: int) -> int:
+        """Floats of one block."""
+        chunk = 8 * self.threads
+        return -(-vocabulary // (chunk * self.cluster)) * chunk
+
+    def shared(self, vocabulary: int) -> int:
+        return OTHER_SHARED + (4 * self.values(vocabulary) if self.held else 0)
+
+
+class Sampler:
+    """For one vocabulary; `plan` is chosen for the GPU unless given."""
+
+    def __init__(self, vocabulary: int, device: torch.device, *, plan: Plan | None = None) -> None:
+        self.vocabulary = vocabulary
+        self.device = device
+        self.plan = plan or Plan.of(vocabulary, gpu.of(device))
+
+    def __call__(
+        self,
+        logits: Tensor,
+        table: SampleTable,
+        *,
+        rows: Tensor | None = None,
+        masks: Masks | None = None,
+        chosen: Tensor | None = None,
+        bounds: Tensor | None = None,
+        skip_plain: bool = False,
+    ) -> None:
+        """Logits [n, at least vocabulary] choose tokens of the table's `rows` (int64 [n]; None: its
+        first n), also written to `chosen`. Penalties count them. `skip_plain`: rows that only want
+        the likeliest token have it.
+
+        `bounds` int64 [n], for tests: the last token kept as (ordered logit, ~id); 0: all are kept.
+        """
+        plan = self.plan
+        count = len(logits)
+        kernel = self._kernel(logits.dtype)
+        scratch = None
+        if not plan.held:
+            size = 4 * count * plan.cluster * plan.values(self.vocabulary)
+            scratch = workspace.current(self.device).bytes("sampled logits", size)
+        bias = table.bias or (None, None, None)
+        seen = table.seen or (None, None)
+        args = (
+            logits,
+            rows,
+            table.tokens,
+            table.lengths,
+            table.values,
+            table.integers,
+            *bias,
+            *seen,
+            masks and masks.bits,
+            masks and masks.of_row,
+            chosen,
+            bounds,
+            scratch,
+            logits.stride(0),
+            len(table.tokens),
+            masks.bits.shape[1] if masks else 0,
+            int(skip_plain),
+        )
+        kernel.launch(
+            count * plan.cluster,
+            plan.threads,
+            args,
+            shared=plan.shared(self.vocabulary),
+            cluster=plan.cluster,
+        )
+
+    def _kernel(self, dtype: torch.dtype) -> jit.Kernel:
+        defines = {
+            "VOCAB": self.vocabulary,
+            "TYPE": TYPES[dtype],
+            "CLUSTER": self.plan.cluster,
+            "THREADS": self.plan.threads,
+            "HELD": int(self.plan.held),
+        }
+        return jit.load("sample.cu", defines=defines).kernel("sample")

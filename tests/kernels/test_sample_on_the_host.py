@@ -1,0 +1,141 @@
+"""The sampling kernel's own source on the CPU: which tokens it keeps and draws, against float64."""
+
+import math
+
+import host_cuda
+import pytest
+import torch
+from sampling_rows import Asked, kept_by, table_of
+
+from flyweight.engine.sampling import gumbel_noise
+from flyweight.kernels.sample import Masks, Plan, Sampler
+from flyweight.kernels.sample_reference import Filters, kept
+
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
+VOCABULARY = 1300  # three chunks of a thread, the last of them ragged
+HELD = Plan(2, 32, True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch, folder):
+    host_cuda.pretend(monkeypatch, folder)
+
+
+def sample(logits, asked, *, plan=HELD, table=None, **options):
+    """(tokens, bounds) of these rows."""
+    table = table or table_of(asked, logits.shape[1])
+    bounds = torch.full((len(logits),), -1)
+    Sampler(logits.shape[1], torch.device("cpu"), plan=plan)(logits, table, bounds=bounds, **options)
+    return table.tokens, bounds.tolist()
+
+
+FILTERS = [Filters(), Filters(0.0), Filters(top_k=1), Filters(top_k=20), Filters(0.7, top_k=700), Filters(top_p=0.9),
+           Filters(1.3, top_p=0.999), Filters(top_p=1e-5), Filters(min_p=0.05), Filters(0.6, top_k=20, top_p=0.95),
+           Filters(2.0, top_k=5000, top_p=0.5, min_p=0.01), Filters(0.01, top_p=0.5)]
+LOGITS = {
+    "usual": lambda: torch.randn(VOCABULARY) * 3,
+    "flat": lambda: torch.randn(VOCABULARY) * 1e-3,
+    "equal": lambda: torch.zeros(VOCABULARY),
+    "ties": lambda: torch.randint(-2, 3, (VOCABULARY,)).float(),
+    "one far ahead": lambda: torch.cat([torch.randn(700), torch.tensor([80.0]), torch.randn(VOCABULARY - 701)]),
+    "negative": lambda: -torch.rand(VOCABULARY) * 1e4,
+}
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+def test_what_is_kept_is_what_float64_keeps(kind):
+    logits = LOGITS[kind]().expand(len(FILTERS), -1).contiguous()
+    asked = [Asked(filters, seed=i) for i, filters in enumerate(FILTERS)]
+    tokens, bounds = sample(logits, asked)
+    for i, filters in enumerate(FILTERS):
+        if filters.temperature == 0:
+            assert tokens[i] == (logits[i] == logits[i].max()).int().argmax()
+            continue
+        want = kept(logits[i], filters)
+        mass = ((logits[i].double() - logits[i].max()) / filters.temperature).exp()
+        found = kept_by(bounds[i], logits[i]) & (mass >= filters.min_p)
+        assert not ((found != want.tokens) & ~want.close & (mass > 1e-12)).any(), filters
+        assert want.tokens[tokens[i]] or want.close[tokens[i]]
+
+
+@pytest.mark.parametrize(("plan", "dtype"), [(Plan(1, 64, True), torch.bfloat16), (Plan(2, 32, False), torch.float16)], ids=str)
+def test_every_plan_and_type_keeps_and_draws_the_same(plan, dtype):
+    asked = [Asked(filters, seed=7 * i) for i, filters in enumerate(FILTERS)]
+    logits = (torch.randn(len(asked), VOCABULARY + 3) * 2).to(dtype)
+    for given in (logits[:, :VOCABULARY].contiguous(), logits[:, 3:]):  # the second: rows that begin anywhere
+        tokens, bounds = sample(given, asked, plan=plan)
+        want, want_bounds = sample(given.float().contiguous(), asked)
+        assert tokens.tolist() == want.tolist() and bounds == want_bounds
+
+
+def test_the_draw_is_the_largest_of_noise_and_logits_among_what_is_kept():
+    """The noise of the torch path, bit by bit up to the last bits of logarithms."""
+    filters = [Filters(0.8), Filters(top_p=0.8), Filters(top_k=9), Filters(min_p=0.1)]
+    asked = [Asked(filters[i % 4], seed=(i * 77) << 29, length=3 + i) for i in range(24)]
+    logits = torch.randn(24, VOCABULARY) * 2
+    tokens, _ = sample(logits, asked)
+    noise = gumbel_noise(torch.tensor([row.seed for row in asked]), torch.tensor([row.length - 1 for row in asked]),
+                         torch.arange(VOCABULARY))
+    for i, row in enumerate(asked):
+        allowed = kept(logits[i], row.filters).tokens
+        score = torch.where(allowed, logits[i] / row.filters.temperature + noise[i], -torch.inf)
+        assert score[tokens[i]] >= score.max() - 1e-5
+
+
+def test_a_row_gets_the_same_alone_among_others_and_at_another_place():
+    asked = [Asked(filters, seed=5 * i + 1) for i, filters in enumerate(FILTERS)]
+    logits = torch.randn(len(asked), VOCABULARY)
+    together, bounds = sample(logits, asked)
+    table = table_of(asked, VOCABULARY)
+    order = torch.tensor([7, 2, 5])
+    chosen = torch.zeros(3, dtype=torch.int64)
+    _, at = sample(logits[order].contiguous(), None, table=table, rows=order, chosen=chosen)
+    assert chosen.tolist() == together[order].tolist() == table.tokens[order].tolist()
+    assert at == [bounds[i] for i in order]
+    assert (table.tokens == -1).sum() == len(asked) - 3, "other rows are left alone"
+
+
+def test_bias_penalties_and_masks_change_logits_before_the_filters():
+    logits = torch.randn(4, VOCABULARY).bfloat16().float()
+    greedy = Filters(0.0)
+    asked = [Asked(greedy, length=5, bias=((3, 1.0, 99), (3, 50.0, 99), (1299, 40.0, 99))),
+             Asked(greedy, length=5, bias=((700, 90.0, 4), (701, 60.0, 5))),  # the first has ended
+             Asked(greedy, repetition=1.5, presence=0.3, frequency=2.0), Asked(greedy)]
+    table = table_of(asked, VOCABULARY)
+    in_prompt, in_answer = table.seen
+    best, second = logits[2].topk(2).indices.tolist()
+    logits[2, best], logits[2, second] = 6.0, 3.0
+    in_answer[2, best] = 1  # 6 / 1.5 − 2 − 0.3 = 1.7
+    bits = torch.zeros(1, -(-VOCABULARY // 8), dtype=torch.uint8)
+    bits[0, 1], bits[0, -1] = 0b00100100, 0b1000  # tokens 10, 13 and 1299
+    masks = Masks(bits, torch.tensor([-1, -1, -1, 0], dtype=torch.int32))
+    tokens, _ = sample(logits, None, table=table, masks=masks)
+    assert tokens[:3].tolist() == [3, 701, second]
+    assert tokens[3] == max((10, 13, 1299), key=lambda i: logits[3, i])
+    assert in_answer[2, second] == 1 and in_answer.sum() == 2 and not in_prompt.any()
+
+
+def test_a_row_with_nothing_to_choose_from_still_gets_a_token():
+    nan = torch.full((VOCABULARY,), math.nan)
+    holes = torch.randn(VOCABULARY)
+    holes[::2], holes[1] = math.nan, math.inf
+    few = torch.full((VOCABULARY,), -math.inf)
+    few[9], few[12] = 1.0, 1.0
+    logits = torch.stack([nan, torch.full((VOCABULARY,), -math.inf), holes, few, few])
+    for filters in (Filters(0.0), Filters(), Filters(top_k=30), Filters(0.5, top_k=30, top_p=0.9)):
+        tokens, _ = sample(logits, [Asked(filters, seed=i) for i in range(5)])
+        assert tokens[:3].tolist() == [0, 0, 1]
+        assert {*tokens[3:].tolist()} <= {9, 12}
+    tokens, _ = sample(few[None].contiguous(), [Asked(Filters(top_k=1))])
+    assert tokens.tolist() == [9], "of equals the first"
+
+
+def test_rows_that_are_done_are_skipped():
+    asked = [Asked(Filters(0.0)), Asked(Filters(top_k=1)), Asked(Filters(0.0), bias=((4, 99.0, 99),))]
+    tokens, _ = sample(torch.randn(3, VOCABULARY), asked, skip_plain=True)
+    assert tokens[0] == -1 and tokens[1] >= 0 and tokens[2] == 4
