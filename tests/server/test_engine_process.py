@@ -178,6 +178,24 @@ def test_on_a_cpu_the_loop_learns_what_prompts_cost_beside_answers(loop, monkeyp
     loop.say(Cancel(1), Cancel(2))
 
 
+def test_guesses_are_told_with_the_last_token_and_in_the_load(loop, monkeypatch):
+    from flyweight.engine.speculation.lengths import Fixed
+    from flyweight.engine.speculation.ngram import NgramDrafter
+    from flyweight.engine.speculation.speculator import Speculator
+
+    monkeypatch.setattr(loop.engine, "speculator", Speculator(NgramDrafter(), Fixed(3)))
+    answers = []
+    for key in (1, 2):  # the second is guessed from the first
+        steps = [loop.say(Submit(key, PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))]
+        while steps[-1].load.running:
+            steps.append(loop.say())
+        deltas = [delta for step in steps for delta in step.deltas]
+        answers.append([token for delta in deltas for token in delta.token_ids])
+    assert answers[0] == answers[1] and len(deltas) < 10
+    assert deltas[-1].accepted > 3 and deltas[-1].drafted >= deltas[-1].accepted
+    assert steps[-1].load.accepted >= deltas[-1].accepted
+
+
 def test_a_long_prompt_beside_chats_is_bounded_by_time(monkeypatch):
     """30,000 tokens beside ten chats, by a clock of our own: no step takes more than three times one of answers alone, however
     long a token of a prompt takes on this machine."""
