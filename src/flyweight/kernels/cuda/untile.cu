@@ -25,12 +25,13 @@ constexpr int GROUPS = (KDIM + GROUP - 1) / GROUP;
 struct Scale {
   float scale;
   int zero;
+  float least;
 };
 DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
-  if (!GROUPED) return {1.f, 0};
+  if (!GROUPED) return {1.f, 0, 0.f};
   const Record record = ((const Record*)records)[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
-  if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0};  // of twice the codes' values
-  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), (int)(record >> 16)};
+  if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0, 0.f};  // of twice the codes' values
+  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), MINS ? 0 : (int)(record >> 16), MINS ? minimum_of(record) : 0.f};
 }
 DEVICE int twice_float4(u32 code) {
   const int magnitude = code & 7, twice = magnitude < 4 ? magnitude : (2 + magnitude % 2) << (magnitude / 2 - 1);
@@ -141,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
             else if (FORMAT == INT8) q[e] = (int)(word[half * 4 + 2 * step + j] >> (8 * byte) & 255) - s.zero;
             else q[e] = (int)(word[half * 4 + 2 * step + j] << (24 - 8 * byte)) >> 24;
           }
-          pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
+          if (MINS) pair[i / 2] = pack2(q[0] * s.scale - s.least, q[1] * s.scale - s.least);
+          else pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
         }
       }
       *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;
