@@ -26,7 +26,7 @@ from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows
 from flyweight.engine.sampling import GREEDY, Mode, top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.speculation.shared_rows import SIZES, SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
@@ -163,7 +163,7 @@ class Runner:
             return None
         from flyweight.engine.graphs import DecodeGraphs
 
-        return DecodeGraphs(self.model, self.caches, self.shared_rows)
+        return DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
 
     @functools.cached_property
     def passes(self) -> Passes | None:
@@ -180,7 +180,7 @@ class Runner:
             self.rows.retain()
             if self._is_captured(works):
                 return self._replay(works)
-            if any(work.drafts for work in works) and self.shared_steps and self.shared_rows.takes(works):
+            if self._is_shared(works):
                 return self._replay_shared(works)
             return self._forward(works)
 
@@ -189,6 +189,11 @@ class Runner:
         rows, steps = self.rows, self.steps
         return steps is not None and len(rows) == len(works) <= steps.largest and all(
             work.samples and work.count == 1 and work.request.number in rows.row_of for work in works)
+
+    def _is_shared(self, works: Sequence[Work]) -> bool:
+        """Answers with several new tokens: guesses, or what a drafting model has not seen."""
+        several = any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
+        return several and self.shared_steps is not None and self.shared_rows.takes(works)
 
     def _replay(self, works: Sequence[Work]) -> Flight:
         rows, steps, count = self.rows, self.steps, len(works)
@@ -205,13 +210,16 @@ class Runner:
         return self._land(works, places, logits, rows.tokens[:count])
 
     def _replay_shared(self, works: Sequence[Work]) -> Flight:
-        """Answers, some of them with guesses."""
+        """Answers, some of them with several rows."""
         rows, steps = self.shared_rows, self.shared_steps
         assert steps is not None
         self.rows.extend()
-        count = rows.fill(works)
-        logits = steps.logits(count)
-        tokens = self._choose(works, logits, rows.at[:count], rows.lengths[:count].long())
+        count, outputs = rows.fill(works), sum(work.outputs for work in works)
+        logits, at, lengths = steps.logits(count), rows.at[:count], rows.lengths[:count]
+        if outputs < count:
+            chosen = rows.sampled[:outputs]
+            logits, at, lengths = (tensor.index_select(0, chosen) for tensor in (logits, at, lengths))
+        tokens = self._choose(works, logits, at, lengths.long())
         starts = itertools.accumulate((work.outputs for work in works), initial=0)
         return self._land(works, dict(zip(range(len(works)), starts, strict=False)), logits, tokens)
 
