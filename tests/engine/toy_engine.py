@@ -51,18 +51,12 @@ class EagerSteps:
 
     def __init__(self, runner: Runner, largest: int = 8):
         self.model, self.caches, self.rows, self.largest = runner.model, runner.caches, runner.rows, largest
-        self.taken: list[tuple[int, Mode | None]] = []  # what each step was asked for
+        self.taken: list[tuple[int, Mode]] = []  # what each step was asked for
 
-    def logits(self, count: int) -> Tensor:
-        self.taken.append((count, None))
-        return self._launch(count)[:count]
-
-    def advance(self, count: int, mode: Mode) -> Tensor:
-        self.taken.append((count, mode))
+    def advance(self, count: int) -> Tensor:
+        self.taken.append((count, self.rows.mode))
         logits = self._launch(count)
-        size = len(logits)
-        tokens = self.rows.choose(logits, mode, slice(0, size), self.rows.lengths[:size].long())
-        self.rows.advance(tokens, mode, size)
+        self.rows.advance(logits.argmax(-1))
         return logits[:count]
 
     def _launch(self, count: int) -> Tensor:

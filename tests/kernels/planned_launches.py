@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from flyweight.engine import ahead
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import SIZES, Rows
-from flyweight.engine.sampling import GREEDY
 from flyweight.gpu import GPUS
 from flyweight.kernels import jit
 from flyweight.kernels.attention import prefill, rope
@@ -77,5 +76,5 @@ def run_steps(decoder):
         for size in graphs.sizes:
             yield size
             graphs.step(size).launch()
-            graphs.step(size).advance(GREEDY)
+            graphs.step(size).advance()
     decoder.blocks = kinds

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,8 +23,8 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Packed, Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
-from flyweight.engine.rows import Rows
-from flyweight.engine.sampling import Mode, top_logprobs
+from flyweight.engine.rows import Rows, masked
+from flyweight.engine.sampling import top_logprobs
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.decoder import Decoder
@@ -51,11 +51,8 @@ class DecodeSteps(Protocol):
 
     largest: int  # most rows
 
-    def logits(self, count: int) -> Tensor:
-        """[count, vocabulary] of one step of the first `count` rows, which stay as they are."""
-
-    def advance(self, count: int, mode: Mode) -> Tensor:
-        """The same, and the rows take their next tokens."""
+    def advance(self, count: int) -> Tensor:
+        """Logits [count, vocabulary] of one step of the first `count` rows, which take their likeliest tokens."""
 
     def warm_up(self) -> None:
         """Prepare steps of every size ahead of the first request."""
@@ -153,10 +150,14 @@ class Runner:
         return None if unsupported_reason(self.model, self.block_size) else PassGraphs(self.model, self.caches, self.rows)
 
     @torch.inference_mode()
-    def launch(self, works: Sequence[Work]) -> Flight:
+    def launch(self, works: Sequence[Work], launched: Callable[[], None] | None = None) -> Flight:
+        """`launched` is called when the model is on its way, before tokens are chosen: constraints are asked after it."""
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            return self._replay(works) if self._is_captured(works) else self._forward(works)
+            choose = self._replay(works) if self._is_captured(works) else self._forward(works)
+            if launched is not None:
+                launched()
+            return choose()
 
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
@@ -164,21 +165,21 @@ class Runner:
         return steps is not None and len(rows) == len(works) <= steps.largest and all(
             work.samples and work.count == 1 and work.request.number in rows.row_of for work in works)
 
-    def _replay(self, works: Sequence[Work]) -> Flight:
+    def _replay(self, works: Sequence[Work]) -> Callable[[], Flight]:
         rows, steps, count = self.rows, self.steps, len(works)
         assert steps is not None
         rows.extend()
         rows.catch_up()
-        if any(request.constraint for request in rows.requests):
-            logits, every = steps.logits(count), slice(0, count)
-            tokens = rows.choose(self._masked(logits, rows.requests), rows.mode, every, rows.lengths[every].long())
-            rows.advance(tokens, rows.mode, count)
-        else:
-            logits = steps.advance(count, rows.mode)
+        logits = steps.advance(count)
         places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
-        return self._land(works, places, logits, rows.tokens[:count])
 
-    def _forward(self, works: Sequence[Work]) -> Flight:
+        def choose() -> Flight:
+            tokens = rows.choose(logits, allowed=allowed_by(rows.requests))
+            return self._land(works, places, logits, tokens)
+
+        return choose
+
+    def _forward(self, works: Sequence[Work]) -> Callable[[], Flight]:
         """Any mix of prompts and answers, packed."""
         rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
         if fresh := [works[i].request for i in sampling if works[i].request.number not in rows.row_of]:
@@ -189,25 +190,30 @@ class Runner:
         logits = self.passes.forward(packed.batch) if self.passes and padding else self.model.forward(packed.batch, self.caches)
         chosen = [works[i] for i in sampling]
         starts = [0, *itertools.accumulate(work.outputs for work in chosen)]
-        places, tokens, last = dict(zip(sampling, starts, strict=False)), rows.tokens[:0], logits[:0]
-        if sampling:
-            last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
-            tokens = self._choose(chosen, packed, last)
-        return self._land(works, places, last, tokens, logits, packed.spans)
+        places = dict(zip(sampling, starts, strict=False))
+
+        def choose() -> Flight:
+            tokens, last = rows.tokens[:0], logits[:0]
+            if sampling:
+                last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
+                tokens = self._choose(chosen, packed, last)
+            return self._land(works, places, last, tokens, logits, packed.spans)
+
+        return choose
 
     def _choose(self, works: Sequence[Work], packed: Packed, logits: Tensor) -> Tensor:
         """Tokens after the rows of `works`, which all sample. Where none of them has drafts they are the next step's input; else
         the host says what is kept (`settle`)."""
-        rows, positions = self.rows, packed.lengths.long() - 1
+        rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
-        logits = self._masked(logits, requests)
+        allowed = allowed_by(requests)
         if any(work.drafts for work in works):
             rows.leave_behind(requests)
-            return choose_after_drafts(logits, rows, works, packed.rows, positions)
-        tokens = rows.choose(logits, rows.mode, packed.rows, positions)
-        rows.put(tokens, rows.mode, packed.rows, packed.lengths)
+            logits = masked(logits, allowed) if allowed else logits
+            return choose_after_drafts(logits, rows, works, packed.rows, packed.lengths.long() - 1)
+        rows.lengths.index_copy_(0, packed.rows, packed.lengths)
         rows.behind.difference_update(request.number for request in requests)
-        return tokens
+        return rows.choose(logits, packed.rows, allowed)
 
     @torch.inference_mode()
     def settle(self, works: Sequence[Work], results: Sequence[Result]) -> None:
@@ -219,15 +225,6 @@ class Runner:
                  if work.request.number in rows.row_of for token in result.tokens]
         at, tokens = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2).T)
         rows.sampling.count(rows.mode, tokens, at)
-
-    def _masked(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Less what the requests' constraints forbid; the logits themselves are left for the logprobs."""
-        masks = {row: mask for row, request in enumerate(requests) if request.constraint
-                 and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}
-        if not masks:
-            return logits
-        at, allowed = upload(self.device, numpy.array([*masks]), torch.stack([*masks.values()]).numpy())
-        return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(~allowed, -torch.inf))
 
     def _land(self, works: Sequence[Work], places: dict[int, int], logits: Tensor, tokens: Tensor, every: Tensor | None = None,
               spans: Sequence[tuple[int, int]] = ()) -> Flight:
@@ -244,3 +241,10 @@ class Runner:
                 wanted += top_logprobs(every[span[0] : span[0] + len(follow)], after, count)
                 prompts.append((i, follow))
         return Flight(works, places, Download(tokens, *wanted), most is not None, prompts)
+
+
+def allowed_by(requests: Sequence[Request]) -> dict[int, Tensor]:
+    """What constraints let follow, by the request's place; asked when every token before it is known. An answer that has just
+    been found to be over gets any token, which nobody reads."""
+    return {row: mask for row, request in enumerate(requests) if request.constraint and not request.finished
+            and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}
