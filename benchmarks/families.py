@@ -24,6 +24,7 @@ from flyweight.engine import llm as engine
 from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
 from flyweight.kernels import reference
+from flyweight.machine import copy_bandwidth
 from flyweight.models.decode_step import unsupported_reason
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights, preset_config
@@ -180,12 +181,15 @@ def speed(name: str) -> dict[str, Any]:
     times = [run(length) for length in (16, 272, 16, 272)]
     seconds = min(times[1], times[3]) - min(times[0], times[2])
     steps = llm.engine.runner.steps
+    copied = copy_bandwidth(torch.device(DEVICE))
     return dict(
         kind="family speed",
         preset=name,
         batch=1,
         tok_s=round(256 / seconds, 1),
         bytes_a_step=llm.decoder.step_nbytes,
+        copy_gb_s=round(copied),
+        share_of_copy=round(llm.decoder.step_nbytes * 256 / seconds / copied / 1e9, 3),
         captured=steps is not None,
         why_not=unsupported_reason(llm.decoder, PAGE),
         qkv_apart=None if steps is None else next(iter(steps.steps.values())).decode.separate,

@@ -32,7 +32,7 @@ with contextlib.suppress(ImportError):  # kernels are also tested where it is no
                               suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("same")
 # and where gguf is not, which these files need to be read at all
-NEED_GGUF = [f"checkpoint/test_{name}.py" for name in ("gguf", "gguf_tokenizer", "hub")]
+NEED_GGUF = [f"checkpoint/test_{name}.py" for name in ("gguf", "gguf_import", "gguf_kept", "gguf_tokenizer", "hub")]
 collect_ignore = [] if importlib.util.find_spec("gguf") else NEED_GGUF
 
 
@@ -52,7 +52,7 @@ def smollm2():
     from flyweight.checkpoint.hub import resolve
 
     try:
-        return resolve("smollm2-135m")
+        return resolve("smollm2-135m", dtype="float16")
     except FlyweightError as error:
         pytest.skip(f"the default model cannot be had here: {error}")
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
+from flyweight.tensors import Float4, Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
 from flyweight.tensors.vector import entries as entries_of
 
 RANDOM = {
@@ -17,6 +17,7 @@ RANDOM = {
     "int8 channel": lambda shape: IntGroup.random(shape, bits=8, group_size=-1),
     "w8a8": lambda shape: Int8Channel.random(shape),
     "fp8": lambda shape: Float8.random(shape),
+    "mxfp4": lambda shape: Float4.random(shape),
     "sparse w8a8": lambda shape: Sparse24.random(shape),
     "sparse int4": lambda shape: Sparse24.random(shape, inner=IntGroup, group_size=32),
     "vptq": lambda shape: VectorQuant.random(shape, main=64, residual=16),
@@ -67,6 +68,7 @@ def test_bits_per_weight_counts_scales_zeros_codebooks_and_padding():
     assert Sparse24.random((256, 256), dtype=torch.float16).bits_per_weight == 5 + 16 / 256
     vector = VectorQuant.random((256, 256), main=64, residual=16, normalize=False)
     assert vector.bits_per_weight == 10 / 8 + (64 + 16) * 8 * 16 / 256**2
+    assert Float4.random((256, 256)).bits_per_weight == 4 + 8 / 32
     ragged = IntGroup.random((1, 33), bits=3, group_size=-1, symmetric=True)
     assert ragged.codes.nbytes == 4 * math.ceil(33 * 3 / 32)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from flyweight.kv_format import KVFormat
 
+NOBODY = -1  # the slot of rows without an adapter
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -28,6 +30,7 @@ class Batch:
     query_starts: list[int]  # [sequences + 1]
     kv_lengths: list[int]  # [sequences]: tokens in the cache once this step's are written
     output_rows: Tensor  # int64 [outputs]: the tokens whose logits are wanted
+    adapters: Tensor | None = None  # int32 [tokens]: slots of their adapters; None: nobody has one
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

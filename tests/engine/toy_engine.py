@@ -14,9 +14,11 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.engine.core import Engine
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
+from flyweight.engine.rows import Rows
 from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import Mode, mix
 from flyweight.engine.scheduler import Work
+from flyweight.engine.speculation.shared_rows import SharedRows
 
 VOCABULARY = 97
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -49,9 +51,13 @@ class ToyModel:
 class EagerSteps:
     """What CUDA graphs do, on the CPU: whole steps from nothing but the rows on the device, padded to the next size."""
 
-    def __init__(self, runner: Runner, largest: int = 8):
-        self.model, self.caches, self.rows, self.largest = runner.model, runner.caches, runner.rows, largest
-        self.taken: list[tuple[int, Mode]] = []  # what each step was asked for
+    def __init__(self, runner: Runner, largest: int = 8, rows: Rows | SharedRows | None = None):
+        self.model, self.caches, self.rows, self.largest = runner.model, runner.caches, rows or runner.rows, largest
+        self.taken: list[tuple[int, Mode | None]] = []  # what each step was asked for
+
+    def logits(self, count: int) -> Tensor:
+        self.taken.append((count, None))
+        return self._launch(count)[:count]
 
     def advance(self, count: int) -> Tensor:
         self.taken.append((count, self.rows.mode))
@@ -95,6 +101,7 @@ def toy_engine(*, blocks: int = 64, captured: bool = False, **options) -> Engine
     engine = Engine(ToyModel(), SHAPE, blocks=blocks, **(defaults | options))
     if captured:
         engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)
+        engine.runner.shared_steps = EagerSteps(engine.runner, 64, engine.runner.shared_rows)
     return engine
 
 

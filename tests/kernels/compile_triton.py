@@ -16,7 +16,7 @@ NORM = dict(x=FLOAT, weight=FLOAT, out=FLOAT)
 ROPE = dict(qkv=FLOAT, cos=SCALES, sin=SCALES, slots="*i64", norm=FLOAT, keys=FLOAT, values=FLOAT, HEADS=32,
             KV_HEADS=8, HEAD_DIM=128, HALF=64, BLOCK=64, REST_BLOCK=1, HEAD_BLOCK=16)
 ATTEND = dict(query=FLOAT, keys=FLOAT, values=FLOAT, out=FLOAT, tables=TABLE, tiles=TABLE, GROUP=4, HEAD_DIM=128, BLOCK=128,
-              PAGE=16, WINDOW=0, CODES=0, key_scales=None, value_scales=None)
+              PAGE=16, WINDOW=0, CODES=0, SOFT_CAP=0.0, key_scales=None, value_scales=None)
 CODED = dict(key_scales="*bf16", value_scales="*bf16")
 PARTS = dict(parts=SCALES, sums=SCALES)
 COLUMN = dict(values_at=SCALES, matrix_at=SCALES, scale_at=SCALES, bias_at=SCALES)
@@ -49,6 +49,7 @@ CASES = [
       for number, codes in ((1, "*u8"), (2, "*i8"))),
     (triton_attention._attend, ATTEND | tile(256) | dict(HEAD_DIM=256, BLOCK=256)),
     (triton_attention._attend, ATTEND | tile(128) | PARTS | dict(ROWS=16, GROUP=7, HEAD_DIM=96, WINDOW=4096)),
+    (triton_attention._attend, ATTEND | tile(128) | dict(sinks=FLOAT, SOFT_CAP=72.0)),
     (nearest._nearest, NEAREST),
     (nearest._nearest, NEAREST | dict.fromkeys(COLUMN) | dict(COLUMN=False, DESCENT=False)),
     (vectors._pair, PAIR),
@@ -65,7 +66,7 @@ def compile_case(kernel, given: dict, arch: int) -> bytes:
     for i, parameter in enumerate(kernel.params):
         value = given.get(parameter.name)
         pointer = parameter.name.endswith("_at") or parameter.name in (
-            "scales", "parts", "sums", "norm", "key_scales", "value_scales")
+            "scales", "parts", "sums", "sinks", "norm", "key_scales", "value_scales")
         if pointer and value is None:
             constants[(i,)], signature[parameter.name] = None, "constexpr"
         elif isinstance(value, str):

@@ -6,7 +6,7 @@ import torch
 
 from flyweight.kernels import reference, workspace
 from flyweight.kernels.linear.tiled import TiledLinear
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
+from flyweight.tensors import Float4, Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FUSED_KINDS = ["plain", "w8a8", "int4:128", "int8:64", "fp8", "fp8-static", "sparse-w8a8", "sparse-int8:64",
@@ -35,6 +35,8 @@ def make(kind: str, shape, seed: int = 0, dtype=torch.bfloat16) -> QuantTensor:
         return Plain.random(shape, seed, "cuda", dtype=dtype)
     if kind == "w8a8":
         return Int8Channel.random(shape, seed, "cuda")
+    if kind == "mxfp4":
+        return Float4.random(shape, seed, "cuda")
     bits, group = kind.removeprefix("sparse-").split(":")
     size = columns if group == "channel" else int(group) if columns % int(group) == 0 else 32
     options = dict(bits=int(bits[3:]), group_size=size, dtype=dtype, symmetric=seed % 2 == 1)

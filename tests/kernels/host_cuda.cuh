@@ -4,6 +4,8 @@
 // So `__shared__` is thread_local, and CTAs run at the same time, as on a GPU. What common.cuh does with instructions is done
 // here in plain C++, with the registers of a warp laid out as the PTX ISA says. Copies check their alignment; a warp or CTA that
 // waits for ever is reported. What this cannot show: dependent launches, and what memory does without fences.
+#ifndef COMMON
+#define COMMON
 #include <algorithm>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -40,11 +42,19 @@ typedef unsigned long long u64;
 #define ON_THE_HOST
 struct Patience { void poll() {} };  // give_way counts
 
-struct uint2 { u32 x, y; };
-struct uint4 { u32 x, y, z, w; };
-struct float2 { float x, y; };
+// Words must lie aligned in memory, as on a GPU: the compiler checks every address (-fsanitize=alignment). What lies on a fiber's
+// stack is a thread's registers, which have none.
+struct Place { const char* file; u32 line, column; };
+static Place misaligned;  // the last such load or store of this launch
+static thread_local uintptr_t registers_begin, registers_end;
+extern "C" void __ubsan_handle_type_mismatch_v1(const Place* place, uintptr_t address) {
+  if (address < registers_begin || address >= registers_end) misaligned = *place;
+}
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 struct float3 { float x, y, z; };
-struct float4 { float x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 DEVICE float2 make_float2(float x, float y) { return {x, y}; }
@@ -153,6 +163,7 @@ static void run_cta(int x, int y) {
   mine.fibers.resize(threads), mine.over.assign(threads, 0), mine.warps.resize(threads / 32);
   for (auto& values : mine.exchange) values.resize(threads);
   std::unique_ptr<char[]> stacks(new char[STACK * threads]);  // not written to: most of it is never used
+  registers_begin = (uintptr_t)stacks.get(), registers_end = registers_begin + STACK * threads;
   for (int i = 0; i < threads; i++) {
     getcontext(&mine.fibers[i]);
     mine.fibers[i].uc_stack.ss_sp = &stacks[STACK * i], mine.fibers[i].uc_stack.ss_size = STACK;
@@ -169,12 +180,15 @@ template <class... A, size_t... I> static void call(void (*kernel)(A...), void**
   kernel(*(A*)args[I]...);
 }
 template <class... A> static void call_with(void (*kernel)(A...), void** args) { call(kernel, args, std::index_sequence_for<A...>()); }
-template <class K> static void run_grid(K kernel, int x, int y, int block, void** args) {
+// 0, or a line of the source that used a misaligned address
+template <class K> static int run_grid(K kernel, int x, int y, int block, void** args) {
+  misaligned = {};
   gridDim.x = x, gridDim.y = y, blockDim.x = block;
   kernel_call = [=] { call_with(kernel, args); };
   std::vector<std::thread> ctas;
   for (int i = 0; i < x * y; i++) ctas.emplace_back(run_cta, i % x, i / x);
   for (auto& one : ctas) one.join();
+  return misaligned.line;
 }
 
 // ---- 16-bit and 8-bit floats ----
@@ -402,7 +416,7 @@ alignas(1024) thread_local u8 raw[240 << 10];  // dynamic shared memory
 // ---- 8 × 8 matrices of 16-bit values; a shared address is one within `raw` ----
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - raw); }
 // A copy is done as late as it may be, when a wait asks for its group: a stage that is read too early, or given back too late, shows.
-struct Copy { u32 to; const void* from; bool exists; };
+struct Copy { u32 to; const void* from; bool exists; u32 bytes = 16; };
 struct Copies { std::vector<std::vector<Copy>> groups; std::vector<Copy> open; };  // of a thread
 static thread_local std::vector<Copies> copies;
 DEVICE Copies& own_copies() {
@@ -414,6 +428,10 @@ DEVICE void copy16_or_zeros(u32 to, const void* from, bool exists) {
   own_copies().open.push_back({to, from, exists});
 }
 DEVICE void copy16(u32 to, const void* from) { copy16_or_zeros(to, from, true); }
+DEVICE void copy4(u32 to, const void* from) {
+  if (to % 4 || (uintptr_t)from % 4) fprintf(stderr, "a copy of 4 bytes is not aligned\n"), abort();
+  own_copies().open.push_back({to, from, true, 4});
+}
 DEVICE void copy_group() {
   own_copies().groups.push_back(own_copies().open);
   own_copies().open.clear();
@@ -422,13 +440,14 @@ template <int LEFT> DEVICE void copy_wait() {
   auto& groups = own_copies().groups;
   while ((int)groups.size() > LEFT) {
     for (const Copy& one : groups.front())
-      if (one.exists) memcpy(raw + one.to, one.from, 16);
-      else memset(raw + one.to, 0, 16);
+      if (one.exists) memcpy(raw + one.to, one.from, one.bytes);
+      else memset(raw + one.to, 0, one.bytes);
     groups.erase(groups.begin());
   }
 }
 DEVICE u32 shared_load16(u32 address) { return *(u16*)(raw + address); }
 DEVICE u32 shared_load(u32 address) { return *(u32*)(raw + address); }
+DEVICE uint2 shared_load2(u32 address) { return *(uint2*)(raw + address); }
 template <bool TRANSPOSED> static inline uint4 load_matrices(u32 address) {
   const u64 own[1] = {address};
   u64 all[32];
@@ -443,3 +462,4 @@ template <bool TRANSPOSED> static inline uint4 load_matrices(u32 address) {
   __syncwarp();
   return {r[0], r[1], r[2], r[3]};
 }
+#endif

@@ -21,7 +21,8 @@ HOST = gpu.Gpu(9, 0, 5, 232448, 233472)  # Hopper, with as many processors as a 
 OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
 COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None
 FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread",
-         "-fno-gnu-unique", "-fvisibility=hidden"]  # torch has functions of the same names
+         "-fno-gnu-unique", "-fvisibility=hidden",  # torch has functions of the same names
+         "-fsanitize=alignment"]
 
 
 def source(file: str) -> str:
@@ -32,8 +33,9 @@ def source(file: str) -> str:
 
 
 class Kernel:
-    def __init__(self, library: ctypes.CDLL, name: str):
-        self.run = library[f"run_{name}"]
+    def __init__(self, path: Path, name: str):
+        self.run = ctypes.CDLL(str(path.with_suffix(".so")))[f"run_{name}"]
+        self.source = path.with_suffix(".cpp")
 
     def launch(self, grid, block, args, *, shared=0, pdl=False, cluster=None):
         assert shared <= 227 * 1024
@@ -42,7 +44,8 @@ class Kernel:
                   if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         x, y = (grid, 1) if isinstance(grid, int) else grid
-        self.run(x, y, block, places)
+        if line := self.run(x, y, block, places):
+            raise AssertionError(f"misaligned address: {self.source.read_text().splitlines()[line - 1].strip()}")
 
 
 def tensor_map(tensor: torch.Tensor, box) -> bytes:
@@ -64,13 +67,13 @@ class Host:
         return SimpleNamespace(kernel=lambda name: self.kernel(file, flags, name))
 
     def kernel(self, file: str, flags: list[str], name: str) -> Kernel:
-        entry = f'\nextern "C" __attribute__((visibility("default"))) void run_{name}(int x, int y, int block, void** args) {{'
-        entry += f"\n  run_grid({name}, x, y, block, args);\n}}\n"
+        entry = f'\nextern "C" __attribute__((visibility("default"))) int run_{name}(int x, int y, int block, void** args) {{'
+        entry += f"\n  return run_grid({name}, x, y, block, args);\n}}\n"
         path = self.folder / hashlib.sha256("".join([file, name, *flags]).encode()).hexdigest()[:20]
         if not path.with_suffix(".so").exists():
             path.with_suffix(".cpp").write_text(source(file) + entry)
             subprocess.run([COMPILER, *FLAGS, *flags, "-o", path.with_suffix(".so"), path.with_suffix(".cpp")], check=True)
-        return Kernel(ctypes.CDLL(str(path.with_suffix(".so"))), name)
+        return Kernel(path, name)
 
 
 def pretend(monkeypatch, folder: Path) -> None:

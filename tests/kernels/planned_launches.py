@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from flyweight.engine import ahead
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.gpu import GPUS
 from flyweight.kernels import jit
 from flyweight.kernels.attention import prefill, rope
-from flyweight.kernels.dry_run import dry_run
+from flyweight.kernels.dry_run import DEVICE, dry_run
+from flyweight.kernels.linear.tiles import ACTIVATIONS
 from flyweight.kernels.vptq import decode
+from flyweight.models.decoder import Decoder
+from flyweight.models.presets import PresetWeights, preset_config
 
 MOST_ROWS = 64  # of a captured step
 PASSES = (3, 40, 300, 2048)  # tokens
@@ -30,8 +35,11 @@ class Launch:
 class Recorded:
     """A module and a kernel of it that write their launches down."""
 
-    def __init__(self, file, launches, place):
+    def __init__(self, file, launches, place, defines=()):
         self.file, self.launches, self.place = file, launches, place
+        if file == "gemm.cu" and "PACKED" in defines:  # what static_asserts of the kernel ask for
+            assert defines["EPILOGUE"] in ACTIVATIONS.values(), place()
+            assert defines["NDIM"] // 2 % (64 * defines["PACKED"]) == 0, place()
 
     def kernel(self, name):
         return self
@@ -47,9 +55,7 @@ class Recorded:
 def launches_on(name, models):
     """All launches of decode steps and passes of preset:scheme pairs on a GPU of the table, and steps that are not captured."""
     found, uncaptured, here = set(), {}, ["loading"]
-    jit.load = lambda file, **options: Recorded(file, found, lambda: here[0])
-    for module in (prefill, rope, decode):  # which keep the kernels of other runs
-        module._kernel.cache_clear()
+    record(found, here)
     with dry_run(GPUS[name]):
         for model in models:
             decoder = ahead.load(f"preset:{model}", None)
@@ -65,15 +71,43 @@ def launches_on(name, models):
     return found, uncaptured
 
 
-def run_steps(decoder):
-    """Every size that is captured; each is told before it runs."""
+def families_on(name, models):
+    """The same of a few sizes, with few experts."""
+    found, uncaptured, here = set(), {}, ["loading"]
+    record(found, here)
+    with dry_run(GPUS[name]):
+        for model in models:
+            preset, scheme = model.split(":")
+            config = preset_config(preset)
+            config |= {key: min(16, config[key]) for key in ("num_local_experts", "n_routed_experts") if key in config}
+            weights = PresetWeights(config, scheme)
+            decoder = Decoder.load(weights, device=DEVICE, dtype=torch.bfloat16, layers=ahead.layers_of(weights))
+            reason = unsupported_reason(decoder, ahead.PAGE)
+            if reason is not None:
+                uncaptured[model] = reason
+                continue
+            for size in run_steps(decoder, (1, 8, 64)):
+                here[0] = f"{model}, a step of {size}"
+            here[0] = f"{model}, a pass"
+            ahead.run_pass(decoder, 300)
+    return found, uncaptured
+
+
+def record(found, here):
+    jit.load = lambda file, **options: Recorded(file, found, lambda: here[0], options.get("defines", ()))
+    for module in (prefill, rope, decode):  # which keep the kernels of other runs
+        module._kernel.cache_clear()
+
+
+def run_steps(decoder, sizes=None):
+    """Every size that is captured, or some; each is told before it runs."""
     kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)
     caches, pages = ahead.make_caches(decoder), -(-decoder.config.context_length // ahead.PAGE)
     rows = Rows(MOST_ROWS, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
     graphs = DecodeGraphs(decoder, caches, rows)
     assert graphs.sizes == [size for size in SIZES if size <= MOST_ROWS]
     with decoder.active():
-        for size in graphs.sizes:
+        for size in sizes or graphs.sizes:
             yield size
             graphs.step(size).launch()
             graphs.step(size).advance()

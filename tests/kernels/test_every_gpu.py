@@ -7,6 +7,7 @@ import planned_launches
 import pytest
 
 from flyweight.gpu import GPUS
+from flyweight.models import families
 
 HOPPER_ONLY = {"gemm.cu", "few.cu", "vptq_rows.cu", "prefill_attention.cu"}
 MOST_THREADS = 1024
@@ -19,13 +20,40 @@ EXPERTS = ("qwen2-57b-a14b:int4",)
 MORE = {"sm_86": (*OTHERS, *EXPERTS), "sm_90a:78": (*OTHERS, *EXPERTS), "sm_120a": OTHERS}
 
 
+# Every preset of a family beyond Llama's like, by schemes in turn, on GPUs in turn; the Hoppers have those whose kernels differ.
+SCHEMES = ("int4", "bf16", "w8a8", "vptq", "fp8")
+BENT = ("gemma-3-12b:int4", "gemma-2-9b:bf16", "gpt-oss-20b:int4", "gpt-oss-20b:mxfp4", "glm-4.5-air:int4")
+
+
+def scheme_of(i, config):
+    if "num_experts_per_tok" in config:  # of which VPTQ's kernels take none
+        return ("int4", "mxfp4", "w8a8")[i % 3]
+    return SCHEMES[i % len(SCHEMES)]
+
+
+def families_of(name):
+    at = list(GPUS).index(name)
+    found = [f"{preset}:{scheme_of(i, config)}" for i, (preset, config) in enumerate(families.PRESETS.items())
+             if i % len(GPUS) == at]
+    return tuple(dict.fromkeys([*found, *(BENT if name == "sm_90a" else ())]))
+
+
+def gathered(work, models_of):
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        futures = {name: pool.submit(work, name, models_of(name)) for name in GPUS}
+        return {name: future.result() for name, future in futures.items()}
+
+
 @pytest.fixture(scope="module")
 def planned():
     """(launches, reasons for steps that are not captured) by GPU."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
-        futures = {name: pool.submit(planned_launches.launches_on, name, (*MODELS, *MORE.get(name, ()))) for name in GPUS}
-        return {name: future.result() for name, future in futures.items()}
+    return gathered(planned_launches.launches_on, lambda name: (*MODELS, *MORE.get(name, ())))
+
+
+@pytest.fixture(scope="module")
+def planned_families():
+    return gathered(planned_launches.families_on, families_of)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -44,6 +72,16 @@ def test_kernels_that_only_hopper_has_are_planned_nowhere_else(planned, name):
     assert {(one.file, one.place) for one in launches if one.file in HOPPER_ONLY} == set()
     clusters = {one for one in launches if one.cluster > 1}
     assert not clusters or GPUS[name].major >= 9
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_family_is_captured_and_every_launch_of_it_fits(planned_families, name):
+    launches, uncaptured = planned_families[name]
+    gpu = GPUS[name]
+    assert uncaptured == {} and launches
+    assert {one for one in launches if one.shared > gpu.shared_memory_per_block_optin} == set()
+    assert {one for one in launches if not 32 <= one.threads <= MOST_THREADS or one.threads % 32} == set()
+    assert gpu.has_warpgroups or {one.place for one in launches if one.file in HOPPER_ONLY} == set()
 
 
 @pytest.mark.parametrize("name", [name for name, gpu in GPUS.items() if gpu.has_warpgroups])

@@ -15,7 +15,7 @@ from flyweight.kernels.linear.fused import Norm
 
 pytestmark = pytest.mark.gpu
 HIDDEN, WIDTH, EPSILON = 320, 192, 1e-6
-KINDS = ["plain", "w8a8", "int4:64", "int4:32", "int8:64", "int8:channel"]
+KINDS = ["plain", "w8a8", "int4:64", "int4:32", "int8:64", "int8:channel", "mxfp4"]
 # Two linears in turn: the reference rounds the norm to 16 bits first, the kernels do not; W8A8 makes more of it, twice.
 BOUND = {"plain": 3e-2, "w8a8": 8e-2}
 

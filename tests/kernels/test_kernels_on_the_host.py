@@ -14,7 +14,9 @@ from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.untile import untile
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, Sparse24
+from flyweight.models.moe import Router, routing_of
+from flyweight.models.plan import RouterPlan
+from flyweight.tensors import Float4, Float8, Int8Channel, IntGroup, Plain, Sparse24
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
@@ -38,8 +40,8 @@ def make(kind, shape, seed=0):
         return dataclasses.replace(tensor, scales=tensor.scales[:1]) if seed % 2 else tensor
     if kind == "fp8-static":
         return dataclasses.replace(make("fp8", shape, seed), input_scale=torch.tensor([3 / 448]), activation="static")
-    if kind in ("plain", "w8a8", "sparse-w8a8"):
-        return {"plain": Plain, "w8a8": Int8Channel, "sparse-w8a8": Sparse24}[kind].random(shape, seed)
+    if kind in ("plain", "w8a8", "mxfp4", "sparse-w8a8"):
+        return {"plain": Plain, "w8a8": Int8Channel, "mxfp4": Float4, "sparse-w8a8": Sparse24}[kind].random(shape, seed)
     bits, group, *zeros = kind.removeprefix("sparse-").split(":")
     options = dict(bits=int(bits[3:]), group_size=int(group), symmetric=bool(zeros), **grouped)
     return base.random(shape, seed, dtype=torch.bfloat16, **options)
@@ -64,7 +66,7 @@ def error(got, want):
 CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 640)), ("int4:32", 8, (40, 320)),
          ("int8:64", 1, (136, 576)), ("fp8", 1, (40, 200)), ("fp8-static", 2, (136, 576)), ("sparse-w8a8", 1, (40, 200)),
          ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576)), ("sparse-int8:64:symmetric", 1, (40, 320)),
-         ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
+         ("mxfp4", 1, (136, 640)), ("mxfp4", 8, (40, 352)), ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape"), CASES)
@@ -92,6 +94,17 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clipped_swiglu"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_other_activations_than_silu_are_fused(activation, rows):
+    tensor, bias = make("int4:64", (96, 192), 1), 4 * torch.randn(96).bfloat16()  # some are clipped
+    x = torch.randn(rows, 192).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=activation)
+    want = reference.gate(tensor.matmul_reference(x) + bias.double(), activation)
+    got = gemv.multiply(weight, x) if rows == 1 else gemm.multiply(weight, x)
+    assert error(got, want) < 1e-2
+
+
 @pytest.mark.parametrize(("kind", "rows", "choices"), [
     ("w8a8", 2, None), ("int4:128", 1, None), ("fp8", 8, None), ("w8a8", 20, {}), ("fp8", 9, {}),
     ("int4:128", 16, dict(int16_inputs=True)), ("int8:64", 20, {})])
@@ -103,7 +116,7 @@ def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind, rows, choi
 
 
 # Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
-MANY = [("plain", 20, (136, 192), {}), ("int8:64", 20, (128, 192), dict(split=LINE)),
+MANY = [("plain", 20, (136, 192), {}), ("mxfp4", 20, (136, 160), {}), ("mxfp4", 70, (144, 256), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
         ("int8:64:symmetric", 20, (128, 192), dict(split=LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
         ("plain", 50, (200, 512), dict(split=CLUSTERS, warpgroups=3, cluster=4)),
         ("int4:64", 30, (256, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
@@ -190,6 +203,42 @@ def error_of_experts(kind, tokens):
             want[token] += share * product[0]
     assert int(ready) == 0
     return error(out.double() - x.double(), want)
+
+
+@pytest.mark.parametrize(("plan", "tokens"), [
+    (RouterPlan("", 16, 3, True, "sigmoid", 2.5, "bias", groups=4, chosen_groups=2), 5),
+    (RouterPlan("", 40, 4, False, "sigmoid", 1.0, "bias"), 2), (RouterPlan("", 12, 3, False, "chosen_softmax", bias="bias"), 5)])
+def test_routers_of_other_kinds_choose_like_their_reference(plan, tokens):
+    weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
+    router, bias = torch.randn(plan.experts, 128) * 128**-0.5, torch.randn(plan.experts)
+    layer = GroupedExperts(weight, weight, router, torch.zeros(1, dtype=torch.int32), routing_of(plan), bias=bias)
+    x, norm = torch.randn(tokens, 128).bfloat16(), torch.ones(128).bfloat16()
+    route = layer.route(x, norm=Norm(norm, 1e-6))
+    shares, chosen = Router(plan, router, bias)(norm_of(x, norm))
+    assert torch.equal(experts_of(route), chosen) and (route.shares - shares).abs().max() < 1e-4
+
+
+def test_experts_in_mxfp4_with_biases_and_a_shared_one_that_counts_whole():
+    count, hidden, width = 4, 128, 64
+    tensors = [(make("mxfp4", (2 * width, hidden), i), make("mxfp4", (hidden, width), i)) for i in range(count)]
+    biases = [(torch.randn(2 * width).bfloat16(), torch.randn(hidden).bfloat16()) for _ in tensors]
+    gate_up = experts.stack([linear_of(one[0], bias=bias[0], activation="clipped_swiglu")
+                             for one, bias in zip(tensors, biases, strict=True)])
+    down = experts.stack([linear_of(one[1], bias=bias[1]) for one, bias in zip(tensors, biases, strict=True)])
+    router = torch.randn(count, hidden) * hidden**-0.5
+    layer = GroupedExperts(gate_up, down, router, torch.zeros(1, dtype=torch.int32), Routing(count, 2, normalize=True))
+    norm = torch.ones(hidden).bfloat16()
+    for tokens in (1, 12):
+        x = torch.randn(tokens, hidden).bfloat16()
+        route, out, shared = layer.route(x, norm=Norm(norm, 1e-6)), torch.empty_like(x), torch.randn_like(x)
+        layer.combine(layer.multiply(x, route, norm=Norm(norm, 1e-6)), route, x, out, shared=shared)
+        want = shared.double()
+        for token, normed in enumerate(norm_of(x, norm)):
+            for expert, share in zip(experts_of(route)[token].tolist(), route.shares[token].double(), strict=True):
+                between = tensors[expert][0].matmul_reference(normed[None]) + biases[expert][0].double()
+                product = tensors[expert][1].matmul_reference(reference.gate(between, "clipped_swiglu").bfloat16())
+                want[token] += share * (product[0] + biases[expert][1].double())
+        assert error(out.double() - x.double(), want) < 3e-2
 
 
 @pytest.mark.parametrize("tokens", [5, 20])

@@ -122,11 +122,13 @@ def test_prompts_write_what_plain_ops_write(format):
     norm = Norm(torch.rand(40, 128, device=DEVICE).bfloat16() + 0.5, 1e-6)
     caches = [KVStorage.zeros((50, 16, 8, 128), torch.bfloat16, DEVICE, format) for _ in range(2)]
     reference.rope_norm_write(qkv.clone(), caches[0], slots, cos=cos, sin=sin, norm=norm)
-    rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, norm=norm)
+    _, *new = rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, norm=norm)
     assert torch.equal(caches[0].eight.scales[1], caches[1].eight.scales[1])
     assert torch.equal(caches[0].values.view(torch.uint8), caches[1].values.view(torch.uint8))
     keys = [one.eight.read(0, one.keys, slots) for one in caches]
     assert error(*keys) < 5e-3
+    assert torch.equal(new[0], keys[1]), "what attention reads beside the cache is what it holds"
+    assert torch.equal(new[1], caches[1].eight.read(1, caches[1].values, slots))
 
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=lambda one: one.name)

@@ -8,7 +8,7 @@ import torch
 
 from flyweight.batch import KVStorage
 from flyweight.kernels import reference
-from flyweight.kernels.attention import decode, rope
+from flyweight.kernels.attention import decode, qkv, rope
 from flyweight.kernels.attention.decode import (
     AttentionLayer,
     HeadNorms,
@@ -18,8 +18,11 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
+from flyweight.kernels.linear import gemv
 from flyweight.kernels.linear.fused import Norm
+from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kv_format import FP8, INT8
+from flyweight.tensors import IntGroup
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 CPU = torch.device("cpu")
@@ -163,6 +166,61 @@ def test_scales_that_a_checkpoint_fixes_are_used_for_every_token():
     assert same_bits(cache.eight.scales, plain.eight.scales)
 
 
+@pytest.mark.parametrize(
+    ("format", "head_dim", "lengths"),
+    [(FP8, 64, [50]), (INT8, 128, [50, 1]), (None, 64, [50, 1])],
+    ids=["fp8", "int8", "16 bits"],
+)
+def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths):
+    """CTAs of one head that share out a sequence, odd places in a page, a first token."""
+    shape = replace(SHAPE, head_dim=head_dim, rotary=head_dim, eight_bits=format is not None)
+    torch.manual_seed(0)
+    rows = len(lengths)
+    tensor = IntGroup.random((shape.width, 128), 1, dtype=torch.bfloat16, bits=4, group_size=128)
+    linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
+    assert qkv.unsupported_reason(linear, shape, rows, host_cuda.HOST) is None
+    tables = torch.randperm(rows * 4).view(rows, 4).int()
+    caches = [filled(shape, lengths, tables, format) for _ in range(2)]
+    angles = torch.rand(max(lengths), shape.rotary // 2) * 6
+    places = Rows(
+        rope_pairs(angles.cos(), angles.sin()), torch.tensor(lengths, dtype=torch.int32), tables
+    )
+    weights = [torch.rand(head_dim).bfloat16() + 0.5 for _ in range(2)]
+    layer = AttentionLayer(shape, head_dim**-0.5, HeadNorms(*weights, 1e-6))
+    x = torch.randn(rows, 128).bfloat16()
+    norm = Norm(torch.rand(128).bfloat16() + 0.5, 1e-6)
+    want, got = torch.full((2, rows, shape.heads * head_dim), float("nan")).bfloat16()
+    apart = gemv.multiply(linear.weight, x, norm=norm)
+    workspace = Workspace.make(shape, rows, CPU, 2)
+    decode_attention(apart, want, caches[0], places, layer=layer, workspace=workspace)
+    boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU)
+    qkv.qkv_attention(linear, x, got, caches[1], places, layer=layer, norm=norm, mailboxes=boxes)
+    for row in range(rows):
+        assert error(got[row], want[row]) < 8e-3, row
+    assert same_bits(caches[0].values, caches[1].values)
+    if format is not None:
+        assert same_bits(caches[0].eight.scales[1], caches[1].eight.scales[1])
+        keys = [one.eight.scales[0].double() for one in caches]
+        torch.testing.assert_close(*keys, rtol=0.01, atol=0, equal_nan=True)
+
+
+def filled(shape, lengths, tables, format):
+    """A cache that earlier steps have filled, the same each time; the rest is no number."""
+    dtype = torch.bfloat16
+    if format is not None:
+        cache = poisoned(shape, tables.numel(), format, dtype)
+    else:
+        size = (tables.numel(), shape.page, shape.kv_heads, shape.head_dim)
+        cache = KVStorage(*torch.full((2, *size), float("nan"), dtype=dtype))
+    generator = torch.Generator().manual_seed(1)
+    for row, length in enumerate(lengths):
+        older = torch.arange(length - 1)
+        size = (2, len(older), shape.kv_heads, shape.head_dim)
+        slots = tables[row].long()[older // shape.page] * shape.page + older % shape.page
+        cache.write(*torch.randn(size, generator=generator).to(dtype), slots)
+    return cache
+
+
 @pytest.mark.parametrize("format", [FP8, INT8], ids=lambda one: one.name)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "rotary", "normed"),
@@ -184,9 +242,12 @@ def test_prompts_write_codes_and_scales(monkeypatch, heads, kv_heads, size, rota
         plain_qkv[kept], caches[0], slots[kept], cos=cos[kept], sin=sin[kept], norm=norm
     )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    rope.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, norm=norm)
+    got_heads = rope.rope_norm_write(qkv, caches[1], slots, cos=cos, sin=sin, norm=norm)
     want, got = (one.eight.scales.double() for one in caches)
     torch.testing.assert_close(got, want, rtol=0.01, atol=0, equal_nan=True)
     assert same_bits(caches[0].values, caches[1].values)
     codes = [one.keys.view(torch.uint8) for one in caches]
     assert (codes[0] != codes[1]).float().mean() < 0.01
+    for side, pages in enumerate((caches[1].keys, caches[1].values)):  # and qkv has what they mean
+        new = got_heads[1 + side][kept]
+        assert torch.equal(new, caches[1].eight.read(side, pages, slots[kept]))

@@ -142,6 +142,7 @@ def test_x_is_packed_ahead_where_both_linears_are_products_of_unquantized_rows(m
     gate_up, down = linears("int4:64", "plain")
     assert down.negotiate(gate_up, 64, "silu").to and down.packed_input(64, 1)
     assert down.negotiate(gate_up, 4, "silu").to is None, "few rows go through other kernels"
+    assert down.negotiate(gate_up, 64, "gelu").to is None, "what no kernel applies comes after, in rows as they are"
     quantized, last = linears("w8a8", "w8a8")
     assert down.negotiate(quantized, 100, "silu").to is not None and last.negotiate(gate_up, 100, "silu").to is None
     retune(monkeypatch, packed_ahead=False)

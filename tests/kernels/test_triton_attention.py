@@ -63,12 +63,13 @@ def coded(cache, format):
     return eight
 
 
-def check(spans, *, window=None, give_new=True, tile=TILE, tolerance=4e-3, **shape):
+def check(spans, *, window=None, give_new=True, tile=TILE, tolerance=4e-3, bend=None, **shape):
     batch, cache, query, new = make(spans, **shape)
     scale = query.shape[-1] ** -0.5
-    want = reference.paged_attention(query, cache, reference.plan_attention(batch, cache, window), scale=scale)
+    plan = reference.plan_attention(batch, cache, window)
+    want = reference.paged_attention(query, cache, plan, scale=scale, bend=bend)
     plan = plans.plan_attention(batch, cache, window)
-    got = attention.paged_attention(query, cache, plan, scale=scale, new=new if give_new else None, tile=tile)
+    got = attention.paged_attention(query, cache, plan, scale=scale, new=new if give_new else None, tile=tile, bend=bend)
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     return plan
 
@@ -91,6 +92,15 @@ def test_pages_of_8_bit_codes(heads, kv_heads, size, page, format):
 @pytest.mark.parametrize("window", [1, 7, 16, 40])
 def test_a_sliding_window(window):
     check(MIXED, heads=4, kv_heads=2, size=64, window=window)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_scores_are_bent(cap, monkeypatch):
+    bend = reference.Bend(cap, torch.randn(4, device=DEVICE).half() + 1)
+    check(MIXED, heads=4, kv_heads=2, size=64, bend=bend)
+    monkeypatch.setattr(plans, "SHORTEST_PART", 16)
+    monkeypatch.setattr(plans, "_processors", lambda device: 16)
+    check([(1, 100), (6, 60)], heads=4, kv_heads=1, size=64, window=50, bend=bend)  # in parts
 
 
 def test_float32_and_pages_larger_than_a_tile():

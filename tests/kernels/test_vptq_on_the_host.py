@@ -144,17 +144,18 @@ def test_keys_and_values_that_are_asked_for_change_nothing():
     assert torch.equal(*outs) and error(outs[1], reference(tensors, x)) < 1e-2
 
 
-@pytest.mark.parametrize(("rows", "products"), [(1, True), (5, True), (5, False), (40, True)])
+@pytest.mark.parametrize(("rows", "products", "activation"), [
+    (1, True, "gelu_tanh"), (5, True, "silu"), (5, False, "silu"), (40, True, "gelu_tanh")])
 @pytest.mark.parametrize("columns", [512, 4608])
-def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, columns, rows, products):
+def test_gate_and_up_are_multiplied_where_x_is_read(monkeypatch, columns, rows, products, activation):
     if not products:  # as on a GPU before Hopper
         monkeypatch.setattr(vptq_rows, "takes", lambda *_: False)
     tensors, weight = make((64, columns), **BOOKS)
     gate, up = torch.randn(2, rows, columns).bfloat16()
     x, residual = torch.cat([gate, up], -1), torch.randn(rows, 64).bfloat16()
-    gated = torch.nn.functional.silu(gate.double()) * up.double()
+    gated = ops.gate(x.double(), activation)
     want = gated @ tensors[0].dequantize(torch.float64).T + residual.double()
-    assert error(weight.multiply(x, residual, Ends(gated="silu", residual=residual)), want) < 1e-2
+    assert error(weight.multiply(x, residual, Ends(gated=activation, residual=residual)), want) < 1e-2
 
 
 def test_a_codebook_too_large_for_shared_memory_is_read_through_the_caches(monkeypatch):

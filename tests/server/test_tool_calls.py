@@ -19,18 +19,27 @@ ONE = {  # family → an answer with one call
     "llama": f'{{"name": "get_weather", "parameters": {PARIS}}}',
     "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]',
     "new mistral": f"[TOOL_CALLS]get_weather[ARGS]{PARIS}",
+    "coder": "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=unit>\nC\n"
+             "</parameter>\n</function>\n</tool_call>",
+    "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}",
 }
 TWO = {  # and with two, where the family's template knows of that
     "qwen": f'{ONE["qwen"]}\n<tool_call>\n{{"name": "add", "arguments": {SUM}}}\n</tool_call>',
     "spelled": f'{ONE["qwen"]}\n<tool_call>\n{{"name": "add", "arguments": {SUM}}}\n</tool_call>',
     "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {SUM}}}]',
     "new mistral": f"{ONE['new mistral']}[TOOL_CALLS]add[ARGS]{SUM}",
+    "coder": f"{ONE['coder']}\n<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n"
+             "</function>\n</tool_call>",
 }
-WORDS = {"qwen": "Let me see.", "spelled": "Let me see."}
+WORDS = {"qwen": "Let me see.", "spelled": "Let me see.", "coder": "Let me see."}
+BEFORE_WORDS = {"harmony": "<|channel|>final<|message|>"}
+WRONG = {"coder": ("\nC\n", "\nK\n")}  # a unit that there is not
+SHOWN = {"coder": "<parameter=city>\nParis\n</parameter>"}  # a call in the next prompt
 
 
 def script(family):
-    answers = {"weather and sum": TWO.get(family, ""), "weather": ONE[family], "chat": "Just words, no call."}
+    answers = {"weather and sum": TWO.get(family, ""), "weather": ONE[family],
+               "chat": f"{BEFORE_WORDS.get(family, '')}Just words, no call."}
     return scripted({f"{question}?": answer for question, answer in answers.items()})
 
 
@@ -92,13 +101,14 @@ def test_words_stay_words(family):
 
 def test_results_go_back_through_the_template(family):
     """The message is sent back as the client got it, with all its nulls."""
-    _, running, client = family
+    name, running, client = family
     message = ask(client, "weather").choices[0].message
+    shown = SHOWN.get(name, PARIS)
     history = [{"role": "user", "content": "weather?"}, message.model_dump(),
                {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21 degrees"}]
     tokens = running.post("/tokenize", messages=history, tools=[WEATHER]).json()["tokens"]
     text = running.post("/detokenize", tokens=tokens).json()["prompt"]
-    assert "21 degrees" in text and PARIS in text and text.index(PARIS) < text.index("21 degrees")
+    assert "21 degrees" in text and shown in text and text.index(shown) < text.index("21 degrees")
 
 
 def test_tool_choice_none_gives_the_template_no_tools(family):
@@ -125,10 +135,11 @@ def test_the_grammar_lets_through_what_the_parser_reads(family):
     only_sum = grammar_of(running, tool_choice={"type": "function", "function": {"name": "add"}})
     single = grammar_of(running, parallel_tool_calls=False)
     call = ONE[name].removeprefix("Let me see.\n")
-    assert allows(running, auto, ONE[name]) and allows(running, auto, "Just words.")
-    assert allows(running, required, call) and not allows(running, required, "Just words.")
+    words = f"{BEFORE_WORDS.get(name, '')}Just words."
+    assert allows(running, auto, ONE[name]) and allows(running, auto, words)
+    assert allows(running, required, call) and not allows(running, required, words)
     assert not allows(running, only_sum, call)
-    wrong = ONE[name].replace('"C"', '"K"')
+    wrong = ONE[name].replace(*WRONG.get(name, ('"C"', '"K"')))
     assert not allows(running, auto, wrong) and not allows(running, required, wrong.removeprefix("Let me see.\n"))
     if name in TWO:
         assert allows(running, auto, TWO[name]) and not allows(running, single, TWO[name])

@@ -5,10 +5,55 @@ import random
 import pytest
 
 from flyweight.errors import OptionError
-from flyweight.server.pieces import Arguments, Call, Text
+from flyweight.server.pieces import Arguments, Call, Text, Thought
 from flyweight.server.tools import FORMATS, choose_format
 
 NESTED = '{"a": {"b": [1, "}\\"]"]}, "é": ","}'
+CODER = """I look.
+<tool_call>
+<function=f>
+<parameter=s>
+{"not": "parsed"}
+</parameter>
+<parameter=n>
+12
+</parameter>
+<parameter=flag>
+True
+</parameter>
+<parameter=list>
+["a", {"b": 1.5}]
+</parameter>
+<parameter=maybe>
+null
+</parameter>
+<parameter=either>
+7
+</parameter>
+<parameter=stranger>
+42
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=g>
+<parameter=text>
+<b>
+  x
+</parameter>
+</function>
+</tool_call>"""
+CODER_ARGUMENTS = ('{"s": "{\\"not\\": \\"parsed\\"}", "n": 12, "flag": true, "list": ["a", {"b": 1.5}], "maybe": null, "either": 7, '
+                   '"stranger": "42"}')
+# as the format's documentation has it
+HARMONY = ("<|channel|>analysis<|message|>Need to use function f.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+           "Looking it up.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+           '{"location":"San Francisco"}<|call|>')
+TOOLS = {
+    "f": {"type": "object", "$defs": {"flag": {"type": "boolean"}}, "properties": {
+        "s": {"type": "string"}, "n": {"type": "integer"}, "flag": {"$ref": "#/$defs/flag"}, "list": {"type": "array"},
+        "maybe": {"type": ["string", "null"]}, "either": {"anyOf": [{"type": "string"}, {"type": "number"}]}}},
+    "g": {"type": "object", "properties": {"text": {"type": "string"}}}, "python": None}
 CASES = [  # format, text → words, calls
     ("hermes", "no call < here <tool", "no call < here <tool", []),
     ("hermes", "text at the end \n", "text at the end \n", []),
@@ -35,6 +80,20 @@ CASES = [  # format, text → words, calls
      [("f", NESTED), ("g", "{}")]),
     ("mistral", "a [TOOL", "a [TOOL", []),
     ("mistral", "[TOOL_CALLS]?! what", "[TOOL_CALLS]?! what", []),
+    ("qwen_coder", CODER, "I look.", [("f", CODER_ARGUMENTS), ("g", '{"text": "<b>\\n  x"}')]),
+    ("qwen_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
+    ("qwen_coder", "<tool_call>\n<function=f>\n<parameter=s>\nhalf a st", "", [("f", '{"s": "half a st')]),
+    ("qwen_coder", "<tool_call>\n<function=f>\n<parameter=s>\nunclosed\n</function>\n</tool_call> done", "done",
+     [("f", '{"s": "unclosed"}')]),
+    ("qwen_coder", "<tool_call>no function</tool_call>", "<tool_call>no function</tool_call>", []),
+    ("qwen_coder", "a < b and <tool", "a < b and <tool", []),
+    ("harmony", HARMONY, "Looking it up.", [("f", '{"location":"San Francisco"}')]),
+    ("harmony", "<|channel|>final<|message|>2 < 3 <| and <|mess<|return|>", "2 < 3 <| and <|mess", []),
+    ("harmony", " to=functions.f<|channel|>commentary json<|message|>{}<|call|><|start|>assistant<|channel|>commentary "
+     'to=functions.g <|constrain|>json<|message|>{"x": [1]}<|call|>', "", [("f", "{}"), ("g", '{"x": [1]}')]),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", "", [("f", "{}")]),
+    ("harmony", "words without any channel", "words without any channel", []),
+    ("harmony", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"cut', "", [("f", '{"cut')]),
 ]
 
 
@@ -53,8 +112,8 @@ def test_calls_are_told_from_text_wherever_it_is_cut(form, text, words, calls):
     for seed in range(40):
         cuts = sorted(random.Random(seed).choices(range(len(text) + 1), k=seed % 9))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert read(FORMATS[form].parser({"f", "g", "python"}), pieces) == (words, calls), pieces
-    assert read(FORMATS[form].parser({"f", "g", "python"}), [*text, ""]) == (words, calls), "one character at a time"
+        assert read(FORMATS[form].parser(TOOLS), pieces) == (words, calls), pieces
+    assert read(FORMATS[form].parser(TOOLS), [*text, ""]) == (words, calls), "one character at a time"
 
 
 def test_arguments_go_out_while_they_come_in():
@@ -63,7 +122,22 @@ def test_arguments_go_out_while_they_come_in():
     assert parser.add("ng story") == [Arguments(0, "ng story")]
 
 
+def test_text_in_tags_goes_out_while_it_comes_in():
+    parser = FORMATS["qwen_coder"].parser(TOOLS)
+    parser.add("<tool_call>\n<function=f>\n<parameter=s>\na lo")
+    assert parser.add('ng "story"\n') == [Arguments(0, 'ng \\"story\\"')]
+
+
+def test_channels_are_told_apart():
+    parser = FORMATS["harmony"].parser({})
+    text = "<|channel|>analysis<|message|>Hmm, 2 < 3.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    found = [piece for letter in text for piece in parser.add(letter)] + parser.add("", last=True)
+    assert "".join(piece.text for piece in found if isinstance(piece, Thought)) == "Hmm, 2 < 3."
+    assert "".join(piece.text for piece in found if isinstance(piece, Text)) == "Yes."
+
+
 @pytest.mark.parametrize(("template", "name"), [
+    ("<tool_call>\n<function=x>\n<parameter=y>", "qwen_coder"), ("<|channel|>commentary to=functions.", "harmony"),
     ("… <tool_call> …", "hermes"), ("[TOOL_CALLS] and <tool_call>", "mistral"), ("{{ '<|python_tag|>' }}", "llama"),
     ('Respond {"name": function name, "parameters": dictionary}', "llama"), ("{{ tools }}", None)])
 def test_the_chat_template_shows_the_format(template, name):

@@ -1,4 +1,4 @@
-"""Tiny models whose chat templates speak of tools as three families do, and a script of what they answer."""
+"""Tiny models whose chat templates speak of tools as five families do, and a script of what they answer."""
 
 from __future__ import annotations
 
@@ -31,6 +31,24 @@ MISTRAL = (
     "{% elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]"
     "{% else %}[{{ message.role }}]{{ message.content }}{% endif %}{% endfor %}")
 NEW_MISTRAL = MISTRAL + "{# [TOOL_CALLS]name[ARGS]{} #}"
+CODER = (
+    "{% if tools %}<|start|>system\n# Tools\n{{ tools | tojson }}\n<tool_call>\n<function=example_function_name>\n"
+    "<parameter=example_parameter_1>\nvalue_1\n</parameter>\n</function>\n</tool_call><|end|>\n{% endif %}"
+    "{% for message in messages %}<|start|>{{ message.role }}\n"
+    "{% if message.role == 'tool' %}<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{% else %}{% if message.content %}{{ message.content }}{% endif %}{% for call in message.tool_calls %}"
+    "\n<tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments | items %}"
+    "<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}</function>\n"
+    "</tool_call>{% endfor %}{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}")
+HARMONY = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort if reasoning_effort is defined else 'medium' }}<|end|>"
+    "{% if tools %}<|start|>developer<|message|>namespace functions {{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>"
+    "{{ message.content }}<|end|>{% elif message.tool_calls %}{% for call in message.tool_calls %}"
+    "<|start|>assistant to=functions.{{ call.function.name }}<|channel|>commentary json<|message|>"
+    "{{ call.function.arguments | tojson }}<|call|>{% endfor %}"
+    "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
 
 FAMILIES = {  # name → (template, special tokens, other added tokens)
     "qwen": (QWEN, (), ("<tool_call>", "</tool_call>", "<think>", "</think>")),
@@ -38,6 +56,8 @@ FAMILIES = {  # name → (template, special tokens, other added tokens)
     "llama": (LLAMA, ("<|python_tag|>",), ()),
     "mistral": (MISTRAL, ("[TOOL_CALLS]",), ()),
     "new mistral": (NEW_MISTRAL, ("[TOOL_CALLS]", "[ARGS]"), ()),
+    "coder": (CODER, (), ("<tool_call>", "</tool_call>")),
+    "harmony": (HARMONY, ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"), ()),
 }
 
 

@@ -71,7 +71,7 @@ class Transformers:
         from flyweight.checkpoint.hub import resolve
         from flyweight.checkpoint.reader import read_json
 
-        folder = resolve(self.model)
+        folder = resolve(self.model, dtype="float16")  # of a GGUF file
         try:
             return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype(read_json(folder / "config.json")),
                                                         device_map=self.device, **self.options.extra)

@@ -49,7 +49,7 @@ def model_folder(model: str) -> tuple[str, dict[str, Any]]:
     if not model.startswith("preset:"):
         from flyweight.checkpoint.hub import resolve
 
-        return str(resolve(model)), {}
+        return str(resolve(model, dtype="float16")), {}
     from flyweight.models.presets import FLOATS, preset_config
 
     _, preset, *scheme = model.split(":")

@@ -112,6 +112,7 @@ class Attended:
 
     value: Tensor
     lengths: Tensor | None = None
+    adapters: Tensor | None = None
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor:
         return self.value

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flyweight.checkpoint.hub import cache_folder
+from flyweight.checkpoint.hub import converted_folder, kept_folder
 from flyweight.errors import OptionError, ResourceError, unknown
 
 
@@ -29,14 +29,21 @@ def cached_models() -> list[CachedModel]:
 
 
 def our_models() -> list[CachedModel]:
-    root = cache_folder() / "models"
+    """GGUF files with their configs, and folders that were made of such files in 16 or 32 bits."""
+    kept = {folder.name: folder for folder in model_folders(kept_folder())}
+    made = {folder.name: folder for folder in model_folders(converted_folder())}
+    renamed = {f"{name}-float16" if name in kept else name: folder for name, folder in made.items()}
+    return [our_model(name, folder) for name, folder in (kept | renamed).items()]
+
+
+def model_folders(root: Path) -> list[Path]:
     folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")] if root.is_dir() else []
-    return [our_model(folder) for folder in folders if (folder / "config.json").is_file()]
+    return [folder for folder in folders if (folder / "config.json").is_file()]
 
 
-def our_model(folder: Path) -> CachedModel:
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return CachedModel(folder.name, "flyweight", folder, size, folder.stat().st_mtime, lambda: delete_folder(folder))
+def our_model(name: str, folder: Path) -> CachedModel:
+    size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())  # a link, not what it leads to
+    return CachedModel(name, "flyweight", folder, size, folder.stat().st_mtime, lambda: delete_folder(folder))
 
 
 def delete_folder(folder: Path) -> None:

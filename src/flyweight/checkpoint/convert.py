@@ -22,6 +22,7 @@ from flyweight.tensors import Plain, QuantTensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What older tools left beside config.json for this information; the new folder has it in config.json.
+EMBEDDING = "embed_tokens"
 OLD_KEYS = ("quantization_config", "compression_config")
 
 
@@ -84,19 +85,16 @@ def _parts(checkpoint: Checkpoint, format: str, *, dtype: str | None, device: st
             tensor = tensor.to(device)
             if isinstance(tensor, Plain):  # 2:4 storage of a weight that is not quantized
                 yield prefix, {f"{prefix}.weight": tensor.weight}, None
-            elif format == "plain":
-                yield prefix, {f"{prefix}.weight": tensor.dequantize(DTYPES[dtype or _own_dtype(checkpoint)])}, tensor
+            elif format == "plain" or prefix.endswith(EMBEDDING):  # other formats hold linears only
+                weight = tensor.dequantize(DTYPES[dtype or _own_dtype(checkpoint)])
+                yield prefix, {f"{prefix}.weight": weight}, tensor if format == "plain" else None
             else:
                 yield prefix, formats.named(format).write(prefix, tensor), tensor
 
 
 def quantized_modules(checkpoint: Checkpoint) -> list[str]:
     """The prefixes of all modules that the format of the folder has tensors for, in the order of the files."""
-    form = checkpoint.format
-    if form is None:
-        return []
-    return list(dict.fromkeys(name.removesuffix(f".{mark}") for name in checkpoint.names() for mark in form.marks
-                              if name.endswith(f".{mark}")))
+    return [] if checkpoint.format is None else checkpoint.format.modules(checkpoint)
 
 
 def _config(checkpoint: Checkpoint, format: str, layers: dict[str, QuantTensor], *, dtype: str | None) -> dict[str, Any]:

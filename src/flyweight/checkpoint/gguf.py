@@ -1,9 +1,11 @@
-"""A GGUF file turned into an ordinary Hugging Face folder, once: after that nothing in the package knows GGUF.
+"""What a GGUF file says of its model, written out once as Hugging Face's config.json and tokenizer files.
 
-The `gguf` package parses and dequantizes; here is what it leaves open: names, config, and the row order of q and k that
-llama.cpp changes for its own rope. Weights become float16 (or float32 for the exact values of the quantized file, at
-twice the size). A tensor or setting that has no counterpart is an error: leaving one out would give a model that loads
-and talks nonsense.
+`keep` puts those beside a link to the file, whose weights stay as they are (gguf_shard.py reads them). `convert` writes an
+ordinary folder that other programs read: weights become float16, or float32 for the exact values of the quantized file.
+
+The `gguf` package parses the metadata; here is what it leaves open: names, config, and the row order of q and k that
+llama.cpp changes for its own rope. A tensor or setting that has no counterpart is an error: leaving one out would give a
+model that loads and talks nonsense.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from flyweight.checkpoint.gguf_header import check_header
+from flyweight.checkpoint.gguf_header import read_table
+from flyweight.checkpoint.gguf_shard import BLOCK, ROPE_FACTORS, heads_turned, hugging_face_name, turned_back
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
 from flyweight.checkpoint.reader import is_finite
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
@@ -30,14 +33,7 @@ from flyweight.errors import CheckpointError, MissingPackageError, ResourceError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}
 OPTIONAL = {"attn_q_norm", "attn_k_norm"}
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor per rope frequency, part of the config elsewhere
 
 SIZES = {  # config.json ← GGUF metadata, less its architecture prefix
     "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
@@ -60,8 +56,20 @@ SOURCE = "flyweight_source"  # in config.json, which other programs read past
 WRITTEN_FOR = "5.0.0"
 
 
+def parts_of(path: Path) -> list[Path]:
+    """All files of a model that llama.cpp has split, `path` being one of them; else `path` alone."""
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if match is None or int(match[3]) < 2:
+        return [path]
+    parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
+    if missing := [part.name for part in parts if not part.exists()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{path}: one of {match[3].lstrip('0')} parts, of which {missing[0]}{more} is missing; get it too")
+    return parts
+
+
 class GGUF:
-    """The metadata and tensors of one file."""
+    """The metadata and tensors of one model, in one file or in several."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -69,19 +77,26 @@ class GGUF:
             import gguf
         except ImportError:
             raise MissingPackageError("reading GGUF files needs the gguf package: pip install gguf") from None
-        try:
-            check_header(self.path)
-            reader = gguf.GGUFReader(self.path)
-            self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError) as error:
-            raise CheckpointError(f"{self.path}: truncated or damaged GGUF file ({error}); get it again") from error
+        self.paths = parts_of(self.path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, Any] = {}
+        for part in self.paths:
+            try:
+                read_table(part)
+                reader = gguf.GGUFReader(part)
+                fields = {name: field.contents() for name, field in reader.fields.items()}
+                self.tensors |= {tensor.name: tensor for tensor in reader.tensors}
+            except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError) as error:
+                raise CheckpointError(f"{part}: truncated or damaged GGUF file ({error}); get it again") from error
+            self.metadata = fields | self.metadata  # the first part has it all
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedError(f"{self.path}: architecture {self.architecture!r} is not supported; known: "
                                    f"{', '.join(ARCHITECTURES)}")  # the nearest name would be another model
-        if self.metadata.get("split.count", 1) > 1:
-            raise UnsupportedError(f"{self.path}: one of several parts; join them with `llama-gguf-split --merge`")
+        count = self.metadata.get("split.count", 0)
+        if count > 1 and count != len(self.paths):
+            raise UnsupportedError(f"{self.path}: one of {count} parts whose names do not tell the others; join them with "
+                                   "`llama-gguf-split --merge`")
 
     def setting(self, name: str, default: Any = None) -> Any:
         """Metadata of the architecture; without a default it must be there."""
@@ -107,11 +122,31 @@ class GGUF:
             raise UnsupportedError(f"{self.path}: tensor {name!r} is {tensor.tensor_type.name}, which cannot be read") from None
 
 
+def keep(path: str | Path, target: Path, *, move: bool = False) -> Path:
+    """Fill the new folder `target`: config, tokenizer, and the GGUF file itself, moved there or linked to."""
+    file = GGUF(path)
+    config = make_config(file, torch.float16)
+    for name in file.tensors:
+        if name != ROPE_FACTORS:
+            hugging_face_name(file.path, file.architecture, name)
+    _check_tensors(file, config)
+    target.mkdir()
+    write_tokenizer(file.metadata, target, file=file.path)
+    write_json(target / "generation_config.json", make_generation_config(file))
+    write_json(target / "config.json", config)
+    for part in file.paths:
+        if move:
+            shutil.move(part, target / part.name)
+        else:
+            (target / part.name).symlink_to(part.resolve())
+    return target
+
+
 def convert(path: str | Path, target: str | Path, *, dtype: torch.dtype = torch.float16, overwrite: bool = False) -> Path:
     """Write `target`, a Hugging Face folder with the weights, config, tokenizer and chat template of a GGUF file."""
     file = GGUF(path)
     config = make_config(file, dtype)
-    names = {name: hugging_face_name(file, name) for name in file.tensors if name != ROPE_FACTORS}
+    names = {name: hugging_face_name(file.path, file.architecture, name) for name in file.tensors if name != ROPE_FACTORS}
     _check_tensors(file, config)
     check_room(file, Path(target), dtype)
     with CheckpointWriter(target, overwrite=overwrite) as writer:
@@ -134,16 +169,6 @@ def check_room(file: GGUF, target: Path, dtype: torch.dtype) -> None:
     if needed > free:
         raise ResourceError(f"{file.path.name} takes {needed / 1e6:,.0f} MB as a folder, but only {free / 1e6:,.0f} MB are free "
                             f"at {place}; make room, or set FLYWEIGHT_CACHE to another folder")
-
-
-def hugging_face_name(file: GGUF, name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in OUTER and kind == "weight":
-        return f"{OUTER[stem]}.{kind}"
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if not match or match[2] not in BLOCK or kind not in ("weight", "bias"):
-        raise UnsupportedError(f"{file.path}: tensor {name!r} is not part of a plain {file.architecture} decoder")
-    return f"model.layers.{match[1]}.{BLOCK[match[2]]}.{kind}"
 
 
 def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
@@ -267,11 +292,8 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _converted(file: GGUF, name: str, config: dict[str, Any], dtype: torch.dtype) -> Tensor:
     values = file.values(name)
-    if file.architecture == "llama" and (part := name.split(".")[-2]) in ("attn_q", "attn_k"):
-        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-        # llama.cpp rotates neighbours (0, 1), (2, 3), …; Hugging Face halves (0, d / 2), (1, d / 2 + 1), …
-        values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-    converted = values.to(dtype)
+    heads = heads_turned(config, hugging_face_name(file.path, file.architecture, name))
+    converted = (values if heads is None else turned_back(values, heads)).to(dtype)
     if not is_finite(converted):
         raise CheckpointError(f"{file.path}: tensor {name!r} holds NaN, infinity or more than {dtype} can hold; try float32")
     return converted

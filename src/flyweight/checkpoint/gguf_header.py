@@ -1,17 +1,21 @@
 """Looks through the header of a GGUF file before the `gguf` package reads it: every length must fit into the file.
 
 The package believes what a file says of itself. An array that claims 2^40 entries makes it run until the memory is full,
-though the file has 94 bytes. So the header is walked here first, in the same order, with nothing kept: counts, strings
-and arrays must end inside the file, and all arrays together stay below what a vocabulary needs.
+though the file has 94 bytes. So the header is walked here first, in the same order: counts, strings and arrays must end
+inside the file, and all arrays together stay below what a vocabulary needs. Only the table of tensors is kept, which is
+all that a model needs whose metadata was looked at once.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
-from flyweight.errors import CheckpointError
+from flyweight.checkpoint.gguf_blocks import TYPES
+from flyweight.errors import CheckpointError, UnsupportedError
 
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # value type → bytes
 STRING, ARRAY = 8, 9
@@ -21,9 +25,51 @@ MOST_ENTRIES = 8_000_000  # of all arrays: the largest vocabularies have three l
 MOST_DIMENSIONS = 8
 DEEPEST = 4  # arrays within arrays
 LONGEST_STRING = 16 << 20  # chat templates have kilobytes
+ALIGNMENT = "general.alignment"
+UINT32 = 4
 
 
-def check_header(path: Path) -> None:
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as the header announces it."""
+
+    shape: tuple[int, ...]  # outermost first, unlike in the file
+    type: int  # a key of gguf_blocks.TYPES, if it is one that we know
+    offset: int  # of the file
+
+    @property
+    def nbytes(self) -> int:
+        inputs, size = block_size(self.type)
+        return math.prod(self.shape) // inputs * size
+
+
+def block_size(number: int) -> tuple[int, int]:
+    """Inputs and bytes of a block of any type that can be read."""
+    if number in TYPES:
+        return TYPES[number].inputs, TYPES[number].nbytes
+    import gguf
+
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+
+
+def read_table(path: Path) -> dict[str, Stored]:
+    """Every tensor of the file; each lies inside of it."""
+    table = check_header(path)
+    size = path.stat().st_size
+    for name, stored in table.items():
+        try:
+            inputs, _ = block_size(stored.type)
+        except (ValueError, KeyError, ImportError):
+            raise UnsupportedError(f"{path}: tensor {name!r} is of type {stored.type}, which cannot be read") from None
+        if stored.shape and stored.shape[-1] % inputs:
+            raise CheckpointError(f"{path}: tensor {name!r} has rows of {stored.shape[-1]} values, but its blocks have {inputs}")
+        if stored.offset + stored.nbytes > size:
+            raise CheckpointError(f"{path}: truncated: tensor {name!r} ends at byte {stored.offset + stored.nbytes:,}, but the "
+                                  f"file at {size:,}; get it again")
+    return table
+
+
+def check_header(path: Path) -> dict[str, Stored]:
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     if path.stat().st_size < 24:
@@ -31,7 +77,7 @@ def check_header(path: Path) -> None:
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:4] != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file")
-        Header(path, data).walk()
+        return Header(path, data).walk()
 
 
 class Header:
@@ -40,24 +86,34 @@ class Header:
         self.size = len(data)
         self.at = 4
         self.entries = 0  # of arrays, so far
+        self.alignment = 32
         self.order = "<"
         if self.number(4) & 0xFFFF == 0:  # the version, in the other order of bytes
             self.order = ">"
 
-    def walk(self) -> None:
+    def walk(self) -> dict[str, Stored]:
         tensors = self.number(8)
         fields = self.number(8)
         self.room(fields, LEAST_FIELD, "metadata fields")
         for _ in range(fields):
-            self.string()
-            self.value(self.number(4))
+            name = self.string()
+            kind = self.number(4)
+            self.value(kind)
+            if name == ALIGNMENT and kind == UINT32:
+                self.alignment = struct.unpack_from(self.order + "I", self.data, self.at - 4)[0]
         self.room(tensors, LEAST_TENSOR, "tensors")
-        for _ in range(tensors):
-            self.string()
-            dimensions = self.number(4)
-            if dimensions > MOST_DIMENSIONS:
-                raise self.damaged(f"a tensor of {dimensions} dimensions")
-            self.skip(8 * dimensions + 4 + 8)
+        table = dict(self.tensor() for _ in range(tensors))
+        start = -(-self.at // max(1, self.alignment)) * max(1, self.alignment)
+        return {name: Stored(one.shape, one.type, start + one.offset) for name, one in table.items()}
+
+    def tensor(self) -> tuple[str, Stored]:
+        name = self.string()
+        dimensions = self.number(4)
+        if dimensions > MOST_DIMENSIONS:
+            raise self.damaged(f"a tensor of {dimensions} dimensions")
+        shape = [self.number(8) for _ in range(dimensions)]
+        kind = self.number(4)
+        return name, Stored(tuple(reversed(shape)), kind, self.number(8))
 
     def value(self, kind: int, depth: int = 0) -> None:
         if kind in SCALARS:
@@ -84,11 +140,12 @@ class Header:
         for _ in range(count):
             self.value(kind, depth + 1)
 
-    def string(self) -> None:
+    def string(self) -> str:
         length = self.number(8)
         if length > LONGEST_STRING:
             raise self.damaged(f"a string of {length:,} bytes")
         self.skip(length)
+        return self.data[self.at - length : self.at].decode("utf-8", "replace")
 
     def number(self, size: int) -> int:
         self.skip(size)

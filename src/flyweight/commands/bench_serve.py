@@ -25,7 +25,7 @@ from flyweight.commands.bench_sweep import (
     engine_options,
     resumable,
 )
-from flyweight.commands.generate import Device, Dtype, KvDtype, Threads
+from flyweight.commands.generate import Device, Dtype, KvDtype, Speculate, Threads
 from flyweight.errors import OptionError
 
 
@@ -50,8 +50,9 @@ def serve(
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before the run that do not count.")] = 4,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
     seed: Seed = 0, check: Check = True, model_name: Name = None,
-    device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None,
-    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, option: Extra = None, sampling: Sampling = None, as_json: Json = False,
+    device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
+    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, option: Extra = None,
+    sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """TTFT, TPOT, gaps and end-to-end times under load, as percentiles; goodput under a service-level objective.
 
@@ -85,7 +86,7 @@ def serve(
     from flyweight.bench.rows import ResultFile, environment_row
     from flyweight.device import pick_device
 
-    options = engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, sampling)
+    options = engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling)
     cases = make_cases(models, backend or ["openai" if url else "native"], options, name=model_name)
     file, rows = ResultFile(out), []
     place = pick_device(device)

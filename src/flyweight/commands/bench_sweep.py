@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, KvDtype, Threads
+from flyweight.commands.generate import Device, Dtype, KvDtype, Speculate, Threads
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def latency(
     repeats: Repeats = 3, seed: Seed = 0, check: Check = True,
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Load one variant after the other.")] = False,
     model_name: Name = None,
-    device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None, quantization: Quantization = None,
+    device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
+    quantization: Quantization = None,
     tensor_parallel: TensorParallel = 1, url: Url = None, option: Extra = None, sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """Latency, TTFT, TPOT and throughput of variants of a model, on fixed workloads.
@@ -75,7 +76,7 @@ def latency(
     works = [workloads.Workload(None, *own)] if own else [workloads.find(name) for name in workload or workloads.LATENCY]
     plan = Plan(TABLES["latency"], works, repeats=repeats, seed=seed, check=check, together=not one_at_a_time)
     run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, sampling))
+        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
 
 
 def speed(
@@ -84,7 +85,8 @@ def speed(
     output: Annotated[int, typer.Option("--output", min=2, help="Tokens to generate.")] = 2048,
     repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None,
     device: Device = None, threads: Threads = None,
-    dtype: Dtype = None, kv_dtype: KvDtype = None, quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
+    dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
+    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
     option: Extra = None, sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """Tokens per second and peak memory of one prompt, by input length.
@@ -105,7 +107,7 @@ def speed(
     works = [workloads.Workload(None, 1, length, output) for length in input or workloads.SPEED_INPUTS]
     plan = Plan(TABLES["speed"], works, repeats=repeats, seed=seed, check=check, together=False)
     run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, sampling))
+        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
 
 
 def throughput(
@@ -116,7 +118,8 @@ def throughput(
     sequences: Annotated[int, typer.Option(min=1, help="Most prompts in work at once; the others wait.")] = 256,
     repeats: Repeats = 3, seed: Seed = 0, check: Check = True, model_name: Name = None,
     device: Device = None, threads: Threads = None,
-    dtype: Dtype = None, kv_dtype: KvDtype = None, quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
+    dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
+    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
     option: Extra = None, sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """Requests and tokens per second when many prompts are there at once.
@@ -133,15 +136,17 @@ def throughput(
     works = [workloads.Workload(None, count, input, output) for count in prompts or (100, 1000)]
     plan = Plan(TABLES["throughput"], works, repeats=repeats, seed=seed, check=check, together=False, sequences=sequences)
     run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, sampling))
+        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
 
 
 def engine_options(device: str | None, dtype: str | None, quantization: str | None, tensor_parallel: int, url: str | None,
-                   pairs: Sequence[str] | None, kv_dtype: str | None = None, sampling: str | None = None) -> EngineOptions:
+                   pairs: Sequence[str] | None, kv_dtype: str | None = None,
+                   speculate: str | None = None, sampling: str | None = None) -> EngineOptions:
     from flyweight.backends.base import EngineOptions
     from flyweight.bench.cases import parse_sampling
 
-    extra: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
+    given = {"kv_dtype": kv_dtype, "speculate": speculate}
+    extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
         if not equals:

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Context, Device, Dtype, Fraction, Head, KvDtype, Native, Offload, Threads, load
+from flyweight.commands.generate import (
+    Context,
+    Device,
+    Dtype,
+    Fraction,
+    Head,
+    KvDtype,
+    Native,
+    Offload,
+    Speculate,
+    Threads,
+    load,
+)
 from flyweight.commands.line_reader import editing, messages
 from flyweight.commands.stopping import interruptible
 from flyweight.commands.word_wrap import WordWrap
@@ -39,6 +51,7 @@ def chat(
     head: Head = None,
     native: Native = None,
     offload: Offload = 0,
+    speculate: Speculate = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
 ) -> None:
@@ -59,7 +72,7 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
-               max_model_len=max_model_len, memory_fraction=memory_fraction)
+               speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction)
     params = params.with_defaults({**LIVELY, **llm.sampling_defaults})
     template = {} if think is None else {"enable_thinking": think}
     conversation = Conversation(params, system=system)

@@ -18,6 +18,7 @@ DEFAULT = "sm_90a"
 if TYPE_CHECKING:
     from flyweight.gpu import Gpu
     from flyweight.kernels.precompile import Compiled, Listen
+    from flyweight.kv_format import KVFormat
 
 
 def compile(
@@ -48,6 +49,9 @@ def compile(
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 or float16; default: the model's own.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of the KV cache: fp8, int8 or model, the default.")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; default: one for each core.")
     ] = None,
@@ -75,7 +79,7 @@ def compile(
     gpu, architecture = pick_gpu(arch, processors)
     sequences = max_num_seqs or DEFAULTS["cuda"]["max_num_seqs"]
     tokens = max_num_batched_tokens or max(sequences, DEFAULTS["cuda"]["max_num_batched_tokens"])
-    target = Target(gpu, dtype, sequences, tokens)
+    target = Target(gpu, dtype, sequences, tokens, pick_kv_format(kv_dtype))
     workers = workers or os.cpu_count() or 1
     parts = max(1, min(4, workers // len(models)))  # more would only wait for each other's imports
     runs = [
@@ -86,6 +90,17 @@ def compile(
     with listening() as listen:
         done = precompile(runs, architecture, listen=listen, workers=workers)
     show(done, architecture, as_json=as_json)
+
+
+def pick_kv_format(name: str | None) -> KVFormat | None:
+    """None: the type of activations."""
+    from flyweight.kv_format import KV_FORMATS, MODEL
+
+    if name is None or name == MODEL:
+        return None
+    if name not in KV_FORMATS:
+        raise OptionError(unknown("kv_dtype", name, [MODEL, *KV_FORMATS]))
+    return KV_FORMATS[name]
 
 
 def pick_gpu(arch: str | None, processors: int | None) -> tuple[Gpu, str]:

@@ -31,10 +31,17 @@ Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; f
 Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; as stored.")]
 KvDtype = Annotated[str | None, typer.Option(help="Of the KV cache: fp8 or int8 (half the memory), model (the type of activations) "
                                              "or auto, as the model's files ask for: the default.")]
+Speculate = Annotated[str | None, typer.Option(help="Guess tokens and check several in one step: ngram (from the text so far), "
+                                                "model:NAME (a smaller model's), auto (as far as it pays) or off: the default. "
+                                                "The answer stays the same.")]
 Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay in the host's memory and come over the bus for "
                                      "each step; for models somewhat larger than the GPU.")]
 Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
                                              "of their file, or torch's; where they can run the model, unless given.")]
+
+ADAPTED = "adapter"  # the name of the only one
+Adapter = Annotated[list[str] | None, typer.Option(
+    metavar="NAME=FOLDER", help="A LoRA adapter of PEFT, by the name that requests call it; may be repeated.")]
 
 
 def generate(
@@ -57,8 +64,10 @@ def generate(
     head: Head = None,
     native: Native = None,
     offload: Offload = 0,
+    speculate: Speculate = None,
     max_model_len: Context = None,
     memory_fraction: Fraction = None,
+    adapter: Annotated[str | None, typer.Option(metavar="FOLDER", help="Answer with this LoRA adapter of PEFT.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Complete a prompt. The text appears as it is made, in a pipe or file too; the speed goes to standard error.
@@ -87,10 +96,11 @@ def generate(
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
     llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
-               max_model_len=max_model_len, memory_fraction=memory_fraction)
+               speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction,
+               adapters={ADAPTED: adapter} if adapter else None)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     begin = time.perf_counter()
-    stream = llm.stream(asked, **sampling)
+    stream = llm.stream(asked, adapter=ADAPTED if adapter else None, **sampling)
     stopped = run(stream, show=n == 1 and not as_json)
     output, seconds = stream.output, time.perf_counter() - begin
     if as_json:
@@ -99,9 +109,26 @@ def generate(
         typer.echo("\n---\n".join(completion.text for completion in output.completions))
     count = sum(len(completion.token_ids) for completion in output.completions)
     end = f"; stopped by {signal.Signals(stopped).name}" if stopped else ""
-    typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included{end}", err=True)
+    guessed = ""
+    if drafted := sum(completion.drafted_tokens for completion in output.completions):
+        accepted = sum(completion.accepted_tokens for completion in output.completions)
+        guessed = f"; {accepted} of {drafted} guesses right"
+    typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tok/s, prompt included{guessed}{end}", err=True)
     if stopped:
         raise typer.Exit(128 + stopped)
+
+
+def adapters_of(given: list[str]) -> dict[str, str]:
+    """{name: folder} of NAME=FOLDER."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise OptionError(f"--adapter {text}: give it as NAME=FOLDER, such as sql=./sql-lora")
+        if name in found:
+            raise OptionError(f"two adapters are called {name!r}; give them different names")
+        found[name] = folder
+    return found
 
 
 def load(model: str, **options: Any) -> LLM:

@@ -16,9 +16,11 @@ from flyweight.errors import OptionError, writing
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="A name (smollm2-135m), a hub id (owner/name), a GGUF file or a folder.")],
+    model: Annotated[str, typer.Argument(help="A name (smollm2-135m), a hub id (owner/name, or owner/name:Q4_K_M for a "
+                                                 "GGUF file), a GGUF file or a folder.")],
     output: Annotated[Path | None, typer.Option(help="Put a copy of the folder here.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights converted from GGUF: float16 or float32.")] = "float16",
+    dtype: Annotated[str | None, typer.Option(help="Write a GGUF's weights out in float16 or float32, as other programs "
+                                                   "read them (default: they stay as they are).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Get a model: by name, from the Hugging Face hub, or from a GGUF file. Later uses need no network.
@@ -28,6 +30,8 @@ def pull(
         flyweight pull smollm2-135m
 
         flyweight pull Qwen/Qwen3-0.6B
+
+        flyweight pull Qwen/Qwen3-8B-GGUF:Q4_K_M
 
         flyweight pull model.Q8_0.gguf --output model-folder --dtype float32
     """

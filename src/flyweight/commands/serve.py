@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from flyweight import garbage
-from flyweight.commands.generate import Context, Device, Dtype, Head, KvDtype, Native, Offload, Threads
+from flyweight.commands.generate import (
+    Adapter,
+    Context,
+    Device,
+    Dtype,
+    Head,
+    KvDtype,
+    Native,
+    Offload,
+    Speculate,
+    Threads,
+    adapters_of,
+)
 from flyweight.errors import MissingPackageError, OptionError, unknown
 
 KEY_VARIABLE = "FLYWEIGHT_API_KEY"
@@ -33,6 +45,7 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
     prompt_tokens_beside: Annotated[int | None, typer.Option(
         min=1, help="Of prompts, most tokens in one step beside answers: fewer make gaps smaller, first tokens later.")] = None,
+    adapter: Adapter = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")] = True,
     device: Device = None,
     threads: Threads = None,
@@ -44,6 +57,7 @@ def serve(
     max_loaded: Annotated[int | None, typer.Option(
         min=1, help="Of several models: most in memory at once; as many as there is room for otherwise.")] = None,
     offload: Offload = 0,
+    speculate: Speculate = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request; larger ones are refused with 413.")] = 8.0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take, waiting included.")] = 600.0,
@@ -57,7 +71,7 @@ def serve(
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, where they stay.")] = False,
     tool_parser: Annotated[str | None, typer.Option(
-        help="Format of tool calls: hermes, llama or mistral; the chat template shows it otherwise.")] = None,
+        help="Format of tool calls: harmony, hermes, llama, mistral or qwen_coder; the chat template shows it otherwise.")] = None,
     embeddings: Annotated[str | None, typer.Option(
         help="Open /v1/embeddings; how tokens become one vector: mean or last.")] = None,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
@@ -74,13 +88,26 @@ def serve(
 
         flyweight serve smollm2-135m ./my-model --max-loaded 1
 
+        flyweight serve ./my-model --adapter sql=./sql-lora --adapter poems=./poems-lora
+
         flyweight serve Qwen/Qwen3-32B --backend vllm --tensor-parallel 4 --memory-fraction 0.9
     """
-    engine = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
+    engine: dict[str, Any] = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
               "kv_dtype": kv_dtype, "head": head, "native": native, "prompt_tokens_beside": prompt_tokens_beside}
     if offload and backend == "native":
         engine["offload"] = offload
+    if speculate and backend != "native":
+        raise OptionError(f"--speculate is for the native engine; {backend} has options of its own for it")
+    if speculate:
+        from flyweight.engine.speculation.option import Speculation
+
+        Speculation.parse(speculate)  # refused before a model is loaded
+        engine["speculate"] = speculate
+    if adapter:
+        if backend != "native" or len(models) > 1:
+            raise OptionError("--adapter is for one model of the native engine")
+        engine["adapters"] = adapters_of(adapter)
     keys = tuple(api_key or ()) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
     if "" in keys:
         raise OptionError("--api-key is empty; leave it out to serve everybody")

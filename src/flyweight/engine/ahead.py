@@ -18,6 +18,7 @@ from flyweight.engine.llm import DEFAULTS, choose_dtype
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
+from flyweight.kv_format import KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PresetWeights
@@ -35,6 +36,7 @@ class Target:
     dtype: str | None = None  # None: the model's own
     sequences: int = DEFAULTS["cuda"]["max_num_seqs"]
     tokens: int = DEFAULTS["cuda"]["max_num_batched_tokens"]
+    kv_format: KVFormat | None = None  # of the cache; None: the type of activations
 
 
 class Read:
@@ -110,7 +112,7 @@ def run_steps(decoder: Decoder, target: Target) -> None:
     if unsupported_reason(decoder, PAGE) is not None:
         return
     kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)  # neighbours hand over to each other
-    caches, pages = make_caches(decoder), -(-decoder.config.context_length // PAGE)
+    caches, pages = make_caches(decoder, target.kv_format), -(-decoder.config.context_length // PAGE)
     rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
     steps = DecodeGraphs(decoder, caches, rows)
     with decoder.active():
@@ -122,18 +124,18 @@ def run_steps(decoder: Decoder, target: Target) -> None:
     decoder.blocks = kinds
 
 
-def run_pass(decoder: Decoder, tokens: int) -> None:
+def run_pass(decoder: Decoder, tokens: int, kv_format: KVFormat | None = None) -> None:
     """A pass of prompts, and as many rows of logits as it may be asked for."""
     zeros = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
     batch = Batch(zeros, zeros, zeros, zeros[None].int(), [0, tokens], [tokens], zeros)
-    decoder.logits(decoder.hidden(batch, make_caches(decoder)))
+    decoder.logits(decoder.hidden(batch, make_caches(decoder, kv_format)))
 
 
-def make_caches(decoder: Decoder) -> list[KVStorage]:
+def make_caches(decoder: Decoder, kv_format: KVFormat | None = None) -> list[KVStorage]:
     """One for all layers."""
     config = decoder.config
     size = (-(-config.context_length // PAGE), PAGE, config.kv_heads, config.head_dim)
-    return [KVStorage.zeros(size, decoder.dtype, decoder.device)] * config.layers
+    return [KVStorage.zeros(size, decoder.dtype, decoder.device, kv_format)] * config.layers
 
 
 def load(model: str, dtype: str | None) -> Decoder:
@@ -150,5 +152,5 @@ def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> s
             run_steps(decoder, target)
         step = 64 if decoder.config.moe is None else 8  # where the tiles of experts grow depends on how many there are
         for tokens in row_counts(max(target.tokens, target.sequences), target.gpu, step)[part::parts]:
-            run_pass(decoder, tokens)
+            run_pass(decoder, tokens, target.kv_format)
     return jit.wanted

@@ -23,15 +23,16 @@ from dataclasses import replace
 
 import torch
 
+from flyweight.batch import NOBODY
 from flyweight.engine.kv_cache import BlockPool, salt_of
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
-from flyweight.engine.runner import Flight, Model, Result, Runner
+from flyweight.engine.runner import Flight, Model, Result, Runner, slots_of
 from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.tokenizer import Detokenizer
-from flyweight.errors import RequestError
+from flyweight.errors import RequestError, unknown
 from flyweight.kernels.stall import explain
 
 CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
@@ -52,6 +53,7 @@ class Engine:
         # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
+        self.adapters = slots_of(model)
         self.speculator: Speculator | None = None  # who guesses tokens, if anybody does
         self.vocabulary = vocabulary
         self.max_model_len = min(max_model_len, blocks * block_size)
@@ -69,22 +71,27 @@ class Engine:
         return bool(self.inbox) or self.scheduler.busy
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, listener: Callable[[Chunk], None] | None = None,
-               constraint: Callable[[], Constraint] | None = None, cache_salt: str | None = None) -> list[Request]:
+               constraint: Callable[[], Constraint] | None = None, cache_salt: str | None = None,
+               adapter: str | None = None) -> list[Request]:
         """One request per sample. Their tokens come with the steps; each chunk goes to the listener.
 
         Prefixes are shared only among requests of the same `cache_salt`: nobody else can find out what was sent with it.
+        `adapter`: the name of one that was loaded with the model.
         """
         self._check(prompt, params)
+        if adapter is not None and adapter not in self.adapters:
+            raise RequestError(unknown("adapter", adapter, self.adapters))
         first = next(self.numbers)
         seed = seed_of(self.seed, first) if params.seed is None else params.seed
         longest = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         # Without a prefix cache only the samples of one prompt share blocks, and a lone one has nobody to share with.
-        salt = salt_of(cache_salt) if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
+        salt = salt_of(cache_salt, adapter) if self.prefix_cache else f"request {first}".encode() if params.n > 1 else None
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
         requests = [
             Request(number=first if index == 0 else next(self.numbers), prompt=list(prompt), params=params, index=index,
                     seed=seed_of(seed, index), limit=min(longest, self.max_model_len), salt=salt, end_ids=ends,
-                    listener=listener, constraint=constraint() if constraint else None)
+                    listener=listener, constraint=constraint() if constraint else None,
+                    adapter=NOBODY if adapter is None else self.adapters[adapter])
             for index in range(params.n)
         ]
         self.inbox.extend((True, request) for request in requests)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flyweight.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
+from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.kernels.token import GreedyChoice
 from flyweight.models.buffers import Buffers
 from flyweight.models.decode_step import DecodeStep, StepRows, pairs_of, unsupported_reason
@@ -26,7 +27,7 @@ __all__ = ["DecodeGraphs", "Step", "unsupported_reason"]
 class Step:
     """A decode step of the first `size` rows, and the choice of their next tokens."""
 
-    def __init__(self, decode: DecodeStep, rows: Rows):
+    def __init__(self, decode: DecodeStep, rows: Rows | SharedRows):
         self.decode = decode
         self.rows = rows
         self.size = decode.size
@@ -39,6 +40,7 @@ class Step:
     def advance(self) -> None:
         """The rows take their likeliest tokens."""
         rows = self.rows
+        assert isinstance(rows, Rows), "rows of guesses are sampled from outside of the step"
         self.greedy(
             self.decode.padded_logits, rows.tokens[: self.size], rows.lengths[: self.size]
         )
@@ -51,7 +53,7 @@ class DecodeGraphs:
         self,
         decoder: Decoder,
         caches: Sequence[KVStorage],
-        rows: Rows,
+        rows: Rows | SharedRows,
         *,
         sizes: Sequence[int] = SIZES,
         separate: str | None = None,
@@ -82,17 +84,21 @@ class DecodeGraphs:
         self.graphs[size, advances].replay()
         return self.steps[size].logits[:count]
 
-    def warm_up(self, sizes: Iterable[int] | None = None) -> None:
+    def warm_up(self, sizes: Iterable[int] | None = None, *, advances: bool = True) -> None:
         """Capture ahead of the first request, and load what samples."""
         for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
-            self.capture(size)
-        if self.rows.sampler is not None:
+            self.capture(size, advances)
+        if isinstance(self.rows, Rows) and self.rows.sampler is not None:
             self.rows.sampler.prepare(self.decoder.dtype, torch.float32)
 
     def step(self, size: int) -> Step:
         if size not in self.steps:
             rows = self.rows
-            first = StepRows(rows.tokens[:size], rows.lengths[:size], rows.tables[:size])
+            before = None if rows.before is None else rows.before[:size]
+            adapters = None if rows.adapters is None else rows.adapters[:size]
+            first = StepRows(
+                rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before, adapters
+            )
             decode = DecodeStep(
                 self.decoder,
                 self.caches,

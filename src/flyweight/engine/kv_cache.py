@@ -26,11 +26,17 @@ def digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes
     return found
 
 
-def salt_of(name: str | None) -> bytes:
-    """What stands before the first block: of one length for all names, so that none can be mistaken for another and tokens."""
-    if name is None:
-        return b""
-    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
+def salt_of(name: str | None, adapter: str | None = None) -> bytes:
+    """What stands before the first block: of one length for all names, so that none can be mistaken for another and tokens.
+
+    Keys and values that an adapter has changed are another model's: nobody else may find them.
+    """
+    salt = b"" if name is None else _digest(name.encode("utf-8", "surrogatepass"), b"salt")
+    return salt if adapter is None else _digest(salt + adapter.encode(), b"adapter")
+
+
+def _digest(data: bytes, person: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16, person=person).digest()
 
 
 class BlockPool:

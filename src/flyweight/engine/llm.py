@@ -34,9 +34,11 @@ from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, RequestError, unknown
+from flyweight.models.adapters import Adapters
 from flyweight.models.config import DTYPES, ModelConfig
 from flyweight.models.kv_scheme import choose_kv_scheme
 from flyweight.models.narrow_head import narrow_head
+from flyweight.models.standard import plan_of
 
 if TYPE_CHECKING:
     from flyweight.models.decoder import Decoder
@@ -58,6 +60,7 @@ class Prepared:
     text: str | None
     tokens: list[int]
     params: SamplingParams
+    adapter: str | None = None
 
 
 @checked("option of LLM", OptionError)
@@ -78,6 +81,7 @@ class LLM:
     speculate          ngram, model:NAME or auto: guess tokens and check several in one step (docs/speculation.md); off
     kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
                        own files ask for, which is what happens if nothing is given
+    adapters           LoRA adapters of PEFT, {name: folder}: `generate(..., adapter=name)` answers with one
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
@@ -85,7 +89,8 @@ class LLM:
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
                  head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None,
-                 kv_dtype: str | None = None, speculate: str | None = None):
+                 kv_dtype: str | None = None, speculate: str | None = None,
+                 adapters: Mapping[str, str | Path] | None = None):
         self.name = str(model)
         wanted = Speculation.parse(speculate)
         self.device = pick_device(device)
@@ -98,7 +103,8 @@ class LLM:
             with shortage.told(f"{model}: its weights do not fit"):
                 self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
                                                            native=native, offload=offload,
-                                                           eight_bit_cache=scheme.format is not None)
+                                                           eight_bit_cache=scheme.format is not None,
+                                                           adapters=self._read_adapters(adapters))
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -135,6 +141,9 @@ class LLM:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
 
+    def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
+        return Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config))) if folders else None
+
     def _drafter(self, wanted: Speculation, *, context: int, sequences: int, block_size: int) -> Drafter | None:
         """Who guesses. A model's weights and cache are there before the memory for this one's cache is counted."""
         if wanted.kind == "off":
@@ -168,30 +177,36 @@ class LLM:
 
     def warm_up(self) -> None:
         """Capture greedy decode steps and prompts of every size now, so that no request waits for it; nothing on a CPU."""
-        for captured in (self.engine.runner.steps, self.engine.runner.passes):
+        runner = self.engine.runner
+        for captured in (runner.steps, runner.passes):
             if captured is not None:
                 captured.warm_up()
+        if self.engine.speculator is not None and runner.shared_steps is not None:
+            runner.shared_steps.warm_up(advances=False)
 
     @takes_fields_of(SamplingParams)
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False,
                  chat_template_kwargs: Mapping[str, Any] | None = None,
+                 adapter: str | Sequence[str | None] | None = None,
                  **sampling: Unpack[SamplingOptions]) -> list[Output]:
         """Answer all prompts, in their order.
 
         How tokens are chosen is told by keywords (`max_tokens=5, temperature=0`) or by `params`: one
         SamplingParams for all prompts, or one for each. A max_tokens that is given must fit into the
         context; without one an answer has up to 256 tokens, fewer where the context ends.
-        `chat_template_kwargs` are the chat template's own.
+        `chat_template_kwargs` are the chat template's own; `adapter` names one of those
+        loaded, for all prompts or, in a list, for each.
         """
         items = as_prompts(prompts)
         each = params_of_each(params, sampling, len(items))
-        prepared = [self._prepare(item, one, sampling, chat_template_kwargs)
-                    for item, one in zip(items, each, strict=True)]
+        names = adapter_of_each(adapter, len(items))
+        prepared = [self._prepare(item, one, sampling, chat_template_kwargs, name)
+                    for item, one, name in zip(items, each, names, strict=True)]
         submitted: list[list[Request]] = []
         try:
             for one in prepared:
-                submitted.append(self.engine.submit(one.tokens, one.params))
+                submitted.append(self.engine.submit(one.tokens, one.params, adapter=one.adapter))
             self._run(submitted, progress)
             for request in (request for requests in submitted for request in requests):
                 check_served(request.finish_reason, request.stop_reason)
@@ -202,28 +217,29 @@ class LLM:
 
     @takes_fields_of(SamplingParams)
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, *,
-             chat_template_kwargs: Mapping[str, Any] | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | None = None,
              **sampling: Unpack[SamplingOptions]) -> Output:
         """The next message of a conversation; `chat_template_kwargs={"enable_thinking": False}`
         and the like go to the chat template."""
-        outputs = self.generate([messages], params, chat_template_kwargs=chat_template_kwargs, **sampling)
+        outputs = self.generate([messages], params, chat_template_kwargs=chat_template_kwargs, adapter=adapter,
+                                **sampling)
         return outputs[0]
 
     @takes_fields_of(SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *,
-               chat_template_kwargs: Mapping[str, Any] | None = None,
+               chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | None = None,
                **sampling: Unpack[SamplingOptions]) -> Stream:
         """One prompt, chunk by chunk, by `for` or by `async for`. Leaving the loop cancels the rest."""
-        prepared = self._prepare(prompt, params, sampling, chat_template_kwargs)
+        prepared = self._prepare(prompt, params, sampling, chat_template_kwargs, adapter)
         return Stream(prepared.text, prepared.tokens, lambda requests: self._chunks(prepared, requests),
                       lambda requests: self._chunks_async(prepared, requests))
 
     @takes_fields_of(SamplingParams)
     def iterate(self, prompt: Prompt, params: SamplingParams | None = None, *,
-                chat_template_kwargs: Mapping[str, Any] | None = None,
+                chat_template_kwargs: Mapping[str, Any] | None = None, adapter: str | None = None,
                 **sampling: Unpack[SamplingOptions]) -> Generator[Chunk, None, None]:
         """As `stream`, as a plain generator."""
-        return self._chunks(self._prepare(prompt, params, sampling, chat_template_kwargs), [])
+        return self._chunks(self._prepare(prompt, params, sampling, chat_template_kwargs, adapter), [])
 
     def room(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> int:
         """Tokens that the context holds beyond this prompt; 0 where the prompt alone is too long."""
@@ -236,12 +252,12 @@ class LLM:
         return self._prepare(prompt, params, {}, chat_template_kwargs)
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, sampling: SamplingOptions,
-                 template: Mapping[str, Any] | None) -> Prepared:
+                 template: Mapping[str, Any] | None, adapter: str | None = None) -> Prepared:
         text, tokens = self._encode(prompt, template)
         chosen = one_of(params, sampling)
         given = params is not None or "max_tokens" in sampling
         complete = chosen.with_defaults(self.sampling_defaults)
-        return Prepared(text, tokens, self._fit(tokens, complete, given))
+        return Prepared(text, tokens, self._fit(tokens, complete, given), adapter)
 
     def _encode(self, prompt: Prompt,
                 template: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
@@ -270,7 +286,8 @@ class LLM:
 
     def _chunks(self, prepared: Prepared, requests: list[Request]) -> Generator[Chunk, None, None]:
         chunks: deque[Chunk] = deque()  # a step of another thread may bring some too
-        requests += self.engine.submit(prepared.tokens, prepared.params, listener=chunks.append)
+        requests += self.engine.submit(prepared.tokens, prepared.params, listener=chunks.append,
+                                       adapter=prepared.adapter)
         try:
             while chunks or not all(request.finished for request in requests):
                 if not chunks:
@@ -287,7 +304,7 @@ class LLM:
         loop = asyncio.get_running_loop()
         queue = asyncio.Queue[Chunk]()
         requests += self.engine.submit(prepared.tokens, prepared.params,
-                                       listener=lambda chunk: deliver(loop, queue, chunk))
+                                       listener=lambda chunk: deliver(loop, queue, chunk), adapter=prepared.adapter)
         self._drive(loop)
         unfinished = len(requests)
         try:
@@ -332,7 +349,7 @@ class LLM:
 
 def one_of(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
     """The parameters of one prompt, however they were told."""
-    refuse_unknown(sampling, [*SAMPLING, "chat_template_kwargs"])
+    refuse_unknown(sampling, [*SAMPLING, "chat_template_kwargs", "adapter"])
     if params is None:
         return SamplingParams(**sampling)
     if not isinstance(params, SamplingParams):
@@ -353,6 +370,14 @@ def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None,
     if len(params) != count:
         raise RequestError(f"there are {count} prompts but {len(params)} sampling parameters")
     return list(params)
+
+
+def adapter_of_each(adapter: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise RequestError(f"there are {count} prompts but {len(adapter)} adapters")
+    return list(adapter)
 
 
 def check_served(finish_reason: str | None, stop_reason: str | int | None) -> None:
@@ -389,7 +414,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
-                 offload: int = 0, eight_bit_cache: bool = False) -> tuple[Any, str]:
+                 offload: int = 0, eight_bit_cache: bool = False, adapters: Adapters | None = None) -> tuple[Any, str]:
     """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
     from flyweight.models import native as own
 
@@ -402,6 +427,8 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
         reason = own.why_not(ModelConfig.from_dict(weights.config), dtype)
         if eight_bit_cache:
             reason = reason or "they keep the KV cache in 16 bits"
+        if adapters is not None:
+            reason = reason or "they do not know LoRA adapters"
     if native and reason:
         raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
     if reason is None:
@@ -409,7 +436,8 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
     from flyweight.models.decoder import Decoder
 
     why = f" (no native kernels: {reason})" if device.type == "cpu" else ""
-    return Decoder.load(weights, device=device, dtype=dtype, exact=exact, offload=offload), f"torch{why}"
+    decoder = Decoder.load(weights, device=device, dtype=dtype, exact=exact, offload=offload, adapters=adapters)
+    return decoder, f"torch{why}"
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from flyweight.batch import Batch, KVStorage
+from flyweight.batch import NOBODY, Batch, KVStorage
 from flyweight.engine import graphs
 from flyweight.engine.packed import SIZES, filler, padded_tokens
 from flyweight.engine.rows import Rows
@@ -50,6 +50,8 @@ class PassGraphs:
         blocks = max(rows.pages, most // caches[0].block_size + 1)
         # tokens, positions, slots and what is sampled from them; tables; and room to align
         size = 8 * (7 * most + 4 * sequences) + 4 * sequences * (blocks + 1) + 256
+        self.adapted = rows.adapters is not None
+        size += 4 * most if self.adapted else 0
         self.inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.states = torch.zeros(most, decoder.config.hidden_size, dtype=decoder.dtype, device=self.device)
         self.windows, self.context = set(decoder.config.windows), rows.pages * caches[0].block_size
@@ -65,8 +67,10 @@ class PassGraphs:
         for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
             table = numpy.full((1, -(-size // page)), spare, dtype=numpy.int32)
             with self.decoder.active():
-                tokens, positions, slots, tables = upload(self.device, *filler(size, spare, page), table, into=self.inputs)
-                self.hidden(Batch(tokens, positions, slots, tables, [0, size], [size], tokens[:0]))
+                adapters = [numpy.full(size, NOBODY, dtype=numpy.int32)] if self.adapted else []
+                tokens, positions, slots, *chosen, tables = upload(
+                    self.device, *filler(size, spare, page), *adapters, table, into=self.inputs)
+                self.hidden(Batch(tokens, positions, slots, tables, [0, size], [size], tokens[:0], *chosen))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

@@ -222,6 +222,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # tokens that end the text
     listener: Callable[[Chunk], None] | None = None
     constraint: Constraint | None = None  # such as a grammar: its steps wait for the token before
+    adapter: int = -1  # the slot of its adapter; -1 (`batch.NOBODY`): none
     arrival: float = field(default_factory=time.perf_counter)
 
     tokens: list[int] = field(default_factory=list)  # prompt, then what was generated and read

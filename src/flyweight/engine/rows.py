@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
 from flyweight.kernels.sample import Masks, Sampler, unsupported_reason
@@ -22,12 +23,15 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps a
 
 
 class Rows:
-    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device):
+    before: Tensor | None = None  # every row is a sequence of its own
+
+    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False):
         self.device, self.pages = device, pages
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # the last sampled, not yet in the cache
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)  # that token counted; 0: nobody is here
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.adapters = torch.full((rows,), NOBODY, dtype=torch.int32, device=device) if adapted else None  # their slots
         self.sampling = SamplingTable(rows, vocabulary, device)
         self.sampler = Sampler(vocabulary, device) if unsupported_reason(device) is None else None  # None: by torch's ops
         self.mode = GREEDY  # joined over all rows
@@ -61,8 +65,9 @@ class Rows:
 
     def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).T)
-        for tensor in (self.tokens, self.lengths, self.tables):
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        for tensor in (self.tokens, self.lengths, self.tables, self.adapters):
+            if tensor is not None:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         self.sampling.move(sources, targets, pairs)
 
     def enter(self, requests: Sequence[Request]) -> None:
@@ -74,6 +79,9 @@ class Rows:
         self.written += [0] * len(requests)
         self.stamps += [request.preemptions for request in requests]
         self.sampling.enter(rows, requests)
+        if self.adapters is not None:
+            (slots,) = upload(self.device, numpy.array([request.adapter for request in requests], dtype=numpy.int32))
+            self.adapters[first : first + len(requests)].copy_(slots)
         self._join_modes()
 
     def extend(self) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,12 +21,14 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.packed import Packed, Padding, following, pack
+from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import top_logprobs
 from flyweight.engine.scheduler import Work
+from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
+from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
 from flyweight.transfer import Download, upload
 
@@ -51,11 +53,14 @@ class DecodeSteps(Protocol):
 
     largest: int  # most rows
 
-    def advance(self, count: int) -> Tensor:
-        """Logits [count, vocabulary] of one step of the first `count` rows, which take their likeliest tokens."""
+    def logits(self, count: int) -> Tensor:
+        """[count, vocabulary] of one step of the first `count` rows, which stay as they are."""
 
-    def warm_up(self) -> None:
-        """Prepare steps of every size ahead of the first request."""
+    def advance(self, count: int) -> Tensor:
+        """The same, and the rows take their likeliest tokens."""
+
+    def warm_up(self, *, advances: bool = True) -> None:
+        """Prepare steps of every size ahead of the first request; not `advances`: their logits alone."""
 
 
 class Passes(Protocol):
@@ -115,6 +120,12 @@ def logprob(token: int, triple: list[list] | None, row: int, count: int | None) 
     return TokenLogprob(token, chosen[row], dict(zip(ids[row][:count], best[row], strict=False)))
 
 
+def slots_of(model: Model) -> Mapping[str, int]:
+    """The slots of a model's adapters by their names."""
+    adapters: Adapters | None = getattr(model, "adapters", None)
+    return {} if adapters is None else adapters.slots
+
+
 class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
@@ -123,7 +134,8 @@ class Runner:
         self.model = model
         self.device = device
         self.block_size = block_size
-        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device)
+        self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
+                         adapted=bool(slots_of(model)))
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
         self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
 
@@ -141,6 +153,19 @@ class Runner:
         return DecodeGraphs(self.model, self.caches, self.rows)
 
     @functools.cached_property
+    def shared_rows(self) -> SharedRows:
+        return SharedRows(self.rows)
+
+    @functools.cached_property
+    def shared_steps(self) -> DecodeSteps | None:
+        """Captured steps of rows of which several may be of one sequence, where decode steps are captured."""
+        if self.steps is None or not isinstance(self.model, Decoder):
+            return None
+        from flyweight.engine.graphs import DecodeGraphs
+
+        return DecodeGraphs(self.model, self.caches, self.shared_rows)
+
+    @functools.cached_property
     def passes(self) -> Passes | None:
         """Captured passes, where decode steps are captured and Triton is there."""
         if self.steps is None or not isinstance(self.model, Decoder):
@@ -154,7 +179,12 @@ class Runner:
         """`launched` is called when the model is on its way, before tokens are chosen: constraints are asked after it."""
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            choose = self._replay(works) if self._is_captured(works) else self._forward(works)
+            if self._is_captured(works):
+                choose = self._replay(works)
+            elif any(work.drafts for work in works) and self.shared_steps and self.shared_rows.takes(works):
+                choose = self._replay_shared(works)
+            else:
+                choose = self._forward(works)
             if launched is not None:
                 launched()
             return choose()
@@ -179,6 +209,21 @@ class Runner:
 
         return choose
 
+    def _replay_shared(self, works: Sequence[Work]) -> Callable[[], Flight]:
+        """Answers, some of them with guesses."""
+        rows, steps = self.shared_rows, self.shared_steps
+        assert steps is not None
+        self.rows.extend()
+        count = rows.fill(works)
+        logits = steps.logits(count)
+
+        def choose() -> Flight:
+            tokens = self._choose(works, logits, rows.at[:count], rows.lengths[:count].long())
+            starts = itertools.accumulate((work.outputs for work in works), initial=0)
+            return self._land(works, dict(zip(range(len(works)), starts, strict=False)), logits, tokens)
+
+        return choose
+
     def _forward(self, works: Sequence[Work]) -> Callable[[], Flight]:
         """Any mix of prompts and answers, packed."""
         rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
@@ -196,24 +241,23 @@ class Runner:
             tokens, last = rows.tokens[:0], logits[:0]
             if sampling:
                 last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
-                tokens = self._choose(chosen, packed, last)
+                tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
             return self._land(works, places, last, tokens, logits, packed.spans)
 
         return choose
 
-    def _choose(self, works: Sequence[Work], packed: Packed, logits: Tensor) -> Tensor:
-        """Tokens after the rows of `works`, which all sample. Where none of them has drafts they are the next step's input; else
-        the host says what is kept (`settle`)."""
+    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor) -> Tensor:
+        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, and the position that it fills. Where
+        none of them has drafts they are the next step's input; else the host says what is kept (`settle`)."""
         rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
         allowed = allowed_by(requests)
         if any(work.drafts for work in works):
             rows.leave_behind(requests)
-            logits = masked(logits, allowed) if allowed else logits
-            return choose_after_drafts(logits, rows, works, packed.rows, packed.lengths.long() - 1)
-        rows.lengths.index_copy_(0, packed.rows, packed.lengths)
+            return choose_after_drafts(masked(logits, allowed) if allowed else logits, rows, works, at, positions)
+        rows.lengths.index_copy_(0, at, (positions + 1).int())
         rows.behind.difference_update(request.number for request in requests)
-        return rows.choose(logits, packed.rows, allowed)
+        return rows.choose(logits, at, allowed)
 
     @torch.inference_mode()
     def settle(self, works: Sequence[Work], results: Sequence[Result]) -> None:

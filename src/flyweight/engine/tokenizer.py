@@ -24,6 +24,9 @@ WINDOW, OVERLAP = 24, 6  # tokens that are decoded together, and those kept when
 
 # Special tokens that are part of an answer all the same: without them a call of a tool reads like words.
 MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+# The same of answers that come in channels (gpt-oss); other models call other things by some of these names.
+CHANNEL = "<|channel|>"
+IN_CHANNELS = (CHANNEL, "<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
 Message = Mapping[str, Any]
 
@@ -100,7 +103,8 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
 
 
 def marked(added: Mapping[int, Any]) -> dict[int, str]:
-    return {number: token.content for number, token in added.items() if token.special and token.content in MARKERS}
+    names = MARKERS + (IN_CHANNELS if any(token.content == CHANNEL for token in added.values()) else ())
+    return {number: token.content for number, token in added.items() if token.special and token.content in names}
 
 
 def check_unicode(text: str) -> None:

@@ -50,10 +50,10 @@ def plan_attention(*args: Any) -> None:
 
 
 def paged_attention(
-    query: Tensor, cache: KVStorage, plan: None, *, scale: float, new: Any
+    query: Tensor, cache: KVStorage, plan: None, *, scale: float, new: Any, bend: Any = None
 ) -> Tensor:
     heads = Heads(query.shape[1], cache.keys.shape[2], query.shape[2], query.dtype)
-    if takes(heads, query.device, scale):
+    if bend is None and takes(heads, query.device, scale):
         for page in (0, cache.block_size) if cache.eight is None else (0,):
             heads.kernel(page)
     return query

@@ -304,6 +304,7 @@ def paged_attention(
     *,
     scale: float,
     new: tuple[Tensor, Tensor] | None = None,
+    bend: Bend | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens over its pages; query and result [tokens,
     heads, head_dim].
@@ -311,13 +312,6 @@ def paged_attention(
     `new`: this step's keys and values, for kernels that need no pages where a sequence begins; here
     they are in the pages.
     """
-    return bent_attention(query, cache, plan, scale=scale, bend=None)
-
-
-def bent_attention(
-    query: Tensor, cache: KVStorage, plan: list[Piece], *, scale: float, bend: Bend | None
-) -> Tensor:
-    """`paged_attention` with scores that are bent."""
     outputs = [
         _attend_piece(query[piece.begin : piece.end], cache, piece, scale, bend) for piece in plan
     ]

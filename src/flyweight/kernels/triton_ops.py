@@ -325,7 +325,7 @@ def rope_norm_write(
     query_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding);
-    returns views q, k, v of qkv.
+    returns views q, k, v of qkv, K and V as an 8-bit cache gives them back.
 
     qkv [tokens, heads + 2 · kv_heads, head_dim]; the norm's weight [heads + kv_heads,
     head_dim]; cos and sin from `reference.rope_rows`.
@@ -362,4 +362,6 @@ def rope_norm_write(
     query, keys, values = qkv.split([heads, kv_heads, kv_heads], 1)
     if tokens and cache.eight is not None:  # codes are left to plain ops
         cache.write(keys, values, slots)
+        keys.copy_(cache.eight.read(0, cache.keys, slots))
+        values.copy_(cache.eight.read(1, cache.values, slots))
     return query, keys, values

@@ -18,7 +18,6 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
 from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.plan import ROPE
-from flyweight.values import has_values
 
 if TYPE_CHECKING:
     from flyweight.models.layer import Block
@@ -55,6 +54,7 @@ class PromptStage:
     """What the two stages have in common: q/k/v, and the rows of the rope tables."""
 
     lengths: Tensor | None = None
+    adapters: Tensor | None = None
 
     def __init__(self, tables: Tables | RopeTables, positions: Tensor, ops: ModuleType):
         self.ops = ops
@@ -64,7 +64,7 @@ class PromptStage:
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor:
         norm = block.norm(block.plan.before_attention)
-        return self.mix(block, block.qkv.project(hidden, norm=norm))
+        return self.mix(block, block.qkv.project(hidden, norm=norm, adapters=self.adapters))
 
     def mix(self, block: Block, qkv: Tensor) -> Tensor:
         """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads ·
@@ -93,22 +93,19 @@ class Paged(PromptStage):
     ):
         super().__init__(tables, batch.positions, ops)
         self.batch = batch
+        self.adapters = batch.adapters
         self.caches = caches
         self.plans: Plans = {} if plans is None else plans
-        self.reference_plans: Plans = {}
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention
         cache = self.caches[block.index]
-        if not plan.plain and not has_values(qkv):
-            return qkv[..., : plan.heads, :]  # a dry run: no kernel would be launched
-        ops = self.ops if plan.plain else reference  # soft-caps and sinks have no kernel
-        plans = self.plans if plan.plain else self.reference_plans
+        plans = self.plans
         if plan.window not in plans:
-            plans[plan.window] = ops.plan_attention(self.batch, cache, plan.window)
+            plans[plan.window] = self.ops.plan_attention(self.batch, cache, plan.window)
         cos, sin = self.rows[plan.rope]
-        query_scale, scale = ops.attention_scales(plan.scale)
-        query, *new = ops.rope_norm_write(
+        query_scale, scale = self.ops.attention_scales(plan.scale)
+        query, *new = self.ops.rope_norm_write(
             qkv,
             cache,
             self.batch.slots,
@@ -117,10 +114,10 @@ class Paged(PromptStage):
             norm=block.head_norm,
             query_scale=query_scale,
         )
-        if plan.plain:
-            return ops.paged_attention(query, cache, plans[plan.window], scale=scale, new=new)
-        bent = reference.Bend(plan.soft_cap, block.sinks)
-        return reference.bent_attention(query, cache, plans[plan.window], scale=scale, bend=bent)
+        bend = bend_of(block)
+        return self.ops.paged_attention(
+            query, cache, plans[plan.window], scale=scale, new=new, bend=bend
+        )
 
 
 class Whole(PromptStage):
@@ -153,7 +150,11 @@ class Whole(PromptStage):
             keys, values = (
                 format.rounded(x, scale) for x, scale in zip((keys, values), fixed, strict=True)
             )
-        bent = None if plan.plain else reference.Bend(plan.soft_cap, block.sinks)
         return self.ops.causal_attention(
-            query, keys, values, scale=plan.scale, window=plan.window, bend=bent
+            query, keys, values, scale=plan.scale, window=plan.window, bend=bend_of(block)
         )
+
+
+def bend_of(block: Block) -> reference.Bend | None:
+    plan = block.plan.attention
+    return None if plan.plain else reference.Bend(plan.soft_cap, block.sinks)

@@ -50,8 +50,6 @@ def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     if config.hidden_size % 8:
         return f"a hidden size of {config.hidden_size} is no multiple of 8"
     for block in decoder.blocks:
-        if not block.plan.attention.plain:
-            return f"attention of layer {block.index} has a soft-cap or sinks"
         if block.mlp.uncaptured_reason:
             return f"layer {block.index}: {block.mlp.uncaptured_reason}"
         if reason := head_shape(block, decoder.ropes, page).unsupported_reason():
@@ -69,16 +67,23 @@ def head_shape(block: Block, ropes: RopeTables, page: int) -> HeadShape:
         page,
         block.head_norm is not None,
         plan.window,
+        soft_cap=plan.soft_cap,
+        sinks=plan.sinks is not None,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """The running sequences as a step sees them: one row each."""
+    """The running sequences as a step sees them: one row each, or several where guesses are
+    checked.
+    """
 
     tokens: Tensor  # int64 [rows]
     lengths: Tensor  # int32 [rows]: the token counted; 0: nobody is here
     tables: Tensor  # int32 [rows, pages]
+    # int32 [rows]: how many rows just before are of the same sequence; None: every row has its own
+    before: Tensor | None = None
+    adapters: Tensor | None = None  # int32 [rows]: their slots, where any are loaded
 
 
 class DecodeAttention:
@@ -103,6 +108,7 @@ class DecodeAttention:
     ):
         self.caches = caches
         self.lengths = rows.lengths
+        self.adapters = rows.adapters
         self.buffers = buffers
         self.size = len(rows.tokens)
         device = buffers.device
@@ -111,7 +117,12 @@ class DecodeAttention:
         self.layers = {
             id(block): attention_layer(block, ropes, page, eight_bits=eight) for block in blocks
         }
-        self.rows = {name: Rows(table, rows.lengths, rows.tables) for name, table in pairs.items()}
+        self.rows = {
+            name: Rows(table, rows.lengths, rows.tables, rows.before)
+            for name, table in pairs.items()
+        }
+        if rows.before is not None:
+            separate = separate or "rows of one sequence share the step"
         first = self.layers[id(blocks[0])].shape
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
         self.workspace = Workspace.make(first, self.size, device)
@@ -127,6 +138,8 @@ class DecodeAttention:
             return "a single layer has nobody to empty its mailbox"
         if any(block.plan.before_attention is None for block in blocks):
             return "no norm before attention"
+        if self.adapters is not None and any(block.qkv.delta is not None for block in blocks):
+            return "adapters add to queries, keys and values"
         if any(block.whole_norms is not None for block in blocks):
             return "queries and keys are normed over all heads together"
         reasons = (
@@ -162,7 +175,7 @@ class DecodeAttention:
         prefetch = None
         if cache.eight is None:
             prefetch = KvPrefetch(rows.lengths, rows.tables, cache.keys, cache.values)
-        block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch)
+        block.qkv.project(hidden, qkv, norm=norm, prefetch=prefetch, adapters=self.adapters)
         if block.whole_norms is not None:
             _norm_projections(block, qkv)
         decode_attention(
@@ -187,7 +200,7 @@ def attention_layer(
         key = norm.weight[-1].contiguous()
         norms = HeadNorms(query, key, norm.epsilon)
     shape = replace(head_shape(block, ropes, page), eight_bits=eight_bits)
-    return AttentionLayer(shape, block.plan.attention.scale, norms)
+    return AttentionLayer(shape, block.plan.attention.scale, norms, block.sinks)
 
 
 class DecodeStep:

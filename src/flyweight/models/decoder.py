@@ -21,6 +21,7 @@ from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.offload import Offload, spread
 from flyweight.kernels.workspace import Workspace
+from flyweight.models.adapters import Adapters
 from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import KVScheme
@@ -29,7 +30,7 @@ from flyweight.models.layers import Embedding, Linear, Weights, load_tensor
 from flyweight.models.plan import ROPE, Group
 from flyweight.models.rope import all_tables, long_border, long_rows
 from flyweight.models.standard import plan_of
-from flyweight.tensors import Plain
+from flyweight.tensors import Plain, QuantTensor
 
 HEAD = "lm_head"
 LOGIT_MULTIPLE = 16
@@ -48,6 +49,7 @@ class Decoder:
         dtype: torch.dtype,
         offload: Offload | None = None,
     ):
+        self.adapters: Adapters | None = None
         self.config = config
         self.offload = offload
         self.device = device
@@ -71,6 +73,7 @@ class Decoder:
         exact: bool = False,
         layers: Iterable[int] | None = None,
         offload: int = 0,
+        adapters: Adapters | None = None,
     ) -> Decoder:
         """`layers` loads those blocks alone (none: embedding, final norm and head), and leaves out
         the check for extras. `offload`: so many blocks lie in the host's memory.
@@ -87,7 +90,9 @@ class Decoder:
         moved = spread(min(offload, config.layers), config.layers)
         blocks = []
         for index in range(config.layers) if layers is None else layers:
-            block = Block.load(weights, config, index, exact=exact, device=device, dtype=dtype)
+            block = Block.load(
+                weights, config, index, exact=exact, device=device, dtype=dtype, adapters=adapters
+            )
             if host is not None and index in moved:
                 host.take(index, block, sum(one.nbytes for one in block.linears.values()))
             blocks.append(block)
@@ -97,7 +102,7 @@ class Decoder:
             weights, f"{plan.norm.name}.weight", (hidden,), device=device, dtype=dtype
         )
         if config.tied_embeddings:
-            check_tied(weights, table)
+            check_tied(weights, Plain(table))
         if config.tied_embeddings or (vocab % 8 and device.type == "cuda"):
             head = _plain_head(weights, table, config, device=device, dtype=dtype, exact=exact)
         else:
@@ -105,7 +110,7 @@ class Decoder:
             head = Linear.load(weights, "", group, device=device, dtype=dtype, exact=exact)
         if layers is None:
             weights.check_used()
-        return cls(
+        decoder = cls(
             config,
             embedding=Embedding(table, plan.embedding_scale),
             blocks=blocks,
@@ -115,6 +120,8 @@ class Decoder:
             dtype=dtype,
             offload=host,
         )
+        decoder.adapters = adapters
+        return decoder
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -260,11 +267,12 @@ def _plain_head(
     return Linear([Plain(weight)], bias, names=(HEAD,), dtype=dtype, exact=exact)
 
 
-def check_tied(weights: Weights, table: Tensor) -> None:
+def check_tied(weights: Weights, embedding: QuantTensor) -> None:
     """Some tools write the tied head a second time: harmless where it is the same."""
-    if weights.has("lm_head.weight") and not torch.equal(
-        weights.tensor("lm_head.weight").to(table), table
-    ):
+    if not weights.has(f"{HEAD}.weight"):
+        return
+    table = embedding.dequantize()
+    if not torch.equal(weights.tensor(f"{HEAD}.weight").to(table), table):
         raise CheckpointError(
             "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them"
         )

@@ -6,10 +6,12 @@ keys and values of each layer, found by calibration (`self_attn.k_scale`, `v_sca
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flyweight.checkpoint.formats.base import CheckpointNotice
 from flyweight.errors import CheckpointError, OptionError, unknown
 from flyweight.kv_format import AUTO, KV_FORMATS, MODEL, KVFormat
 from flyweight.models.config import ModelConfig
@@ -44,6 +46,14 @@ def scheme_of(weights: Weights, config: ModelConfig) -> KVScheme:
     if not scheme:
         return KVScheme()
     format = format_of(scheme)
+    if format is None:
+        warnings.warn(
+            "`kv_cache_scheme` of config.json asks for a KV cache that no kernel here reads; it "
+            "keeps the type of activations, which is more precise and takes more memory "
+            "(--kv-dtype fp8 or int8 take less)",
+            CheckpointNotice,
+            stacklevel=2,
+        )
     names = [f"model.layers.{layer}.self_attn" for layer in range(config.layers)]
     if format is None or scheme.get("dynamic") or not weights.has(f"{names[0]}.k_scale"):
         return KVScheme(format)

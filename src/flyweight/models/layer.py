@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm, PackedInput
+from flyweight.models.adapters import Adapters
 from flyweight.models.buffers import Buffers
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Linear, Weights, load_tensor
@@ -32,6 +33,10 @@ class Stage(Protocol):
     @property
     def lengths(self) -> Tensor | None:
         """Of each row's sequence, where rows of length 0 are padding."""
+
+    @property
+    def adapters(self) -> Tensor | None:
+        """The slot of each row's adapter (`batch.NOBODY`: none); None: nobody has one."""
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
         """[..., tokens, hidden] → what o multiplies with: [..., tokens, heads · head_dim]"""
@@ -73,12 +78,15 @@ class Block:
         device: torch.device | str,
         dtype: torch.dtype,
         exact: bool = False,
+        adapters: Adapters | None = None,
     ) -> Block:
         plan = plan_of(config).layers[index]
         ops = decoder_ops(device)
         prefix = plan.prefix
         linears = {
-            group.name: Linear.load(weights, prefix, group, device=device, dtype=dtype, exact=exact)
+            group.name: Linear.load(
+                weights, prefix, group, device=device, dtype=dtype, exact=exact, adapters=adapters
+            )
             for group in plan.groups
         }
 
@@ -137,15 +145,17 @@ class Block:
         """
         plan = self.plan
         attended = stage.attend(self, hidden)
+        adapters = stage.adapters
         if rows is not None:
             assert isinstance(attended, Tensor)
             attended = attended[rows]
             hidden = hidden[rows]
+            adapters = None if adapters is None else adapters[rows]
             if not len(rows):  # kernels cannot be launched for no rows
                 return hidden
         out = hidden if in_place else None
         if plan.adds_plainly:
-            hidden = self.o.project(attended, out, residual=hidden)
+            hidden = self.o.project(attended, out, residual=hidden, adapters=adapters)
             out = hidden if in_place else None
             return self.mlp.project(
                 hidden,
@@ -154,14 +164,17 @@ class Block:
                 residual=hidden,
                 buffers=buffers,
                 lengths=stage.lengths,
+                adapters=adapters,
             )
-        hidden = self._add(hidden, self.o.project(attended), plan.after_attention, out)
+        y = self.o.project(attended, adapters=adapters)
+        hidden = self._add(hidden, y, plan.after_attention, out)
         y = self.mlp.project(
             hidden,
             norm=self.norm(plan.before_mlp),
             residual=None,
             buffers=buffers,
             lengths=stage.lengths,
+            adapters=adapters,
         )
         return self._add(hidden, y, plan.after_mlp, out)
 

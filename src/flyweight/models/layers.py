@@ -17,10 +17,14 @@ from torch import Tensor
 
 from flyweight.errors import CheckpointError
 from flyweight.kernels import dispatch
+from flyweight.kernels.linear.delta import Delta
 from flyweight.kernels.linear.fused import FusedLinear, Handover, PackedInput, TorchLinear, plainly
+from flyweight.models.adapters import Adapters
 from flyweight.models.plan import Group
 from flyweight.tensors import QuantTensor, merge, reorder_rows
 from flyweight.values import known
+
+EMBEDDING = "model.embed_tokens"
 
 
 class Weights(Protocol):
@@ -86,6 +90,7 @@ class Linear:
         self.bias = None if fused.adds_bias else bias
         # called with every input, for calibration
         self.watch: Callable[[Tensor], None] | None = None
+        self.delta: Delta | None = None  # what adapters add, where there are any
 
     @classmethod
     def load(
@@ -97,6 +102,7 @@ class Linear:
         device: torch.device | str,
         dtype: torch.dtype,
         exact: bool = False,
+        adapters: Adapters | None = None,
     ) -> Linear:
         """A bias in the file (GPTQ tools write zeros) is used whether or not the config promises
         one.
@@ -127,15 +133,21 @@ class Linear:
         joined = torch.cat(biases)
         joined = joined if order is None else joined[order]
         used = known(joined.any(), otherwise=given)
-        return cls(
+        delta = None
+        if adapters is not None:
+            delta = adapters.delta(prefix, group, device=device, dtype=dtype, order=order)
+        linear = cls(
             tensors,
             joined if used else None,
             names=group.linears,
             dtype=dtype,
             exact=exact,
-            activation=group.activation,
+            # adapters add to gate and up, so no kernel may multiply the two at once
+            activation=group.activation if delta is None else None,
             order=order,
         )
+        linear.delta = delta
+        return linear
 
     def substitute(self, multiply: Callable[[Tensor], Tensor] | None) -> None:
         """From now on `multiply` computes x Wᵀ: quantization tries weights out. The prepared ones
@@ -161,8 +173,20 @@ class Linear:
         out = self.fused(x)
         return out if self.bias is None else out.add_(self.bias)
 
-    def project(self, x: Tensor | PackedInput, out: Tensor | None = None, **fusion: Any) -> Tensor:
-        """`FusedLinear.project`; one by one where somebody watches or the bias is left over."""
+    def project(
+        self,
+        x: Tensor | PackedInput,
+        out: Tensor | None = None,
+        *,
+        adapters: Tensor | None = None,
+        **fusion: Any,
+    ) -> Tensor:
+        """`FusedLinear.project`; one by one where somebody watches or the bias is left over.
+        `adapters`: the slot of each row's adapter.
+        """
+        if self.delta is not None and adapters is not None:
+            assert isinstance(x, Tensor)
+            return self._with_adapters(self.delta, x, out, adapters, **fusion)
         if self.watch is None and self.bias is None:
             return self.fused.project(x, out, **fusion)
         assert isinstance(x, Tensor)
@@ -170,13 +194,40 @@ class Linear:
         fusion.pop("prefetch", None)
         return plainly(self.fused, x, out, call=self, **fusion)
 
+    def _with_adapters(
+        self,
+        delta: Delta,
+        x: Tensor,
+        out: Tensor | None,
+        slots: Tensor,
+        *,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        **fusion: Any,
+    ) -> Tensor:
+        """What adapters add is a residual to the kernels; an activation comes after it."""
+        norm = fusion.get("norm")
+        into = residual if residual is not None and residual is out else None
+        added = delta.add(x, slots, norm=norm, residual=residual, out=into)
+        if activation is None:
+            return self.project(x, out, residual=added, **fusion)
+        y = self.fused.ops.gate(self.project(x, residual=added, **fusion), activation)
+        return y if out is None else out.copy_(y)
+
     def negotiate(self, before: Linear, rows: int, activation: str) -> Handover:
-        if any(one.watch is not None or one.bias is not None for one in (self, before)):
+        if not (self.hands_over and before.hands_over):
             return Handover()
         return self.fused.negotiate(before.fused, rows, activation)
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether nobody but the kernels need see x and y."""
+        return self.watch is None and self.bias is None and self.delta is None
+
     def packed_input(self, rows: int, items: int) -> PackedInput | None:
-        return None if self.bias is not None else self.fused.packed_input(rows, items)
+        if self.bias is not None or self.delta is not None:
+            return None
+        return self.fused.packed_input(rows, items)
 
     @property
     def segments(self) -> Sequence[FusedLinear]:

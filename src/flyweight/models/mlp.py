@@ -43,12 +43,13 @@ class GatedMlp:
         residual: Tensor | None = None,
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes."""
         rows = hidden.numel() // hidden.shape[-1]
         handover = self.down.negotiate(self.gate_up, rows, self.plan.activation)
         between = None
-        if buffers is not None and handover.to is None:
+        if buffers is not None and handover.to is None and self.gate_up.delta is None:
             width = self.plan.down.in_features
             between = buffers.take(
                 "gate and up" if handover.late else "gated",
@@ -56,9 +57,16 @@ class GatedMlp:
                 rows,
             )
         gated = self.gate_up.project(
-            hidden, between, norm=norm, activation=self.plan.activation, handover=handover
+            hidden,
+            between,
+            norm=norm,
+            activation=self.plan.activation,
+            handover=handover,
+            adapters=adapters,
         )
-        return self.down.project(handover.to or gated, out, residual=residual, handover=handover)
+        return self.down.project(
+            handover.to or gated, out, residual=residual, handover=handover, adapters=adapters
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.project(x)

@@ -66,6 +66,21 @@ class Router:
         return grouped.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
 
 
+def routing_of(plan: RouterPlan) -> Routing:
+    """As the kernels know it: the softmax of the chosen logits is that of all, made to add up to
+    1.
+    """
+    return Routing(
+        plan.experts,
+        plan.chosen,
+        plan.normalize or plan.kind == "chosen_softmax",
+        sigmoid=plan.kind == "sigmoid",
+        groups=plan.groups,
+        chosen_groups=plan.chosen_groups,
+        scale=plan.scale,
+    )
+
+
 class Experts:
     """The MLP of one layer with experts."""
 
@@ -125,18 +140,13 @@ class Experts:
     def _group(self) -> GroupedExperts | str:
         """All experts as one, or why not."""
         plan = self.plan.router
-        if not plan.plain:
-            return f"the kernels have no router of kind {plan.kind}"
-        if self.shared is not None and self.shared_gate is None:
-            return "the kernels weigh a shared expert by its gate"
-        if any(one.plan.activation != "silu" for one in self.members):
-            return "the kernels multiply with silu alone"
         shared = (self.shared.gate_up.fused, self.shared.down.fused) if self.shared else None
         return GroupedExperts.make(
             [one.gate_up.fused for one in self.members],
             [one.down.fused for one in self.members],
             router=self.router.weight,
-            routing=Routing(plan.experts, plan.chosen, plan.normalize),
+            routing=routing_of(plan),
+            bias=self.router.bias,
             shared_gate=self.shared_gate,
             shared=shared,
         )
@@ -176,8 +186,11 @@ class Experts:
         residual: Tensor | None,
         buffers: Buffers | None = None,
         lengths: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
-        """residual + experts(norm(hidden)); rows of length 0 are padding."""
+        """residual + experts(norm(hidden)); rows of length 0 are padding. Experts have no adapters:
+        loading refuses them.
+        """
         if (
             self.grouped is not None
             and norm is not None

@@ -15,11 +15,11 @@ from flyweight.kernels.native.executor import Layer, NativeDecoder, Parts
 from flyweight.kernels.native.weight import Weight, pack
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import check_tied
-from flyweight.models.layers import Weights, check_shape, load_tensor
+from flyweight.models.layers import EMBEDDING, Weights, check_shape, load_tensor
 from flyweight.models.plan import MlpPlan
 from flyweight.models.rope import rope_tables
 from flyweight.models.standard import plan_of, standard_plan
-from flyweight.tensors import IntGroup, Plain
+from flyweight.tensors import IntGroup, Plain, QuantTensor
 
 HEAD_GROUP = 32  # inputs that share a scale of a head rounded to 8 bits
 
@@ -68,20 +68,14 @@ def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None =
         raise UnsupportedError(f"the CPU's native kernels cannot run this model: {reason}")
     if head_bits not in (None, 8):
         raise UnsupportedError(f"a head of {head_bits} bits is not supported; 8 or as it is")
-    name = "model.embed_tokens.weight"
-    embedding = weights.tensor(name)
-    check_shape(name, embedding.shape, (config.vocab_size, config.hidden_size))
+    embedding = weights.linear(EMBEDDING)
+    check_shape(EMBEDDING, embedding.shape, (config.vocab_size, config.hidden_size))
     tied = config.tied_embeddings
     if tied:
         check_tied(weights, embedding)
-        head = pack_head(Plain(embedding), exact=exact, bits=head_bits)
-    else:
-        tensor = weights.linear("lm_head")
-        head = (
-            pack_head(tensor, exact=exact, bits=head_bits)
-            if isinstance(tensor, Plain)
-            else pack(tensor, exact=exact)
-        )
+    head = pack_head(
+        embedding if tied else weights.linear("lm_head"), exact=exact, bits=head_bits
+    )
     forget_pages()
     layers = []
     for index in range(config.layers):
@@ -91,7 +85,7 @@ def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None =
     parts = Parts(
         layers=layers,
         head=head,
-        table=None if tied else embedding.contiguous(),
+        table=None if tied else pack_table(embedding),
         cos=cos.contiguous(),
         sin=sin.contiguous(),
         final_norm=read_vector(weights, "model.norm.weight", config.hidden_size),
@@ -153,10 +147,15 @@ def read_vector(weights: Weights, name: str, width: int) -> Tensor:
     return load_tensor(weights, name, (width,), device="cpu", dtype=torch.float32).contiguous()
 
 
-def pack_head(head: Plain, *, exact: bool, bits: int | None) -> Weight:
-    return (
-        pack(head, exact=exact) if bits is None else pack(round_to_8_bits(head.weight), exact=exact)
-    )
+def pack_head(head: QuantTensor, *, exact: bool, bits: int | None) -> Weight:
+    if bits is not None and isinstance(head, Plain):
+        head = round_to_8_bits(head.weight)
+    return pack(head, exact=exact)
+
+
+def pack_table(embedding: QuantTensor) -> Tensor | Weight:
+    """What rows are looked up in: floats as they lie, codes in the kernels' layout."""
+    return embedding.weight.contiguous() if isinstance(embedding, Plain) else pack(embedding)
 
 
 def round_to_8_bits(weight: Tensor, group: int = HEAD_GROUP) -> IntGroup:

@@ -151,10 +151,6 @@ class RouterPlan:
     groups: int = 1
     chosen_groups: int = 1
 
-    @property
-    def plain(self) -> bool:
-        return self.kind == "softmax" and self.scale == 1.0 and self.bias is None
-
 
 @dataclass(frozen=True)
 class ExpertsPlan:

@@ -21,6 +21,7 @@ from flyweight.models.config import ModelConfig, sizes
 from flyweight.models.plan import ExpertsPlan, LayerPlan
 from flyweight.models.standard import plan_of
 from flyweight.tensors import (
+    Float4,
     Float8,
     Int8Channel,
     IntGroup,
@@ -163,6 +164,9 @@ PRESETS["tiny-moe"] = PRESETS["qwen2-57b-a14b"] | sizes(
     **_tiny,
 )
 PRESETS |= families.PRESETS
+# Of models with experts only these, as gpt-oss's own files.
+OF_EXPERTS = ("mxfp4",)
+KEPT = ("lm_head", "model.embed_tokens")  # in the 16 bits of the config
 FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Make = Callable[..., QuantTensor]  # (shape, seed, device, dtype=…)
 
@@ -194,6 +198,7 @@ SCHEMES: dict[str, Make] = {
     "w8a16": _grouped(8, symmetric=True),
     "w8a8": Int8Channel.random,
     "fp8": Float8.random,
+    "mxfp4": Float4.random,
     "vptq": VectorQuant.random,  # codebooks of 8192 + 256, vectors of 8
     "sparse-int4": _grouped(4, symmetric=True, sparse=True),
     "sparse-w8a16": _grouped(8, symmetric=True, sparse=True),
@@ -230,6 +235,7 @@ class PresetWeights:
         self.seed = seed
         self.device = device
         parsed = ModelConfig.from_dict(self.config)
+        self.spares_others = scheme in OF_EXPERTS and parsed.moe is not None
         self.dtype = parsed.dtype
         self.shapes = tensor_shapes(parsed)
         self.plus_one = plus_one_norms(parsed)
@@ -252,7 +258,8 @@ class PresetWeights:
 
     def linear(self, prefix: str) -> QuantTensor:
         shape = self._shape(prefix + ".weight")
-        make = Plain.random if prefix == "lm_head" else SCHEMES[self.scheme]
+        spared = self.spares_others and ".experts." not in prefix
+        make = Plain.random if prefix in KEPT or spared else SCHEMES[self.scheme]
         return make(shape, self._seed(prefix + ".weight"), self.device, dtype=self.dtype)
 
     def check_used(self) -> None:

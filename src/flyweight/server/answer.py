@@ -57,8 +57,13 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         prompt = sum(map(len, self.ticket.prompts))
         answer = self.sent if self.request.max_tokens != 0 else 0
-        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
-                "prompt_tokens_details": {"cached_tokens": self.ticket.cached}}
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+                                 "prompt_tokens_details": {"cached_tokens": self.ticket.cached}}
+        if drafted := sum(sample.drafted for sample in self.ticket.samples):
+            accepted = sum(sample.accepted for sample in self.ticket.samples)
+            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted,
+                                                  "rejected_prediction_tokens": drafted - accepted}
+        return usage
 
     def _event(self, number: int, delta: Delta, *, first: bool) -> bytes:
         self.sent += len(delta.token_ids)

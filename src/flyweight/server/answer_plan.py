@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from flyweight.engine.grammar_kinds import lark_grammar
 from flyweight.errors import FlyweightError
@@ -13,6 +15,7 @@ from flyweight.server.refusals import BadRequest
 from flyweight.server.tools import FORMATS, Format
 from flyweight.server.tools.choice import ToolChoice
 from flyweight.server.tools.grammar import Thinking, tool_grammar, with_thinking
+from flyweight.server.tools.harmony import Harmony
 from flyweight.server.words import Words
 
 
@@ -23,18 +26,20 @@ class AnswerPlan:
     grammar: str | None
     thinking: Thinking
     form: Format | None = None  # None: nothing is looked for
-    names: frozenset[str] = frozenset()
+    tools: Mapping[str, Any] = field(default_factory=dict)  # the schema of each by its name
     warnings: list[str] = field(default_factory=list)
 
     def reader(self) -> MessageReader:
         splitter = ReasoningSplitter(inside=self.thinking.begun) if self.thinking.possible else None
-        return MessageReader(splitter, self.form.parser(self.names) if self.form else None)
+        return MessageReader(splitter, self.form.parser(self.tools) if self.form else None)
 
 
 def plan_answer(choice: ToolChoice, guide: Guide | None, words: Words, *, form: Format | None,
                 thinking: Thinking, parallel: bool, free: bool) -> AnswerPlan:
     """`free`: the request forbids the answer to end by itself, so that no grammar can hold it."""
     warnings: list[str] = []
+    if isinstance(form, Harmony):
+        return in_channels(form, choice, guide, words, thinking=thinking, free=free)
     if choice.mode == "none":
         return AnswerPlan(guided(guide, words, thinking), thinking)
     required = choice.mode == "required"
@@ -53,7 +58,28 @@ def plan_answer(choice: ToolChoice, guide: Guide | None, words: Words, *, form: 
                                    many=parallel and form.parallel, answer=guide.rule if guide else None)
         except FlyweightError as error:
             raise BadRequest(str(error), param="tools") from error
-    return AnswerPlan(grammar, thinking, form, frozenset(tool["name"] for tool in choice.tools), warnings)
+    return AnswerPlan(grammar, thinking, form, schemas_of(choice), warnings)
+
+
+def schemas_of(choice: ToolChoice) -> dict[str, Any]:
+    return {tool["name"]: tool.get("parameters") for tool in choice.tools}
+
+
+def in_channels(form: Harmony, choice: ToolChoice, guide: Guide | None, words: Words, *, thinking: Thinking,
+                free: bool) -> AnswerPlan:
+    """Every answer is taken apart, whether or not there are tools; a guide holds what is said on the last channel."""
+    if guide is not None and guide.rule is None:
+        raise BadRequest("a grammar or a structural tag cannot be combined with this model's channels; use JSON, regex or "
+                         "choice", param="response_format")
+    tools = [] if choice.mode == "none" else choice.tools
+    required = choice.mode == "required"
+    grammar = None
+    if required or guide is not None or (tools and not free):
+        try:
+            grammar = form.grammar(tools, words, required=required, answer=guide.rule if guide else None)
+        except FlyweightError as error:
+            raise BadRequest(str(error), param="tools") from error
+    return AnswerPlan(grammar, thinking, form, schemas_of(choice) if tools else {})
 
 
 def guided(guide: Guide | None, words: Words, thinking: Thinking) -> str | None:

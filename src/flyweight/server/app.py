@@ -130,11 +130,11 @@ def add_state(app: FastAPI, service: Service | Fleet) -> None:
     def describe(name: str) -> dict[str, Any]:
         one = service.of(name)
         return {"id": name, "object": "model", "created": created, "owned_by": "flyweight", "root": root_of(one.settings.model),
-                "parent": None, "max_model_len": one.engine.facts.get("max_model_len")}
+                "parent": one.settings.served[0] if name in one.settings.adapters else None, "max_model_len": one.engine.facts.get("max_model_len")}
 
     @app.get("/v1/models", response_class=Response, responses={401: REFUSALS[401]}, tags=["state"])
     async def models() -> Response:
-        """The names this server answers to; `root` is the model behind them."""
+        """The names this server answers to; `root` is the model behind them, `parent` that of an adapter."""
         return json_response({"object": "list", "data": [describe(name) for name in service.names]})
 
     missing: dict[int | str, dict[str, Any]] = {401: REFUSALS[401], 404: REFUSALS[404]}

@@ -41,11 +41,13 @@ def texts_of(given: Any) -> list[Any]:
     return [given] if isinstance(given[0], int) else list(given)
 
 
-async def embed(service: Service, request: Request, texts: list[Any]) -> tuple[list[list[float]], int]:
+async def embed(service: Service, request: Request, texts: list[Any], name: str | None) -> tuple[list[list[float]], int]:
     """(vectors, tokens read)."""
     pooling = service.settings.embeddings
     if pooling is None:
         raise UnsupportedField("embeddings are not supported: start the server with --embeddings mean or last")
+    if name in service.settings.adapters:
+        raise UnsupportedField(f"embeddings are of the model itself, not of an adapter; call it {service.names[0]}", param="model")
     service.engine.check_room(1, 1)  # before the work: there may be very many
     prompts = await service.prompts.encode(texts, context=service.context)
     vectors: list[list[float]] = [[] for _ in prompts]
@@ -67,7 +69,7 @@ def add_embeddings(app: FastAPI, service: Service | Fleet, responses: dict[int |
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of unit length, one for each text."""
         async with service.using(body.model) as one:
-            vectors, tokens = await embed(one, request, texts_of(body.input))
+            vectors, tokens = await embed(one, request, texts_of(body.input), body.model)
         if body.dimensions not in (None, len(vectors[0])):
             raise UnsupportedField(f"dimensions is not supported: this model's vectors have {len(vectors[0])}",
                                    param="dimensions")
@@ -81,7 +83,7 @@ def add_embeddings(app: FastAPI, service: Service | Fleet, responses: dict[int |
         """The same in Ollama's words."""
         name = body.model.removesuffix(":latest")
         async with service.using(name) as one:
-            vectors, tokens = await embed(one, request, texts_of(body.input))
+            vectors, tokens = await embed(one, request, texts_of(body.input), name)
         return json_response({"model": name, "embeddings": vectors, "prompt_eval_count": tokens})
 
 

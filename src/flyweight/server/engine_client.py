@@ -241,7 +241,7 @@ class EngineClient:
         return wanted
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, *, schema: str | None = None,
-               pooling: str | None = None, cache_salt: str | None = None) -> Ticket:
+               pooling: str | None = None, cache_salt: str | None = None, adapter: str | None = None) -> Ticket:
         """Raises a Refusal where there is no engine, no room, or no context long enough."""
         wanted = self.check_room(len(prompts), params.n)
         for prompt in prompts:
@@ -254,7 +254,7 @@ class EngineClient:
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._send(Submit(key, prompt, params, schema=schema, pooling=pooling, cache_salt=cache_salt))
+            self._send(Submit(key, prompt, params, schema=schema, pooling=pooling, cache_salt=cache_salt, adapter=adapter))
         return ticket
 
     def release(self, ticket: Ticket) -> None:

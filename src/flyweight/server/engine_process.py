@@ -252,7 +252,7 @@ class EngineLoop:
             if isinstance(constraint, Exception):
                 raise constraint
             self.requests[command.key] = self.engine.submit(command.prompt, params, listener=listen, constraint=constraint,
-                                                            cache_salt=command.cache_salt)
+                                                            cache_salt=command.cache_salt, adapter=command.adapter)
         except FlyweightError as error:
             self.deltas.append(Delta(command.key, 0, "", [], finish_reason=REFUSED, stop_reason=str(error)))
         except Exception as error:  # ours, not the client's: it must not end the requests of others
@@ -298,15 +298,18 @@ class EngineLoop:
         first = request.generated == len(chunk.token_ids)
         self.deltas.append(Delta(
             key, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,
-            *((request.started, request.cached or 0, request.prompt_logprobs or None) if first else ())))
+            *((request.started, request.cached or 0, request.prompt_logprobs or None) if first else ()),
+            **({"drafted": request.drafted, "accepted": request.accepted} if request.finished and request.drafted else {})))
         if request.finished:
             self.preemptions += request.preemptions
             if all(other.finished for other in requests):
                 del self.requests[key]
 
     def load(self) -> Load:
-        scheduler, pool = self.engine.scheduler, self.engine.pool
-        return Load(self.steps, len(scheduler.running), len(scheduler.waiting), pool.available, pool.blocks, self.preemptions)
+        scheduler, pool, guessing = self.engine.scheduler, self.engine.pool, self.engine.speculator
+        guesses = (guessing.drafted, guessing.accepted) if guessing else (0, 0)
+        return Load(self.steps, len(scheduler.running), len(scheduler.waiting), pool.available, pool.blocks, self.preemptions,
+                    *guesses)
 
     def check_device(self) -> None:
         """Some CUDA errors stay for as long as the process lives: end it, and the server starts another."""

@@ -34,7 +34,7 @@ NO_PREFIX_CACHE = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-ra
 KEY_VARIABLES = {"vllm": "VLLM_API_KEY"}  # where a key need not be an argument, which other users could read
 OURS = {"allowed_host", "max_queue", "max_body_mb", "timeout", "engine_timeout", "drain", "strict", "allow_reset",
         "hide_cached_tokens", "log_format", "log_prompts", "tool_parser", "lazy", "max_loaded", "embeddings", "head",
-        "prompt_tokens_beside", "offload", "native"}
+        "prompt_tokens_beside", "offload", "native", "speculate"}
 
 
 def command(backend: str, model: str, *, prefix_cache: bool = True, keys: tuple[str, ...] = (), names: tuple[str, ...] = (),
@@ -77,4 +77,4 @@ def resolved(model: str) -> str:
     """A folder of ours by its path; a hub id as it is, since they have the same cache."""
     from flyweight.checkpoint.hub import PACKAGES, resolve
 
-    return str(resolve(model)) if model in PACKAGES or model.endswith(".gguf") else model
+    return str(resolve(model, dtype="float16")) if model in PACKAGES or model.endswith(".gguf") else model

@@ -22,6 +22,7 @@ class Submit:
     schema: str | None = None  # JSON schema or another grammar that the answer must fit (engine/grammar_kinds.py)
     pooling: str | None = None  # mean or last: no answer is wanted but the prompt's vector
     cache_salt: str | None = None  # whose prefixes it may share
+    adapter: str | None = None  # its name
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Delta(NamedTuple):
     cached: int = 0  # with a sample's first token: prompt tokens from the prefix cache
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token, where they were asked for
     embedding: list[float] | None = None  # alone, where a vector was asked for
+    drafted: int = 0  # with a sample's last token: guesses of its tokens that were checked
+    accepted: int = 0  # and how many of them were right
 
 
 class Load(NamedTuple):
@@ -64,6 +67,8 @@ class Load(NamedTuple):
     free_blocks: int
     blocks: int
     preemptions: int  # so far
+    drafted: int = 0  # guesses of a drafter, so far
+    accepted: int = 0  # of those, the right ones
 
 
 @dataclass(frozen=True)

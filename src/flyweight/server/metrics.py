@@ -77,6 +77,7 @@ class EngineGauges:
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"flyweight_{name}", text, value=float(value()))
-        counters = {"engine_steps": load.steps, "engine_restarts": engine.restarts, "preemptions": load.preemptions}
+        counters = {"engine_steps": load.steps, "engine_restarts": engine.restarts, "preemptions": load.preemptions,
+                    "drafted_tokens": load.drafted, "accepted_draft_tokens": load.accepted}
         for name, count in counters.items():
             yield CounterMetricFamily(f"flyweight_{name}", name.replace("_", " "), value=count)

@@ -159,7 +159,8 @@ class Service:
                   prompts: Sequence[list[int]], params: SamplingParams, *, warnings: Sequence[str], grammar: str | None,
                   media_type: str = EVENTS) -> Response:
         headers = {"x-warning": header_text("; ".join(warnings))} if warnings else {}
-        ticket = self.engine.submit(prompts, params, schema=grammar, cache_salt=body.cache_salt)
+        adapter = body.model if body.model in self.settings.adapters else None
+        ticket = self.engine.submit(prompts, params, schema=grammar, cache_salt=body.cache_salt, adapter=adapter)
         ticket.shows_cached = not self.settings.hide_cached_tokens
         events = None
         try:

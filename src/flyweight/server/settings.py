@@ -32,4 +32,9 @@ class Settings:
 
     @property
     def served(self) -> tuple[str, ...]:
-        return self.names or (self.model,)
+        """The model's names, then those of its adapters."""
+        return (*(self.names or (self.model,)), *self.adapters)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.engine.get("adapters", ()))

@@ -27,6 +27,8 @@ class Sample:
     last: float | None = None
     tokens: int = 0
     finish_reason: str | None = None
+    drafted: int = 0  # guesses of its tokens (engine/speculation/)
+    accepted: int = 0  # of those, the right ones
 
 
 @dataclass(eq=False)
@@ -75,6 +77,7 @@ class Ticket:
             sample.first, sample.started, sample.cached = now, delta.started, delta.cached
         sample.last, sample.tokens = now, sample.tokens + len(delta.token_ids)
         sample.finish_reason = delta.finish_reason
+        sample.drafted, sample.accepted = delta.drafted, delta.accepted
         self.unfinished -= delta.finish_reason is not None
         self.ready.append((number, delta))
         self.changed.set()

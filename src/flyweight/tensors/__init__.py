@@ -8,12 +8,15 @@ A weight is [out_features, in_features]; with a leading expert dimension every t
 """
 
 from flyweight.tensors.base import Plain, QuantTensor, merge
+from flyweight.tensors.blocks import IntBlock
+from flyweight.tensors.float4 import FLOAT4_GROUP, Float4
 from flyweight.tensors.float8 import FLOAT8, FLOAT8_MAX, Float8, quantize_float8_rows
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24, quantize_int8_rows
 from flyweight.tensors.rows import reorder_rows
 from flyweight.tensors.vector import VectorQuant
 
-KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, Int8Channel, Float8, Sparse24, VectorQuant)}
+KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, IntBlock, Int8Channel, Float8, Float4, Sparse24,
+                                                            VectorQuant)}
 
 
 def register(kind: type[QuantTensor]) -> None:
@@ -23,6 +26,7 @@ def register(kind: type[QuantTensor]) -> None:
     KINDS[kind.kind] = kind
 
 
-__all__ = ["FLOAT8", "FLOAT8_MAX", "KINDS", "Float8", "Int8Channel", "IntGroup", "Plain", "QuantTensor", "Sparse24",
+__all__ = ["FLOAT4_GROUP", "FLOAT8", "FLOAT8_MAX", "KINDS", "Float4", "Float8", "Int8Channel", "IntBlock", "IntGroup", "Plain",
+           "QuantTensor", "Sparse24",
            "VectorQuant", "merge", "quantize_float8_rows", "quantize_int8_rows", "register",
            "reorder_rows"]

@@ -7,6 +7,8 @@ import dataclasses
 from torch import Tensor
 
 from flyweight.tensors.base import Plain, QuantTensor
+from flyweight.tensors.blocks import IntBlock
+from flyweight.tensors.float4 import Float4
 from flyweight.tensors.float8 import Float8
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24
 
@@ -22,12 +24,16 @@ def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
         return dataclasses.replace(
             tensor, codes=tensor.codes[order], scales=tensor.scales[order], zeros=zeros
         )
+    if isinstance(tensor, IntBlock):
+        return tensor.map(lambda part: part[order])
     if isinstance(tensor, Int8Channel):
         return dataclasses.replace(tensor, codes=tensor.codes[order], scales=tensor.scales[order])
     if isinstance(tensor, Float8) and tensor.block is None:
         shared = tensor.scales.shape[0] == 1
         scales = tensor.scales if shared else tensor.scales[order]
         return dataclasses.replace(tensor, weight=tensor.weight[order], scales=scales)
+    if isinstance(tensor, Float4):
+        return Float4(tensor.codes[order], tensor.exponents[order])
     if isinstance(tensor, Sparse24):
         inner = reorder_rows(tensor.inner, order)
         assert isinstance(inner, IntGroup | Int8Channel)

@@ -94,11 +94,10 @@ def test_a_bad_compressed_tensors_config_names_its_key(change, says):
         read(checkpoint)
 
 
-def test_a_quantized_cache_is_not_needed_and_its_scales_are_left_out():
+def test_scales_of_a_quantized_cache_are_no_weights():
     checkpoint = written("compressed-tensors", INT4)
     checkpoint.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "symmetric": True}
-    with pytest.warns(CheckpointNotice, match="keeps 16 bits"):
-        form = formats.find(checkpoint.config, checkpoint)
+    form = formats.find(checkpoint.config, checkpoint)
     same(INT4, formats.read_linear(form, checkpoint, PREFIX))
     assert any(fnmatch.fnmatchcase("model.layers.3.self_attn.k_scale", pattern) for pattern in form.spare)
     assert not any(fnmatch.fnmatchcase(name, pattern) for name in checkpoint.names() for pattern in form.spare)

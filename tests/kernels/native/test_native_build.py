@@ -21,6 +21,7 @@ needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason=f"{lib
 def compile_check(folder: Path, command: list[str], flags: list[str]) -> Path:
     program = folder / "check"
     names = ("team", "input", "pack", "product", "product_integer", "product_half", "product_float")
+    names = (*names, "product_blocks")
     sources = [str(CHECK), *(f"{library.SOURCES}/{name}.c" for name in names)]
     options = [
         "-std=gnu11",

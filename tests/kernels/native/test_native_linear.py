@@ -16,6 +16,7 @@ from flyweight.kernels.native.weight import describe
 from flyweight.tensors import (
     Float8,
     Int8Channel,
+    IntBlock,
     IntGroup,
     Plain,
     QuantTensor,
@@ -25,6 +26,7 @@ from flyweight.tensors import (
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 
+KVALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FLOAT32_ERROR = 2e-6
 INT8_ERROR = 0.015
 FLOAT16_ERROR = 1.2e-3  # of sums of 32 in float16; rounding x to bfloat16 alone costs more
@@ -42,7 +44,7 @@ def groups(bits: int, size: int, symmetric: bool, columns: int = 256, **options)
 
 WEIGHT_ONLY = {
     f"int{bits} groups of {size}{' symmetric' if symmetric else ''}": groups(bits, size, symmetric)
-    for bits in (2, 3, 4, 8)
+    for bits in (2, 3, 4, 5, 6, 8)
     for size in (32, 64, 128, -1)
     for symmetric in (True, False)
 } | {
@@ -53,6 +55,29 @@ WEIGHT_ONLY = {
     "int8 groups of 16": groups(8, 16, True),
     "int4 float32 scales": groups(4, 64, False, dtype=torch.float32),
     "int4 groups of 8": groups(4, 8, False),
+    "int3 act-order": groups(3, 64, False, act_order=True),
+    "int3 last group short": groups(3, 128, False, columns=576),
+    "int3 float32 scales": groups(3, 64, False, dtype=torch.float32),
+    "int5 groups of 16": groups(5, 16, True),
+} | {
+    f"blocks of {bits} bits, groups of {size} in {count}s{', minima' if mins else ''}": IntBlock.random(
+        (43, 512), bits=bits, group_size=size, groups_of_block=count, mins=mins, sub_bits=4 if bits == 2 else 6
+    )
+    for bits, size, count, mins in [
+        (4, 32, 1, True),
+        (5, 32, 1, False),
+        (5, 32, 1, True),
+        (2, 16, 16, True),
+        (3, 16, 16, False),
+        (4, 32, 8, True),
+        (5, 32, 8, True),
+        (6, 16, 16, False),
+    ]
+} | {
+    "blocks with a table": IntBlock.random((43, 512), mins=False, table=KVALUES),
+    "blocks with a table in 8s": IntBlock.random(
+        (43, 512), mins=False, table=KVALUES, groups_of_block=8
+    ),
 }
 
 AS_DEFINED = {  # the activations are part of the format, so the result is exact either way
@@ -214,3 +239,15 @@ def test_weights_keep_about_the_bytes_of_their_file(name: str, most: float):
 def test_what_a_weight_became_is_said():
     assert describe(NativeLinear(groups(4, 64, True)).weight)["activation"] == "int8 by group"
     assert "no native layout" in NativeLinear(groups(4, 8, False)).why
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_odd_numbers_of_bits_stay_what_they_are(bits, symmetric):
+    """A scale and a zero point in 8 bits for every 64 inputs, and the codes."""
+    tensor = IntGroup.random(
+        (64, 512), bits=bits, group_size=64, symmetric=symmetric, dtype=torch.float16
+    )
+    linear = NativeLinear(tensor)
+    assert linear.nbytes == 64 * 512 * bits // 8 + 64 * 8 * (2 if symmetric else 3)
+    assert linear.nbytes <= 1.05 * tensor.nbytes

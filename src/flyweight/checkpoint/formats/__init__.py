@@ -16,12 +16,13 @@ from flyweight.checkpoint.formats.base import CheckpointNotice, Format, Settings
 from flyweight.checkpoint.formats.compressed_tensors import CompressedTensors
 from flyweight.checkpoint.formats.fp8 import Fp8
 from flyweight.checkpoint.formats.fused import read_linear
+from flyweight.checkpoint.formats.gguf import Gguf
 from flyweight.checkpoint.formats.gptq import Gptq
 from flyweight.checkpoint.formats.vptq import Vptq
 from flyweight.errors import CheckpointError, OptionError, UnsupportedError, unknown
 from flyweight.tensors import IntGroup, QuantTensor
 
-__all__ = ["DEFAULTS", "READABLE", "WRITABLE", "CheckpointNotice", "Format", "Source", "default_for", "default_of", "find",
+__all__ = ["DEFAULTS", "READABLE", "WRITABLE", "CheckpointNotice", "Format", "Gguf", "Source", "default_for", "default_of", "find",
            "named", "read_linear", "register"]
 
 READABLE: dict[str, type[Format]] = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "vptq": Vptq}
@@ -90,7 +91,6 @@ def find(config: dict[str, Any], checkpoint: Source) -> Format | None:
     if method == "auto-round":
         return _auto_round(settings)
     if method == "mxfp4":  # experts in one tensor (stacked.py); everything else is plain
-        notice(checkpoint, "its experts in MXFP4 are read as 16-bit floats, which hold the same values")
         return None
     if method in FOREIGN:
         raise UnsupportedError(f"{settings.where}: files of {method} are not read; these are: {', '.join(READABLE)}")

@@ -75,6 +75,11 @@ class Format:
         """Every tensor that a quantized module may use."""
         return [f"{prefix}.{suffix}" for suffix in self.suffixes]
 
+    def modules(self, checkpoint: Source) -> list[str]:
+        """The prefixes of all quantized modules, in the order of the files."""
+        return list(dict.fromkeys(name.removesuffix(f".{mark}") for name in checkpoint.names() for mark in self.marks
+                                  if name.endswith(f".{mark}")))
+
     def read(self, checkpoint: Source, prefix: str) -> QuantTensor | None:
         """The weight of the module `prefix`; None where it is not quantized."""
         raise NotImplementedError

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flyweight.checkpoint.formats.base import CheckpointNotice, Layers, Settings, dense_of, group_labels, short
+from flyweight.checkpoint.formats.base import Layers, Settings, dense_of, group_labels, short
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import Float8, Int8Channel, IntGroup, QuantTensor
 
@@ -50,9 +49,6 @@ class Groups:
     def parse(cls, settings: Settings) -> Groups:
         layout = settings.choice("format", LAYOUTS, "dense")
         cache = bool(settings.get("kv_cache_scheme", dict, {}))
-        if cache:
-            warnings.warn(f"{settings.where}: `kv_cache_scheme` asks for a quantized KV cache; here it keeps 16 bits, "
-                          "which is more precise and takes more memory", CheckpointNotice, stacklevel=2)
         _refuse_what_changes_the_numbers(settings)
         old = _version(settings.get("version", str, VERSION)) < (0, 17)
         schemes = []

@@ -14,7 +14,7 @@ from typing import Protocol
 from flyweight.engine.request import Request
 
 MOST_ROWS = 64  # of a step, guesses counted: beyond, a step costs about what its rows cost
-MOST_GUESSES = 8
+MOST_GUESSES = 7  # rows of one sequence are eight in a captured step
 SAMPLES = 8  # steps of one size that are remembered
 WORTH = 1.02  # so much faster must speculation be than none
 FADE = 0.9  # of what an older step says about the chance

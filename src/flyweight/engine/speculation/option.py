@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flyweight.errors import OptionError, unknown
 
 KINDS = ("off", "ngram", "model", "auto")
-GUESSES = {"ngram": 8, "model": 4}  # in a step, unless a number is given
+GUESSES = {"ngram": 7, "model": 4}  # in a step, unless a number is given
 MOST_GUESSES = 15  # a step's rows of one sequence are 16 at most
 
 

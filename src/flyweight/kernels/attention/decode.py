@@ -19,6 +19,7 @@ RESIDENT = 16  # warps that an SM holds
 # tokens worth a CTA of their own, for merging takes microseconds; results that can be merged
 SHORTEST = 256
 MOST_SPLITS = 64
+CHUNK = 8  # rows of a step that may be of one sequence
 COLUMNS = 8  # of a product on the matrix units: query heads that a CTA takes
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -35,6 +36,12 @@ class HeadShape:
     qk_norm: bool
     window: int | None = None
     eight_bits: bool = False  # the cache is one of codes
+    soft_cap: float | None = None  # scores become cap · tanh(score / cap)
+    sinks: bool = False  # a logit for each head that takes its share of the softmax
+
+    @property
+    def bent(self) -> bool:
+        return self.soft_cap is not None or self.sinks
 
     @property
     def group(self) -> int:
@@ -65,6 +72,7 @@ class HeadShape:
     @property
     def defines(self) -> dict[str, int]:
         several = {"ITEMS": self.items_of_kv_head} if self.items_of_kv_head > 1 else {}
+        bends = {"SOFT_CAP": self.soft_cap is not None, "SINKS": self.sinks}
         return {
             "HEADS": self.heads,
             "KV_HEADS": self.kv_heads,
@@ -74,6 +82,7 @@ class HeadShape:
             "QK_NORM": int(self.qk_norm),
             "WINDOW": self.window or 0,
             **several,
+            **{name: 1 for name, holds in bends.items() if holds},
         }
 
     def unsupported_reason(self) -> str | None:
@@ -128,6 +137,9 @@ class Rows:
     rope: Tensor  # of `rope_pairs`
     lengths: Tensor  # int32 [sequences]: the new token counted; 0 is padding
     tables: Tensor  # int32 [sequences, pages]
+    # int32 [sequences]: how many rows just before are earlier tokens of the same sequence, up to
+    # CHUNK − 1; None: every row is a sequence of its own
+    before: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +170,11 @@ class AttentionLayer:
     shape: HeadShape
     scale: float
     norms: HeadNorms = HeadNorms()
+    sinks: Tensor | None = None  # [heads]
+
+    @property
+    def bend_arguments(self) -> tuple[Tensor | float | None, ...]:
+        return (float(self.shape.soft_cap or 0), self.sinks) if self.shape.bent else ()
 
 
 def decode_attention(
@@ -187,6 +204,7 @@ def decode_attention(
         "WARPS": warps,
         "SHORTEST": SHORTEST,
         **eight_bit_defines(cache),
+        **({} if rows.before is None else {"CHUNK": CHUNK}),
         **(to.defines if to else {}),
     }
     kernel = jit.load("attention.cu", defines=defines).kernel("attention")
@@ -209,7 +227,9 @@ def decode_attention(
         sequences,
         workspace.splits,
         groups,
+        *(() if rows.before is None else (rows.before,)),
         *eight_bit_arguments(cache),
+        *layer.bend_arguments,
         *more,
     )
     grid = max(sequences * shape.items * workspace.splits, count)

@@ -99,6 +99,8 @@ def unsupported_reason(linear: FusedLinear, shape: HeadShape, rows: int, device:
             f"head_dim {shape.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}, so "
             f"attention is a kernel of its own"
         )
+    if shape.bent:
+        return "scores with a soft-cap or sinks need an attention kernel of their own"
     if shape.items_of_kv_head > 1:
         return (
             f"{shape.group} query heads share a kv head, and more than {COLUMNS} need an "

@@ -42,7 +42,7 @@ def rope_norm_write(
     query_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q/k norm and rope in place, q scaled, K and V written to `slots` (a negative one is padding);
-    returns views q, k, v of qkv.
+    returns views q, k, v of qkv, K and V as an 8-bit cache gives them back.
 
     qkv [tokens, heads + 2 · kv_heads, head_dim]; the norm's weight [heads + kv_heads,
     head_dim]; cos and sin from `reference.rope_rows`.

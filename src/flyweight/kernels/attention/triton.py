@@ -4,6 +4,7 @@ decoding rows.
     out = softmax(q Kᵀ · scale) V,  token at position p sees the cached tokens p − window < j ≤ p of
     its sequence
 
+Scores that are bent (`reference.Bend`: a soft-cap, sinks) all go through the Triton kernel.
 Three ways. Prompts and chunks of them go through prefill_attention.cu where that is switched on.
 Else sequences that begin in this step go through torch's attention (torch_runs.py). All others go
 through the Triton kernel here, which reads pages through the block table. plan.py says which
@@ -29,7 +30,9 @@ from flyweight.kernels.attention.plan import Plan
 from flyweight.kernels.attention.prefill import Heads, Units
 from flyweight.kernels.attention.tiles import Launch, Tile, large_tile
 from flyweight.kernels.attention.torch_runs import attend_run
+from flyweight.kernels.reference import Bend
 
+LOG2_E = tl.constexpr(1 / math.log(2))
 LOWEST = tl.constexpr(-1.0e30)  # of a masked score; finite, since −∞ less −∞ is no number
 
 
@@ -77,6 +80,7 @@ def _absorb(
     WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr,
     CODES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One step of the running softmax: `most` and `total` in base 2, over the columns from `start`
@@ -91,6 +95,9 @@ def _absorb(
     scale_at = page * (tl.num_programs(1) * PAGE) + column % PAGE
     key = _read_pages(keys, key_scales, at, scale_at, live, written, query.dtype, CODES)
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFT_CAP > 0:  # cap · tanh(score / cap), in base 2 as all scores are
+        turned = tl.math.exp2(score * (-2 * LOG2_E / SOFT_CAP))
+        score = SOFT_CAP * (2 / (1 + turned) - 1)
     if MASKED:
         seen = (column[None, :] <= place[:, None]) & written[None, :]
         if WINDOW > 0:
@@ -132,6 +139,7 @@ def _attend(
     tiles,
     parts,
     sums,
+    sinks,
     scale,
     query_stride,
     slot_stride,
@@ -143,6 +151,7 @@ def _attend(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CODES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     pages, token, count, position, begin, end, part = _read_tile(tiles)
     head = tl.program_id(1)
@@ -191,8 +200,13 @@ def _attend(
                 WINDOW,
                 COLUMNS,
                 CODES,
+                SOFT_CAP,
                 MASKED=masked,
             )
+    if parts is None:
+        if sinks is not None:
+            sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
+            total += tl.math.exp2(sink - most)
     result = result / total[:, None]
     if parts is None:
         at = (tokens * (kv_heads * GROUP * HEAD_DIM) + head_at)[:, None] + dim[None, :]
@@ -209,6 +223,7 @@ def _add_parts(
     sums,
     merges,
     out,
+    sinks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -239,6 +254,9 @@ def _add_parts(
             )
             most = highest
             total = total * fade + weight
+        if sinks is not None:
+            sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
+            total += tl.math.exp2(sink - most)
         at = (token + row // GROUP).to(tl.int64) * (kv_heads * GROUP * HEAD_DIM) + (
             head * GROUP + row % GROUP
         ) * HEAD_DIM
@@ -253,12 +271,14 @@ def paged_attention(
     scale: float,
     new: tuple[Tensor, Tensor] | None = None,
     tile: Tile | None = None,
+    bend: Bend | None = None,
 ) -> Tensor:
     """query [tokens, heads, head_dim], `new` this step's keys and values [tokens, kv_heads,
     head_dim] → as query, contiguous.
     """
     tokens, heads, size = query.shape
     fresh = new is not None and size % 8 == 0 and size <= 256 and query.dtype != torch.float32
+    fresh = fresh and bend is None
     kv_heads = cache.keys.shape[2]
     own = Heads(heads, kv_heads, size, query.dtype)
     units = list[Units]()
@@ -286,7 +306,7 @@ def paged_attention(
             query, keys, values, out, units=part, heads=own, tables=plan.batch.block_tables
         )
     for launch in launches:
-        _attend_tiles(query, cache, out, plan, launch, scale)
+        _attend_tiles(query, cache, out, plan, launch, scale=scale, bend=bend or Bend())
     return out
 
 
@@ -301,7 +321,14 @@ def _pages(cache: KVStorage) -> tuple[Tensor, Tensor, Tensor | None, Tensor | No
 
 
 def _attend_tiles(
-    query: Tensor, cache: KVStorage, out: Tensor, plan: Plan, launch: Launch, scale: float
+    query: Tensor,
+    cache: KVStorage,
+    out: Tensor,
+    plan: Plan,
+    launch: Launch,
+    *,
+    scale: float,
+    bend: Bend,
 ) -> None:
     _, heads, size = query.shape
     kv_heads = cache.keys.shape[2]
@@ -328,6 +355,7 @@ def _attend_tiles(
         launch.tiles,
         parts,
         sums,
+        bend.sinks,
         scale / math.log(2),
         query.stride(0),
         cache.keys.stride(1),
@@ -335,10 +363,11 @@ def _attend_tiles(
         WINDOW=plan.window,
         COLUMNS=tile.columns,
         CODES=codes,
+        SOFT_CAP=(bend.soft_cap or 0) / math.log(2),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **shape,
     )
     if launch.merges is not None:
         grid = launch.merges.shape[0], kv_heads, tile.rows
-        _add_parts[grid](parts, sums, launch.merges, out, num_warps=1, **shape)
+        _add_parts[grid](parts, sums, launch.merges, out, bend.sinks, num_warps=1, **shape)

@@ -32,14 +32,38 @@
 // a product; q has the scale of scores in it. Weights have the scale of their token's value in them, and so has the running maximum:
 // a weight never is more than 1. The newest token is read as it is stored, as by any later step.
 //
+// CHUNK: up to so many rows are tokens of one sequence that follow each other (speculation). `before` says how many rows just
+// before a row are of its sequence. Their keys and values are not in the cache yet: every row makes them for itself from qkv, beside
+// its own, and stores its own alone. So a launch needs no other one in front that writes them.
+//
+//      tokens of the sequence:  0 … length − 2 − before        | … newest       (= length − 1)
+//      read from                the cache                      | shared memory, made from rows sequence − before … sequence of qkv
+//
+// SOFT_CAP: scores become cap · tanh(score / cap). SINKS: a logit for each query head takes its share of the softmax and gives
+// nothing, so it only counts in the last sum.
+//
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, ITEMS (1), PACKED (0), ORDER (0),
-// VECTORS (0), KV8 (0)
+// VECTORS (0), KV8 (0), CHUNK (1), SOFT_CAP (0), SINKS (0)
+#ifndef CHUNK
+#define CHUNK 1
+#endif
 #ifndef PACKED
 #define PACKED 0
 #define ORDER 0
 #endif
 #ifndef VECTORS
 #define VECTORS 0
+#endif
+#ifndef SOFT_CAP
+#define SOFT_CAP 0
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#if SOFT_CAP || SINKS
+#define BEND_ARGUMENTS , float soft_cap, const u16* sinks
+#else
+#define BEND_ARGUMENTS
 #endif
 #include "attention.cuh"
 #include "attention_words.cuh"
@@ -59,16 +83,16 @@ constexpr int STATE = HEAD_DIM + 4;        // a partial result: accumulator, max
 constexpr int OUT_WORDS = G * HEAD_DIM / 4, MOST_TEAMS = THREADS / OUT_WORDS < WARPS ? THREADS / OUT_WORDS : WARPS;
 constexpr int TEAMS = MOST_TEAMS > 1 ? MOST_TEAMS : 1;  // of threads, which share out the runs that are merged
 constexpr int MOST_RUNS = 64;             // of a sequence that can be merged, as in attention.py
-constexpr int TASKS = G + 2, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of q, k and v to prepare
+constexpr int TASKS = G + 2 * CHUNK, ROUNDS = (TASKS + WARPS - 1) / WARPS;  // heads of q, k and v to prepare
 static_assert(PAGE % 8 == 0 && G <= 8, "eight tokens lie in one page; the heads are the columns of a product");
 static_assert((ITEMS - 1) * G < SHARING, "the last item has a head");
 
 struct Shared {  // all but the scales is read or written in words of 16 bytes
   __align__(16) u16 query[8][QUERY_ROW];   // zeros from G on
-  __align__(16) Stored newest[2][HEAD_DIM];  // key and value of the newest token
+  __align__(16) Stored newest[2][CHUNK][HEAD_DIM];  // keys and values of the step's own tokens
   __align__(16) float partial[WARPS][G][STATE];
   float share[G][MOST_RUNS];               // of every run, in the merge
-  u16 newest_scales[2];                    // KV8
+  u16 newest_scales[2][CHUNK];             // KV8
 };
 
 // One head through norm and rope, by one warp; value i of a lane is number lane + 32 · i. `scratch` holds a head.
@@ -133,6 +157,11 @@ DEVICE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2
 #else
 #define VECTOR_ARGUMENTS
 #endif
+#if CHUNK > 1
+#define CHUNK_ARGUMENTS , const int* before
+#else
+#define CHUNK_ARGUMENTS
+#endif
 
 // Softmax of heads 2t and 2t + 1 over the tokens a warp has seen; `sum` is of this lane's tokens alone.
 struct Running {
@@ -170,6 +199,9 @@ DEVICE uint2 weigh(Running& run, const float (&score)[4], const float (&scale)[2
   return make_uint2(transpose8(low), transpose8(high));
 }
 
+// cap · tanh(x / cap), as both grow: exp2 of much is infinite, and of little 0.
+DEVICE float bend(float x, float cap) { return cap - __fdividef(2.f * cap, 1.f + exp2_fast(2.8853900817779268f * x / cap)); }
+
 // The weighted sum of the warps' partial states for one (head, dimension): value, maximum, sum.
 DEVICE float3 merge_warps(const Shared& sh, int h, int d) {
   float most = LOWEST, sum = 0, value = 0;
@@ -185,7 +217,7 @@ DEVICE float3 merge_warps(const Shared& sh, int h, int d) {
   return make_float3(value, most, sum);
 }
 // What each of `used` runs counts for in a head, by one warp; their states lie in `states` [used][G][STATE].
-DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane) {
+DEVICE void share_out(Shared& sh, const float* states, int used, int h, float sink, int lane) {
   constexpr int N = MOST_RUNS / 32;
   float most[N], sum[N], top = LOWEST, total = 0;
 #pragma unroll
@@ -200,6 +232,7 @@ DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane
 #pragma unroll
   for (int i = 0; i < N; i++) most[i] = exp2_fast(most[i] - top), total += most[i] * sum[i];
   total = warp_sum(total);
+  if (SINKS) total += exp2_fast(sink - top);
 #pragma unroll
   for (int i = 0; i < N; i++) sh.share[h][lane + 32 * i] = most[i] / total;
 }
@@ -207,7 +240,7 @@ DEVICE void share_out(Shared& sh, const float* states, int used, int h, int lane
 extern "C" __global__ void __launch_bounds__(THREADS, (HEAD_DIM > 128 ? 256 : 512) / THREADS)
 attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables,
           Stored* keys, Stored* values, u16* out, float* scratch, int* tickets, float epsilon, float scale, int table_width,
-          int sequences, int splits, int groups SCALE_ARGUMENTS VECTOR_ARGUMENTS) {
+          int sequences, int splits, int groups CHUNK_ARGUMENTS SCALE_ARGUMENTS BEND_ARGUMENTS VECTOR_ARGUMENTS) {
   __shared__ Shared sh;
   __shared__ bool last_one;
 #if VECTORS
@@ -226,9 +259,15 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     wait_for_inputs();
     return;
   }
+#if CHUNK > 1
+  const int back = min(before[sequence], min(CHUNK, length) - 1);
+#else
+  constexpr int back = 0;
+#endif
+  const int fresh = newest - back;  // the first token that is not in the cache
   const int* table = tables + (size_t)sequence * table_width;
   const int first = tokens.begin / 16 + warp, last = (tokens.end + 15) / 16;  // sixteens; every WARPS-th is this warp's
-  const int stop = min(tokens.end, newest);                                   // of the tokens in the cache
+  const int stop = min(tokens.end, fresh);                                    // of the tokens in the cache
 
   // Pages of this warp's next sixteens, two to each (for its eights): 16 sixteens in the lanes, and as many that come after them.
   auto page_list = [&](int turn) {
@@ -282,7 +321,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     fetch_keys();
     fetch_values(first * 16);
   }
-  const bool owner = tokens.end == length;
+  const bool owner = tokens.end == length, makes = tokens.end > fresh;
   float2 turn[TURNS];
   float weight[2][PER];  // of queries, of keys
 #pragma unroll
@@ -301,12 +340,14 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #endif
   wait_for_inputs();
 
-  const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-  const int tasks = own + 2 * owner;
+  const int tasks = own + 2 * makes * (back + 1);  // query heads, then key and value of each new token
+  auto token_of = [&](int task) { return CHUNK == 1 || task < own ? back : (task - own) / 2; };  // counted from `fresh`
   float v[ROUNDS][PER];
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {  // all of them are asked for before the first is looked at
-    const int task = warp + i * WARPS, column = task < own ? head * SHARING + item * G + task : HEADS + (task - own) * KV_HEADS + head;
+    const int task = warp + i * WARPS, side = (task - own) % 2;
+    const int column = task < own ? head * SHARING + item * G + task : HEADS + side * KV_HEADS + head;
+    const u16* row = qkv + (size_t)(sequence - back + token_of(task)) * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 #pragma unroll
     for (int j = 0; j < PER; j++)
       v[i][j] = task < tasks && in_head(lane + 32 * j) ? to_float(row[column * HEAD_DIM + lane + 32 * j]) : 0.f;
@@ -315,23 +356,30 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   for (int i = 0; i < ROUNDS; i++) {
     const int task = warp + i * WARPS;
     if (task >= tasks) break;
-    prepare_head(v[i], weight[task >= own], turn, epsilon, QK_NORM && task <= own, task <= own, sh.partial[warp][0], lane);
+    const int side = (task - own) % 2, token = token_of(task);  // 0: key, 1: value
+    const bool turned = task < own || side == 0;
+#if CHUNK > 1
+    if (task >= own && side == 0)
+#pragma unroll
+      for (int j = 0; j < TURNS; j++)
+        if (lane + 32 * j < ROTARY / 2) turn[j] = rope[(size_t)(fresh + token) * (ROTARY / 2) + lane + 32 * j];
+#endif
+    prepare_head(v[i], weight[task >= own], turn, epsilon, QK_NORM && turned, turned, sh.partial[warp][0], lane);
     if (task < own) {
       store_query(v[i], factor, sh.query[task], lane);
       continue;
     }
-    const int side = task - own;  // 0: key, 1: value
 #if KV8
-    store_newest(v[i], side ? fixed_value : fixed_key, sh.newest[side], &sh.newest_scales[side], lane);
+    store_newest(v[i], side ? fixed_value : fixed_key, sh.newest[side][token], &sh.newest_scales[side][token], lane);
 #else
-    store_newest(v[i], 0.f, sh.newest[side], nullptr, lane);
+    store_newest(v[i], 0.f, sh.newest[side][token], nullptr, lane);
 #endif
     __syncwarp();
-    if (item != 0) continue;
+    if (item != 0 || !owner || token != back) continue;
     Stored* cache = (side ? values : keys) + (slot * KV_HEADS + head) * HEAD_DIM + lane * 8;
-    if (lane < HEAD_DIM / 8) *(StoredWord*)cache = *(const StoredWord*)(sh.newest[side] + lane * 8);
+    if (lane < HEAD_DIM / 8) *(StoredWord*)cache = *(const StoredWord*)(sh.newest[side][token] + lane * 8);
 #if KV8
-    if (lane == 0) (side ? value_scales : key_scales)[scale_place(slot, head)] = sh.newest_scales[side];
+    if (lane == 0) (side ? value_scales : key_scales)[scale_place(slot, head)] = sh.newest_scales[side][token];
 #endif
   }
   __syncthreads();
@@ -344,21 +392,26 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll 1
   for (int n = 0, sixteen = first; sixteen < last; n++, sixteen += WARPS) {
     const int start = sixteen * 16, next = sixteen + WARPS;
-    if (owner && newest >= start && newest < start + 16) {
+    if (makes && newest >= start && fresh < start + 16) {
+      auto is_new = [&](int token) { return CHUNK == 1 ? token == newest : token >= fresh && token <= newest; };
+      auto place_of = [&](int token) { return CHUNK == 1 ? 0 : token - fresh; };
 #pragma unroll
-      for (int half = 0; half < 2; half++)
+      for (int half = 0; half < 2; half++) {
+        const int token = start + half * 8 + g;
+        if (!is_new(token)) continue;
+        const Stored* key = sh.newest[0][place_of(token)];
 #pragma unroll
-        for (int i = 0; i < PIECES; i++)
-          if (start + half * 8 + g == newest) k4[half][i] = load_word<4>(sh.newest[0] + i * 32 + t * word_values<4>(i), i);
+        for (int i = 0; i < PIECES; i++) k4[half][i] = load_word<4>(key + i * 32 + t * word_values<4>(i), i);
+        if (KV8) key_scale[half] = sh.newest_scales[0][place_of(token)], value_scale[half] = sh.newest_scales[1][place_of(token)];
+      }
 #pragma unroll
-      for (int i = 0; i < 4; i++)
+      for (int i = 0; i < 4; i++) {
+        const int token = start + value_token(i);
+        if (!is_new(token)) continue;
+        const Stored* value = sh.newest[1][place_of(token)];
 #pragma unroll
-        for (int part = 0; part < PARTS; part++)
-          if (start + value_token(i) == newest)
-            v4[i][part] = load_word<8>(sh.newest[1] + part * 64 + g * word_values<8>(part), part);
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (KV8 && start + half * 8 + g == newest) key_scale[half] = sh.newest_scales[0], value_scale[half] = sh.newest_scales[1];
+        for (int part = 0; part < PARTS; part++) v4[i][part] = load_word<8>(value + part * 64 + g * word_values<8>(part), part);
+      }
     }
     float by[2] = {factor, factor}, value_by[2] = {1, 1};  // of tokens g and g + 8
 #pragma unroll
@@ -383,7 +436,11 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int token = start + g + j / 2 * 8;
-      score[0][j] = token >= tokens.begin && token < tokens.end ? (score[0][j] + score[1][j]) * by[j / 2] : LOWEST;
+      float bent = (score[0][j] + score[1][j]) * by[j / 2];
+#if SOFT_CAP
+      bent = bend(bent, soft_cap * 1.4426950408889634f);
+#endif
+      score[0][j] = token >= tokens.begin && token < tokens.end ? bent : LOWEST;
     }
     const uint2 weights = weigh(run, score[0], value_by);
 #pragma unroll
@@ -439,12 +496,19 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
     bias_sums[sequence * UNITS + unit] = all;
 #endif
   };
+  auto sink_of = [&](int h) {  // in powers of two, as scores are
+#if SINKS
+    return h < own ? to_float(sinks[head * SHARING + item * G + h]) * 1.4426950408889634f : LOWEST;
+#else
+    return LOWEST;
+#endif
+  };
   const size_t place = ((size_t)sequence * UNITS + unit) * splits;
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
     const int h = i / HEAD_DIM, d = i % HEAD_DIM;
     const float3 state = merge_warps(sh, h, d);
     if (tokens.used == 1) {
-      write(i, state.x / state.z);
+      write(i, state.x / (SINKS ? state.z + exp2_fast(sink_of(h) - state.y) : state.z));
     } else {
       float* to = scratch + (place + split) * G * STATE + h * STATE;
       to[d] = state.x;
@@ -463,7 +527,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   __syncthreads();
   if (!last_one) return;
   const float* states = scratch + place * G * STATE;
-  for (int h = warp; h < G; h += WARPS) share_out(sh, states, tokens.used, h, lane);
+  for (int h = warp; h < G; h += WARPS) share_out(sh, states, tokens.used, h, sink_of(h), lane);
   __syncthreads();
   float* sums = sh.partial[0][0];  // [team][head][dimension]
   const int team = TEAMS > 1 ? threadIdx.x / OUT_WORDS : 0;

@@ -20,8 +20,8 @@ static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BY
 static_assert(NDIM % 16 == 0, "no tile belongs to two experts");
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
-experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, u16* Y,
-        const int* expert_of, const int* slots, float epsilon) {
+experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
+        u16* Y, const int* expert_of, const int* slots, float epsilon) {
   extern __shared__ __align__(128) u8 raw[];
   LinearShared& sh = *(LinearShared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -35,7 +35,7 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
     const int slot = min((first + i) / TILES, used - 1), tile = (first + i) % TILES;
     return Tile{expert_of[slot] * TILES + tile, tile, slot * ROWS};
   };
-  Linear a = {weights, records, channel_scale, X, norm, nullptr, nullptr, Y, epsilon};
+  Linear a = {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon};
   const Slice whole = slice_at(0);
   if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);
   Ring ring = {0, 0};

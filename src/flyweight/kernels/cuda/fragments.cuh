@@ -5,6 +5,20 @@
 // Codes in the low byte of each half (4 or 8 bits) → (code − zero) · scale. An integer set into the mantissa of a power
 // of two is that power plus the integer, exactly; a bf16 mantissa has 7 bits, so bit 7 of a code goes in by itself, and takes
 // what a zero point has beyond 128 with it: 128 + 129 is no bf16.
+#if FORMAT == MXFP4
+// e2m1 in the low four bits of each half: its bits are those of a float that is too small by a power of two.
+struct Scale {
+  u32 scale;
+};
+DEVICE Scale read_scale(u8 exponent) {
+  const float scale = __uint_as_float((u32)exponent << 23);
+  return {pack2(scale, scale)};
+}
+DEVICE u32 decode(u32 codes, Scale s) {
+  const u32 bits = (codes & 0x00070007) << (FP16 ? 9 : 6) | (codes & 0x00080008) << 12;
+  return mul2(mul2(bits, FP16 ? 0x74007400 : 0x7e807e80), s.scale);
+}
+#else
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300, SIGN = 0x80008000;
 struct Scale {
   u32 scale, offset, high;  // offset: −(power + zero), or that of a zero up to 128; high: −(power + the rest)
@@ -24,6 +38,7 @@ DEVICE u32 decode(u32 codes, Scale s) {
   if (SYMMETRIC) return mul2(add2(low, and_xor(codes, 0x00800080, 0xc380c380)), s.scale);
   return mul2(add2(add2(low, s.offset), add2(and_or(codes, 0x00800080, POWER), s.high)), s.scale);
 }
+#endif
 
 // Of 2:4 weights in 16 bits a lane has other fours than in 8 bits, and other words tell which are kept: lane t % 2 = 0 of the
 // four takes the even places of both rows, lane 1 the odd ones.
@@ -35,11 +50,11 @@ DEVICE u32 regroup(uint2 places, int odd) {
 
 // What a lane has of a block of 64 inputs of its warp's tile, as it lies, and the registers that each of STEPS products takes.
 struct Block {
-  static constexpr int LOADS = SPARSE || FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;
+  static constexpr int LOADS = SPARSE || NIBBLES ? 1 : FORMAT == PLAIN ? 4 : 2;
   uint4 words[LOADS];  // grouped: rows g and g + 8 of two steps, or 2:4 of one
   Scale scale[2][2];   // of halves; rows g and g + 8
   u32 places[STEPS];
-  DEVICE Block(const u8* tile, const u32* records, int stage, int block, int lane) {
+  DEVICE Block(const u8* tile, const Record* records, int stage, int block, int lane) {
     const u8* from = tile + block * BLOCK_BYTES;
     const int g = lane / 4;
     if (SPARSE && FORMAT == INT4) {
@@ -51,7 +66,7 @@ struct Block {
     }
 #pragma unroll
     for (int half = 0; half < 2 * GROUPED; half++) {
-      const u32* r = records + group_in_stage(stage, block, half) * 16;
+      const Record* r = records + group_in_stage(stage, block, half) * 16;
       scale[half][0] = read_scale(r[g]), scale[half][1] = read_scale(r[g + 8]);
     }
 #pragma unroll
@@ -77,7 +92,7 @@ struct Block {
       const int half = SPARSE ? step : step / 2;
 #pragma unroll
       for (int row = 0; row < 2; row++) {
-        const u32 mine = !SPARSE && FORMAT == INT4 && half ? codes[row] >> 4 : codes[row];
+        const u32 mine = !SPARSE && NIBBLES && half ? codes[row] >> 4 : codes[row];
         a[row] = decode(SPARSE ? __byte_perm(mine, 0, 0x4140) : mine, scale[half][row]);
         a[2 + row] = decode(SPARSE ? __byte_perm(mine, 0, 0x4342) : mine >> 8, scale[half][row]);
       }

@@ -72,12 +72,11 @@
 #endif
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
-constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = 4 * WGS, M_TILES = (TILES + MT - 1) / MT;
 constexpr int STAGE_COUNT = BLOCKS / SB;                       // of a tile
-constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
+constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * GROUP_BYTES;
 constexpr bool BYTES = QUANTIZED || IN_PLANES;                 // x consists of them
 constexpr int X_ROW = SB * 64 * (BYTES ? 1 : 2), X_ALL = TOKENS * (1 + IN_PLANES) * X_ROW;
 constexpr int X_BYTES = X_ALL + IN_PLANES * STAGE_GROUPS * TOKENS * 8;  // and scales
@@ -100,7 +99,7 @@ static_assert(!STAGED || (!SLICED && STAGED >= 32 && TOKENS % STAGED == 0 && WID
 static_assert(!PACKED || (GATE_UP && WIDTH % (64 * PACKED) == 0), "whole stages");
 static_assert(BLOCKS % SB == 0, "stages are whole");
 static_assert(TEAMS == 1 || (SB > 1 && SPLIT != LINE && !EXPERTS && STAGES > TEAMS), "a CTA has one tile");
-static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
+static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 
 #if FORMAT == W8A8
@@ -287,7 +286,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       await_stage(sh, slot, parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
-      const u32* records_here = (const u32*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
+      const Record* records_here = (const Record*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
       // by shuffle: only then the compiler knows that it is the same in all lanes, and keeps it where the products want it
       const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
       Block next(mine, records_here, stage, 0, lane);

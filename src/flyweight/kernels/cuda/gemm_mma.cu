@@ -36,13 +36,12 @@
 #define CLUSTER 1
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
-constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (SB * 64 + GROUP - 1) / GROUP;
 constexpr int MT = OUT_WARPS * PER_WARP, M_TILES = (TILES + MT - 1) / MT, TOKENS = TOKEN_WARPS * COLUMNS * 8;
 constexpr int WARPS = OUT_WARPS * TOKEN_WARPS, THREADS = WARPS * 32;
 constexpr int STAGE_COUNT = BLOCKS / SB;                   // of a tile
-constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * 64;
+constexpr int WEIGHT_BYTES = MT * SB * BLOCK_BYTES, RECORD_BYTES = MT * STAGE_GROUPS * GROUP_BYTES;
 constexpr int X_ROW = SB * 64 * (QUANTIZED ? 1 : 2), X_BYTES = TOKENS * X_ROW, X_AT = WEIGHT_BYTES + RECORD_BYTES;
 constexpr int STAGE_BYTES = X_AT + X_BYTES;
 constexpr int STEPS = (QUANTIZED ? 2 : 4) / (1 + SPARSE);  // matrix products a block of 64 inputs takes
@@ -51,7 +50,7 @@ constexpr int TOGETHER = STEPS / CHUNKS;                   // products of a chun
 constexpr int WORDS = 4 + SPARSE;                          // of a lane: codes, and which inputs they are
 constexpr int WIDTH = GATE_UP ? NDIM / 2 : NDIM;
 static_assert(BLOCKS % SB == 0, "stages are whole");
-static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0 && !BIAS), "whole tiles of one expert each");
+static_assert(!EXPERTS || (SPLIT == WHOLE && NDIM % 16 == 0), "whole tiles of one expert each");
 static_assert(!GROUPED || GROUP >= KDIM || SB * 64 % GROUP == 0 || GROUP % (SB * 64) == 0, "a stage holds whole groups, or a group stages");
 static_assert(!X_ROWS || (!QUANTIZED && !SPARSE), "x is packed where it becomes codes, and for 2:4 weights");
 
@@ -82,18 +81,19 @@ struct Source {
   int rows, x_tiles;
 };
 DEVICE void fetch_stage(u32 to, const Source& a, const Segment& s, int stage) {
-  constexpr int pieces = SB * BLOCK_BYTES / 16, record_pieces = STAGE_GROUPS * 4;
+  constexpr int pieces = SB * BLOCK_BYTES / 16, record_pieces = STAGE_GROUPS * GROUP_BYTES / 16;
   const int first = s.expert * TILES;
 #pragma unroll
   for (int i = threadIdx.x; i < MT * pieces; i += THREADS) {
     const int tile = first + min(s.m * MT + i / pieces, TILES - 1);
     copy16(to + i * 16, a.weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES + i % pieces * 16);
   }
-#if FORMAT == INT4 || FORMAT == INT8
+#if FORMAT == INT4 || FORMAT == INT8 || FORMAT == MXFP4
 #pragma unroll
   for (int i = threadIdx.x; i < MT * record_pieces; i += THREADS) {
     const int tile = first + min(s.m * MT + i / record_pieces, TILES - 1);
-    copy16(to + WEIGHT_BYTES + i * 16, a.records + ((size_t)tile * GROUPS + first_group(stage)) * 16 + i % record_pieces * 4);
+    const u8* from = (const u8*)a.records + ((size_t)tile * GROUPS + first_group(stage)) * GROUP_BYTES;
+    copy16(to + WEIGHT_BYTES + i * 16, from + i % record_pieces * 16);
   }
 #endif
 #if X_ROWS
@@ -165,7 +165,7 @@ DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, i
       u32 a[PER_WARP][TOGETHER][WORDS];
 #pragma unroll
       for (int m = 0; m < PER_WARP; m++) {
-        const u32* records = (const u32*)(slot + WEIGHT_BYTES) + (first + m) * STAGE_GROUPS * 16;
+        const Record* records = (const Record*)(slot + WEIGHT_BYTES) + (first + m) * STAGE_GROUPS * 16;
         const Block here(slot + (first + m) * SB * BLOCK_BYTES, records, stage, block, lane);
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) here.take(chunk * TOGETHER + i, a[m][i]);

@@ -36,7 +36,7 @@ template <int COUNT> struct Ends {
   u32 old[EPILOGUE == RESIDUAL ? COUNT : 1][2];  // of the residual: two outputs of token 8j + g
   DEVICE Ends(const Segment& s, int first, const float* channel_scale, const float* row_scale, const u16* bias, const u16* residual,
               int rows, int warp, int lane)
-      : finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias, lane) {
+      : finish(s.m * MT + warp, channel_scale + s.expert * NDIM, row_scale, bias + s.expert * NDIM, lane) {
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
       const int column = s.n * TOKENS + 8 * (first + j), token = column + lane / 4;
@@ -147,7 +147,7 @@ DEVICE void write_staged(Shared& sh, const accumulator (&acc)[TOKENS / 2], const
   const u8* staging = sh.staging[warp / 4];
   if (QUANTIZED) copy_wait<0>(), named_barrier(2 + warp / 4, 128);  // the scales are there
   const float* scales = sh.scales[warp / 4];
-  const Finish finish(s.m * MT + warp, scales + TOKENS - (s.m * WGS + warp / 4) * 64, scales, bias, lane);
+  const Finish finish(s.m * MT + warp, scales + TOKENS - (s.m * WGS + warp / 4) * 64, scales, bias + s.expert * NDIM, lane);
   const int matrix = lane / 8, output = GATE_UP ? warp % 4 * 8 : warp % 4 * 16 + matrix % 2 * 8;
   constexpr int together = GATE_UP ? 4 : 2;  // groups of 8 tokens
   const u32 place = shared_address(staging) + (8 * (GATE_UP ? matrix : matrix / 2) + lane % 8) * OUT_ROW + output * 2;

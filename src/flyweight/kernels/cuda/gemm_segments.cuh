@@ -7,8 +7,8 @@ DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* reco
     const int place = loader * (MT / LOADERS) + i, tile = s.expert * TILES + min(s.m * MT + place, TILES - 1);
     bulk_copy(slot + place * SB * BLOCK_BYTES, weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES, SB * BLOCK_BYTES, full);
     if (GROUPED)
-      bulk_copy(slot + WEIGHT_BYTES + place * STAGE_GROUPS * 64, records + ((size_t)tile * GROUPS + first_group(stage)) * 16,
-                STAGE_GROUPS * 64, full);
+      bulk_copy(slot + WEIGHT_BYTES + place * STAGE_GROUPS * GROUP_BYTES,
+                (const Record*)records + ((size_t)tile * GROUPS + first_group(stage)) * 16, STAGE_GROUPS * GROUP_BYTES, full);
   }
 }
 DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage, int x_tiles, int loader) {

@@ -50,7 +50,7 @@ constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of
 constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
-constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * 64;
+constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
 constexpr int COLUMN_TILES = (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
 constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
@@ -112,16 +112,16 @@ DEVICE int slice_groups(Slice slice) { return min(((slice.first + slice.blocks) 
 // Where stage `start` of a slice of a tile lies, and how much of it there is.
 struct Stage {
   const u8* weights;
-  const u32* records;
+  const Record* records;
   int bytes, record_bytes;
 };
 DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
   const u8* weights = a.weights + ((size_t)tile * BLOCKS + slice.first + start) * BLOCK_BYTES;
-  Stage s = {weights, a.records, min(STAGE_BLOCKS, slice.blocks - start) * BLOCK_BYTES, 0};
+  Stage s = {weights, (const Record*)a.records, min(STAGE_BLOCKS, slice.blocks - start) * BLOCK_BYTES, 0};
   if constexpr (GROUPED) {
     const int group = (slice.first + start) * 64 / GROUP, last = SLICES == 1 ? GROUPS : slice_groups(slice);
     s.records += ((size_t)tile * GROUPS + group) * 16;
-    s.record_bytes = min(STAGE_GROUPS, last - group) * 64;
+    s.record_bytes = min(STAGE_GROUPS, last - group) * GROUP_BYTES;
   }
   return s;
 }
@@ -176,7 +176,7 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
       for (int b = 0; b < UNIT_BLOCKS; b++)
         if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
           multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
-      const u32* records = (const u32*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+      const Record* records = (const Record*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
       add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, g, t);
     }
   }

@@ -35,6 +35,17 @@ DEVICE Fragment load_fragment(const u8* w, int lane) {
   return f;
 }
 #else
+#if FORMAT == MXFP4
+// Eight e2m1 codes, the low and the high halves of four bytes → twice their values in signed bytes.
+DEVICE void twice_float4(u32 codes, u32& low, u32& high) {
+  const u32 places = codes & 0x77777777;
+  const u32 one = __byte_perm(0x03020100, 0x0c080604, places), two = __byte_perm(0x03020100, 0x0c080604, places >> 16);
+  const u32 minus_one = __byte_perm(0xfdfeff00, 0xf4f8fafc, places), minus_two = __byte_perm(0xfdfeff00, 0xf4f8fafc, places >> 16);
+  const u32 below = (codes >> 3 & 0x01010101) * 255, above = (codes >> 7 & 0x01010101) * 255;  // all ones where negative
+  low = (__byte_perm(one, two, 0x6420) & ~below) | (__byte_perm(minus_one, minus_two, 0x6420) & below);
+  high = (__byte_perm(one, two, 0x7531) & ~above) | (__byte_perm(minus_one, minus_two, 0x7531) & above);
+}
+#endif
 DEVICE Fragment load_fragment(const u8* w, int lane) {
   const uint4* words = (const uint4*)w + lane;
   Fragment f;
@@ -44,6 +55,10 @@ DEVICE Fragment load_fragment(const u8* w, int lane) {
   constexpr u32 mask = SETS == 1 ? 0x0f0f0f0f : 0xf0f0f0f0;
   f.a[0] = make_uint4(q.x & 0x0f0f0f0f, q.y & 0x0f0f0f0f, q.z & 0x0f0f0f0f, q.w & 0x0f0f0f0f);
   f.a[1] = make_uint4(q.x >> shift & mask, q.y >> shift & mask, q.z >> shift & mask, q.w >> shift & mask);
+#elif FORMAT == MXFP4
+  const uint4 q = words[0];
+  twice_float4(q.x, f.a[0].x, f.a[1].x), twice_float4(q.y, f.a[0].y, f.a[1].y);
+  twice_float4(q.z, f.a[0].z, f.a[1].z), twice_float4(q.w, f.a[0].w, f.a[1].w);
 #else
 #pragma unroll
   for (int i = 0; i < 2 * WIDE; i++) f.a[i] = words[32 * i];
@@ -80,8 +95,8 @@ DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS
   mma32_float8(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
   mma32_float8(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
 #else
-  mma32<FORMAT != W8A8>(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
-  mma32<FORMAT != W8A8>(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
+  mma32<FORMAT != W8A8 && !SIGNED>(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
+  mma32<FORMAT != W8A8 && !SIGNED>(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
 #endif
 }
 
@@ -93,17 +108,19 @@ DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + 
   for (int n = 0; n < COLUMN_TILES; n++) multiply(f, load_column(xs + n * 8 * XROW), acc, n);
 }
 
+DEVICE float scale_of(u32 record) { return float_of<SCALE_FP16>((u16)(record & 0xffff)); }
+DEVICE float scale_of(u8 exponent) { return __uint_as_float((u32)max(exponent - 1, 0) << 23); }  // of codes that are twice as large
 // total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
 // A record is the scale (low half) and the zero point (high half). `kept` (SPARSE): the sum of x where weights are.
 DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const int (&kept)[COLUMN_TILES][2],
-                      const u32* records, const XGroup* groups, int g, int t) {
+                      const Record* records, const XGroup* groups, int g, int t) {
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const XGroup x = groups[min(t + 4 * n, ROWS - 1)];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const u32 record = records[g + 8 * j];
-      const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff)) * x.scale;
+      const Record record = records[g + 8 * j];
+      const float scale = scale_of(record) * x.scale;
       total[n][j] += (float)(SIGNED ? value[n][j] : value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
     }
   }
@@ -111,7 +128,7 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
 
 // The sums of a unit, scaled: both planes of x, and then (int4 in two sets) both halves of the weights, at their true size. Groups of
 // 32 inputs are the halves of a block, each with a record and a scale of x; `second`: there is a second one.
-DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SUMS][COLUMN_TILES][4], const u32* records,
+DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SUMS][COLUMN_TILES][4], const Record* records,
                      const XGroup* groups, bool second, int g, int t) {
   int value[SETS][COLUMN_TILES][2], kept[2][COLUMN_TILES][2] = {};
 #pragma unroll

@@ -42,5 +42,12 @@ DEVICE u32 code_pair(float low, float high, float scale, float inverse) {
   const float b = fminf(fmaxf(quotient(high, scale, inverse), -CODE_LIMIT), CODE_LIMIT);
   return KV8 == 1 ? to_float8(a, b) : (to_int8(a) & 255) | (to_int8(b) & 255) << 8;
 }
+// What two codes stand for, in the type of activations.
+DEVICE u32 decoded_pair(u32 codes, float scale) {
+  const u32 halves = float8_pair(codes & 0xffff);
+  const float low = KV8 == 1 ? float_of<true>((u16)(halves & 0xffff)) : (float)(signed char)(codes & 255);
+  const float high = KV8 == 1 ? float_of<true>((u16)(halves >> 16)) : (float)(signed char)(codes >> 8 & 255);
+  return pack2(low * scale, high * scale);
+}
 // Of the token in this slot of the cache.
 DEVICE size_t scale_place(size_t slot, int head) { return (slot / PAGE * KV_HEADS + head) * PAGE + slot % PAGE; }

@@ -5,6 +5,7 @@
 #define W8A8 3
 #define FP8 4
 #define FP8_WIDE 5  // float8 weights and 16-bit x, where no matrix unit takes float8
+#define MXFP4 6     // e2m1 codes, and an exponent for 32 inputs
 #define STORE 0
 #define RESIDUAL 1
 #include "activation.cuh"
@@ -31,4 +32,13 @@ constexpr bool GATE_UP = EPILOGUE >= SILU;  // outputs of gate and up lie by tur
 #endif
 constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
 constexpr bool CHANNELS = QUANTIZED || FORMAT == FP8_WIDE;   // have a scale each
-constexpr int BLOCK_BYTES = (FORMAT == INT4 ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;
+constexpr bool NIBBLES = FORMAT == INT4 || FORMAT == MXFP4;  // two codes a byte
+constexpr bool GROUPED = NIBBLES || FORMAT == INT8;          // scales for groups of inputs
+// What a group of inputs has for each of the 16 outputs of a tile: scale (low half) and zero point, or an exponent.
+#if FORMAT == MXFP4
+typedef u8 Record;
+#else
+typedef u32 Record;
+#endif
+constexpr int GROUP_BYTES = 16 * sizeof(Record);
+constexpr int BLOCK_BYTES = (NIBBLES ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;

@@ -3,9 +3,8 @@
 // Integer weights: 16-bit integers with a scale for each group, as high and low bytes. W8A8 and float8: codes of 8 bits with a
 // scale for the row, which its maximum gives. Plain weights: 16-bit floats.
 #include "integers.cuh"
-constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
-constexpr bool SIGNED = SPARSE && GROUPED && SYMMETRIC;              // codes of weights, as the matrix units get them
+constexpr bool SIGNED = (SPARSE && GROUPED && SYMMETRIC) || FORMAT == MXFP4;  // codes of weights, as the matrix units get them
 DEVICE constexpr int larger(int sets) { return FORMAT == INT4 && (sets == 2 || SIGNED) ? 16 : 1; }  // the products are than they should be
 constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
 constexpr int SHARERS = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;          // lanes that share a scale

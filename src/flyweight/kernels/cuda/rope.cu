@@ -8,7 +8,8 @@
 // once, and angles took more loads than heads. Values are rounded to 16 bits where the torch ops of reference.py round them.
 // Limit: bytes / bandwidth; for few tokens the launch, which is why it is here and not in Triton.
 //
-// KV8: k and v are written as codes of 8 bits with a scale for each token and head (kv8.cuh), found by the lanes of the head.
+// KV8: k and v are written as codes of 8 bits with a scale for each token and head (kv8.cuh), found by the lanes of the head; in
+// qkv stays what the codes stand for, so that a prompt gives the same whether attention reads it there or in the cache.
 //
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, QK_NORM, KV8 (0), PAGE where that is given
 #ifndef PAGE
@@ -56,6 +57,12 @@ DEVICE Codes coded(const Piece& v, float scale, float inverse) {
   Codes r;
 #pragma unroll
   for (int i = 0; i < EACH / 2; i++) r.pairs[i] = (u16)code_pair(low_float(v.pairs[i]), high_float(v.pairs[i]), scale, inverse);
+  return r;
+}
+DEVICE Piece decoded(const Codes& v, float scale) {
+  Piece r;
+#pragma unroll
+  for (int i = 0; i < EACH / 2; i++) r.pairs[i] = decoded_pair(v.pairs[i], scale);
   return r;
 }
 DEVICE void times(Piece& v, float by) {
@@ -147,14 +154,16 @@ rope(u16* qkv, const float* cosine, const float* sine, const long long* slots, c
     const u16 bits = scale_bits(most, turns ? fixed_key : fixed_value);
     const float scale = scale_of(bits), scale_inverse = 1.f / scale;
     if (at == 0) (turns ? key_scales : value_scales)[scale_place(slot, kv_head)] = bits;
-    if (mine) {
-      *(Codes*)(cache + at) = coded(low[i], scale, scale_inverse);
-      *(Codes*)(cache + PAIRS + at) = coded(high[i], scale, scale_inverse);
-    }
+    auto write_codes = [&](int place, const Piece& v) {
+      const Codes codes = coded(v, scale, scale_inverse);
+      *(Codes*)(cache + place) = codes;
+      *(Piece*)(row + head * HEAD_DIM + place) = decoded(codes, scale);
+    };
+    if (mine) write_codes(at, low[i]), write_codes(PAIRS + at, high[i]);
 #pragma unroll
     for (int j = 0; j < RESTS; j++) {
       const int place = ROTARY + j * LANES * EACH + at;
-      if (place < HEAD_DIM) *(Codes*)(cache + place) = coded(rest[i][j], scale, scale_inverse);
+      if (place < HEAD_DIM) write_codes(place, rest[i][j]);
     }
 #endif
   }

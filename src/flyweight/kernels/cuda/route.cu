@@ -3,6 +3,11 @@
 //   route     logits = router · norm(x), shares = the CHOSEN largest of softmax(logits), and a place for each (token, choice)
 //   combine   out[t] = residual[t] + sum_j share[t, j] · y[place[t, j]]  (+ gate[t] · shared[t])
 //
+// SIGMOID: shares are the experts' own sigmoid(logit). BIASED: a number for each expert, added to its logit, or (SIGMOID) to
+// its share for the choice alone. GROUPS: experts in as many equal groups, of which the CHOSEN_GROUPS with the largest sums of
+// their two best are looked into. NORMALIZE: shares of a token add up to 1. All shares are multiplied by `scale` in the end.
+// SHARED: there is an expert for all tokens, counted by its gate (GATE) or whole.
+//
 // Work split of route: a CTA has ROWS tokens, normed, in registers and some rows of the router, which come through shared memory
 // two at a time. The last CTA of those tokens chooses their experts, a warp a token; the last of these lays the tiles of the
 // grouped product out, TILE rows of one expert each. An expert has as many tiles as its tokens fill, and rows that nobody fills
@@ -18,16 +23,32 @@
 // each. The host therefore reserves shared memory for them, and registers are held to half an SM's: else an SM that is left
 // early gets two CTAs of the next kernel and another none.
 //
-// defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, NORMALIZE, ROWS, TILE, BY_TOKEN
+// defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, SHARED (GATE), NORMALIZE, SIGMOID (0), BIASED (0), GROUPS (1), CHOSEN_GROUPS (1), ROWS,
+// TILE, BY_TOKEN
 #include "common.cuh"
 #include "patience.cuh"
 
+#ifndef SIGMOID
+#define SIGMOID 0
+#endif
+#ifndef BIASED
+#define BIASED 0
+#endif
+#ifndef GROUPS
+#define GROUPS 1
+#define CHOSEN_GROUPS 1
+#endif
+#ifndef SHARED
+#define SHARED GATE
+#endif
 constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
 constexpr int PER_ROW = WARPS / ROWS, PIECES = KDIM / 8;  // warps of a token; 8 inputs each
 constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
 constexpr int OWN = (EXPERTS + 31) / 32;  // experts of a lane
 constexpr int AHEAD = 8;                  // pairs that a thread reads at a time where there are many
+constexpr int PER_GROUP = EXPERTS / GROUPS;
 static_assert(KDIM % 8 == 0 && CHOSEN <= 32 && CHOSEN <= EXPERTS, "sizes");
+static_assert(EXPERTS % GROUPS == 0 && GROUPS <= 32 && CHOSEN <= CHOSEN_GROUPS * PER_GROUP, "groups");
 
 struct Piece {
   float v[8];
@@ -43,6 +64,11 @@ DEVICE u64 rank(float value, int index) {  // in an order that integers share; t
   const u32 bits = __float_as_uint(value), ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
   return (u64)ordered << 32 | (u32)~index;
 }
+DEVICE float value_of(u64 key) {
+  const u32 ordered = (u32)(key >> 32);
+  return __uint_as_float(ordered >> 31 ? ordered & 0x7fffffffu : ~ordered);
+}
+DEVICE float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
 // True in all threads of the CTA that comes last of `count`. The counter is zero again then.
 DEVICE bool is_last(u32* arrived, int count) {
   __shared__ bool last;
@@ -54,37 +80,63 @@ DEVICE bool is_last(u32* arrived, int count) {
   return last;
 }
 
+// One warp: the keys of experts outside the best groups become 0, which ranks after all others.
+DEVICE void keep_groups(u64* keys, int lane) {
+  float best = LOWEST, second = LOWEST;
+  if (lane < GROUPS)
+    for (int i = 0; i < PER_GROUP; i++) {
+      const float value = value_of(keys[lane * PER_GROUP + i]);
+      second = fmaxf(second, fminf(best, value)), best = fmaxf(best, value);
+    }
+  const u64 own = rank(PER_GROUP > 1 ? best + second : best, lane);
+  int before = 0;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) before += __shfl_sync(~0u, own, g) > own;
+  u32 kept = 0;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) kept |= (u32)(__shfl_sync(~0u, before, g) < CHOSEN_GROUPS) << g;
+  for (int e = lane; e < EXPERTS; e += 32)
+    if (!(kept >> e / PER_GROUP & 1)) keys[e] = 0;
+  __syncwarp();
+}
+
 // One warp, one token. An expert's place among the chosen is the number of experts that rank before it.
-DEVICE void choose(const float* logits, u64* keys, int* chosen, float* shares, float* gate, int lane) {
+DEVICE void choose(const float* logits, const float* bias, float scale, u64* keys, int* chosen, float* shares, float* gate, int lane) {
   float value[OWN], most = LOWEST, sum = 0, kept = 0;
+  u64 own[OWN];
   int before[OWN] = {};
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     const int e = lane + 32 * i;
-    value[i] = e < EXPERTS ? __ldcg(logits + e) : LOWEST;
-    if (e < EXPERTS) keys[e] = rank(value[i], e);
+    const float added = BIASED && e < EXPERTS ? bias[e] : 0.f;
+    value[i] = e < EXPERTS ? __ldcg(logits + e) + (SIGMOID ? 0.f : added) : LOWEST;
     most = fmaxf(most, value[i]);
+    if (SIGMOID && e < EXPERTS) value[i] = sigmoid(value[i]);
+    if (e < EXPERTS) keys[e] = rank(SIGMOID ? value[i] + added : value[i], e);
   }
   most = warp_max(most);
   __syncwarp();
+  if (GROUPS > 1) keep_groups(keys, lane);
+#pragma unroll
+  for (int i = 0; i < OWN; i++) own[i] = lane + 32 * i < EXPERTS ? keys[lane + 32 * i] : 0;
 #pragma unroll 8
   for (int e = 0; e < EXPERTS; e++) {
     const u64 other = keys[e];
 #pragma unroll
-    for (int i = 0; i < OWN; i++) before[i] += other > rank(value[i], lane + 32 * i);
+    for (int i = 0; i < OWN; i++) before[i] += other > own[i];
   }
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
-    value[i] = __expf(value[i] - most);
+    if (!SIGMOID) value[i] = __expf(value[i] - most);
     sum += value[i];
     if (before[i] >= CHOSEN || lane + 32 * i >= EXPERTS) value[i] = 0, before[i] = -1;
     kept += value[i];
   }
-  const float all = warp_sum(NORMALIZE ? kept : sum);
+  const float all = NORMALIZE || !SIGMOID ? warp_sum(NORMALIZE ? kept : sum) : 1.f;
 #pragma unroll
   for (int i = 0; i < OWN; i++)
-    if (before[i] >= 0) chosen[before[i]] = lane + 32 * i, shares[before[i]] = value[i] / all;
-  if (GATE && lane == 0) *gate = 1.f / (1.f + __expf(-__ldcg(logits + EXPERTS)));
+    if (before[i] >= 0) chosen[before[i]] = lane + 32 * i, shares[before[i]] = value[i] / all * scale;
+  if (GATE && lane == 0) *gate = sigmoid(__ldcg(logits + EXPERTS));
 }
 
 // One CTA: use(pair, expert), AHEAD reads at a time.
@@ -150,7 +202,7 @@ struct RouteShared {
 // arrived [token groups + 1] is zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, PER_LANE <= 16 ? 2 : 1)
 route(const u16* X, const u16* norm, const float* router, float* logits, int* chosen, float* shares, float* gates, int* place, int* source,
-      int* expert_of, int* tiles, u32* arrived, const int* lengths, int tokens, float epsilon) {
+      int* expert_of, int* tiles, u32* arrived, const int* lengths, const float* bias, int tokens, float epsilon, float scale) {
   extern __shared__ __align__(128) u8 raw[];
   RouteShared& sh = *(RouteShared*)raw;
   __shared__ float squares_of[WARPS], sums[2][WARPS];
@@ -226,7 +278,7 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     if (lane < CHOSEN) chosen[own * CHOSEN + lane] = -1, shares[own * CHOSEN + lane] = 0;
     if (GATE && lane == 0) gates[own] = 0;
   } else if (warp < ROWS && own < tokens)
-    choose(logits + (size_t)own * OUTPUTS, keys[warp], chosen + own * CHOSEN, shares + own * CHOSEN, gates + own, lane);
+    choose(logits + (size_t)own * OUTPUTS, bias, scale, keys[warp], chosen + own * CHOSEN, shares + own * CHOSEN, gates + own, lane);
   __syncthreads();
   if (gridDim.y == 1 || is_last(arrived + gridDim.y, gridDim.y)) arrange(chosen, place, source, expert_of, tiles, tokens * CHOSEN);
 }
@@ -248,9 +300,10 @@ combine(const u16* y, const int* place, const float* shares, const u16* shared, 
       const float share = shares[token * CHOSEN + j];
       low += share * low_float(pair), high += share * high_float(pair);
     }
-    if (GATE) {
+    if (SHARED) {
       const u32 pair = ((const u32*)shared)[i];
-      low += gates[token] * low_float(pair), high += gates[token] * high_float(pair);
+      const float gate = GATE ? gates[token] : 1.f;
+      low += gate * low_float(pair), high += gate * high_float(pair);
     }
     ((u32*)out)[i] = pack2(low_float(old) + low, high_float(old) + high);
   }

@@ -15,9 +15,8 @@
 #endif
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
-constexpr int VECTORS = FORMAT == INT4 ? 1 : FORMAT == PLAIN ? 4 : 2;
+constexpr int VECTORS = NIBBLES ? 1 : FORMAT == PLAIN ? 4 : 2;
 constexpr int GROUPS = (KDIM + GROUP - 1) / GROUP;
-constexpr bool GROUPED = FORMAT == INT4 || FORMAT == INT8;
 
 struct Scale {
   float scale;
@@ -25,8 +24,13 @@ struct Scale {
 };
 DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
   if (!GROUPED) return {1.f, 0};
-  const u32 record = records[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
+  const Record record = ((const Record*)records)[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
+  if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0};  // of twice the codes' values
   return {float_of<SCALE_FP16>((u16)(record & 0xffff)), (int)(record >> 16)};
+}
+DEVICE int twice_float4(u32 code) {
+  const int magnitude = code & 7, twice = magnitude < 4 ? magnitude : (2 + magnitude % 2) << (magnitude / 2 - 1);
+  return code & 8 ? -twice : twice;
 }
 DEVICE int place_of(int tile, int row) { return INTERLEAVED ? tile * 8 + row % 8 + NDIM / 2 * (row / 8) : tile * 16 + row; }
 DEVICE u32 widened_pair(u32 codes) { return widen_float8((codes & 0xff) | (codes & 0xff00) << 8); }
@@ -91,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
           for (int e = 0; e < 2; e++) {
             const int step = i / 4, byte = i % 4 + e;
             if (FORMAT == INT4) q[e] = (int)(word[2 * step + j] >> (8 * byte + 4 * half) & 15) - s.zero;
+            else if (FORMAT == MXFP4) q[e] = twice_float4(word[2 * step + j] >> (8 * byte + 4 * half) & 15);
             else if (FORMAT == INT8) q[e] = (int)(word[half * 4 + 2 * step + j] >> (8 * byte) & 255) - s.zero;
             else q[e] = (int)(word[half * 4 + 2 * step + j] << (24 - 8 * byte)) >> 24;
           }

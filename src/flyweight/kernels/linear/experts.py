@@ -27,7 +27,7 @@ from flyweight.kernels.linear.gemm_shape import shape_for as gemm_shape_for
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
-STACKED = ("weights", "records", "channel_scale")
+STACKED = ("weights", "records", "channel_scale", "bias")
 TILES = (16, 32, 64, 128, 256)  # rows
 # of gemm.cu, for tiles of so many rows, where they fit; two for larger ones
 WARPGROUPS = {16: 4, 32: 4}
@@ -38,11 +38,26 @@ THREADS = 256  # of a CTA of route.cu
 
 @dataclass(frozen=True)
 class Routing:
-    """How many experts there are, and how a token chooses."""
+    """How many experts there are, and how a token chooses: by the softmax of all, or by each one's
+    sigmoid; among all, or in the best of equal groups.
+    """
 
     experts: int
     chosen: int
     normalize: bool
+    sigmoid: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0  # of all shares
+
+    @property
+    def defines(self) -> dict[str, int]:
+        found = {"EXPERTS": self.experts, "CHOSEN": self.chosen, "NORMALIZE": int(self.normalize)}
+        if self.sigmoid:
+            found["SIGMOID"] = 1
+        if self.groups > 1:
+            found |= {"GROUPS": self.groups, "CHOSEN_GROUPS": self.chosen_groups}
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,12 +113,13 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
                 weight.scale_fp16,
                 weight.activation,
                 weight.symmetric,
+                weight.bias is None,
             )
         )
-        if weight.bias is not None or weight.out_features % 16 or weight.static:
+        if weight.out_features % 16 or weight.static:
             return (
-                "an expert has a bias, a scale of its own for the input, or outputs that are no "
-                "multiple of 16"
+                "an expert has a scale of its own for the input, or outputs that are no multiple "
+                "of 16"
             )
     if len(scheme) > 1:
         return "the experts of a layer have more than one scheme"
@@ -163,6 +179,7 @@ class GroupedExperts:
     routing: Routing
     # gate/up and down of the expert that sees every token
     shared: tuple[FusedLinear, FusedLinear] | None = None
+    bias: Tensor | None = None  # float32 [experts]: of the logits, or of the choice by sigmoids
 
     @classmethod
     def make(
@@ -174,6 +191,7 @@ class GroupedExperts:
         routing: Routing,
         shared_gate: Tensor | None = None,
         shared: tuple[FusedLinear, FusedLinear] | None = None,
+        bias: Tensor | None = None,
     ) -> GroupedExperts | str:
         """Stack the experts' weights, or say why not."""
         if router.device.type != "cuda":
@@ -184,12 +202,14 @@ class GroupedExperts:
         for part in (gate_up, down):
             if reason := unsupported_reason(part, device):
                 return reason
+        if any(isinstance(one, TiledLinear) and not one.weight.interleaved for one in gate_up):
+            return "the kernels do not know the experts' activation"
         rows = [router] if shared_gate is None else [router, shared_gate.float()]
         first, second = (
             stack([one for one in part if isinstance(one, TiledLinear)]) for part in (gate_up, down)
         )
         ready = torch.zeros(1, dtype=torch.int32, device=router.device)
-        return cls(first, second, torch.cat(rows), ready, routing, shared)
+        return cls(first, second, torch.cat(rows), ready, routing, shared, bias)
 
     @property
     def gated(self) -> bool:
@@ -281,8 +301,10 @@ class GroupedExperts:
             found.tiles,
             workspace.current(x.device).bytes("route tickets", 4 * groups + 4),
             lengths,
+            self.bias,
             tokens,
             norm.epsilon,
+            routing.scale,
         )
         # two rows of the router and the norm
         shared = max(10 * x.shape[1], reserved(device) * by_token)
@@ -315,24 +337,27 @@ class GroupedExperts:
             len(residual),
         )
         grid = max(min(count, 16 * device.processors), device.processors)
-        kernel = self._kernel("combine", residual, 1, 16, False)
+        kernel = self._kernel("combine", residual, 1, 16, False, shared=shared is not None)
         kernel.launch(
             grid, THREADS, args, shared=reserved(device) * (routed.source is None), pdl=True
         )
 
-    def _kernel(self, name: str, x: Tensor, rows: int, tile: int, by_token: bool) -> jit.Kernel:
-        routing = self.routing
+    def _kernel(
+        self, name: str, x: Tensor, rows: int, tile: int, by_token: bool, *, shared: bool = False
+    ) -> jit.Kernel:
         defines = {
+            **self.routing.defines,
             "FP16": int(x.dtype == torch.float16),
             "KDIM": x.shape[1],
-            "EXPERTS": routing.experts,
-            "CHOSEN": routing.chosen,
             "GATE": int(self.gated),
-            "NORMALIZE": int(routing.normalize),
             "ROWS": rows,
             "TILE": tile,
             "BY_TOKEN": int(by_token),
         }
+        if self.bias is not None:
+            defines["BIASED"] = 1
+        if shared and not self.gated:
+            defines["SHARED"] = 1
         return jit.load("route.cu", defines=defines).kernel(name)
 
     def multiply(self, x: Tensor, routed: Routed, *, norm: Norm) -> Tensor:
@@ -369,6 +394,7 @@ def few_rows(weight: TiledWeight, x: Tensor, routed: Routed, *, norm: Norm | Non
         weight.channel_scale,
         x,
         norm and norm.weight,
+        weight.bias,
         out,
         routed.expert_of,
         routed.tiles,
@@ -426,7 +452,7 @@ def many_rows(
             weight.channel_scale,
             packed,
             row_scale,
-            None,
+            weight.bias,
             None,
             out,
             None,

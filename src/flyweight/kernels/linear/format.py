@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import unknown
-from flyweight.tensors import Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
+from flyweight.tensors import (
+    FLOAT4_GROUP,
+    Float4,
+    Float8,
+    Int8Channel,
+    IntGroup,
+    Plain,
+    QuantTensor,
+    Sparse24,
+)
 
 # The axes of a weight cut into blocks: see `tiles.blocks`.
 TILE, HALF_ROW, ROW, BLOCK, HALF, COLUMN, STEP, PAIR, WITHIN = range(9)
@@ -39,6 +48,7 @@ class Codes:
     input_scale: Tensor | None = None  # one for x, known beforehand
     group: int = 64  # inputs that share a scale
     middle: int = 0  # the zero point of codes that have none stored
+    exponents: Tensor | None = None  # uint8 [out, groups], of groups that have no other scale
 
 
 Matches = Callable[[QuantTensor], bool]
@@ -64,6 +74,7 @@ class WeightFormat:
     signed_pays: bool = False
     needs_float8: bool = False
     widened: bool = False  # float8 codes become 16-bit floats, which x stays
+    record_bytes: int = 64  # of 16 outputs: scale and zero point of a group, or its exponent
 
     @property
     def quantizes_input(self) -> bool:
@@ -115,6 +126,15 @@ def read_channels(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
 def read_widened(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
     """x is not quantized, so it needs no scale either."""
     return replace(read_channels(tensor, dtype), input_scale=None)
+
+
+def is_float4(tensor: QuantTensor) -> bool:
+    return isinstance(tensor, Float4)
+
+
+def read_float4(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
+    assert isinstance(tensor, Float4)
+    return Codes(tensor.unpacked(), exponents=tensor.exponents, group=FLOAT4_GROUP)
 
 
 def has_groups(bits: int, stretch: int = 1) -> Matches:
@@ -213,6 +233,9 @@ FORMATS = {
             read_widened,
             frozenset({"gemm_mma"}),
             widened=True,
+        ),
+        WeightFormat(
+            "mxfp4", 6, 4, 512, NIBBLES, is_float4, read_float4, grouped=True, record_bytes=16
         ),
         WeightFormat(
             "sparse-int4",

@@ -115,7 +115,7 @@ def _whole_stages(matrix: Matrix, count: int) -> bool:
 def stage_bytes(matrix: Matrix, tile: MmaTile, count: int) -> int:
     form = matrix.format
     groups = math.ceil(64 * count / matrix.group) if form.grouped else 0
-    weights = tile.outputs // 16 * (count * form.block_bytes + 64 * groups)
+    weights = tile.outputs // 16 * (count * form.block_bytes + groups * form.record_bytes)
     return weights + tile.tokens * count * 64 * (1 if form.quantizes_input else 2)
 
 

@@ -48,7 +48,8 @@ class Product:
     matrix: Matrix
     rows: int
     residual: bool = False
-    bare: bool = False  # neither a norm before nor a residual or act(gate)·up after: a linear by itself
+    # neither a norm before nor a residual or act(gate)·up after: a linear by itself
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,8 @@ def _stage_counts(matrix: Matrix, cut: Cut, numbers: FormatNumbers) -> tuple[int
 def _stage_bytes(matrix: Matrix, cut: Cut, count: int) -> int:
     form = matrix.format
     span = 64 * count
-    records = 4 * cut.warpgroups * math.ceil(span / matrix.group) * 64 if form.grouped else 0
+    groups = math.ceil(span / matrix.group) if form.grouped else 0
+    records = 4 * cut.warpgroups * groups * form.record_bytes
     weights = 4 * cut.warpgroups * count * form.block_bytes
     inputs = cut.tokens * span * (1 if form.quantizes_input else 2)
     scales = cut.tokens * span // 128 * 8 if cut.int16_inputs else 0

@@ -1,8 +1,8 @@
 """Few rows times a tiled weight, weights streaming through the matrix units once: host side of
 cuda/gemv.cu.
 
-Norm before, and bias, residual or act(gate)·up after, are fused: they are compile-time choices of the
-launch. A launch has one CTA on every SM, so that all SMs offer the next kernel the same room.
+Norm before, and bias, residual or act(gate)·up after, are fused: they are compile-time choices of
+the launch. A launch has one CTA on every SM, so that all SMs offer the next kernel the same room.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     _, total, shortest = slice_blocks(matrix, wanted.slices)
     stage_blocks = _stage_blocks(matrix, total, shortest, wanted.stage_bytes)
     groups = math.ceil(stage_blocks * 64 / group) if form.grouped else 0
-    stage = stage_blocks * form.block_bytes + groups * 64
+    stage = stage_blocks * form.block_bytes + groups * form.record_bytes
     sums = (2 * total if group == 32 else total) * rows * 8 if form.grouped else 8 * rows
     slots = wanted.slots or max(1, min(wanted.tiles, 16 // rows))
     x_row = total * 128 + 64 if form.bits == 16 else (total | 1) * 64 * (2 if form.grouped else 1)

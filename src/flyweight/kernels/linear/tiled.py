@@ -36,8 +36,8 @@ MULTIPLY: dict[str, Callable[..., Tensor]] = {
 
 
 class TiledLinear(FusedLinear):
-    """y = x Wᵀ (+ bias). `activation`: that of a merged gate/up, which the kernels apply at once (in
-    `project`).
+    """y = x Wᵀ (+ bias). `activation`: that of a merged gate/up, which the kernels apply at once
+    (in `project`).
     """
 
     adds_bias = True

@@ -193,7 +193,7 @@ def prepare(
         matrix=Matrix(form, rows, columns, parts.group),
         weights=weights,
         dtype=dtype,
-        records=None if parts.scales is None else group_records(parts, interleave=interleave),
+        records=group_records(parts, interleave=interleave),
         channel_scale=channel_scale,
         bias=None if bias is None else bias.to(dtype).contiguous(),
         activation=activation,
@@ -262,13 +262,19 @@ def sparse_layout(
     return torch.cat([codes.flatten(2), words.view(torch.uint8).flatten(2)], 2).flatten()
 
 
-def group_records(parts: Codes, *, interleave: bool) -> Tensor:
-    """int32 [tiles, groups, 16]: scale bits in the low half, zero point in the high half."""
-    assert parts.scales is not None
-    rows, groups = parts.scales.shape
-    scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
-    zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
-    records = scales | (zeros << 16)
+def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
+    """int32 [tiles, groups, 16]: scale bits in the low half, zero point in the high half; or as
+    many exponents in bytes.
+    """
+    if parts.exponents is not None:
+        records = parts.exponents
+    elif parts.scales is not None:
+        scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
+        zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
+        records = scales | (zeros << 16)
+    else:
+        return None
+    rows, groups = records.shape
     if interleave:
         records = interleave_rows(records)
     records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16))

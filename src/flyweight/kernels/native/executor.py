@@ -52,7 +52,8 @@ class Parts:
 
     layers: Sequence[Layer]
     head: Weight
-    table: Tensor | None  # [vocabulary, hidden]: the embedding; None: the head is tied to it
+    # the embedding [vocabulary, hidden], as numbers or packed; None: the head is tied to it
+    table: Tensor | Weight | None
     cos: Tensor  # float32 [positions, rotary / 2]
     sin: Tensor
     final_norm: Tensor
@@ -306,6 +307,8 @@ def _decoder(parts: Parts, layers: Any) -> CDecoder:
     )
     if parts.table is None:
         made.embedding = head
+    elif isinstance(parts.table, Weight):
+        made.embedding = ctypes.addressof(parts.table.matrix)
     else:
         made.table = parts.table.data_ptr()
         made.table_storage = STORAGE[parts.table.dtype]

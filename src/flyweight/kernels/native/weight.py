@@ -3,8 +3,9 @@ one scale.
 
 Every kind keeps about the bits of its file:
 
-    IntGroup      2 to 4 bits → 4, 5 to 8 → 8; scales in float16 where that holds them (a power
-                  of two for all may help), else float32. Act-order becomes an order of the inputs.
+    IntGroup      2 to 6 and 8 bits as they are, 7 → 8; scales in float16 where that holds them (a
+                  power of two for all may help), else float32. Act-order: x is reordered.
+    IntBlock      as it is, sub-scales and sub-minima in 8 bits (blocks.py)
     Int8Channel   8 bits, one float32 scale an output, x in 8 bits by token: what the format means
     Plain         as it is; float32 in 16 bits where those hold every value. Where the processor
                   multiplies float16, 16 bits become float16 times a power of two
@@ -20,108 +21,37 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flyweight.kernels.native import blocks as small_codes
 from flyweight.kernels.native import library
+from flyweight.kernels.native.matrix import (
+    ACTIVATIONS,
+    FLOATS,
+    FORMATS,
+    HALF_WEIGHT,
+    INPUT_GROUP,
+    LONGEST_GROUP,
+    WIDTH,
+    Packing,
+    Weight,
+    blocks,
+    empty_matrix,
+)
 from flyweight.tensors import (
     Float8,
     Int8Channel,
+    IntBlock,
     IntGroup,
     Plain,
     QuantTensor,
     Sparse24,
     VectorQuant,
 )
-
-WIDTH = 8  # outputs of a block
-FORMATS = ("int4", "int8", "float32", "float16", "bfloat16", "float8", "vectors")
-ACTIVATIONS = (
-    "as it is",
-    "int8 by group",
-    "int8 static",
-    "float8 by token",
-    "float8 static",
-    "float8 by group",
-    "float16 by row",
-)
-FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-LONGEST_GROUP = 128  # inputs under one copy of a scale
-INPUT_GROUP = 32  # inputs of x that share a scale of x: rounding with 64 costs twice the KL
-HALF_WEIGHT = 16.0  # of source/matrix.h
-
-
-class Matrix(ctypes.Structure):
-    """`Matrix` of source/matrix.h."""
-
-    _fields_ = (
-        ("format", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("input_group", ctypes.c_int32),
-        ("wide_scales", ctypes.c_int32),
-        ("zeros", ctypes.c_int32),
-        ("input_scale", ctypes.c_float),
-        ("input_zero", ctypes.c_float),
-        ("factor", ctypes.c_float),
-        ("block_bytes", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("column_scale", ctypes.c_void_p),
-        ("column_bias", ctypes.c_void_p),
-        ("book", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("entries", ctypes.c_int32),
-        ("residual_entries", ctypes.c_int32),
-        ("residual_bytes", ctypes.c_int32),
-    )
-
-
-class Packing(ctypes.Structure):
-    """`Packing` of source/matrix.h."""
-
-    _fields_ = (
-        ("w", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("row_bytes", ctypes.c_int64),
-        ("source_bits", ctypes.c_int32),
-        ("is_signed", ctypes.c_int32),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("weight_group", ctypes.c_int32),
-        ("weight_groups", ctypes.c_int32),
-        ("factor", ctypes.c_float),
-        ("from_bfloats", ctypes.c_int32),
-        ("to", ctypes.c_void_p),
-    )
-
-
-@dataclass(eq=False)
-class Weight:
-    """A packed weight; `tensors` keeps alive what `matrix` points to."""
-
-    matrix: Matrix
-    why: str  # what it has become, in words
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def keep(self, name: str, tensor: Tensor | None) -> None:
-        """Let the matrix point to this tensor."""
-        if tensor is not None:
-            self.tensors[name] = tensor
-            setattr(self.matrix, name, tensor.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -150,6 +80,8 @@ def pack(tensor: QuantTensor, *, exact: bool = False, bias: Tensor | None = None
 def _pack(tensor: QuantTensor, exact: bool) -> Weight:
     if isinstance(tensor, Sparse24):
         return _pack(tensor.to_dense(), exact)
+    if isinstance(tensor, IntBlock) and tensor.group_size % 16 == 0:
+        return small_codes.pack_blocks(tensor, exact=exact)
     if isinstance(tensor, IntGroup) and (layout := group_layout(tensor)):
         return pack_groups(tensor, layout, exact=exact)
     if isinstance(tensor, Int8Channel):
@@ -165,24 +97,6 @@ def _pack(tensor: QuantTensor, exact: bool) -> Weight:
     # a float8 weight that holds NaN gives NaN whatever x is rounded to
     return pack_floats(
         tensor.dequantize(), f"no native layout for this {tensor.kind}: written out as floats"
-    )
-
-
-def blocks(outputs: int) -> int:
-    return -(-outputs // WIDTH)
-
-
-def empty_matrix(tensor: QuantTensor | Tensor, kind: str, *, group: int, groups: int) -> Matrix:
-    outputs, inputs = tensor.shape[-2:] if isinstance(tensor, Tensor) else tensor.matrix_shape
-    return Matrix(
-        format=FORMATS.index(kind),
-        outputs=outputs,
-        inputs=inputs,
-        columns=group * groups,
-        group=group,
-        groups=groups,
-        input_group=group,
-        factor=1.0,
     )
 
 
@@ -258,6 +172,8 @@ def best_group(inputs: int) -> int:
 
 
 def pack_groups(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight:
+    if tensor.bits in small_codes.BITS and tensor.bits != 4:
+        return pack_small(tensor, layout, exact=exact)
     kind = "int4" if tensor.bits <= 4 else "int8"
     matrix = empty_matrix(tensor, kind, group=layout.group, groups=layout.groups)
     matrix.activation = ACTIVATIONS.index("as it is" if exact else "int8 by group")
@@ -286,6 +202,30 @@ def pack_groups(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight
     return _fill(
         weight, Source(values, bits, scales, zeros, min(tensor.group_size, matrix.columns))
     )
+
+
+def pack_small(tensor: IntGroup, layout: GroupLayout, *, exact: bool) -> Weight:
+    """Codes of 2, 3, 5 and 6 bits."""
+    scales, factor, wide = narrow(tensor.scales, exact=exact)
+    values = tensor.values().to(torch.uint8)
+    columns = layout.group * layout.groups
+    whole = torch.nn.functional.pad(values, (0, max(0, columns - values.shape[1])))
+    if layout.order is not None:  # what fills a group up meets an x of zero
+        whole = values[:, layout.order.clamp(min=0).long()]
+    each = min(tensor.group_size, columns) // layout.group  # copies of a scale
+    spread = small_codes.Spread(
+        scales=scales.repeat_interleave(each, 1)[:, : layout.groups],
+        zeros=None
+        if tensor.zeros is None
+        else tensor.zeros.repeat_interleave(each, 1)[:, : layout.groups],
+        group=layout.group,
+        bits=tensor.bits,
+        wide=bool(wide),
+    )
+    weight = small_codes.pack_integers(tensor, whole, spread, exact=exact)
+    weight.matrix.factor = factor
+    weight.keep("order", layout.order)
+    return weight
 
 
 def narrow(scales: Tensor, *, exact: bool) -> tuple[Tensor, float, int]:

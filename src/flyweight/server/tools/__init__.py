@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from flyweight.errors import OptionError, unknown
+from flyweight.server.tools.harmony import Harmony
 from flyweight.server.tools.hermes import Hermes
 from flyweight.server.tools.llama import Llama
 from flyweight.server.tools.mistral import Mistral
+from flyweight.server.tools.qwen_coder import QwenCoder
 
-Format = Hermes | Llama | Mistral
-FORMATS: dict[str, type[Format]] = {form.name: form for form in (Hermes, Llama, Mistral)}
+Format = Harmony | Hermes | Llama | Mistral | QwenCoder
+FORMATS: dict[str, type[Format]] = {form.name: form for form in (Harmony, Hermes, Llama, Mistral, QwenCoder)}
 SIGNS = (  # in a chat template → the format of its family, the first that is found
+    ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "qwen_coder"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama"),
     ('"parameters":', "llama"),

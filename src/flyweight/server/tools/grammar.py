@@ -20,6 +20,13 @@ from flyweight.server.words import Words
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
+class JSONArguments:
+    """What formats share that write the arguments of a call as JSON."""
+
+    def argument_rules(self, name: str, schema: dict[str, Any], words: Words, *, strict: bool) -> list[str]:
+        return [f"{name}: {json_rule(schema, lenient=not strict)}"]
+
+
 class ToolFormat(Protocol):
     @property
     def opening(self) -> str | None:
@@ -28,6 +35,9 @@ class ToolFormat(Protocol):
     @property
     def parallel(self) -> bool:
         """Whether the model's template knows of several calls in one message."""
+
+    def argument_rules(self, name: str, schema: dict[str, Any], words: Words, *, strict: bool) -> list[str]:
+        """The rule `name`, of the arguments of one function, and those that it needs."""
 
     def call_rule(self, name: str, arguments: str, words: Words) -> str:
         """One call of a function; `arguments` is the rule of its arguments."""
@@ -72,7 +82,7 @@ def call_rules(form: ToolFormat, tools: Sequence[dict[str, Any]], words: Words) 
     for number, tool in enumerate(tools):
         schema = tool.get("parameters") or NO_ARGUMENTS
         rules.append(f"call_{number}: {form.call_rule(tool['name'], f'arguments_{number}', words)}")
-        rules.append(f"arguments_{number}: {json_rule(schema, lenient=not tool.get('strict'))}")
+        rules += form.argument_rules(f"arguments_{number}", schema, words, strict=bool(tool.get("strict")))
     return rules
 
 

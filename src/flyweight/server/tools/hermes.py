@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyweight.server.tools.base import ToolParser
-from flyweight.server.tools.grammar import object_rule
+from flyweight.server.tools.grammar import JSONArguments, object_rule
 from flyweight.server.words import Words
 
 OPEN = "<tool_call>"
@@ -15,7 +15,7 @@ class HermesParser(ToolParser):
     CLOSE = CLOSE
 
 
-class Hermes:
+class Hermes(JSONArguments):
     name = "hermes"
     parser = HermesParser
     opening = OPEN

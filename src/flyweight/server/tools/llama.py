@@ -15,7 +15,7 @@ from typing import Any
 from flyweight.server.pieces import Arguments, Text
 from flyweight.server.tools.base import SEPARATORS, ToolParser
 from flyweight.server.tools.call_reader import CallReader
-from flyweight.server.tools.grammar import object_rule
+from flyweight.server.tools.grammar import JSONArguments, object_rule
 from flyweight.server.words import Words
 
 TAG = "<|python_tag|>"
@@ -106,7 +106,7 @@ def read_method(text: str) -> tuple[str, dict[str, Any]] | None:
         return None
 
 
-class Llama:
+class Llama(JSONArguments):
     name = "llama"
     parser = LlamaParser
     opening = None  # a call is the whole answer

@@ -11,7 +11,7 @@ import uuid
 from flyweight.server.pieces import Text
 from flyweight.server.tools.base import ToolParser
 from flyweight.server.tools.call_reader import CallReader
-from flyweight.server.tools.grammar import object_rule
+from flyweight.server.tools.grammar import JSONArguments, object_rule
 from flyweight.server.words import Words
 
 OPEN = "[TOOL_CALLS]"
@@ -39,7 +39,7 @@ class MistralParser(ToolParser):
         return text
 
 
-class Mistral:
+class Mistral(JSONArguments):
     name = "mistral"
     parser = MistralParser
     opening = OPEN

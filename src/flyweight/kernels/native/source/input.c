@@ -189,7 +189,7 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
             int8_t *codes = input->codes + (size_t)row * w->columns + (size_t)g * count;
             quantize_group(values + (size_t)g * count, count, codes, input->scales + at,
                     input->sums + at);
-            if (!w->zeros) input->sums[at] = (w->wide_scales ? 0
+            if (!w->zeros && w->format != BLOCKS) input->sums[at] = (w->wide_scales ? 0
                     : MIDDLE_BITS) - middle * input->sums[at];
         }
     }

@@ -15,12 +15,16 @@
 #include "team.h"
 #include "vectors.h"
 
-enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS };
+enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS, BLOCKS };
 #define WIDE_BFLOAT16 2
 
 enum Activation {
     AS_IT_IS, INT8_GROUP, INT8_STATIC, FLOAT8_TOKEN, FLOAT8_STATIC, FLOAT8_GROUP, FLOAT16_ROW
 };
+
+// Of BLOCKS; see product_blocks.c.
+enum Mins { MINS_NONE, MINS_STORED, MINS_ZEROS };
+enum Subs { SUBS_NONE, SUBS_BYTES, SUBS_NIBBLES };
 
 // Of product_half.c: 32 products of two such numbers stay below 2^15.
 #define HALF_INPUT 64.0f
@@ -56,6 +60,14 @@ typedef struct {
     int32_t entries;
     int32_t residual_entries;
     int32_t residual_bytes;   // of an index: 0, 1 or 2
+    // BLOCKS
+    int32_t bits;             // of a code
+    int32_t super_groups;     // groups that share a scale of theirs
+    int32_t mins;             // enum Mins
+    int32_t subs;             // enum Subs
+    int32_t sub_bias;         // what a sub-scale has too much
+    int32_t middle;           // the code that stands for zero
+    const int8_t *table;      // [16]: what the codes stand for, or NULL: themselves, less middle
 } Matrix;
 
 // Sums of integers below 2^22 begin at the bits of 1.5 · 2^23, and so end as the bits of 1.5 · 2^23
@@ -130,6 +142,8 @@ void integer_product(const Matrix *w, const Input *input, int block, int begin, 
         float out[][WIDTH]);
 void float_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]);
+void blocks_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+        float out[][WIDTH]);
 void half_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]);
 
@@ -163,6 +177,9 @@ void project_gated(Team *team, const Product *gate, const Product *up);
 
 // One block as floats [columns][8], columns in the matrix's order.
 void block_to_floats(const Matrix *w, int block, float *to);
+
+// Eight columns of a block of BLOCKS as floats.
+void blocks_written_out(const Matrix *w, int block, int column, floats8 to[8]);
 
 // One row of the weight itself: what an embedding looks up.
 void matrix_row(const Matrix *w, int row, float *out);

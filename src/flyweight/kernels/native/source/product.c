@@ -12,7 +12,8 @@
 
 void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]) {
-    if (takes_integers(w)) integer_product(w, input, block, begin, rows, out);
+    if (w->format == BLOCKS) blocks_product(w, input, block, begin, rows, out);
+    else if (takes_integers(w)) integer_product(w, input, block, begin, rows, out);
     else if (takes_halves(w)) half_product(w, input, block, begin, rows, out);
     else float_product(w, input, block, begin, rows, out);
     float factor = product_factor(w);

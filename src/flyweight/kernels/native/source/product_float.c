@@ -134,6 +134,10 @@ void float_product(const Matrix *w, const Input *input, int block, int begin, in
 // Eight columns of a block as floats, group scales and factors multiplied in.
 static void written_out(const Matrix *w, int block, int g, int k, const uint8_t *header,
         floats8 to[8]) {
+    if (w->format == BLOCKS) {
+        blocks_written_out(w, block, g * w->group + k, to);
+        return;
+    }
     const int integers = w->format == INT4 || w->format == INT8;
     const int wide = w->wide_scales;
     const int size = integers ? (wide ? 32 : 16) + (w->zeros ? 16 : 0) : 0;

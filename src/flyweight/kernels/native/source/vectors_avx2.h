@@ -191,3 +191,12 @@ ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
     transpose_bytes(to + 4, _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(codes + 32)),
             sign));
 }
+
+// Codes below 16 replaced by what a table has for them.
+ALWAYS_INLINE void bytes_look_up(uint8_t *codes, const int8_t *table, const int count) {
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    for (int i = 0; i < count; i += 32) {
+        __m256i *at = (__m256i *)(codes + i);
+        _mm256_storeu_si256(at, _mm256_shuffle_epi8(all, _mm256_loadu_si256(at)));
+    }
+}

@@ -231,6 +231,13 @@ ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
             sign));
 }
 
+// Codes below 16 replaced by what a table has for them.
+ALWAYS_INLINE void bytes_look_up(uint8_t *codes, const int8_t *table, const int count) {
+    const uint8x16_t all = vld1q_u8((const uint8_t *)table);
+    for (int i = 0; i < count; i += 16)
+        vst1q_u8(codes + i, vqtbl1q_u8(all, vld1q_u8(codes + i)));
+}
+
 #if HALF_PRODUCTS
 typedef float16x8_t halves8;
 

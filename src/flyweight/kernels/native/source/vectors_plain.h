@@ -217,3 +217,8 @@ ALWAYS_INLINE void bytes_to_floats(floats8 to[8], const uint8_t *codes) {
     for (int j = 0; j < 8; j++)
         EACH to[j].at[i] = (float)(codes[32 * (j / 4) + 4 * i + j % 4] ^ 128);
 }
+
+// Codes below 16 replaced by what a table has for them.
+ALWAYS_INLINE void bytes_look_up(uint8_t *codes, const int8_t *table, const int count) {
+    for (int i = 0; i < count; i++) codes[i] = (uint8_t)table[codes[i]];
+}

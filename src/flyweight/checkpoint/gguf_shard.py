@@ -1,0 +1,112 @@
+"""A GGUF file beside its config.json, read as one of the shards of a folder.
+
+Names and the order of rows are those of Hugging Face; the numbers stay as they lie in the file, which
+is mapped. `weight` gives a matrix in the bits of the file, `get_tensor` (what safetensors call it)
+any tensor as floats.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyweight.checkpoint.gguf_blocks import FLOATS, TYPES, read_blocks
+from flyweight.checkpoint.gguf_header import Stored, block_size, read_table
+from flyweight.errors import CheckpointError, UnsupportedError
+from flyweight.tensors import IntBlock, IntGroup, QuantTensor
+
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor per rope frequency, part of the config elsewhere
+AT_ONCE = 1 << 22  # weights that are written out as floats together
+
+
+def hugging_face_name(file: Path, architecture: str, name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in OUTER and kind == "weight":
+        return f"{OUTER[stem]}.{kind}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if not match or match[2] not in BLOCK or kind not in ("weight", "bias"):
+        raise UnsupportedError(f"{file}: tensor {name!r} is not part of a plain {architecture} decoder")
+    return f"model.layers.{match[1]}.{BLOCK[match[2]]}.{kind}"
+
+
+def heads_turned(config: dict[str, Any], name: str) -> int | None:
+    """The heads whose rows llama.cpp has put into another order, None where it has left them alone.
+
+    It rotates neighbours (0, 1), (2, 3), … of Llama models, Hugging Face halves (0, d / 2), (1, d / 2 + 1), …
+    """
+    if config.get("model_type") != "llama":
+        return None
+    if ".q_proj." in name:
+        return config["num_attention_heads"]
+    return config["num_key_value_heads"] if ".k_proj." in name else None
+
+
+def turned_back(rows: Tensor, heads: int) -> Tensor:
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+class GgufShard:
+    def __init__(self, file: Path, config: dict[str, Any]):
+        self.file = file
+        self.config = config
+        kind = str(config.get("model_type"))
+        self.table: dict[str, Stored] = {
+            hugging_face_name(file, kind, name): stored for name, stored in read_table(file).items() if name != ROPE_FACTORS}
+        self.bytes = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+
+    def type_name(self, name: str) -> str:
+        number = self.table[name].type
+        return TYPES[number].name if number in TYPES else f"type {number}"
+
+    def weight(self, name: str) -> QuantTensor | None:
+        """A matrix in its own bits; None for floats, and for types that we read as floats."""
+        stored = self.table[name]
+        kind = TYPES.get(stored.type)
+        if kind is None or kind.read is None or len(stored.shape) != 2:
+            return None
+        weight = read_blocks(kind, self._rows(name))
+        assert isinstance(weight, IntGroup | IntBlock)
+        scales = weight.scales if isinstance(weight, IntGroup) or weight.mins is None else weight.scales + 0 * weight.mins
+        if not bool(scales.isfinite().all()):
+            raise CheckpointError(f"{self.file}: tensor {name!r} holds NaN or infinity: the file is damaged; get it again")
+        return weight
+
+    def get_tensor(self, name: str) -> Tensor:
+        """As floats: those of the file, or float16 made of its codes."""
+        stored = self.table[name]
+        rows = self._rows(name)
+        if (dtype := FLOATS.get(self.type_name(name))) is not None:
+            if rows.data_ptr() % dtype.itemsize:  # of a file with an odd alignment
+                rows = rows.clone()
+            return rows.view(dtype).view(stored.shape)
+        step = max(1, AT_ONCE // stored.shape[-1])
+        return torch.cat([self._floats(stored.type, part) for part in rows.split(step)]).view(stored.shape)
+
+    def _floats(self, number: int, rows: Tensor) -> Tensor:
+        kind = TYPES.get(number)
+        if kind is not None and kind.read is not None:
+            return read_blocks(kind, rows).dequantize(torch.float16)
+        import gguf
+
+        return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType(number))).half()
+
+    def _rows(self, name: str) -> Tensor:
+        """uint8 [rows, bytes]: a view of the file, or a copy with its rows in Hugging Face's order."""
+        stored = self.table[name]
+        inputs, size = block_size(stored.type)
+        raw = self.bytes[stored.offset : stored.offset + stored.nbytes]
+        heads = heads_turned(self.config, name)
+        if heads is not None and len(stored.shape) == 1:  # a bias: one value a row
+            return turned_back(raw.view(-1, size), heads).reshape(1, -1)
+        rows = raw.view(-1, stored.shape[-1] // inputs * size)
+        return rows if heads is None else turned_back(rows, heads).contiguous()

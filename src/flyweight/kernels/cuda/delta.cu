@@ -1,0 +1,114 @@
+// What LoRA adapters add to a linear, for the few rows of a decode step; each row has its own adapter, or none (slot -1).
+//
+//   low[row][o] = Σ_k A[slot][o][k] · norm(x[row])[k]           o: a rank of one of the PARTS, each with its own A
+//   out[row][j] = residual[row][j] + Σ_r low[row][part of j][r] · B[slot][r][j]
+//
+// Work split: shrink has a CTA for each (o, row), whose threads share the inputs; expand has as many CTAs as the GPU has
+// processors, one warp each, with neighbouring outputs, 8 a lane, and goes through the rows.
+// Limit: latency. So shrink fetches A, and brings B to L2, before it waits for x; and expand, whose CTAs leave every processor
+// alike, lets the product that follows begin at once.
+//
+// defines: FP16, INPUTS, OUTPUTS, RANK, PARTS, END1, END2 (where the first and second part end), NORM, RESIDUAL, THREADS
+#include "common.cuh"
+
+#define VECTORS ((INPUTS / 8 + THREADS - 1) / THREADS)
+#define WARPS (THREADS / 32)
+#define LOWS (PARTS * RANK)
+
+DEVICE void add_products(uint4 a, uint4 x, uint4 w, float& dot, float& squares) {
+  const u32 as[4] = {a.x, a.y, a.z, a.w}, xs[4] = {x.x, x.y, x.z, x.w}, ws[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float low = low_float(xs[i]), high = high_float(xs[i]);
+    if (NORM) {
+      squares = fmaf(low, low, fmaf(high, high, squares));
+      dot = fmaf(low_float(as[i]) * low_float(ws[i]), low, fmaf(high_float(as[i]) * high_float(ws[i]), high, dot));
+    } else {
+      dot = fmaf(low_float(as[i]), low, fmaf(high_float(as[i]), high, dot));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+shrink(const u16* a, const u16* b, const u16* x, const u16* weight, const int* slots, float* low, float epsilon) {
+  __shared__ float sums[2][WARPS];
+  const int which = blockIdx.x, row = blockIdx.y, slot = slots[row], thread = threadIdx.x;
+  if (slot < 0) {  // after those before it all the same: the kernel that follows waits for this one alone
+    wait_for_inputs();
+    return;
+  }
+  const uint4 zero = {0, 0, 0, 0};
+  const u16* own = a + ((size_t)slot * LOWS + which) * INPUTS;
+  uint4 as[VECTORS], ws[VECTORS];
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int at = (thread + i * THREADS) * 8;
+    as[i] = at < INPUTS ? stream_load(own + at) : zero;
+    ws[i] = NORM && at < INPUTS ? constant_load(weight + at) : zero;
+  }
+  // 128 bytes a thread of what expand will read, all CTAs of the row together
+  const char* bytes = (const char*)(b + (size_t)slot * RANK * OUTPUTS);
+  for (size_t at = ((size_t)which * THREADS + thread) * 128; at < (size_t)RANK * OUTPUTS * 2; at += (size_t)LOWS * THREADS * 128)
+    prefetch_l2(bytes + at);
+  wait_for_inputs();
+  float dot = 0, squares = 0;
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int at = (thread + i * THREADS) * 8;
+    if (at < INPUTS) add_products(as[i], *(const uint4*)(x + (size_t)row * INPUTS + at), ws[i], dot, squares);
+  }
+  dot = warp_sum(dot);
+  if (NORM) squares = warp_sum(squares);
+  if (thread % 32 == 0) {
+    sums[0][thread / 32] = dot;
+    sums[1][thread / 32] = squares;
+  }
+  __syncthreads();
+  if (thread > 0) return;
+  dot = squares = 0;
+  for (int i = 0; i < WARPS; i++) {
+    dot += sums[0][i];
+    squares += sums[1][i];
+  }
+  low[(size_t)row * LOWS + which] = NORM ? dot * rsqrtf(squares / INPUTS + epsilon) : dot;
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+expand(const u16* b, const float* low, const int* slots, const u16* residual, u16* out, int rows) {
+  launch_dependents();
+  wait_for_inputs();
+  for (int vector = blockIdx.x * 32 + threadIdx.x; vector < OUTPUTS / 8; vector += gridDim.x * 32) {
+    const int at = vector * 8, part = (PARTS > 1 && at >= END1) + (PARTS > 2 && at >= END2);
+    for (int row = 0; row < rows; row++) {
+      const int slot = slots[row];
+      const float* own = low + (size_t)row * LOWS + part * RANK;
+      float sum[8] = {};
+      if (RESIDUAL) {
+        const uint4 v = *(const uint4*)(residual + (size_t)row * OUTPUTS + at);
+        const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[2 * i] = low_float(pairs[i]), sum[2 * i + 1] = high_float(pairs[i]);
+      }
+      if (slot >= 0) {
+        const u16* column = b + (size_t)slot * RANK * OUTPUTS + at;
+#pragma unroll 8
+        for (int r = 0; r < RANK; r++) {
+          const uint4 v = stream_load(column + (size_t)r * OUTPUTS);
+          const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+          const float factor = own[r];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            sum[2 * i] = fmaf(factor, low_float(pairs[i]), sum[2 * i]);
+            sum[2 * i + 1] = fmaf(factor, high_float(pairs[i]), sum[2 * i + 1]);
+          }
+        }
+      }
+      uint4 result;
+      result.x = pack2(sum[0], sum[1]);
+      result.y = pack2(sum[2], sum[3]);
+      result.z = pack2(sum[4], sum[5]);
+      result.w = pack2(sum[6], sum[7]);
+      *(uint4*)(out + (size_t)row * OUTPUTS + at) = result;
+    }
+  }
+}

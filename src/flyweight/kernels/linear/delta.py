@@ -1,0 +1,137 @@
+"""What LoRA adapters add to a linear, each row that of its own adapter:
+
+    y[i] += B[s] · (A[s] · norm(x[i]))       s: the slot of row i's adapter; −1: nothing is added
+
+Adapters lie stacked by slot, ranks filled up with zeros to the largest, and `slots` is data on the
+device: one launch serves any mix of adapters and of rows without one, so captured steps need no
+capture of their own. Projections that are one linear here (q/k/v, gate/up) have an A each and the
+columns of B that belong to them.
+
+The result goes into the linear as its residual (`FusedLinear.project`), before any activation. So
+no kernel of a format knows of adapters. The few rows of decode steps on a GPU go through delta.cu;
+everything else is two products by torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.kernels import jit
+from flyweight.kernels.linear.fused import Norm
+
+FEW_ROWS = 16  # of delta.cu: beyond, products by matrix units are faster than one row after another
+THREADS = 256
+MOST_VECTORS = 16  # of 8 inputs that a thread of delta.cu holds
+MOST_PARTS = 3
+
+
+class Delta:
+    """The adapters of one linear, whose outputs are `sizes` side by side."""
+
+    def __init__(self, a: Tensor, b: Tensor, sizes: Sequence[int], ops: ModuleType):
+        self.a = a  # [slots, parts, rank, in]
+        self.b = b  # [slots, rank, out], scales included
+        self.ends = [0, *itertools.accumulate(sizes)]
+        self.ops = ops
+        self.numbers = torch.arange(len(a), dtype=torch.int32, device=a.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def add(
+        self,
+        x: Tensor,
+        slots: Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """residual + B A norm(x): [..., in] → [..., out], into `out`, which may be `residual`."""
+        if self.takes(x):
+            return self._launch(x, slots, norm=norm, residual=residual, out=out)
+        if norm is not None:
+            x = self.ops.normalize(x, norm)
+        outputs = self.b.shape[-1]
+        if out is None:
+            out = x.new_empty(*x.shape[:-1], outputs)
+        y = out.view(-1, outputs)
+        if residual is None:
+            y.zero_()
+        elif residual is not out:
+            out.copy_(residual)
+        self._add(x.reshape(-1, x.shape[-1]), slots, y)
+        return out
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether delta.cu computes it."""
+        inputs = x.shape[-1]
+        return (
+            x.device.type == "cuda"
+            and x.dtype in (torch.float16, torch.bfloat16)
+            and x.numel() <= FEW_ROWS * inputs
+            and inputs <= 8 * THREADS * MOST_VECTORS
+            and len(self.ends) - 1 <= MOST_PARTS
+            and not any(size % 8 for size in (inputs, self.a.shape[2], *self.ends))
+        )
+
+    def _launch(
+        self,
+        x: Tensor,
+        slots: Tensor,
+        *,
+        norm: Norm | None,
+        residual: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        _, parts, rank, inputs = self.a.shape
+        outputs = self.b.shape[-1]
+        rows = x.numel() // inputs
+        norm = norm and norm.folded
+        defines = {
+            "FP16": int(x.dtype == torch.float16),
+            "INPUTS": inputs,
+            "OUTPUTS": outputs,
+            "RANK": rank,
+            "PARTS": parts,
+            "END1": self.ends[1],
+            "END2": self.ends[min(2, parts)],
+            "NORM": int(norm is not None),
+            "RESIDUAL": int(residual is not None),
+            "THREADS": THREADS,
+        }
+        if out is None:
+            out = x.new_empty(*x.shape[:-1], outputs)
+        low = torch.empty(rows, parts * rank, dtype=torch.float32, device=x.device)
+        module = jit.load("delta.cu", defines=defines)
+        weight = norm and norm.weight
+        epsilon = norm.epsilon if norm else 0.0
+        module.kernel("shrink").launch(
+            (parts * rank, rows),
+            THREADS,
+            (self.a, self.b, x.contiguous(), weight, slots, low, epsilon),
+            pdl=True,
+        )
+        module.kernel("expand").launch(
+            gpu.of(x.device).processors, 32, (self.b, low, slots, residual, out, rows), pdl=True
+        )
+        return out
+
+    def _add(self, x: Tensor, slots: Tensor, y: Tensor) -> None:
+        """By products of all adapters, of which each row keeps its own: nothing is counted on the
+        host, and ranks are small beside any weight.
+        """
+        count, parts, rank, _ = self.a.shape
+        low = F.linear(x, self.a.flatten(0, 2)).view(len(x), count, parts, rank)
+        others = (slots[:, None] != self.numbers)[..., None, None]
+        low = low.masked_fill_(others, 0)
+        for part, (begin, end) in enumerate(itertools.pairwise(self.ends)):
+            y[:, begin:end].addmm_(low[:, :, part].flatten(1), self.b[..., begin:end].flatten(0, 1))

@@ -1,0 +1,59 @@
+"""4-bit floats with an exponent for each group of inputs: MXFP4."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from flyweight.tensors.base import QuantTensor, generator_on
+
+# e2m1: a sign, two bits of exponent, one of mantissa
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOAT4_GROUP = 32
+EXPONENT_BIAS = 127  # of e8m0
+
+
+@dataclass(frozen=True, eq=False)
+class Float4(QuantTensor):
+    """W = e2m1 code · 2^(exponent − 127), one exponent for 32 inputs."""
+
+    kind: ClassVar[str] = "mxfp4"
+    codes: Tensor  # uint8 [out, in / 2]: of two inputs the first in the low half
+    exponents: Tensor  # uint8 [out, in / 32]
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.codes.shape[-2], 2 * self.codes.shape[-1]
+
+    def unpacked(self) -> Tensor:
+        """uint8 [out, in]"""
+        return torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
+
+    def _dequantize(self) -> Tensor:
+        values = torch.tensor([*FLOAT4, *(-value for value in FLOAT4)], device=self.codes.device)
+        groups = values[self.unpacked().int()].unflatten(-1, (-1, FLOAT4_GROUP))
+        return torch.ldexp(groups, self.exponents.int()[..., None] - EXPONENT_BIAS).flatten(-2)
+
+    @classmethod
+    def random(
+        cls,
+        shape: Sequence[int],
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> Float4:
+        generator = generator_on(seed, device)
+        *rows, columns = shape
+        options = dict(generator=generator, dtype=torch.uint8, device=device)
+        codes = torch.randint(0, 256, (*rows, columns // 2), **options)
+        usual = EXPONENT_BIAS - 1 - round(math.log2(columns) / 2)
+        exponents = torch.randint(
+            usual - 1, usual + 1, (*rows, columns // FLOAT4_GROUP), **options
+        )
+        return cls(codes, exponents)
