@@ -8,6 +8,7 @@ model, number of rows and variant: microseconds of a step, and their ratio to a 
     none      no adapter is loaded
     unused    two are loaded, and no row has one
     used      every row has one, by turns
+    early     the same, the second kernel of delta.cu beginning while the first runs
     by torch  the same without delta.cu: products by torch
 
 `--compile` compiles what the same command will time and measures nothing.
@@ -116,6 +117,9 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
         caches = caches_for(plain, rows)
         graphs = {"none": capture(plain, caches, rows, used=False), "unused": capture(adapted, caches, rows, used=False),
                   "used": capture(adapted, caches, rows, used=True)}
+        Delta.early = True
+        graphs["early"] = capture(adapted, caches, rows, used=True)
+        Delta.early = False
         Delta.takes = lambda self, x: False  # type: ignore[method-assign]
         graphs["by torch"] = capture(adapted, caches, rows, used=True)
         Delta.takes = takes  # type: ignore[method-assign]

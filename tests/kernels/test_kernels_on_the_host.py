@@ -7,7 +7,7 @@ import pytest
 import torch
 from tuning import retune
 
-from flyweight.kernels import reference, workspace
+from flyweight.kernels import reference, residual, workspace
 from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
 from flyweight.kernels.linear.experts import GroupedExperts, Routing
 from flyweight.kernels.linear.fused import Norm
@@ -92,6 +92,15 @@ def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation="silu")
     got = gemv.multiply(weight, x, norm=Norm(norm, 1e-6))
     assert error(got, torch.nn.functional.silu(gate) * up) < 4e-2
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("int4:128", 1), ("plain", 2)])
+def test_a_norm_before_and_a_residual_after_are_fused_together(kind, rows):
+    """As linears with adapters have it: what these add comes as a residual."""
+    tensor, x, residual = make(kind, (72, 256), 1), torch.randn(rows, 256).bfloat16(), torch.randn(rows, 72).bfloat16()
+    norm = (1 + 0.1 * torch.randn(256)).bfloat16()
+    got = linear_of(tensor).project(x, norm=Norm(norm, 1e-6), residual=residual)
+    assert error(got, tensor.matmul_reference(norm_of(x, norm)) + residual.double()) < 1e-2
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "clipped_swiglu"])
@@ -203,6 +212,15 @@ def error_of_experts(kind, tokens):
             want[token] += share * product[0]
     assert int(ready) == 0
     return error(out.double() - x.double(), want)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_results_are_normed_and_added(normed):
+    hidden, y = torch.randn(2, 3, 2312).bfloat16()
+    norm = Norm((0.1 * torch.randn(2312)).bfloat16(), 1e-6, plus_one=True) if normed else None
+    want = reference.add_normed(hidden.double(), y.double(), norm, scale=0.25)
+    got = residual.add_normed(hidden, y, norm, scale=0.25, out=hidden)
+    assert got is hidden and error(got, want) < 4e-3
 
 
 @pytest.mark.parametrize(("plan", "tokens"), [

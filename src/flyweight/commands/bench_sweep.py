@@ -44,6 +44,7 @@ def latency(
     batch: Annotated[int | None, typer.Option(min=1, help="A workload of one's own: prompts at once,")] = None,
     input: Annotated[int | None, typer.Option(min=1, help="tokens of each prompt,")] = None,
     output: Annotated[int | None, typer.Option("--output", min=1, help="tokens of each answer.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text that prompts are cut from; random tokens otherwise.")] = None,
     repeats: Repeats = 3, seed: Seed = 0, check: Check = True,
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Load one variant after the other.")] = False,
     model_name: Name = None,
@@ -66,7 +67,11 @@ def latency(
         flyweight bench latency original=./qwen3-4b w8a8=./qwen3-4b-w8a8 --batch 4 --input 512 --output 128 --repeats 10
 
         flyweight bench latency ./qwen3-8b-awq --backend vllm --quantization awq_marlin --tensor-parallel 2
+
+        flyweight bench latency smollm2-135m --speculate ngram --text report.txt --batch 1 --input 512 --output 128
     """
+    from dataclasses import replace
+
     from flyweight.bench import workloads
     from flyweight.bench.sweep import TABLES, Plan
 
@@ -74,7 +79,9 @@ def latency(
     if own and (workload or len(own) < 3):
         raise OptionError("a workload of one's own needs --batch, --input and --output, and no --workload")
     works = [workloads.Workload(None, *own)] if own else [workloads.find(name) for name in workload or workloads.LATENCY]
-    plan = Plan(TABLES["latency"], works, repeats=repeats, seed=seed, check=check, together=not one_at_a_time)
+    if text is not None:  # rows of texts are none of random tokens
+        works = [replace(work, name=f"{work.name or 'own'} of {text.name}") for work in works]
+    plan = Plan(TABLES["latency"], works, repeats=repeats, seed=seed, check=check, together=not one_at_a_time, text=text)
     run(plan, models, backend, out, model_name=model_name, as_json=as_json,
         options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
 

@@ -78,6 +78,7 @@ class Engine:
         Prefixes are shared only among requests of the same `cache_salt`: nobody else can find out what was sent with it.
         `adapter`: the name of one that was loaded with the model.
         """
+        params = params.with_defaults({})  # whatever is still open: a step must not stumble over it
         self._check(prompt, params)
         if adapter is not None and adapter not in self.adapters:
             raise RequestError(unknown("adapter", adapter, self.adapters))

@@ -30,6 +30,7 @@ from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.option import Speculation
+from flyweight.engine.speculation.shared_rows import CAPACITY
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
@@ -123,6 +124,10 @@ class LLM:
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
                 workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
             graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
+            if drafter is not None:  # steps with guesses are captured beside the others
+                graphs += graph_bytes(self.decoder, CAPACITY, 0)
+            if isinstance(drafter, ModelDrafter):
+                graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
                                         memory_fraction=memory_fraction, reserved=(workspace, graphs))
         kv_tokens = blocks * block_size
@@ -151,15 +156,13 @@ class LLM:
         if wanted.model is None:
             return NgramDrafter()
         weights, tokenizer = open_model(wanted.model, self.device)
-        known = (self.tokenizer, tokenizer)
-        mine, theirs = (one.inner.get_vocab() for one in known) if all(known) else (
-            self.weights.config["vocab_size"], weights.config["vocab_size"])
-        check_vocabularies(self.name, mine, wanted.model, theirs)
+        if self.tokenizer is not None and tokenizer is not None:
+            check_vocabularies(self.name, self.tokenizer.inner.get_vocab(), wanted.model, tokenizer.inner.get_vocab())
+        check_vocabularies(self.name, self.config.vocab_size, wanted.model, ModelConfig.from_dict(weights.config).vocab_size)
         dtype = choose_dtype(None, weights.config, self.device) if self.device.type == "cuda" else self.dtype
         with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
             decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
         config = decoder.config
-        check_vocabularies(self.name, self.config.vocab_size, wanted.model, config.vocab_size)
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.cache_dtype)
         longest = min(context, config.context_length)
         blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
@@ -181,8 +184,10 @@ class LLM:
         for captured in (runner.steps, runner.passes):
             if captured is not None:
                 captured.warm_up()
-        if self.engine.speculator is not None and runner.shared_steps is not None:
-            runner.shared_steps.warm_up(advances=False)
+        if self.engine.speculator is not None:
+            self.engine.speculator.drafter.warm_up()
+            if runner.shared_steps is not None:
+                runner.shared_steps.warm_up(advances=False)
 
     @takes_fields_of(SamplingParams)
     def generate(self, prompts: Prompt | Sequence[Prompt],

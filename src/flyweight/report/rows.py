@@ -66,6 +66,7 @@ NUMBERS = {"us", "us_p10", "us_p90", "us_hot", "host_us", "torch_us", "ratio", "
            "output_tok_s", "total_tok_s", "qps", "request_s", "goodput_s", "weights_gb", "kv_gb", "allocated_gb", "reserved_gb",
            "device_gb", "read_gb", "file_bits_per_weight", "energy_j", "agreement", "kl_error", "log_ratio", "log_ratio_error",
            "agreement_clear", "agreement_free", "limit_tok_s", "check_loss", "check_loss_worst", "check_bound", "error_bound",
+           "acceptance_length", "acceptance_rate", "speculated_steps", "tokens_per_step", "draft_ms",
            "self_us", "total_us", "share", "perplexity", "perplexity_original", "perplexity_error", "kl",
            "top1_agreement", "seconds", "size_gb", "bits_per_weight", "batch", "input", "output", "rows", "in_features",
            "out_features", "main_centroids", "residual_centroids", "gpus", "prompts", "calls", "duration_s"}

@@ -64,6 +64,6 @@ class SharedRows:
 
 def padded(column: list[int], kind: type) -> numpy.ndarray:
     """Filled up with zeros: rows of length 0 are nobody's."""
-    filled = numpy.zeros(CAPACITY, dtype=kind)
+    filled: numpy.ndarray = numpy.zeros(CAPACITY, dtype=kind)
     filled[: len(column)] = column
     return filled

@@ -5,15 +5,17 @@
 //
 // Work split: shrink has a CTA for each (o, row), whose threads share the inputs; expand has as many CTAs as the GPU has
 // processors, one warp each, with neighbouring outputs, 8 a lane, and goes through the rows.
-// Limit: latency. So shrink fetches A, and brings B to L2, before it waits for x; and expand, whose CTAs leave every processor
-// alike, lets the product that follows begin at once.
+// Limit: latency. So shrink fetches A, and brings B to L2, before it waits for x; expand fetches the first of B before it waits
+// for shrink, and, since its CTAs leave every processor alike, lets the product that follows begin at once. EARLY: so does
+// shrink let expand begin, whose CTAs may then lie two on a processor.
 //
-// defines: FP16, INPUTS, OUTPUTS, RANK, PARTS, END1, END2 (where the first and second part end), NORM, RESIDUAL, THREADS
+// defines: FP16, INPUTS, OUTPUTS, RANK, PARTS, END1, END2 (where the first and second part end), NORM, RESIDUAL, EARLY, THREADS
 #include "common.cuh"
 
 #define VECTORS ((INPUTS / 8 + THREADS - 1) / THREADS)
 #define WARPS (THREADS / 32)
 #define LOWS (PARTS * RANK)
+#define HELD (RANK < 16 ? RANK : 16)
 
 DEVICE void add_products(uint4 a, uint4 x, uint4 w, float& dot, float& squares) {
   const u32 as[4] = {a.x, a.y, a.z, a.w}, xs[4] = {x.x, x.y, x.z, x.w}, ws[4] = {w.x, w.y, w.z, w.w};
@@ -32,6 +34,7 @@ DEVICE void add_products(uint4 a, uint4 x, uint4 w, float& dot, float& squares) 
 extern "C" __global__ void __launch_bounds__(THREADS)
 shrink(const u16* a, const u16* b, const u16* x, const u16* weight, const int* slots, float* low, float epsilon) {
   __shared__ float sums[2][WARPS];
+  if (EARLY) launch_dependents();
   const int which = blockIdx.x, row = blockIdx.y, slot = slots[row], thread = threadIdx.x;
   if (slot < 0) {  // after those before it all the same: the kernel that follows waits for this one alone
     wait_for_inputs();
@@ -73,35 +76,40 @@ shrink(const u16* a, const u16* b, const u16* x, const u16* weight, const int* s
   low[(size_t)row * LOWS + which] = NORM ? dot * rsqrtf(squares / INPUTS + epsilon) : dot;
 }
 
+DEVICE void add_column(uint4 v, float factor, float (&sum)[8]) {
+  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    sum[2 * i] = fmaf(factor, low_float(pairs[i]), sum[2 * i]);
+    sum[2 * i + 1] = fmaf(factor, high_float(pairs[i]), sum[2 * i + 1]);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(32)
 expand(const u16* b, const float* low, const int* slots, const u16* residual, u16* out, int rows) {
+  const int share = (OUTPUTS / 8 + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  const int end = min(OUTPUTS / 8, begin + share), first = begin + threadIdx.x;
+  uint4 held[HELD];  // of the first row and this lane's first outputs: fetched before we wait
+  if (first < end && slots[0] >= 0) {
+#pragma unroll
+    for (int r = 0; r < HELD; r++) held[r] = stream_load(b + ((size_t)slots[0] * RANK + r) * OUTPUTS + first * 8);
+  }
   launch_dependents();
   wait_for_inputs();
-  for (int vector = blockIdx.x * 32 + threadIdx.x; vector < OUTPUTS / 8; vector += gridDim.x * 32) {
+  for (int vector = first; vector < end; vector += 32) {
     const int at = vector * 8, part = (PARTS > 1 && at >= END1) + (PARTS > 2 && at >= END2);
     for (int row = 0; row < rows; row++) {
       const int slot = slots[row];
       const float* own = low + (size_t)row * LOWS + part * RANK;
+      const bool is_held = row == 0 && vector == first;
       float sum[8] = {};
-      if (RESIDUAL) {
-        const uint4 v = *(const uint4*)(residual + (size_t)row * OUTPUTS + at);
-        const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum[2 * i] = low_float(pairs[i]), sum[2 * i + 1] = high_float(pairs[i]);
-      }
+      if (RESIDUAL) add_column(*(const uint4*)(residual + (size_t)row * OUTPUTS + at), 1.f, sum);
       if (slot >= 0) {
         const u16* column = b + (size_t)slot * RANK * OUTPUTS + at;
-#pragma unroll 8
-        for (int r = 0; r < RANK; r++) {
-          const uint4 v = stream_load(column + (size_t)r * OUTPUTS);
-          const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-          const float factor = own[r];
 #pragma unroll
-          for (int i = 0; i < 4; i++) {
-            sum[2 * i] = fmaf(factor, low_float(pairs[i]), sum[2 * i]);
-            sum[2 * i + 1] = fmaf(factor, high_float(pairs[i]), sum[2 * i + 1]);
-          }
-        }
+        for (int r = 0; r < HELD; r++) add_column(is_held ? held[r] : stream_load(column + (size_t)r * OUTPUTS), own[r], sum);
+#pragma unroll 8
+        for (int r = HELD; r < RANK; r++) add_column(stream_load(column + (size_t)r * OUTPUTS), own[r], sum);
       }
       uint4 result;
       result.x = pack2(sum[0], sum[1]);

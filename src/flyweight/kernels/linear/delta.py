@@ -35,6 +35,8 @@ MOST_PARTS = 3
 class Delta:
     """The adapters of one linear, whose outputs are `sizes` side by side."""
 
+    early = False  # expand begins while shrink runs (delta.cu)
+
     def __init__(self, a: Tensor, b: Tensor, sizes: Sequence[int], ops: ModuleType):
         self.a = a  # [slots, parts, rank, in]
         self.b = b  # [slots, rank, out], scales included
@@ -106,6 +108,7 @@ class Delta:
             "END2": self.ends[min(2, parts)],
             "NORM": int(norm is not None),
             "RESIDUAL": int(residual is not None),
+            "EARLY": int(self.early),
             "THREADS": THREADS,
         }
         if out is None:
