@@ -85,9 +85,9 @@ def capture(decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool)
         slots = [row % ADAPTERS if used else NOBODY for row in range(table.capacity)]
         table.adapters.copy_(torch.tensor(slots, dtype=torch.int32))
     graphs = DecodeGraphs(decoder, caches, table, sizes=(table.capacity,))
-    graphs.capture(table.capacity, None)  # which takes no token, so that every replay is the same step
+    graphs.capture(table.capacity, False)  # which takes no token, so that every replay is the same step
     kept.append(graphs)
-    return graphs.graphs[table.capacity, None]
+    return graphs.graphs[table.capacity, False]
 
 
 kept: list[DecodeGraphs] = []  # whose buffers the graphs read
@@ -131,7 +131,7 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
         for variant, median in medians.items():
             row = dict(model=name, scheme=scheme, rows=rows, rank=options.rank, variant=variant, us=median,
                        ratio=median / medians["none"])
-            file.append([make_row("adapter step", environment["id"], **rounded(row))])
+            file.append([make_row("adapters", environment["id"], **rounded(row))])
             print(f"{model}, {rows} rows, {variant}: {median:.1f} us, {row['ratio']:.3f}", flush=True)
 
 

@@ -121,7 +121,7 @@ def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str,
     shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.dtype)
     engine = Engine(decoder, shape, vocabulary=config.vocab_size, device=decoder.device, max_model_len=context + 256,
                     blocks=(context + 256) // PAGE * 2, block_size=PAGE, max_num_seqs=8, max_num_batched_tokens=2048)
-    prompt = torch.randint(10, 5000, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = torch.randint(10, min(5000, config.vocab_size), (context,), generator=torch.Generator().manual_seed(1)).tolist()
     yield {"guesses": 0, "tok_s": round(speed(engine, prompt)[0], 1)}
     forced = itertools.cycle((2, 3))  # accepted, so that a step gives 3.5 tokens
     runner.count_accepted = lambda drafts, chosen: min(len(drafts), next(forced))

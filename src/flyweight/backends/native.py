@@ -81,7 +81,7 @@ class Native:
         from flyweight.engine.request import SamplingParams
 
         assert self.llm is not None, "start comes first"
-        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True)
+        params = SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, **self.options.choice)
         if (speculator := self.llm.engine.speculator) is not None:
             speculator.restart()
         self.meter.begin()

@@ -39,14 +39,16 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "agreement_with"),
     "ablation": ("model", "scheme", "rows", "us", "ratio"),
+    "adapters": ("model", "scheme", "rows", "rank", "variant", "us", "ratio"),
+    "sampling": ("model", "batch", "sampling", "step_us", "of_greedy"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
     "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "context", "group_size", "zero_points",
                "dtype", "vector_length", "main_centroids", "residual_centroids"),
-    "latency": (*MODEL, "kv_dtype", "backend", "workload", "batch", "input", "output"),
-    "speed": (*MODEL, "kv_dtype", "backend", "input", "output", "gpus", "setting"),
-    "serve": (*MODEL, "kv_dtype", "backend", "rate", "concurrency", "arrivals", "dataset", "requests"),
-    "throughput": (*MODEL, "kv_dtype", "backend", "prompts", "input", "output"),
+    "latency": (*MODEL, "kv_dtype", "backend", "workload", "batch", "input", "output", "sampling"),
+    "speed": (*MODEL, "kv_dtype", "backend", "input", "output", "gpus", "setting", "sampling"),
+    "serve": (*MODEL, "kv_dtype", "backend", "rate", "concurrency", "arrivals", "dataset", "requests", "sampling"),
+    "throughput": (*MODEL, "kv_dtype", "backend", "prompts", "input", "output", "sampling"),
     "profile": (*MODEL, "backend", "phase", "operator", "kind"),
     "quality": (*MODEL, "kv_dtype", "tool", "text", "window", "stride", "tokens", "exact"),
     "quantize": (*MODEL, "device", "calibration_tokens"),
@@ -54,6 +56,8 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "gpus"),
     "ablation": ("model", "scheme", "rows", "without"),
+    "adapters": ("model", "scheme", "rows", "rank", "variant"),
+    "sampling": ("model", "batch", "sampling"),
 }
 PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}
 TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backend", "workload", "format", "kernel", "operator",
