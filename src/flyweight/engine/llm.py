@@ -98,6 +98,8 @@ class LLM:
         wanted = Speculation.parse(speculate)
         if prompt_dtype is not None:
             check_prompt_dtype(prompt_dtype)
+            if offload:
+                raise OptionError("prompt_dtype needs all weights on the GPU: leave it out, or leave out offload")
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
