@@ -59,3 +59,5 @@ def test_wrong_types_and_models_are_named():
         engine(prompt_dtype="int9")
     with pytest.raises(OptionError, match="prompt_dtype int8 is for models with 4-bit weights"):
         engine("w8a8", prompt_dtype="int8")
+    with pytest.raises(OptionError, match="leave it out, or leave out offload"):
+        engine(prompt_dtype="int8", offload=1)

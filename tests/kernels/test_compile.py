@@ -38,6 +38,10 @@ FEW = dict(FORMAT=1, BIAS=0, EPILOGUE=1, SETS=1, WARPS=16, TEAM=16, ROUND=6, STA
            SHARED_BYTES=112 << 10)
 SIXTEEN = FEW | dict(SETS=2, TEAM=8, STAGES=8, HELD=4)
 CASES = [
+    ("attention.cu", HEADS | dict(KV8=1)),
+    ("qkv_attention.cu", FUSED | dict(FORMAT=1, KV8=2)),
+    ("rope.cu", HEADS | dict(KV8=1)),
+    *(("untile.cu", LINEAR | dict(FORMAT=1, INTERLEAVED=into % 2, INTO=into)) for into in (3, 4)),
     *(("gemv.cu", GEMV | dict(FORMAT=kind)) for kind in range(4)),
     ("gemv.cu", GEMV | dict(FORMAT=1, FP16=1, SCALE_FP16=1, ROWS=8, EPILOGUE=2, BIAS=1, SLOTS=2)),
     ("gemv.cu", GEMV | dict(FORMAT=2, KDIM=576, NDIM=1000, GROUP=32, EPILOGUE=1, STAGE_BLOCKS=9)),

@@ -36,7 +36,7 @@ from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.adapters import Adapters
-from flyweight.kernels.linear.prompts import check as check_prompt_dtype
+from flyweight.kernels.linear.prompts import check_prompt_dtype
 from flyweight.models.config import DTYPES, ModelConfig
 from flyweight.models.kv_scheme import choose_kv_scheme
 from flyweight.models.narrow_head import narrow_head
@@ -98,6 +98,8 @@ class LLM:
         wanted = Speculation.parse(speculate)
         if prompt_dtype is not None:
             check_prompt_dtype(prompt_dtype)
+            if offload:
+                raise OptionError("prompt_dtype needs all weights on the GPU: leave it out, or leave out offload")
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)

@@ -39,7 +39,7 @@ def load_subject(
     prompt_dtype: str | None = None,
 ) -> Subject:
     from flyweight.engine.llm import choose_dtype
-    from flyweight.kernels.linear import prompts
+    from flyweight.kernels.linear.prompts import check_prompt_dtype
     from flyweight.models.decoder import Decoder
     from flyweight.models.kv_scheme import choose_kv_scheme
     from flyweight.models.narrow_head import narrow_head
@@ -51,7 +51,7 @@ def load_subject(
     computed = choose_dtype(dtype, checkpoint.config, place)
     decoder = Decoder.load(weights, device=place, dtype=computed, exact=exact)
     if prompt_dtype is not None:
-        decoder.narrow_prompts(prompts.check(prompt_dtype))
+        decoder.narrow_prompts(check_prompt_dtype(prompt_dtype))
     decoder.kv_scheme = choose_kv_scheme(kv_dtype, checkpoint, decoder.config)
     return Subject(checkpoint, decoder, ids, bos)
 

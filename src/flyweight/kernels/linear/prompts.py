@@ -21,7 +21,7 @@ FEW_ROWS = 256  # as many as the largest captured decode step has
 FORMATS = {"int8": "w8a8", "fp8": "fp8"}  # of the tiles that are written
 
 
-def check(kind: str) -> str:
+def check_prompt_dtype(kind: str) -> str:
     if kind not in FORMATS:
         raise OptionError(unknown("prompt_dtype", kind, FORMATS))
     return kind
