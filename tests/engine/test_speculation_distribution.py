@@ -7,7 +7,7 @@ from toy_engine import SHAPE
 from flyweight.engine.core import Engine
 from flyweight.engine.request import SamplingParams
 from flyweight.engine.rows import Rows
-from flyweight.engine.sampling import Mode, seed_of
+from flyweight.engine.sampling import Mode, sample, seed_of
 from flyweight.engine.speculation.model import ModelDrafter
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.speculator import Speculator
@@ -64,7 +64,7 @@ def guesses(kind: str, chain: Chain, rows: Rows, first: torch.Tensor, every: tor
         return torch.tensor([[1, 4], [0, 0], [2, 3], [5, 1], [3, 3], [0, 2]])[first]
     other, found, last = Chain(9, chain.logits), [], first
     for position in (1, 2):
-        last = rows.choose(other.logits[last], rows.mode, every, torch.full_like(every, position))
+        last = sample(other.logits[last], rows.sampling.batch(rows.mode, torch.full_like(every, position), every))
         found.append(last)
     return torch.stack(found, 1)
 
@@ -85,7 +85,7 @@ def test_a_hundred_thousand_continuations_follow_the_model(kind):
     kept = [count_accepted(*pair) for pair in zip(drafts.tolist(), chosen.tolist(), strict=True)]
     right = torch.tensor(kept) > 0
     assert 0.05 < right.double().mean() < 0.95
-    plain = rows.choose(chain.logits[chosen[:, 0]], rows.mode, every, torch.full_like(every, 2))
+    plain = sample(chain.logits[chosen[:, 0]], rows.sampling.batch(rows.mode, torch.full_like(every, 2), every))
     second = torch.where(right, chosen[:, 1], plain)
     counts = torch.zeros(VOCABULARY, VOCABULARY**2, dtype=torch.float64)
     counts.index_put_((first, chosen[:, 0] * VOCABULARY + second), torch.ones(CONTINUATIONS, dtype=torch.float64), accumulate=True)
