@@ -32,7 +32,6 @@ from flyweight.bench.timing import percentile, turns
 from flyweight.engine import ahead
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.rows import Rows
-from flyweight.engine.sampling import GREEDY
 from flyweight.kernels import jit, precompile
 from flyweight.kernels.attention import qkv
 from flyweight.kernels.dry_run import dry_run
@@ -107,7 +106,7 @@ class Captured:
     files: frozenset[jit.Wanted]  # what it launches
 
     def replay(self, size: int) -> None:
-        self.graphs.graphs[size, GREEDY].replay()
+        self.graphs.graphs[size, True].replay()
 
 
 @contextlib.contextmanager
@@ -146,7 +145,7 @@ def capture(decoder: Decoder, caches: list[KVStorage], rows: Rows, size: int, va
     with without(variant), listening() as files:
         forget_calls(decoder)
         graphs = DecodeGraphs(decoder, caches, rows, sizes=(size,))
-        graphs.capture(size, GREEDY)
+        graphs.capture(size)
         return Captured(graphs, kernels_of(decoder, size), frozenset(files))
 
 

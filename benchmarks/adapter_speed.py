@@ -8,6 +8,7 @@ model, number of rows and variant: microseconds of a step, and their ratio to a 
     none      no adapter is loaded
     unused    two are loaded, and no row has one
     used      every row has one, by turns
+    early     the same, the second kernel of delta.cu beginning while the first runs
     by torch  the same without delta.cu: products by torch
 
 `--compile` compiles what the same command will time and measures nothing.
@@ -84,9 +85,9 @@ def capture(decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool)
         slots = [row % ADAPTERS if used else NOBODY for row in range(table.capacity)]
         table.adapters.copy_(torch.tensor(slots, dtype=torch.int32))
     graphs = DecodeGraphs(decoder, caches, table, sizes=(table.capacity,))
-    graphs.capture(table.capacity, None)  # which takes no token, so that every replay is the same step
+    graphs.capture(table.capacity, False)  # which takes no token, so that every replay is the same step
     kept.append(graphs)
-    return graphs.graphs[table.capacity, None]
+    return graphs.graphs[table.capacity, False]
 
 
 kept: list[DecodeGraphs] = []  # whose buffers the graphs read
@@ -116,6 +117,9 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
         caches = caches_for(plain, rows)
         graphs = {"none": capture(plain, caches, rows, used=False), "unused": capture(adapted, caches, rows, used=False),
                   "used": capture(adapted, caches, rows, used=True)}
+        Delta.early = True
+        graphs["early"] = capture(adapted, caches, rows, used=True)
+        Delta.early = False
         Delta.takes = lambda self, x: False  # type: ignore[method-assign]
         graphs["by torch"] = capture(adapted, caches, rows, used=True)
         Delta.takes = takes  # type: ignore[method-assign]
@@ -127,7 +131,7 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
         for variant, median in medians.items():
             row = dict(model=name, scheme=scheme, rows=rows, rank=options.rank, variant=variant, us=median,
                        ratio=median / medians["none"])
-            file.append([make_row("adapter step", environment["id"], **rounded(row))])
+            file.append([make_row("adapters", environment["id"], **rounded(row))])
             print(f"{model}, {rows} rows, {variant}: {median:.1f} us, {row['ratio']:.3f}", flush=True)
 
 

@@ -42,10 +42,10 @@ class Stopwatch:
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         engine.runner.launch = self
 
-    def __call__(self, works):
+    def __call__(self, works, launched):
         self.events[0].record()
         begin = clock()
-        flight = self.launch(works)
+        flight = self.launch(works, launched)
         self.host, self.tokens = clock() - begin, sum(work.count for work in works)
         self.events[1].record()
         return flight

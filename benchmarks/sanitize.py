@@ -224,6 +224,30 @@ def prompt(paged: bool) -> float:
     return error(out, (scores.softmax(-1) @ v).transpose(0, 1))
 
 
+def sampled() -> float:
+    """Share of rows whose token is not among those that float64 keeps: greedy, filtered, biased, penalized and masked ones."""
+    import torch
+
+    from flyweight.engine.request import Request, SamplingParams
+    from flyweight.engine.rows import Rows
+    from flyweight.kernels.sample_reference import Filters, kept
+
+    options = [dict(temperature=0.0), dict(temperature=0.7, top_k=20, top_p=0.9), dict(temperature=1.5, top_p=0.999),
+               dict(temperature=1.0, min_p=0.1)]
+    more = [dict(temperature=0.0, logit_bias={5: 90.0}), dict(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1)]
+    rows = Rows(len(options) + len(more), pages=1, vocabulary=5003, device=torch.device("cuda", 0))
+    rows.enter([Request(number=i, prompt=[1, 2], seed=i, limit=9, params=SamplingParams(**one).with_defaults({}))
+                for i, one in enumerate(options + more)])
+    rows.lengths += 3
+    logits = torch.randn(len(rows.lengths), 5003) * 2
+    every = torch.arange(5003)
+    tokens = rows.choose(logits[: len(options + more)].cuda(), torch.arange(len(options + more)).cuda(), {3: every % 2 == 0}).cpu()
+    logits[3, 1::2] = -torch.inf
+    wrong = [int(tokens[0]) != int(logits[0].argmax()), int(tokens[4]) != 5, not 0 <= int(tokens[5]) < 5003]
+    wrong += [not kept(logits[i], Filters(**options[i])).tokens[tokens[i]] for i in (1, 2, 3)]
+    return float(sum(map(bool, wrong))) / len(wrong)
+
+
 def error(got, want) -> float:
     got = got.cpu().double()
     return float("inf") if got.isnan().any() else ((got - want).norm() / want.norm()).item()
@@ -258,6 +282,7 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "qkv_attention": (lambda: attention(fused=True), "qkv_attention", 0.05),
     "prompt": (lambda: prompt(paged=False), "prefill_attention", 0.01),
     "prompt-paged": (lambda: prompt(paged=True), "prefill_attention", 0.01),
+    "sample": (sampled, "sample", 0.0),
 }
 
 

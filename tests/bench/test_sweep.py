@@ -54,6 +54,18 @@ def test_latency_rows_have_the_fields_and_figures_of_the_schema(bench):
     assert machine["copy_gb_s"] > 0 and machine["command"] and machine["torch"]
 
 
+def test_sampled_runs_have_rows_of_their_own_that_say_so(bench):
+    asked = ("latency", "preset:tiny:fp32", *SHAPE, "--repeats", 1)
+    for sampling in ((), ("--sampling", "top_k=5, top_p=0.9"), ("--sampling", "top_k=5,top_p=0.9")):
+        code, rows, _ = bench(*asked, *sampling, "--no-check" if not sampling else "--check")
+        assert code == 0
+    assert [row.get("sampling") for row in rows] == [None, "temperature=1.0,top_k=5,top_p=0.9"], "the third was there"
+    assert rows[1]["backend"] == "native (temperature=1.0, top_k=5, top_p=0.9)" and rows[1]["status"] == "ok"
+    for wrong, message in (("topk=5", "top_k"), ("top_p=much", "top_p=NUMBER"), ("top_p=7", "between")):
+        code, _, error = bench(*asked, "--sampling", wrong)
+        assert code == 2 and message in error
+
+
 def test_a_finished_row_is_never_run_twice(bench):
     bench("latency", "preset:tiny:fp32", *SHAPE, "--repeats", 2, "--no-check")
     lines = bench.out.read_text().splitlines()

@@ -10,7 +10,6 @@ from flyweight.engine import ahead
 from flyweight.engine.graphs import DecodeGraphs
 from flyweight.engine.memory import dummy_batch
 from flyweight.engine.rows import SIZES, Rows
-from flyweight.engine.sampling import GREEDY
 from flyweight.gpu import GPUS
 from flyweight.kernels import jit
 from flyweight.kernels.dry_run import DEVICE, dry_run
@@ -72,7 +71,7 @@ def decode(decoder):
         for size in graphs.sizes:
             step = graphs.step(size)
             step.launch()
-            step.advance(GREEDY)
+            step.advance()
 
 
 def wanted_by(model, part=0, parts=1):

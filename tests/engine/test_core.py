@@ -339,3 +339,23 @@ def test_timing_and_counts_are_kept_for_each_chunk():
     timing = request.completion().timing
     assert [count for _, count in timing.chunks] == [1, 1, 1]
     assert timing.arrival <= timing.first_token <= timing.finished
+
+
+def test_parameters_that_nobody_filled_in_are_plain_sampling_and_harm_no_neighbour():
+    """`SamplingParams(temperature=1.0)` leaves top_k, top_p and the penalty to a model's defaults."""
+    engine = toy_engine()
+    neighbour = engine.submit(PROMPTS[1], params(max_tokens=6))
+    open_ones = engine.submit(PROMPTS[2], SamplingParams(temperature=1.0, seed=4, max_tokens=6))
+    filled = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=4, max_tokens=6)
+    wanted = [alone(PROMPTS[1], params(max_tokens=6)), alone(PROMPTS[2], filled)]
+    assert run(engine, neighbour, open_ones) == wanted
+
+
+def test_a_request_that_is_refused_leaves_the_others_alone():
+    engine = toy_engine()
+    neighbour = engine.submit(PROMPTS[1], params(max_tokens=6))
+    engine.step()
+    for bias in (float("nan"), float("inf"), 10**400):
+        with pytest.raises(RequestError, match="logit_bias"):
+            engine.submit(PROMPTS[2], params(logit_bias={1: bias}))
+    assert run(engine, neighbour) == [alone(PROMPTS[1], params(max_tokens=6))]

@@ -90,10 +90,10 @@ def test_launching_a_step_waits_for_nothing(decoder):
     requests = [engine.submit(prompt, params(max_tokens=40))[0] for prompt in prompts(decoder.config, 4)]
     launch = engine.runner.launch
 
-    def watched(works):
+    def watched(works, launched):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(works)
+            return launch(works, launched)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

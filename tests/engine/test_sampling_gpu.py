@@ -1,4 +1,4 @@
-"""Sampling on a GPU: the CPU's tokens for the same logits, eager and captured, whatever the options."""
+"""Sampling on a GPU, by one kernel: the tokens of the CPU's ops for the same logits, whatever the options."""
 
 import pytest
 import torch
@@ -27,28 +27,28 @@ def rows_of(styles, device):
 
 @pytest.mark.parametrize("styles", [*([style] * ROWS for style in STYLES), [*STYLES] * 3],
                          ids=lambda styles: "all" if len(set(styles)) > 1 else styles[0])
-def test_a_captured_choice_is_that_of_the_cpu(styles):
+def test_the_kernel_chooses_what_the_ops_of_the_cpu_choose(styles):
     here, there = rows_of(styles, "cpu"), rows_of(styles, "cuda")
-    assert here.mode == there.mode
-    count, size = len(styles), there.capacity
-    logits = torch.empty(size, VOCABULARY, device="cuda")
-
-    def step():
-        there.advance(there.choose(logits, there.mode, slice(0, size), there.lengths[:size].long()), there.mode, size)
-
-    there.choose(logits.zero_(), there.mode, slice(0, size), there.lengths[:size].long())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    different = 0
+    assert here.mode == there.mode and here.sampler is None and there.sampler is not None
+    count, different = len(styles), 0
     for turn in range(6):
-        fresh = torch.randn(size, VOCABULARY, generator=torch.Generator().manual_seed(turn)) * 3
-        logits.copy_(fresh)
-        graph.replay()
-        tokens = here.choose(fresh[:count], here.mode, slice(0, count), here.lengths[:count].long())
-        different += int((there.tokens[:count].cpu() != tokens).sum())
-        here.advance(there.tokens[:count].cpu(), here.mode, count)
-        assert torch.equal(here.lengths[:count], there.lengths[:count].cpu())
-        assert not there.lengths[count:].any(), "rows that nobody uses stay at length 0"
+        logits = torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(turn)) * 3
+        on_gpu = logits.cuda()
+        allowed = {2: torch.arange(VOCABULARY) % 3 == turn % 3} if turn > 2 else None
+        if turn % 2:  # as behind a captured step
+            here.advance(logits.argmax(-1))
+            there.advance(on_gpu.argmax(-1))
+            tokens, found = here.choose(logits, allowed=allowed), there.choose(on_gpu, allowed=allowed)
+        else:  # as behind a pass, in any order
+            order = torch.randperm(count)
+            for rows in (here, there):
+                rows.lengths[:count] += 1
+            tokens = here.choose(logits, order, allowed)
+            found = there.choose(on_gpu, order.cuda(), allowed)
+            assert torch.equal(there.tokens[order.cuda()], found)
+        different += int((found.cpu() != tokens).sum())
+        here.tokens.copy_(there.tokens)
+        if here.mode.penalized:
+            here.sampling.seen[1].copy_(there.sampling.seen[1])
+        assert torch.equal(here.lengths, there.lengths.cpu())
     assert different <= 1, "logarithms may differ in the last bit, and so may one token in a hundred"

@@ -4,13 +4,15 @@ import pytest
 import torch
 from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alone, params, run, toy_engine
 
+from flyweight import LLM, SamplingParams
 from flyweight.engine.request import Chunk, Request
-from flyweight.engine.speculation.lengths import Fixed, Measured
+from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
 from flyweight.engine.speculation.option import Speculation
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.errors import OptionError
+from flyweight.models import presets
 
 PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3, 1, 2, 3, 1, 2], list(range(3, 40)), [4]]
 
@@ -20,6 +22,9 @@ class Oracle:
 
     def __init__(self, texts, wrong=5):
         self.texts, self.wrong = texts, wrong
+
+    def warm_up(self):
+        pass
 
     def promising(self, request):
         return True
@@ -189,6 +194,7 @@ def test_a_model_that_is_as_good_guesses_every_token(kind, captured):
     drafter = model_drafter()
     if captured:
         drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+        drafter.runner.shared_steps = EagerSteps(drafter.runner, 64, drafter.runner.shared_rows)
     engine = speculating(drafter, captured=captured)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
@@ -215,10 +221,13 @@ def test_a_model_that_errs_is_corrected(captured):
     drafter.runner.model = Forgetful()
     if captured:
         drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+        drafter.runner.shared_steps = EagerSteps(drafter.runner, 64, drafter.runner.shared_rows)
     engine = speculating(drafter, captured=captured)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
     assert 0.2 < engine.speculator.accepted / engine.speculator.drafted < 0.95
+    if captured:  # what the large model added is computed in captured steps too
+        assert len(drafter.runner.shared_steps.taken) > 3
 
 
 def test_models_of_other_vocabularies_cannot_guess():
@@ -250,6 +259,15 @@ def test_guesses_are_made_as_far_as_they_pay():
     assert learned(dear, 4).most([decoding(0)])[0] == 0
     many = [decoding(number) for number in range(64)]
     assert set(learned(cheap, 4).most(many).values()) == {0}
+
+
+def test_a_step_that_was_compiled_first_says_nothing():
+    times = StepTimes()
+    times.learn(0.002, 1)
+    times.learn(1.5, 8)
+    assert times.of(8) == 0.002
+    times.learn(0.003, 8)
+    assert times.of(8) == times.of(30) == 0.003
 
 
 def test_a_request_that_stopped_guessing_tries_again():
@@ -308,3 +326,34 @@ def test_a_wrong_option_is_refused_in_one_line(text):
     with pytest.raises(OptionError) as error:
         Speculation.parse(text)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    config = presets.PRESETS["smollm2-135m"] | dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    monkeypatch.setitem(presets.PRESETS, "tiny", config)
+    monkeypatch.setitem(presets.PRESETS, "tinier", config | dict(num_hidden_layers=1))
+    monkeypatch.setitem(presets.PRESETS, "other", config | dict(vocab_size=50))
+
+
+@pytest.mark.parametrize("native", [False, None], ids=["torch", "native where it can"])
+def test_a_float32_model_gives_the_same_tokens_whoever_guesses(tiny, native):
+    """Greedy and sampled requests in one batch that is short of blocks, twice, so that the second finds prefixes."""
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [5] * 20, [1, 2, 3, 4, 5, 7]]
+    asked = [SamplingParams(temperature=t, seed=5, max_tokens=40, ignore_eos=True) for t in (0, 0.8, 0, 0.7)]
+
+    def answers(speculate):
+        llm = LLM("preset:tiny:fp32", device="cpu", blocks=36, block_size=4, native=native, speculate=speculate)
+        return [[output.token_ids for output in llm.generate(prompts, asked)] for _ in range(2)], llm.engine.speculator
+
+    want, _ = answers(None)
+    for speculate in ("ngram", "model:preset:tinier:fp32:3", "auto"):
+        got, speculator = answers(speculate)
+        assert got == want, speculate
+        assert speculator.accepted > 0 or speculate == "auto"
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(tiny):
+    with pytest.raises(OptionError, match="preset:other:fp32 cannot guess for preset:tiny:fp32"):
+        LLM("preset:tiny:fp32", device="cpu", blocks=36, block_size=4, speculate="model:preset:other:fp32")

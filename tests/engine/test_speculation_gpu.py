@@ -25,6 +25,9 @@ class Oracle:
     def __init__(self, texts):
         self.texts = texts
 
+    def warm_up(self):
+        pass
+
     def promising(self, request):
         return True
 

@@ -59,12 +59,10 @@ class EagerSteps:
         self.taken.append((count, None))
         return self._launch(count)[:count]
 
-    def advance(self, count: int, mode: Mode) -> Tensor:
-        self.taken.append((count, mode))
+    def advance(self, count: int) -> Tensor:
+        self.taken.append((count, self.rows.mode))
         logits = self._launch(count)
-        size = len(logits)
-        tokens = self.rows.choose(logits, mode, slice(0, size), self.rows.lengths[:size].long())
-        self.rows.advance(tokens, mode, size)
+        self.rows.advance(logits.argmax(-1))
         return logits[:count]
 
     def _launch(self, count: int) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 from flyweight.engine import ahead
 from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
 from flyweight.engine.rows import SIZES, Rows
-from flyweight.engine.sampling import GREEDY
 from flyweight.gpu import GPUS
 from flyweight.kernels import jit
 from flyweight.kernels.attention import prefill, rope
@@ -111,5 +110,5 @@ def run_steps(decoder, sizes=None):
         for size in sizes or graphs.sizes:
             yield size
             graphs.step(size).launch()
-            graphs.step(size).advance(GREEDY)
+            graphs.step(size).advance()
     decoder.blocks = kinds

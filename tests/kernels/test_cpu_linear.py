@@ -28,9 +28,9 @@ def test_every_number_of_rows_gives_the_same_product(layout, shape):
 
 def test_the_copy_is_made_when_first_needed_and_only_with_memory_to_spare(layout):
     linear = CpuLinear(torch.randn(32, 32))
-    linear(torch.randn(3, 32))
+    linear(torch.randn(1, 32))
     assert not linear.tried
-    linear(torch.randn(4, 32))
+    linear(torch.randn(2, 32))
     assert (linear.packed is not None) == (layout == "packed")
 
 
@@ -144,3 +144,18 @@ def test_whatever_torchs_ops_cannot_take_is_dequantized_once(fast, tensor):
     prepared = prepare(tensor, dtype=torch.float32)
     assert prepared.kernel == "fbgemm.fp16" and "dequantized once" in prepared.why
     assert max(relative_error(prepared, tensor, *size) for size in SIZES) < 1e-3
+
+
+def test_two_and_three_rows_take_the_way_of_four(monkeypatch):
+    """Else a batch of two can take several times as long as one of four."""
+    weight = torch.randn(24, 16)
+    taken = []
+    monkeypatch.setattr(cpu, "has_packing", lambda: True)
+    monkeypatch.setattr(cpu, "memory_available", lambda: 1e12)
+    monkeypatch.setattr(cpu, "pack", lambda weight: weight)
+    monkeypatch.setattr(cpu, "run_packed", lambda x, packed: (taken.append(len(x)), x @ packed.T)[1])
+    linear = cpu.CpuLinear(weight)
+    for rows in (1, 2, 3, 4, cpu.MANY_ROWS):
+        x = torch.randn(rows, 16)
+        assert torch.allclose(linear(x), x @ weight.T, atol=1e-5)
+    assert taken == [2, 3, 4]

@@ -160,7 +160,7 @@ def test_older_names_and_16_bit_files_are_read(tmp_path):
     (dict(lora_bias=True), "biases"), (dict(peft_type="IA3"), "only LORA"), (dict(lora_alpha="much"), "must be a number"),
     (dict(lora_alpha=float("nan")), "must be a number"), (dict(init_lora_weights="pissa_niter_16"), "init_lora_weights"),
     (dict(fan_in_fan_out=True), "fan_in_fan_out"), (dict(target_parameters=["experts.down"]), "target_parameters"),
-    (dict(rank_pattern=[1]), "rank_pattern"),
+    (dict(rank_pattern=[1]), "rank_pattern"), (dict(alpha_pattern={"(q": 1}), "alpha_pattern"),
 ])
 def test_what_changes_the_formula_is_refused_in_one_line(change, words, tmp_path):
     model, shapes = model_and_shapes("llama", ["q_proj"])

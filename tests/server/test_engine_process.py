@@ -3,12 +3,17 @@
 import multiprocessing
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_server import DEADLINE, ScriptedEngine, serving, wait_for
 
+from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.llm import LLM
-from flyweight.engine.request import SamplingParams
+from flyweight.engine.request import Request, SamplingParams
+from flyweight.engine.scheduler import Scheduler
+from flyweight.server import engine_process
 from flyweight.server.engine_process import EngineLoop, facts, run_engine, warm_up
 from flyweight.server.messages import FAILED, REFUSED, Cancel, CannotStart, ResetPrefixCache, Step, Submit
 
@@ -171,3 +176,56 @@ def test_on_a_cpu_the_loop_learns_what_prompts_cost_beside_answers(loop, monkeyp
     assert pace.answer_seconds == pytest.approx(0.1)
     assert pace.token_seconds > 0.01 and pace.tokens(512) == 32
     loop.say(Cancel(1), Cancel(2))
+
+
+def test_guesses_are_told_with_the_last_token_and_in_the_load(loop, monkeypatch):
+    from flyweight.engine.speculation.lengths import Fixed
+    from flyweight.engine.speculation.ngram import NgramDrafter
+    from flyweight.engine.speculation.speculator import Speculator
+
+    monkeypatch.setattr(loop.engine, "speculator", Speculator(NgramDrafter(), Fixed(3)))
+    answers = []
+    for key in (1, 2):  # the second is guessed from the first
+        steps = [loop.say(Submit(key, PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))]
+        while steps[-1].load.running:
+            steps.append(loop.say())
+        deltas = [delta for step in steps for delta in step.deltas]
+        answers.append([token for delta in deltas for token in delta.token_ids])
+    assert answers[0] == answers[1] and len(deltas) < 10
+    assert deltas[-1].accepted > 3 and deltas[-1].drafted >= deltas[-1].accepted
+    assert steps[-1].load.accepted >= deltas[-1].accepted
+
+
+def test_a_long_prompt_beside_chats_is_bounded_by_time(monkeypatch):
+    """30,000 tokens beside ten chats, by a clock of our own: no step takes more than three times one of answers alone, however
+    long a token of a prompt takes on this machine."""
+    now = [0.0]
+    monkeypatch.setattr(engine_process, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    scheduler = Scheduler(BlockPool(4000, 16), max_num_seqs=16, max_num_batched_tokens=512, prompt_tokens_beside=512)
+    answer_seconds, token_seconds = 0.033, 0.0007
+
+    def step():
+        works = scheduler.schedule()
+        tokens = sum(work.count for work in works)
+        now[0] += answer_seconds * (scheduler.answers > 0) + token_seconds * (tokens - scheduler.answers)
+        for work in works:
+            if work.samples:
+                work.request.tokens.append(7)
+        return tokens
+
+    engine = SimpleNamespace(scheduler=scheduler, step=step)
+    loop = EngineLoop(SimpleNamespace(engine=engine, device=torch.device("cpu")), connection=None)
+    plain = SamplingParams().with_defaults({})
+    for number in range(10):
+        scheduler.add(Request(number, [5] * 8, plain, seed=0, limit=2000))
+    for _ in range(3):
+        loop.step()
+    prompt = Request(10, [5] * 30_000, plain, seed=0, limit=31_000)
+    scheduler.add(prompt)
+    gaps = []
+    while prompt.generated == 0:
+        begin = now[0]
+        loop.step()
+        gaps.append(now[0] - begin)
+    assert max(gaps[1:]) <= 3 * answer_seconds, "the first is a guess: nothing of prompts is known then"
+    assert sorted(gaps)[len(gaps) // 2] > 2 * answer_seconds, "and the prompt gets its share"

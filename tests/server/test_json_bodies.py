@@ -1,11 +1,15 @@
 """Bodies as curl and browsers send them, what is said of broken ones, and every field in /docs."""
 
 import html
+import json
 import re
 
 import httpx
 import pytest
 from tiny_server import ScriptedEngine, serving
+
+from flyweight.server import json_body
+from flyweight.server.refusals import BadRequest
 
 BODY = '{"prompt": "hello", "max_tokens": 3}'
 
@@ -64,3 +68,30 @@ def test_every_field_in_the_reference_has_a_line_of_description(server):
     assert len(rows) > 40
     missing = [name for name, text in rows if not html.unescape(text).strip()]
     assert not missing, " ".join(sorted(set(missing)))
+
+
+LISTS = json_body.MOST_CONTAINERS + 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [' + b"[]," * LISTS + b"[]]}",
+        b'{"prompt": "x", "more": [' + b"{}," * LISTS + b"{}]}",
+        b'{"prompt": [' + b"1," * (json_body.MOST_ELEMENTS + 1) + b"1]}",
+        b'{"prompt": "\\\\", "more": [' + b"[]," * LISTS + b"[]]}",
+    ],
+    ids=["lists", "objects", "numbers", "after a string that ends in a backslash"],
+)
+def test_very_many_values_are_refused_before_they_are_parsed(server, body, monkeypatch):
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the body was parsed"))
+    with pytest.raises(BadRequest, match="lists and objects"):
+        json_body.check_elements(body)
+    monkeypatch.undo()
+    answer = post(server, body, **{"content-type": "application/json"})
+    assert answer.status_code == 400 and "send less" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["[" * 2 * LISTS, 'a "[[" \\ {' * LISTS, "1," * (json_body.MOST_ELEMENTS + 1)])
+def test_letters_of_a_long_text_are_no_values(text):
+    json_body.check_elements(json.dumps({"prompt": text}).encode())

@@ -89,3 +89,19 @@ def test_bytes_have_the_letters_that_tokenizers_give_them():
     assert sorted(alphabet.values()) == list(range(256)) and len(alphabet) == 256
     assert (alphabet["Ġ"], alphabet["Ċ"], alphabet["a"]) == (32, 10, 97)
     assert finite(-float("inf")) == -9999.0 and finite(-1.5) == -1.5
+
+
+def test_usage_tells_guesses_where_there_were_any():
+    from types import SimpleNamespace
+
+    from flyweight.server.answer import Answer
+
+    async def usage(**guesses):
+        ticket = Ticket([[1, 2]], 1)
+        ticket.put(0, Delta(0, 0, "a", [5, 6, 7]), now=1.0)
+        ticket.put(0, Delta(0, 0, "b", [8], finish_reason="stop", **guesses), now=2.0)
+        return Answer(SimpleNamespace(max_tokens=9), ticket, SimpleNamespace(prefix="chatcmpl"), model="m").usage()
+
+    assert "completion_tokens_details" not in asyncio.run(usage())
+    assert asyncio.run(usage(drafted=6, accepted=2))["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}

@@ -45,6 +45,12 @@ class EngineOptions:
     tensor_parallel: int = 1
     url: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams; none: greedy
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """How tokens are chosen, by names that every engine shares."""
+        return self.sampling or {"temperature": 0}
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Backend(Protocol):
         """Load and get ready. A second start with other limits is allowed."""
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
-        """Greedy, exactly `output` tokens each, end of text ignored, no prefix cache."""
+        """As `options.choice` says, exactly `output` tokens each, end of text ignored, no prefix cache."""
         ...
 
     def memory(self) -> dict[str, float | None]:

@@ -81,7 +81,9 @@ class Native:
         from flyweight.engine.request import SamplingParams
 
         assert self.llm is not None, "start comes first"
-        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True)
+        params = SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, **self.options.choice)
+        if (speculator := self.llm.engine.speculator) is not None:
+            speculator.restart()
         self.meter.begin()
         begin = clock()
         outputs = self.llm.generate(list(prompts), params)
@@ -89,6 +91,12 @@ class Native:
         self.meter.end()
         done = [result.completions[0] for result in outputs]
         return Run(begin, end, tuple(Answer(begin, tuple(one.timing.chunks), tuple(one.token_ids)) for one in done))
+
+    def speculation(self) -> dict[str, float]:
+        """Of the latest `generate`: how many guesses were right, and what guessing cost; empty where nobody guesses."""
+        assert self.llm is not None, "start comes first"
+        speculator = self.llm.engine.speculator
+        return {} if speculator is None else speculator.figures()
 
     def memory(self) -> dict[str, float | None]:
         assert self.llm is not None, "start comes first"

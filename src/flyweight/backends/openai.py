@@ -163,7 +163,7 @@ class OpenAI:
 
     def start(self, limits: Limits) -> None:
         async def probe() -> Endpoint:
-            endpoint = Endpoint(self.url, self.model)
+            endpoint = Endpoint(self.url, self.model, sampling=self.options.choice)
             await endpoint.find_model()
             await endpoint.probe([11, 12, 13])
             endpoint.client.close()
@@ -177,7 +177,7 @@ class OpenAI:
 
     async def _generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
         now = asyncio.get_running_loop().time
-        endpoint = Endpoint(self.url, self.model, exact=self.exact)
+        endpoint = Endpoint(self.url, self.model, sampling=self.options.choice, exact=self.exact)
         begin = now()
         replies = await asyncio.gather(*(endpoint.ask(prompt, output) for prompt in prompts))
         end = now()

@@ -27,6 +27,8 @@ class Transformers:
         need("transformers")
         if options.quantization:
             raise OptionError("transformers takes the quantization from the model; --quantization is for vllm, sglang")
+        if options.sampling:
+            raise UnsupportedError("transformers is measured with greedy tokens only; leave out --sampling, or its backend")
         self.model, self.options = model, options
         self.kv_dtype: str | None = None
         self.inner: Any = None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flyweight.backends.base import Backend, EngineOptions, Limits, create
 from flyweight.bench.facts import ModelFacts, Variant, facts_of, served_facts
 from flyweight.bench.rows import Row
-from flyweight.errors import FlyweightError, MissingPackageError, OptionError, ResourceError, UnsupportedError
+from flyweight.errors import FlyweightError, MissingPackageError, OptionError, ResourceError, UnsupportedError, unknown
 
 Listen = Callable[[str], None]
+SAMPLING: dict[str, Callable[[str], Any]] = {  # what --sampling takes
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "presence_penalty": float,
+    "frequency_penalty": float, "seed": int}
 Result = TypeVar("Result")
 
 
@@ -27,16 +30,25 @@ class Case:
     checked: Row = field(default_factory=dict)  # what the comparison of greedy tokens gave
 
     @property
+    def sampling(self) -> str:
+        """How tokens are chosen, as it was asked for; empty: greedily."""
+        return describe_sampling(self.backend.options)
+
+    @property
     def title(self) -> str:
         return f"{self.facts.model} {self.facts.scheme} on {self.label}"
 
     def key(self) -> Row:
         """What identifies its rows, before anything is loaded."""
         facts = {name: getattr(self.facts, name) for name in ("model", "scheme", "checkpoint")}
-        return facts | {"backend": self.label, "gpus": self.gpus}
+        return facts | {"backend": self.label, "gpus": self.gpus} | self._sampled()
 
     def fields(self) -> Row:
-        return self.facts.fields() | {"backend": self.label, "kv_dtype": self.backend.kv_dtype, "gpus": self.gpus}
+        return self.facts.fields() | {"backend": self.label, "kv_dtype": self.backend.kv_dtype,
+                                      "gpus": self.gpus} | self._sampled()
+
+    def _sampled(self) -> Row:
+        return {"sampling": self.sampling} if self.sampling else {}
 
     def start(self, limits: Limits, listen: Listen) -> None:
         listen(f"loading {self.title}")
@@ -84,6 +96,29 @@ def make_cases(variants: Sequence[str], backends: Sequence[str], options: Engine
 
 def describe(options: EngineOptions) -> str:
     """Options that change what is measured, for the backend's name in the rows."""
-    given = {"dtype": options.dtype, **options.extra}
+    given = {"dtype": options.dtype, **options.extra, **options.sampling}
     parts = [options.quantization] if options.quantization else []
     return ", ".join(parts + [f"{name}={value}" for name, value in given.items() if value is not None])
+
+
+def describe_sampling(options: EngineOptions) -> str:
+    return ",".join(f"{name}={value}" for name, value in options.sampling.items())
+
+
+def parse_sampling(text: str | None) -> dict[str, Any]:
+    """ "temperature=0.7,top_p=0.9" → fields of SamplingParams, checked; a temperature of 1 where none is given."""
+    from flyweight.engine.request import SamplingParams
+
+    found: dict[str, Any] = {}
+    for pair in (text or "").split(",") if text else ():
+        name, _, value = (part.strip() for part in pair.partition("="))
+        if name not in SAMPLING:
+            raise OptionError(unknown("part of --sampling", name, SAMPLING))
+        try:
+            found[name] = SAMPLING[name](value)
+        except ValueError:
+            raise OptionError(f"--sampling {pair.strip()}: {name}=NUMBER is wanted") from None
+    if found:
+        found = {"temperature": 1.0} | found
+        SamplingParams(**found)
+    return found

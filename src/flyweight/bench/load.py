@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,15 +56,15 @@ class Record:
 class EngineTarget:
     """The native engine in this process: requests share its batch."""
 
-    def __init__(self, llm: Any):
-        self.llm = llm
+    def __init__(self, llm: Any, choice: Mapping[str, Any]):
+        self.llm, self.choice = llm, choice
 
     async def ask(self, prompt: Prompt, output: int) -> Reply:
         from flyweight.engine.request import SamplingParams
 
         now = asyncio.get_running_loop().time
         reply = Reply(now())
-        params = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True)
+        params = SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, **self.choice)
         async for chunk in self.llm.stream(prompt, params):
             reply.events.append(Event(now(), chunk.text, tuple(chunk.token_ids)))
             reply.finish_reason = chunk.finish_reason
@@ -166,11 +166,12 @@ class Share:
     concurrency: int | None
     begin: float
     timeout: float
+    choice: Mapping[str, Any] | None
 
 
 def run_share(share: Share) -> list[Record]:
     async def main() -> list[Record]:
-        endpoint = Endpoint(share.url, share.model, exact=share.exact)
+        endpoint = Endpoint(share.url, share.model, sampling=share.choice, exact=share.exact)
         try:
             return await run_load(endpoint, share.conversations, concurrency=share.concurrency, begin=share.begin,
                                   timeout=share.timeout)
@@ -181,11 +182,11 @@ def run_share(share: Share) -> list[Record]:
 
 
 def run_processes(url: str, model: str, conversations: Sequence[Conversation], *, processes: int, concurrency: int | None = None,
-                  exact: bool = True, timeout: float = 600.0) -> list[Record]:
+                  exact: bool = True, timeout: float = 600.0, choice: Mapping[str, Any] | None = None) -> list[Record]:
     """The load from `processes` processes, requests dealt out in turn."""
     begin = time.monotonic() + START_UP * (processes > 1)  # the clock of event loops
     each = None if concurrency is None else -(-concurrency // processes)
-    shares = [Share(url, model, exact, tuple(conversations[number::processes]), each, begin, timeout)
+    shares = [Share(url, model, exact, tuple(conversations[number::processes]), each, begin, timeout, choice)
               for number in range(processes)]
     if processes == 1:
         return run_share(shares[0])

@@ -60,7 +60,7 @@ class Load:
         name = f"{self.trace.name} × {self.time_scale:g}" if self.trace else lengths if self.dataset == "random" else \
             f"{Path(self.dataset).name}, {self.output} out"
         return {"arrivals": kind, "rate": rate, "concurrency": self.concurrency, "dataset": name,
-                "conversations": self.requests, "seed": self.seed, "sampling": "greedy"}
+                "conversations": self.requests, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,11 @@ class ServeBench:
     def missing(self, rates: Sequence[float | None]) -> list[float | None]:
         return [rate for rate in rates if not self.found(rate)]
 
+    def about(self, rate: float | None) -> Row:
+        return self.load.about(rate) | {"sampling": self.case.sampling or "greedy"}
+
     def found(self, rate: float | None) -> list[Row]:
-        return self.file.finished("serve", **self.case.key(), **self.load.about(rate), slo=self.objective.as_field())
+        return self.file.finished("serve", **(self.case.key() | self.about(rate)), slo=self.objective.as_field())
 
     def conversations(self, rate: float | None) -> tuple[list[Conversation], list[str]]:
         """Those that the model has room for, and how many were left out."""
@@ -148,7 +151,7 @@ class ServeBench:
 
     def measure(self, rate: float | None) -> Row:
         records, fault = (None, self.case.fault) if self.case.fault else attempt(lambda: self.drive(rate))
-        about = self.case.fields() | self.load.about(rate)
+        about = self.case.fields() | self.about(rate)
         if records:
             found = figures(records, self.objective)
             found["flags"] += self.conversations(rate)[1]
@@ -177,12 +180,13 @@ class ServeBench:
         warm = replace(self.load, seed=self.load.seed + 1, trace=None, requests=self.warm_up or 1).conversations(vocabulary, None)
         warm, width = warm[: self.warm_up], self.load.concurrency or 2
         if isinstance(backend, OpenAI):
-            send = partial(run_processes, backend.url, backend.model, exact=backend.exact, timeout=self.timeout)
+            send = partial(run_processes, backend.url, backend.model, exact=backend.exact, timeout=self.timeout,
+                           choice=backend.options.choice)
             send(warm, processes=1, concurrency=width)
             return send(talks, processes=self.processes, concurrency=self.load.concurrency)
 
         async def in_process() -> list[Record]:
-            target = EngineTarget(backend.llm) if isinstance(backend, Native) else SerialTarget(backend)
+            target = EngineTarget(backend.llm, backend.options.choice) if isinstance(backend, Native) else SerialTarget(backend)
             await run_load(target, warm, concurrency=width, timeout=self.timeout)
             return await run_load(target, talks, concurrency=self.load.concurrency, timeout=self.timeout)
 

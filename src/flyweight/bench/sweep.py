@@ -11,12 +11,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from flyweight.backends.base import Backend, Limits
 from flyweight.bench.cases import Case, Listen, attempt
 from flyweight.bench.check import SelfCheck, Tokens, answers, is_ours
 from flyweight.bench.rows import ResultFile, Row, make_row, rounded
 from flyweight.bench.timing import STABLE, batch_figures, outliers, random_prompts, seed_from, turns, unsteady, warm_up
+from flyweight.bench.texts import text_prompts
 from flyweight.bench.workloads import SPEED_OUTPUT, Workload
 from flyweight.clock import Run
 from flyweight.errors import ResultError
@@ -53,6 +55,7 @@ class Plan:
     device: str = "cpu"  # its kind: a check on a GPU can be longer
     together: bool = True  # all variants loaded at once, taking turns
     sequences: int | None = None  # most at once; the rest of a batch waits. None: the whole batch
+    text: Path | None = None  # that prompts are cut from; None: random tokens
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,8 @@ class Sweep:
     def prompts(self, case: Case, workload: Workload, *parts: object) -> list[list[int]]:
         """The same for every variant, never the same twice."""
         seed = seed_from(self.plan.seed, workload.batch, workload.input, workload.output, *parts)
+        if self.plan.text is not None:
+            return text_prompts(case.model, self.plan.text, workload.batch, workload.input, seed=seed)
         return random_prompts(workload.batch, workload.input, vocabulary=case.facts.vocabulary, seed=seed)
 
     def warm(self, case: Case, workload: Workload) -> list[str]:
@@ -187,7 +192,8 @@ class Sweep:
             raise ResultError(f"{wrong[0]} tokens came instead of {workload.output}; is end of text ignored?")
         alone = [] if self.plan.together or self.plan.table.each_cell else [ALONE]
         row = self.row(case, workload, repeat=repeat, label=f"{case.facts.scheme}_{workload.name or 'run'}_run{repeat}",
-                       **self.figures(case, workload, run), outlier=False, **case.backend.memory(), **case.checked,
+                       **self.figures(case, workload, run), **speculation_of(case.backend, run), outlier=False,
+                       **case.backend.memory(), **case.checked,
                        seed=self.plan.seed, flags=[*flags, *alone, *unsteady(run)])
         return row, [answer.token_ids for answer in run.answers]
 
@@ -218,6 +224,15 @@ def bytes_read_by(backend: Backend) -> int | None:
     """Of weights in a decode step, where the engine can tell; else the files' own bytes are the least it must read."""
     tell = getattr(backend, "read_bytes", None)
     return tell() if tell else None
+
+
+def speculation_of(backend: Backend, run: Run) -> Row:
+    """How far guesses went, of an engine that guesses."""
+    found: Row = getattr(backend, "speculation", dict)()
+    if not found:
+        return {}
+    chunks = sum(len(answer.chunks) for answer in run.answers)
+    return found | {"tokens_per_step": sum(answer.tokens for answer in run.answers) / chunks}
 
 
 def too_long(case: Case, workload: Workload) -> Row | None:

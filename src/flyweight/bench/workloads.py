@@ -31,12 +31,19 @@ LATENCY = {str(workload.name): workload for workload in (
     Workload("base", 32, 256, 32),
     Workload("high_concurrency", 64, 256, 128),
 )}
+# Long conversations, for models that are made for them: measured when asked for by name.
+LONG = {str(workload.name): workload for workload in (
+    Workload("long_4k_x32", 32, 4096, 128),
+    Workload("long_16k_x8", 8, 16384, 128),
+    Workload("long_64k", 1, 65536, 128),
+)}
 SPEED_INPUTS = (1, 6144, 14336, 30720)  # one prompt; 63488 and 129024 for models that are made for them
 SPEED_OUTPUT = 2048
 THROUGHPUT = (1000, 100)  # input, output
 
 
 def find(name: str) -> Workload:
-    if name not in LATENCY:
-        raise OptionError(unknown("workload", name, LATENCY))
-    return LATENCY[name]
+    known = LATENCY | LONG
+    if name not in known:
+        raise OptionError(unknown("workload", name, known))
+    return known[name]

@@ -98,6 +98,11 @@ def check_config(config: dict[str, Any], path: Path) -> None:
     for option in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(option) or {}, dict):
             raise CheckpointError(f"{path}: {option} is no object of names and numbers")
+    for pattern in config.get("alpha_pattern") or {}:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(f"{path}: alpha_pattern has {pattern!r}: {error}") from error
     alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
     for alpha in alphas:
         number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)

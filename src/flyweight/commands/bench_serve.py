@@ -17,6 +17,7 @@ from flyweight.commands.bench_sweep import (
     Name,
     Out,
     Quantization,
+    Sampling,
     Seed,
     TensorParallel,
     Url,
@@ -50,7 +51,8 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
     seed: Seed = 0, check: Check = True, model_name: Name = None,
     device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
-    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, option: Extra = None, as_json: Json = False,
+    quantization: Quantization = None, tensor_parallel: TensorParallel = 1, option: Extra = None,
+    sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """TTFT, TPOT, gaps and end-to-end times under load, as percentiles; goodput under a service-level objective.
 
@@ -84,7 +86,7 @@ def serve(
     from flyweight.bench.rows import ResultFile, environment_row
     from flyweight.device import pick_device
 
-    options = engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate)
+    options = engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling)
     cases = make_cases(models, backend or ["openai" if url else "native"], options, name=model_name)
     file, rows = ResultFile(out), []
     place = pick_device(device)
@@ -93,7 +95,7 @@ def serve(
     def listen(text: str) -> None:
         typer.echo(text, err=True)
 
-    checker = SelfCheck(cases, place.type, file=file, environment=environment, listen=listen) if check else None
+    checker = SelfCheck(cases, place.type, file=file, environment=environment, listen=listen) if check and not sampling else None
     benches = [ServeBench(case, load, objective, file, environment, listen, processes=processes, warm_up=warm_up,
                           timeout=timeout, check=checker) for case in cases]
     busy = [bench.case for bench in benches if find_max_rate or bench.missing([rate])]

@@ -33,6 +33,8 @@ Url = Annotated[str | None, typer.Option(help="Of a server that runs already, su
 Extra = Annotated[list[str] | None, typer.Option("--option", help="KEY=VALUE for the engine itself, by its own names.")]
 Check = Annotated[bool, typer.Option(help="Compare greedy tokens with the baseline's before timing, and those of each run "
                                           "with what the weights mean; wrong ones fail.")]
+Sampling = Annotated[str | None, typer.Option(help='How tokens are chosen, such as "temperature=0.7,top_p=0.9"; also top_k, min_p, '
+                                                   "seed and penalties. Default: greedily. What is drawn is not checked.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows instead of a table.")]
 
 
@@ -42,12 +44,13 @@ def latency(
     batch: Annotated[int | None, typer.Option(min=1, help="A workload of one's own: prompts at once,")] = None,
     input: Annotated[int | None, typer.Option(min=1, help="tokens of each prompt,")] = None,
     output: Annotated[int | None, typer.Option("--output", min=1, help="tokens of each answer.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text that prompts are cut from; random tokens otherwise.")] = None,
     repeats: Repeats = 3, seed: Seed = 0, check: Check = True,
     one_at_a_time: Annotated[bool, typer.Option("--one-at-a-time", help="Load one variant after the other.")] = False,
     model_name: Name = None,
     device: Device = None, threads: Threads = None, dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
     quantization: Quantization = None,
-    tensor_parallel: TensorParallel = 1, url: Url = None, option: Extra = None, as_json: Json = False,
+    tensor_parallel: TensorParallel = 1, url: Url = None, option: Extra = None, sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """Latency, TTFT, TPOT and throughput of variants of a model, on fixed workloads.
 
@@ -64,7 +67,11 @@ def latency(
         flyweight bench latency original=./qwen3-4b w8a8=./qwen3-4b-w8a8 --batch 4 --input 512 --output 128 --repeats 10
 
         flyweight bench latency ./qwen3-8b-awq --backend vllm --quantization awq_marlin --tensor-parallel 2
+
+        flyweight bench latency smollm2-135m --speculate ngram --text report.txt --batch 1 --input 512 --output 128
     """
+    from dataclasses import replace
+
     from flyweight.bench import workloads
     from flyweight.bench.sweep import TABLES, Plan
 
@@ -72,9 +79,11 @@ def latency(
     if own and (workload or len(own) < 3):
         raise OptionError("a workload of one's own needs --batch, --input and --output, and no --workload")
     works = [workloads.Workload(None, *own)] if own else [workloads.find(name) for name in workload or workloads.LATENCY]
-    plan = Plan(TABLES["latency"], works, repeats=repeats, seed=seed, check=check, together=not one_at_a_time)
+    if text is not None:  # rows of texts are none of random tokens
+        works = [replace(work, name=f"{work.name or 'own'} of {text.name}") for work in works]
+    plan = Plan(TABLES["latency"], works, repeats=repeats, seed=seed, check=check, together=not one_at_a_time, text=text)
     run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate))
+        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
 
 
 def speed(
@@ -85,7 +94,7 @@ def speed(
     device: Device = None, threads: Threads = None,
     dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
     quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
-    option: Extra = None, as_json: Json = False,
+    option: Extra = None, sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """Tokens per second and peak memory of one prompt, by input length.
 
@@ -105,7 +114,7 @@ def speed(
     works = [workloads.Workload(None, 1, length, output) for length in input or workloads.SPEED_INPUTS]
     plan = Plan(TABLES["speed"], works, repeats=repeats, seed=seed, check=check, together=False)
     run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate))
+        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
 
 
 def throughput(
@@ -118,7 +127,7 @@ def throughput(
     device: Device = None, threads: Threads = None,
     dtype: Dtype = None, kv_dtype: KvDtype = None, speculate: Speculate = None,
     quantization: Quantization = None, tensor_parallel: TensorParallel = 1, url: Url = None,
-    option: Extra = None, as_json: Json = False,
+    option: Extra = None, sampling: Sampling = None, as_json: Json = False,
 ) -> None:
     """Requests and tokens per second when many prompts are there at once.
 
@@ -134,13 +143,14 @@ def throughput(
     works = [workloads.Workload(None, count, input, output) for count in prompts or (100, 1000)]
     plan = Plan(TABLES["throughput"], works, repeats=repeats, seed=seed, check=check, together=False, sequences=sequences)
     run(plan, models, backend, out, model_name=model_name, as_json=as_json,
-        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate))
+        options=engine_options(device, dtype, quantization, tensor_parallel, url, option, kv_dtype, speculate, sampling))
 
 
 def engine_options(device: str | None, dtype: str | None, quantization: str | None, tensor_parallel: int, url: str | None,
                    pairs: Sequence[str] | None, kv_dtype: str | None = None,
-                   speculate: str | None = None) -> EngineOptions:
+                   speculate: str | None = None, sampling: str | None = None) -> EngineOptions:
     from flyweight.backends.base import EngineOptions
+    from flyweight.bench.cases import parse_sampling
 
     given = {"kv_dtype": kv_dtype, "speculate": speculate}
     extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -153,7 +163,7 @@ def engine_options(device: str | None, dtype: str | None, quantization: str | No
         except ValueError:
             extra[key] = value
     return EngineOptions(device=device, dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel, url=url,
-                         extra=extra)
+                         extra=extra, sampling=parse_sampling(sampling))
 
 
 def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: Path, *, options: EngineOptions,
@@ -173,7 +183,8 @@ def run(plan: Plan, models: Sequence[str], backends: Sequence[str] | None, out: 
     def listen(text: str) -> None:
         typer.echo(text, err=True)
 
-    sweep = Sweep(replace(plan, device=device.type), file, environment, listen)
+    plan = replace(plan, device=device.type, check=plan.check and not options.sampling)  # what is drawn has no reference
+    sweep = Sweep(plan, file, environment, listen)
     with resumable(out):
         rows = sweep.run(cases)
     if as_json:

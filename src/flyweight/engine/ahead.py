@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.llm import DEFAULTS, choose_dtype
-from flyweight.engine.sampling import GREEDY
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
@@ -119,7 +118,9 @@ def run_steps(decoder: Decoder, target: Target) -> None:
     with decoder.active():
         for size in steps.sizes:
             steps.step(size).launch()
-            steps.step(size).advance(GREEDY)
+            steps.step(size).advance()
+        if rows.sampler is not None:
+            rows.sampler.prepare(decoder.dtype, torch.float32)
     decoder.blocks = kinds
 
 

@@ -7,8 +7,8 @@ With a `speculator` a request may get several tokens from one step (engine/specu
 
 With `overlap` a step is launched before the tokens of the one before are read: the device never waits for the host, and
 the host has a whole step's time for text and listeners. A request that a token has ended is then found one step late;
-what that step computed for it is thrown away. Requests under a constraint need every token before the next step: with
-one of them on board steps are launched and read by turns.
+what that step computed for it is thrown away. A constraint needs every token before it can say what may follow: with one
+on board the step before is read while the model runs, and tokens are chosen after that.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Engine:
         Prefixes are shared only among requests of the same `cache_salt`: nobody else can find out what was sent with it.
         `adapter`: the name of one that was loaded with the model.
         """
+        params = params.with_defaults({})  # whatever is still open: a step must not stumble over it
         self._check(prompt, params)
         if adapter is not None and adapter not in self.adapters:
             raise RequestError(unknown("adapter", adapter, self.adapters))
@@ -114,12 +115,10 @@ class Engine:
                 begin = time.perf_counter()
                 drafts = self._draft()
                 works = self.scheduler.schedule(drafts)
-                flight = self.runner.launch(works) if works else None
-                for work in works:
-                    work.request.pending += work.samples
+                flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
                 self._land()
                 self.flight = flight
-                if not self._may_overlap() or (flight is not None and flight.speculative):
+                if not self.overlap or (flight is not None and flight.speculative):
                     self._land()
             except BaseException as error:
                 cause = explain(error)
@@ -131,14 +130,18 @@ class Engine:
                 self.speculator.lengths.learn(time.perf_counter() - begin, sum(work.count for work in works))
             return sum(work.count for work in works)
 
-    def _may_overlap(self) -> bool:
-        return self.overlap and not any(request.constraint for request in self.scheduler.running)
+    def _launched(self, works: Sequence[Work]) -> None:
+        """The model runs, tokens are still to be chosen."""
+        for work in works:
+            work.request.pending += work.samples
+        if any(work.samples and work.request.constraint for work in works):
+            self._land()
 
     def _draft(self) -> dict[int, list[int]]:
         """Guesses for the next step, by request. Whoever guesses needs the tokens of the step in flight; where nobody will,
         the next step is launched before that one is read."""
         speculator, running = self.speculator, self.scheduler.running
-        if not self._may_overlap() or (speculator is not None and speculator.promising(running)):
+        if not self.overlap or (speculator is not None and speculator.promising(running)):
             self._land()
         return speculator.propose(running) if speculator is not None and self.flight is None else {}
 

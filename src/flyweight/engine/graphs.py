@@ -1,7 +1,8 @@
-"""Decode steps of a whole model as CUDA graphs, one for each number of rows and way of sampling:
-capture and replay.
+"""Decode steps of a whole model as CUDA graphs, one for each number of rows: capture and replay.
 
-What a step launches is `models.decode_step`. A graph is captured when it is first needed, or by
+What a step launches is `models.decode_step`, then the choice of the likeliest tokens. Rows that want
+theirs chosen otherwise are sampled behind the graph (`Rows.choose`): what they ask for is data, so
+no mix of requests needs a graph of its own. A graph is captured when it is first needed, or by
 `warm_up`, largest first, so that the small ones live in the memory of the large ones.
 """
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from flyweight.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
-from flyweight.engine.sampling import GREEDY, Mode
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.kernels.token import GreedyChoice
 from flyweight.models.buffers import Buffers
@@ -37,23 +37,13 @@ class Step:
     def launch(self) -> None:
         self.decode.launch()
 
-    def choose(self, mode: Mode) -> Tensor:
-        assert isinstance(self.rows, Rows), "rows of guesses are sampled from outside of the step"
-        return self.rows.choose(
-            self.logits, mode, slice(0, self.size), self.rows.lengths[: self.size].long()
+    def advance(self) -> None:
+        """The rows take their likeliest tokens."""
+        rows = self.rows
+        assert isinstance(rows, Rows), "rows of guesses are sampled from outside of the step"
+        self.greedy(
+            self.decode.padded_logits, rows.tokens[: self.size], rows.lengths[: self.size]
         )
-
-    def advance(self, mode: Mode) -> None:
-        """The rows take their next tokens."""
-        assert isinstance(self.rows, Rows)
-        if mode == GREEDY:
-            self.greedy(
-                self.decode.padded_logits,
-                self.rows.tokens[: self.size],
-                self.rows.lengths[: self.size],
-            )
-        else:
-            self.rows.advance(self.choose(mode), mode, self.size)
 
 
 class DecodeGraphs:
@@ -77,28 +67,29 @@ class DecodeGraphs:
         self.pairs = pairs_of(decoder)
         self.buffers = Buffers(self.largest, dtype=decoder.dtype, device=decoder.device)
         self.steps: dict[int, Step] = {}
-        self.graphs: dict[tuple[int, Mode | None], torch.cuda.CUDAGraph] = {}
+        # by size, and whether rows take tokens
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     def logits(self, count: int) -> Tensor:
-        return self._replay(count, None)
+        """Of one step of the first `count` rows, which stay as they are."""
+        return self._replay(count, False)
 
-    def advance(self, count: int, mode: Mode) -> Tensor:
-        return self._replay(count, mode)
+    def advance(self, count: int) -> Tensor:
+        return self._replay(count, True)
 
-    def _replay(self, count: int, mode: Mode | None) -> Tensor:
+    def _replay(self, count: int, advances: bool) -> Tensor:
         size = next(size for size in self.sizes if size >= count)
-        if (size, mode) not in self.graphs:
-            self.capture(size, mode)
-        self.graphs[size, mode].replay()
+        if (size, advances) not in self.graphs:
+            self.capture(size, advances)
+        self.graphs[size, advances].replay()
         return self.steps[size].logits[:count]
 
-    def warm_up(
-        self, sizes: Iterable[int] | None = None, modes: Sequence[Mode | None] = (GREEDY,)
-    ) -> None:
-        """Capture ahead of the first request."""
+    def warm_up(self, sizes: Iterable[int] | None = None, *, advances: bool = True) -> None:
+        """Capture ahead of the first request, and load what samples."""
         for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
-            for mode in modes:
-                self.capture(size, mode)
+            self.capture(size, advances)
+        if isinstance(self.rows, Rows) and self.rows.sampler is not None:
+            self.rows.sampler.prepare(self.decoder.dtype, torch.float32)
 
     def step(self, size: int) -> Step:
         if size not in self.steps:
@@ -120,21 +111,19 @@ class DecodeGraphs:
         return self.steps[size]
 
     @torch.inference_mode()
-    def capture(self, size: int, mode: Mode | None) -> None:
+    def capture(self, size: int, advances: bool = True) -> None:
         """The step is run once before, which compiles what is not compiled yet. The rows may be in
         use: it writes the keys and values that the step itself will write, and takes no token.
         """
         with self.decoder.active():
             step = self.step(size)
             step.launch()
-            if mode is not None:
-                step.choose(mode)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values())).pool() if self.graphs else None
             # other threads may go on allocating
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 step.launch()
-                if mode is not None:
-                    step.advance(mode)
-            self.graphs[size, mode] = graph
+                if advances:
+                    step.advance()
+            self.graphs[size, advances] = graph

@@ -30,11 +30,13 @@ from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.option import Speculation
+from flyweight.engine.speculation.shared_rows import CAPACITY
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message, Tokenizer, tokenizer_of
 from flyweight.errors import OptionError, RequestError, unknown
 from flyweight.models.adapters import Adapters
+from flyweight.kernels.linear.prompts import check as check_prompt_dtype
 from flyweight.models.config import DTYPES, ModelConfig
 from flyweight.models.kv_scheme import choose_kv_scheme
 from flyweight.models.narrow_head import narrow_head
@@ -81,6 +83,7 @@ class LLM:
     speculate          ngram, model:NAME or auto: guess tokens and check several in one step (docs/speculation.md); off
     kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
                        own files ask for, which is what happens if nothing is given
+    prompt_dtype       int8 or fp8: steps of more than 256 tokens multiply 4-bit weights in 8 bits, faster and less exactly
     adapters           LoRA adapters of PEFT, {name: folder}: `generate(..., adapter=name)` answers with one
     """
 
@@ -89,10 +92,12 @@ class LLM:
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
                  head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None,
-                 kv_dtype: str | None = None, speculate: str | None = None,
+                 kv_dtype: str | None = None, speculate: str | None = None, prompt_dtype: str | None = None,
                  adapters: Mapping[str, str | Path] | None = None):
         self.name = str(model)
         wanted = Speculation.parse(speculate)
+        if prompt_dtype is not None:
+            check_prompt_dtype(prompt_dtype)
         self.device = pick_device(device)
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
@@ -104,7 +109,10 @@ class LLM:
                 self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
                                                            native=native, offload=offload,
                                                            eight_bit_cache=scheme.format is not None,
-                                                           adapters=self._read_adapters(adapters))
+                                                           adapters=self._read_adapters(adapters),
+                                                           eight_bit_prompts=prompt_dtype is not None)
+        if prompt_dtype is not None:
+            self.decoder.narrow_prompts(prompt_dtype)
         self.config = config = self.decoder.config
         context = max_model_len or config.context_length
         if context > config.context_length:
@@ -123,6 +131,10 @@ class LLM:
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
                 workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
             graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
+            if drafter is not None:  # steps with guesses are captured beside the others
+                graphs += graph_bytes(self.decoder, CAPACITY, 0)
+            if isinstance(drafter, ModelDrafter):
+                graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
                                         memory_fraction=memory_fraction, reserved=(workspace, graphs))
         kv_tokens = blocks * block_size
@@ -151,15 +163,13 @@ class LLM:
         if wanted.model is None:
             return NgramDrafter()
         weights, tokenizer = open_model(wanted.model, self.device)
-        known = (self.tokenizer, tokenizer)
-        mine, theirs = (one.inner.get_vocab() for one in known) if all(known) else (
-            self.weights.config["vocab_size"], weights.config["vocab_size"])
-        check_vocabularies(self.name, mine, wanted.model, theirs)
+        if self.tokenizer is not None and tokenizer is not None:
+            check_vocabularies(self.name, self.tokenizer.inner.get_vocab(), wanted.model, tokenizer.inner.get_vocab())
+        check_vocabularies(self.name, self.config.vocab_size, wanted.model, ModelConfig.from_dict(weights.config).vocab_size)
         dtype = choose_dtype(None, weights.config, self.device) if self.device.type == "cuda" else self.dtype
         with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
             decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
         config = decoder.config
-        check_vocabularies(self.name, self.config.vocab_size, wanted.model, config.vocab_size)
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.cache_dtype)
         longest = min(context, config.context_length)
         blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
@@ -181,8 +191,10 @@ class LLM:
         for captured in (runner.steps, runner.passes):
             if captured is not None:
                 captured.warm_up()
-        if self.engine.speculator is not None and runner.shared_steps is not None:
-            runner.shared_steps.warm_up(modes=(None,))
+        if self.engine.speculator is not None:
+            self.engine.speculator.drafter.warm_up()
+            if runner.shared_steps is not None:
+                runner.shared_steps.warm_up(advances=False)
 
     @takes_fields_of(SamplingParams)
     def generate(self, prompts: Prompt | Sequence[Prompt],
@@ -414,7 +426,8 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
-                 offload: int = 0, eight_bit_cache: bool = False, adapters: Adapters | None = None) -> tuple[Any, str]:
+                 offload: int = 0, eight_bit_cache: bool = False, adapters: Adapters | None = None,
+                 eight_bit_prompts: bool = False) -> tuple[Any, str]:
     """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
     from flyweight.models import native as own
 
@@ -429,6 +442,8 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
             reason = reason or "they keep the KV cache in 16 bits"
         if adapters is not None:
             reason = reason or "they do not know LoRA adapters"
+        if eight_bit_prompts:
+            reason = reason or "they have no prompts in 8 bits"
     if native and reason:
         raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
     if reason is None:

@@ -24,6 +24,7 @@ LIMITS: dict[str, tuple[float, float]] = {  # field → (least, most) allowed, b
     "top_p": (1e-6, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100), "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100), "logprobs": (0, 1000), "prompt_logprobs": (0, 1000), "n": (1, 1024),
 }
+MOST_BIAS = 1e9
 LEAST_TEMPERATURE = 1e-5  # below it the likeliest token always wins, and dividing by it could overflow
 WHOLE = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "n", "seed"}
 
@@ -96,14 +97,19 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
 
 
+def is_bias(value: Any) -> bool:
+    """Whether it can be added to a logit: no NaN, and nothing that float32 cannot hold."""
+    return isinstance(value, (int, float)) and -MOST_BIAS <= value <= MOST_BIAS
+
+
 def check_field(name: str, value: Any) -> None:
     if name in ("stop", "stop_token_ids"):
         kind: type = str if name == "stop" else int
         if bad := [item for item in value if not isinstance(item, kind) or item == ""]:
             raise RequestError(f"{name} must hold {'non-empty strings' if kind is str else 'token ids'}, not {bad[0]!r}")
         return
-    if name == "logit_bias" and not all(isinstance(key, int) and isinstance(bias, (int, float)) for key, bias in value.items()):
-        raise RequestError(f"logit_bias must map token ids to numbers, not {value!r}")
+    if name == "logit_bias" and not all(isinstance(key, int) and is_bias(bias) for key, bias in value.items()):
+        raise RequestError(f"logit_bias must map token ids to numbers up to {MOST_BIAS:g}, not {value!r}")
     if value is None or name in ("ignore_eos", "logit_bias"):
         return
     whole = name in WHOLE

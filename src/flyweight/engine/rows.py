@@ -7,7 +7,7 @@ place, so that a step captured for n rows, or the next larger number of them, se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
+from flyweight.kernels.sample import Masks, Sampler, unsupported_reason
 from flyweight.transfer import upload
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps are captured for
@@ -32,6 +33,7 @@ class Rows:
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.adapters = torch.full((rows,), NOBODY, dtype=torch.int32, device=device) if adapted else None  # their slots
         self.sampling = SamplingTable(rows, vocabulary, device)
+        self.sampler = Sampler(vocabulary, device) if unsupported_reason(device) is None else None  # None: by torch's ops
         self.mode = GREEDY  # joined over all rows
         self.requests: list[Request] = []  # by row
         self.row_of: dict[int, int] = {}  # by request number
@@ -114,26 +116,55 @@ class Rows:
         self.tokens.index_copy_(0, rows, tokens)
         self.lengths.index_copy_(0, rows, lengths)
 
-    def choose(self, logits: Tensor, mode: Mode, rows: slice | Tensor, positions: Tensor) -> Tensor:
-        """Sample for these rows; nothing is written, so it can be tried out before it is captured."""
-        if mode == GREEDY:
-            return logits.argmax(-1)
-        return sample(logits.float(), self.sampling.batch(mode, positions, rows))
-
-    def advance(self, tokens: Tensor, mode: Mode, count: int) -> None:
-        """The first `count` rows take one token each; those that nobody uses stay at length 0."""
+    def advance(self, tokens: Tensor) -> None:
+        """The first rows take their likeliest tokens, as a captured step does; those that nobody uses stay at length 0."""
+        count = len(tokens)
         self.tokens[:count].copy_(tokens)
         self.lengths[:count].add_(self.lengths[:count] > 0)
-        self.sampling.count(mode, tokens, slice(0, count))
 
-    def put(self, tokens: Tensor, mode: Mode, rows: Tensor, lengths: Tensor) -> None:
-        """As `advance`, for any rows, with the lengths they get."""
-        self.tokens.index_copy_(0, rows, tokens)
-        self.lengths.index_copy_(0, rows, lengths)
-        self.sampling.count(mode, tokens, rows)
+    def choose(self, logits: Tensor, rows: Tensor | None = None, allowed: Mapping[int, Tensor] | None = None) -> Tensor:
+        """Tokens as the requests want them chosen, into these rows, whose lengths count them already. `rows` None: the first
+        ones, which have their likeliest tokens. `allowed`: of rows of the logits, bool [vocabulary], where not all are."""
+        if self.mode == GREEDY and not allowed:
+            return self.tokens[: len(logits)] if rows is None else self._put(logits.argmax(-1), rows)
+        if self.sampler is None:
+            return self._sample(logits, slice(0, len(logits)) if rows is None else rows, allowed)
+        chosen = None if rows is None else torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        self.sampler(logits, self.sampling.for_kernel(self.tokens, self.lengths), rows=rows, chosen=chosen,
+                     masks=masks_of(allowed, len(logits), self.device) if allowed else None, skip_plain=rows is None)
+        return self.tokens[: len(logits)] if chosen is None else chosen
+
+    def _sample(self, logits: Tensor, rows: slice | Tensor, allowed: Mapping[int, Tensor] | None) -> Tensor:
+        """By torch's ops."""
+        if allowed:
+            logits = masked(logits, allowed)
+        if self.mode == GREEDY:
+            return self._put(logits.argmax(-1), rows)
+        positions = self.lengths[rows].long() - 1
+        tokens = sample(logits.float(), self.sampling.batch(self.mode, positions, rows))
+        self.sampling.count(self.mode, tokens, rows)
+        return self._put(tokens, rows)
+
+    def _put(self, tokens: Tensor, rows: slice | Tensor) -> Tensor:
+        self.tokens[rows] = tokens
+        return tokens
 
     def _join_modes(self) -> None:
         mode, vocabulary = GREEDY, self.sampling.vocabulary
         for request in self.requests:
             mode = mode.join(Mode.of(request, vocabulary), vocabulary)
         self.mode = mode
+
+
+def masks_of(allowed: Mapping[int, Tensor], count: int, device: torch.device) -> Masks:
+    """For the kernel: a bit a token, in one upload."""
+    of_row = numpy.full(count, -1, dtype=numpy.int32)
+    of_row[[*allowed]] = numpy.arange(len(allowed), dtype=numpy.int32)
+    bits = numpy.stack([numpy.packbits(mask.numpy(), bitorder="little") for mask in allowed.values()])
+    return Masks(*upload(device, bits, of_row))
+
+
+def masked(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:
+    """Less what is forbidden; the logits themselves are left for the logprobs."""
+    at, masks = upload(logits.device, numpy.array([*allowed]), torch.stack([*allowed.values()]).numpy())
+    return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(~masks, -torch.inf))

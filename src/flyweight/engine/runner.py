@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,10 +23,10 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
-from flyweight.engine.rows import Rows
-from flyweight.engine.sampling import GREEDY, Mode, top_logprobs
+from flyweight.engine.rows import Rows, masked
+from flyweight.engine.sampling import top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.speculation.shared_rows import SIZES, SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
@@ -56,11 +56,11 @@ class DecodeSteps(Protocol):
     def logits(self, count: int) -> Tensor:
         """[count, vocabulary] of one step of the first `count` rows, which stay as they are."""
 
-    def advance(self, count: int, mode: Mode) -> Tensor:
-        """The same, and the rows take their next tokens."""
+    def advance(self, count: int) -> Tensor:
+        """The same, and the rows take their likeliest tokens."""
 
-    def warm_up(self, *, modes: Sequence[Mode | None] = (GREEDY,)) -> None:
-        """Prepare steps of every size ahead of the first request; mode None: their logits alone."""
+    def warm_up(self, *, advances: bool = True) -> None:
+        """Prepare steps of every size ahead of the first request; not `advances`: their logits alone."""
 
 
 class Passes(Protocol):
@@ -163,7 +163,7 @@ class Runner:
             return None
         from flyweight.engine.graphs import DecodeGraphs
 
-        return DecodeGraphs(self.model, self.caches, self.shared_rows)
+        return DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
 
     @functools.cached_property
     def passes(self) -> Passes | None:
@@ -175,14 +175,19 @@ class Runner:
         return None if unsupported_reason(self.model, self.block_size) else PassGraphs(self.model, self.caches, self.rows)
 
     @torch.inference_mode()
-    def launch(self, works: Sequence[Work]) -> Flight:
+    def launch(self, works: Sequence[Work], launched: Callable[[], None] | None = None) -> Flight:
+        """`launched` is called when the model is on its way, before tokens are chosen: constraints are asked after it."""
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
             if self._is_captured(works):
-                return self._replay(works)
-            if any(work.drafts for work in works) and self.shared_steps and self.shared_rows.takes(works):
-                return self._replay_shared(works)
-            return self._forward(works)
+                choose = self._replay(works)
+            elif self._is_shared(works):
+                choose = self._replay_shared(works)
+            else:
+                choose = self._forward(works)
+            if launched is not None:
+                launched()
+            return choose()
 
     def _is_captured(self, works: Sequence[Work]) -> bool:
         """One new token for each row and nobody else: a decode step."""
@@ -190,32 +195,45 @@ class Runner:
         return steps is not None and len(rows) == len(works) <= steps.largest and all(
             work.samples and work.count == 1 and work.request.number in rows.row_of for work in works)
 
-    def _replay(self, works: Sequence[Work]) -> Flight:
+    def _is_shared(self, works: Sequence[Work]) -> bool:
+        """Answers with several new tokens: guesses, or what a drafting model has not seen."""
+        several = any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
+        return several and self.shared_steps is not None and self.shared_rows.takes(works)
+
+    def _replay(self, works: Sequence[Work]) -> Callable[[], Flight]:
         rows, steps, count = self.rows, self.steps, len(works)
         assert steps is not None
         rows.extend()
         rows.catch_up()
-        if any(request.constraint for request in rows.requests):
-            logits, every = steps.logits(count), slice(0, count)
-            tokens = rows.choose(self._masked(logits, rows.requests), rows.mode, every, rows.lengths[every].long())
-            rows.advance(tokens, rows.mode, count)
-        else:
-            logits = steps.advance(count, rows.mode)
+        logits = steps.advance(count)
         places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
-        return self._land(works, places, logits, rows.tokens[:count])
 
-    def _replay_shared(self, works: Sequence[Work]) -> Flight:
-        """Answers, some of them with guesses."""
+        def choose() -> Flight:
+            tokens = rows.choose(logits, allowed=allowed_by(rows.requests))
+            return self._land(works, places, logits, tokens)
+
+        return choose
+
+    def _replay_shared(self, works: Sequence[Work]) -> Callable[[], Flight]:
+        """Answers, some of them with several rows."""
         rows, steps = self.shared_rows, self.shared_steps
         assert steps is not None
         self.rows.extend()
-        count = rows.fill(works)
+        count, outputs = rows.fill(works), sum(work.outputs for work in works)
         logits = steps.logits(count)
-        tokens = self._choose(works, logits, rows.at[:count], rows.lengths[:count].long())
-        starts = itertools.accumulate((work.outputs for work in works), initial=0)
-        return self._land(works, dict(zip(range(len(works)), starts, strict=False)), logits, tokens)
 
-    def _forward(self, works: Sequence[Work]) -> Flight:
+        def choose() -> Flight:
+            sampled, at, lengths = logits, rows.at[:count], rows.lengths[:count]
+            if outputs < count:
+                kept = rows.sampled[:outputs]
+                sampled, at, lengths = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths))
+            tokens = self._choose(works, sampled, at, lengths.long())
+            starts = itertools.accumulate((work.outputs for work in works), initial=0)
+            return self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
+
+        return choose
+
+    def _forward(self, works: Sequence[Work]) -> Callable[[], Flight]:
         """Any mix of prompts and answers, packed."""
         rows, sampling = self.rows, [i for i, work in enumerate(works) if work.samples]
         if fresh := [works[i].request for i in sampling if works[i].request.number not in rows.row_of]:
@@ -226,25 +244,29 @@ class Runner:
         logits = self.passes.forward(packed.batch) if self.passes and padding else self.model.forward(packed.batch, self.caches)
         chosen = [works[i] for i in sampling]
         starts = [0, *itertools.accumulate(work.outputs for work in chosen)]
-        places, tokens, last = dict(zip(sampling, starts, strict=False)), rows.tokens[:0], logits[:0]
-        if sampling:
-            last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
-            tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
-        return self._land(works, places, last, tokens, logits, packed.spans)
+        places = dict(zip(sampling, starts, strict=False))
+
+        def choose() -> Flight:
+            tokens, last = rows.tokens[:0], logits[:0]
+            if sampling:
+                last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
+                tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
+            return self._land(works, places, last, tokens, logits, packed.spans)
+
+        return choose
 
     def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor) -> Tensor:
         """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, and the position that it fills. Where
         none of them has drafts they are the next step's input; else the host says what is kept (`settle`)."""
         rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
-        logits = self._masked(logits, requests)
+        allowed = allowed_by(requests)
         if any(work.drafts for work in works):
             rows.leave_behind(requests)
-            return choose_after_drafts(logits, rows, works, at, positions)
-        tokens = rows.choose(logits, rows.mode, at, positions)
-        rows.put(tokens, rows.mode, at, (positions + 1).int())
+            return choose_after_drafts(masked(logits, allowed) if allowed else logits, rows, works, at, positions)
+        rows.lengths.index_copy_(0, at, (positions + 1).int())
         rows.behind.difference_update(request.number for request in requests)
-        return tokens
+        return rows.choose(logits, at, allowed)
 
     @torch.inference_mode()
     def settle(self, works: Sequence[Work], results: Sequence[Result]) -> None:
@@ -256,15 +278,6 @@ class Runner:
                  if work.request.number in rows.row_of for token in result.tokens]
         at, tokens = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2).T)
         rows.sampling.count(rows.mode, tokens, at)
-
-    def _masked(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Less what the requests' constraints forbid; the logits themselves are left for the logprobs."""
-        masks = {row: mask for row, request in enumerate(requests) if request.constraint
-                 and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}
-        if not masks:
-            return logits
-        at, allowed = upload(self.device, numpy.array([*masks]), torch.stack([*masks.values()]).numpy())
-        return logits.index_copy(0, at, logits.index_select(0, at).masked_fill(~allowed, -torch.inf))
 
     def _land(self, works: Sequence[Work], places: dict[int, int], logits: Tensor, tokens: Tensor, every: Tensor | None = None,
               spans: Sequence[tuple[int, int]] = ()) -> Flight:
@@ -281,3 +294,10 @@ class Runner:
                 wanted += top_logprobs(every[span[0] : span[0] + len(follow)], after, count)
                 prompts.append((i, follow))
         return Flight(works, places, Download(tokens, *wanted), most is not None, prompts)
+
+
+def allowed_by(requests: Sequence[Request]) -> dict[int, Tensor]:
+    """What constraints let follow, by the request's place; asked when every token before it is known. An answer that has just
+    been found to be over gets any token, which nobody reads."""
+    return {row: mask for row, request in enumerate(requests) if request.constraint and not request.finished
+            and (mask := request.constraint.allowed(request.tokens[len(request.prompt) :])) is not None}

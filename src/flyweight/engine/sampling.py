@@ -1,14 +1,14 @@
-"""From logits to tokens, for all rows of a step at once, in plain tensor ops that run alike on CPU and GPU.
+"""From logits to tokens, for all rows of a step at once, in plain tensor ops that run alike on CPU and GPU. Where there is a
+CUDA GPU one kernel does the same from the same table (kernels/sample.py); these ops are for every other device, and for drafts.
 
 Choosing at random is argmax(logit / temperature + Gumbel noise), which draws from the softmax without normalizing.
 The noise of a token is a hash of (seed, position, token id): the same seed gives the same text whatever else is in
 the batch, there is no generator state to keep, and a CUDA graph can replay it. The trade-off: every candidate costs
 a hash, about ten integer ops, where a generator would make one number a row.
 
-The parameters of the running requests stay on the device, one row each (`SamplingTable`); what a step needs of them
-is its `Mode`, known to the host and fixed in a captured graph. No shape depends on data and nothing is read back. On
-the CPU, where a full sort of the vocabulary costs more than a layer, the filters look at the best candidates first
-and at all only when those do not suffice.
+The parameters of the running requests stay on the device, one row each (`SamplingTable`); which ops a step needs is its
+`Mode`, known to the host. No shape depends on data and nothing is read back. On the CPU, where a full sort of the vocabulary
+costs more than a layer, the filters look at the best candidates first and at all only when those do not suffice.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.request import Request, SamplingParams
+from flyweight.kernels.sample import COLUMNS, INTEGERS, MOST_BIASES, SampleTable
 from flyweight.transfer import upload
 
 MASK = 0xFFFFFFFF
 PREFIX = 1024  # candidates that the CPU sorts before it sorts all
 CANDIDATES = (64, 1024)  # so many are sorted where top_k allows; else the whole vocabulary
-MOST_BIASES = 320  # logit_bias and end tokens of one request
 FOREVER = 2**62
-COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """The most that any row of a step asks for: decides which ops run, and which captured graph."""
+    """The most that any row of a step asks for: decides which ops run."""
 
     random: bool = False  # some row: a temperature
     candidates: int = 0  # best tokens that top_k, top_p and min_p choose from; 0: no row has a filter
@@ -157,7 +156,7 @@ class SamplingTable:
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
         self.rows, self.vocabulary, self.device = rows, vocabulary, device
         self.values = torch.ones(len(COLUMNS), rows, device=device)
-        self.integers = torch.zeros(2, rows, dtype=torch.int64, device=device)  # top_k, seed
+        self.integers = torch.zeros(len(INTEGERS), rows, dtype=torch.int64, device=device)
         self.biased: set[int] = set()  # rows whose entries in `bias` are not all zero
 
     @functools.cached_property
@@ -177,7 +176,8 @@ class SamplingTable:
         params = [request.params for request in requests]
         at, values, integers = upload(self.device, numpy.array(rows, dtype=numpy.int64),
                                       numpy.array([[getattr(item, name) for item in params] for name in COLUMNS], numpy.float32),
-                                      numpy.array([[item.top_k for item in params], [request.seed for request in requests]]))
+                                      numpy.array([[item.top_k for item in params], [request.seed for request in requests],
+                                                   [len(biases(request)) for request in requests]], dtype=numpy.int64))
         self.values.index_copy_(1, at, values)
         self.integers.index_copy_(1, at, integers)
         for row, request in zip(rows, requests, strict=True):
@@ -209,6 +209,11 @@ class SamplingTable:
         moved = {target for source, target in pairs if source in self.biased}
         self.biased = (self.biased - {target for _, target in pairs}) | moved
 
+    def for_kernel(self, tokens: Tensor, lengths: Tensor) -> SampleTable:
+        """As the kernel takes it; rows that nobody uses may hold anything."""
+        bias = self.bias if "bias" in vars(self) else None
+        return SampleTable(tokens, lengths, self.values, self.integers, bias, self.seen if "seen" in vars(self) else None)
+
     def batch(self, mode: Mode, positions: Tensor, rows: slice | Tensor) -> SamplingBatch:
         def pick(tensor: Tensor, dimension: int) -> Tensor:
             if isinstance(rows, slice):
@@ -217,7 +222,7 @@ class SamplingTable:
 
         bias = tuple(pick(tensor, 0) for tensor in self.bias) if mode.biased else None
         seen = tuple(pick(tensor, 0) for tensor in self.seen) if mode.penalized else None
-        top_k, seeds = pick(self.integers, 1)
+        top_k, seeds, _ = pick(self.integers, 1)
         return SamplingBatch(mode, pick(self.values, 1), top_k, seeds, positions, bias, seen)  # type: ignore[arg-type]
 
     def count(self, mode: Mode, tokens: Tensor, rows: slice | Tensor) -> None:
@@ -232,12 +237,12 @@ class SamplingTable:
 
 
 def biases(request: Request) -> list[tuple[int, float, int]]:
-    """(token id, what its logit gets, the position from which on it gets that no more)"""
+    """(token id, what its logit gets, the position from which on it gets that no more), ids rising."""
     params = request.params
     found = [(token, value, FOREVER) for token, value in params.logit_bias.items()]
     if params.min_tokens:
         found += [(token, -torch.inf, len(request.prompt) + params.min_tokens) for token in request.end_ids]
-    return found
+    return sorted(found, key=lambda entry: entry[0])
 
 
 def is_penalized(params: SamplingParams) -> bool:

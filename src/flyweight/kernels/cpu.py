@@ -4,7 +4,7 @@ A decode step is bound by the bytes of the weights, and most checkpoints hold 16
 every weight survives the way to float16 and back (after one power of two for all, which costs no
 accuracy) it stays in 16 bits: FBGEMM, part of torch on x86, widens it in registers and sums in
 float32. Everything else goes through `torch.linear`, a tall weight laid down by columns, and from
-four rows on through a copy that oneDNN has rearranged, made when first needed and only where memory
+two rows on through a copy that oneDNN has rearranged, made when first needed and only where memory
 is plentiful; torch alone would rearrange the weight on every call.
 
 Measured on two busy cores of a Sapphire Rapids, all linears of a 135M model in ms, rows 1 / 2 / 8 /
@@ -31,7 +31,11 @@ from torch import Tensor
 from flyweight.kernels import cpu_integer
 from flyweight.tensors import Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
 
-FEW_ROWS = 4  # from here on the rearranged copy is faster
+# From here on the rearranged copy is taken. With two and three rows it is a little slower than
+# `torch.linear` where that is fast and several times as fast where it is not, as on ARM; and no
+# batch is slower than a larger one.
+FEW_ROWS = 2
+PACKED_FOR = 8  # rows that the copy is arranged for
 SMALL = 1 << 18  # weights that stay in a core's own cache gain nothing
 MANY_ROWS = 256  # from here on the rearranging costs nothing next to the arithmetic
 
@@ -154,7 +158,7 @@ class CpuLinear:
 
 
 def pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, 2 * FEW_ROWS)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
 
 
 def run_packed(x: Tensor, packed: Tensor) -> Tensor:

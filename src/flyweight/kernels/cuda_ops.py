@@ -5,11 +5,16 @@ some.
 cache (calibration, perplexity) keep the plain rope and torch's attention.
 """
 
+import torch
+from torch import Tensor
+
+from flyweight.kernels import residual, triton_ops
 from flyweight.kernels.attention.plan import plan_attention
 from flyweight.kernels.attention.rope import attention_scales, rope_norm_write
 from flyweight.kernels.attention.triton import paged_attention
+from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
-from flyweight.kernels.triton_ops import add_normed, gate, normalize, rms_norm, silu_mul
+from flyweight.kernels.triton_ops import gate, normalize, rms_norm, silu_mul
 
 __all__ = [
     "add_normed",
@@ -27,3 +32,13 @@ __all__ = [
     "split_heads",
     "write_kv",
 ]
+
+
+def add_normed(
+    hidden: Tensor, y: Tensor, norm: Norm | None, *, scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """hidden + scale · norm(y), into `out` where there is one; it may be `hidden`."""
+    target = torch.empty_like(hidden) if out is None else out
+    if residual.takes(hidden, y, target):
+        return residual.add_normed(hidden, y, norm, scale=scale, out=target)
+    return triton_ops.add_normed(hidden, y, norm, scale=scale, out=target)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flyweight.batch import KVStorage
+from flyweight.kernels import residual
 from flyweight.kernels.attention.prefill import Heads, takes
 from flyweight.kernels.attention.rope import attention_scales, rope_norm_write
 from flyweight.kernels.linear.fused import Norm
@@ -38,7 +39,10 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
 def add_normed(
     hidden: Tensor, y: Tensor, norm: Norm | None, *, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    return hidden if out is None else out
+    out = hidden if out is None else out
+    if residual.takes(hidden, y, out):
+        residual.add_normed(hidden, y, norm, scale=scale, out=out)
+    return out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:

@@ -144,6 +144,11 @@ class Sampler:
             cluster=plan.cluster,
         )
 
+    def prepare(self, *dtypes: torch.dtype) -> None:
+        """Compile, or load, what logits of these types need."""
+        for dtype in dtypes:
+            self._kernel(dtype)
+
     def _kernel(self, dtype: torch.dtype) -> jit.Kernel:
         defines = {
             "VOCAB": self.vocabulary,

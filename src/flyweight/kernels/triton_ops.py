@@ -149,12 +149,10 @@ def add_normed(
     hidden: Tensor, y: Tensor, norm: Norm | None, *, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """hidden + scale · norm(y), into `out` where there is one; it may be `hidden`."""
-    if norm is None:
+    whole = all(x is None or x.is_contiguous() for x in (hidden, y, out))
+    if norm is None or not whole:
         return reference.add_normed(hidden, y, norm, scale=scale, out=out)
     out = torch.empty_like(hidden) if out is None else out
-    whole = all(x.is_contiguous() for x in (hidden, y, out))
-    if not whole:
-        return reference.add_normed(hidden, y, norm, scale=scale, out=out)
     norm = norm.folded
     size = y.shape[-1]
     rows = y.numel() // size

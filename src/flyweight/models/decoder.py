@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.batch import Batch, KVStorage
-from flyweight.errors import CheckpointError
+from flyweight.errors import CheckpointError, OptionError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.offload import Offload, spread
@@ -147,6 +147,16 @@ class Decoder:
     def cache_dtype(self) -> torch.dtype:
         """Of keys and values, unless somebody asks for another."""
         return self.dtype
+
+    def narrow_prompts(self, kind: str) -> None:
+        """From now on passes of many rows multiply 8-bit codes, where weights have 4 bits."""
+        linears = [linear for block in self.blocks for linear in block.linears.values()]
+        taken = [linear.fused.narrow_prompts(kind) for linear in linears]
+        if not any(taken):
+            raise OptionError(
+                f"prompt_dtype {kind} is for models with 4-bit weights, and this one has none that "
+                f"a kernel here could multiply so: leave it out"
+            )
 
     @property
     def nbytes(self) -> int:

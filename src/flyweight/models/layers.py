@@ -205,16 +205,26 @@ class Linear:
         residual: Tensor | None = None,
         **fusion: Any,
     ) -> Tensor:
-        """What adapters add is a residual to the kernels; an activation comes after it."""
-        norm = fusion.get("norm")
+        """What adapters add is a residual to the kernels; an activation comes after it, or is left
+        to the linear that follows (`Handover.late`).
+        """
+        late = fusion.pop("handover", Handover()).late
         into = residual if residual is not None and residual is out else None
-        added = delta.add(x, slots, norm=norm, residual=residual, out=into)
-        if activation is None:
+        if late is not None and activation is None:  # x is gate and up
+            x, added = delta.gate_and_add(x, slots, late, residual=residual, out=into)
+        else:
+            added = delta.add(x, slots, norm=fusion.get("norm"), residual=residual, out=into)
+        if activation is None or late is not None:
             return self.project(x, out, residual=added, **fusion)
         y = self.fused.ops.gate(self.project(x, residual=added, **fusion), activation)
         return y if out is None else out.copy_(y)
 
-    def negotiate(self, before: Linear, rows: int, activation: str) -> Handover:
+    def negotiate(
+        self, before: Linear, rows: int, activation: str, *, adapted: bool = False
+    ) -> Handover:
+        """`adapted`: some rows may have an adapter."""
+        if adapted and self.delta is not None and before.delta is not None:
+            return Handover(late=activation)
         if not (self.hands_over and before.hands_over):
             return Handover()
         return self.fused.negotiate(before.fused, rows, activation)

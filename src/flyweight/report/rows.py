@@ -39,14 +39,16 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "agreement_with"),
     "ablation": ("model", "scheme", "rows", "us", "ratio"),
+    "adapters": ("model", "scheme", "rows", "rank", "variant", "us", "ratio"),
+    "sampling": ("model", "batch", "sampling", "step_us", "of_greedy"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
     "kernel": ("format", "kernel", "rows", "in_features", "out_features", "chain", "context", "group_size", "zero_points",
                "dtype", "vector_length", "main_centroids", "residual_centroids"),
-    "latency": (*MODEL, "kv_dtype", "backend", "workload", "batch", "input", "output"),
-    "speed": (*MODEL, "kv_dtype", "backend", "input", "output", "gpus", "setting"),
-    "serve": (*MODEL, "kv_dtype", "backend", "rate", "concurrency", "arrivals", "dataset", "requests"),
-    "throughput": (*MODEL, "kv_dtype", "backend", "prompts", "input", "output"),
+    "latency": (*MODEL, "kv_dtype", "backend", "workload", "batch", "input", "output", "sampling"),
+    "speed": (*MODEL, "kv_dtype", "backend", "input", "output", "gpus", "setting", "sampling"),
+    "serve": (*MODEL, "kv_dtype", "backend", "rate", "concurrency", "arrivals", "dataset", "requests", "sampling"),
+    "throughput": (*MODEL, "kv_dtype", "backend", "prompts", "input", "output", "sampling"),
     "profile": (*MODEL, "backend", "phase", "operator", "kind"),
     "quality": (*MODEL, "kv_dtype", "tool", "text", "window", "stride", "tokens", "exact"),
     "quantize": (*MODEL, "device", "calibration_tokens"),
@@ -54,6 +56,8 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "gpus"),
     "ablation": ("model", "scheme", "rows", "without"),
+    "adapters": ("model", "scheme", "rows", "rank", "variant"),
+    "sampling": ("model", "batch", "sampling"),
 }
 PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}
 TEXT = {"bench", "run_id", "time", "status", "reason", "model", "scheme", "backend", "workload", "format", "kernel", "operator",
@@ -64,6 +68,7 @@ NUMBERS = {"us", "us_p10", "us_p90", "us_hot", "host_us", "torch_us", "ratio", "
            "output_tok_s", "total_tok_s", "qps", "request_s", "goodput_s", "weights_gb", "kv_gb", "allocated_gb", "reserved_gb",
            "device_gb", "read_gb", "file_bits_per_weight", "energy_j", "agreement", "kl_error", "log_ratio", "log_ratio_error",
            "agreement_clear", "agreement_free", "limit_tok_s", "check_loss", "check_loss_worst", "check_bound", "error_bound",
+           "acceptance_length", "acceptance_rate", "speculated_steps", "tokens_per_step", "draft_ms",
            "self_us", "total_us", "share", "perplexity", "perplexity_original", "perplexity_error", "kl",
            "top1_agreement", "seconds", "size_gb", "bits_per_weight", "batch", "input", "output", "rows", "in_features",
            "out_features", "main_centroids", "residual_centroids", "gpus", "prompts", "calls", "duration_s"}

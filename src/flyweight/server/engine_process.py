@@ -296,10 +296,12 @@ class EngineLoop:
         if request.finished and (error := getattr(request.constraint, "error", None)):
             chunk = replace(chunk, finish_reason=FAILED, stop_reason=error)
         first = request.generated == len(chunk.token_ids)
-        self.deltas.append(Delta(
+        delta = Delta(
             key, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,
-            *((request.started, request.cached or 0, request.prompt_logprobs or None) if first else ()),
-            **({"drafted": request.drafted, "accepted": request.accepted} if request.finished and request.drafted else {})))
+            *((request.started, request.cached or 0, request.prompt_logprobs or None) if first else ()))
+        if request.finished and request.drafted:
+            delta = delta._replace(drafted=request.drafted, accepted=request.accepted)
+        self.deltas.append(delta)
         if request.finished:
             self.preemptions += request.preemptions
             if all(other.finished for other in requests):

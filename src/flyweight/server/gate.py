@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flyweight.server.error_shapes import error_content
 from flyweight.server.hosts import Hosts
-from flyweight.server.json_body import take_as_json
+from flyweight.server.json_body import check_elements, take_as_json
 from flyweight.server.logs import log, logger
 from flyweight.server.metrics import Metrics
 from flyweight.server.refusals import BodyTooLarge, EngineFailed, Refusal, TooSlow, WrongKey
@@ -65,6 +65,7 @@ class Gate:
                     body = await read_body(receive, headers, self.settings.max_body)
             except TimeoutError:
                 raise TooSlow(f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
+            check_elements(body)
             await self.app(scope, replay(body, receive), tagged)
         except Refusal as refusal:
             state["facts"]["error"] = str(refusal)

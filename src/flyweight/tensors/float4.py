@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Float4(QuantTensor):
     ) -> Float4:
         generator = generator_on(seed, device)
         *rows, columns = shape
-        options = dict(generator=generator, dtype=torch.uint8, device=device)
+        options: dict[str, Any] = dict(generator=generator, dtype=torch.uint8, device=device)
         codes = torch.randint(0, 256, (*rows, columns // 2), **options)
         usual = EXPONENT_BIAS - 1 - round(math.log2(columns) / 2)
         exponents = torch.randint(

@@ -11,6 +11,9 @@ from flyweight.engine.request import Request
 class Drafter(Protocol):
     """Guesses are free to be wrong: an answer never depends on them (verify.py)."""
 
+    def warm_up(self) -> None:
+        """Prepare what takes long ahead of the first request."""
+
     def promising(self, request: Request) -> bool:
         """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step, before they are."""
 

@@ -16,6 +16,7 @@ from flyweight.engine.request import Request
 MOST_ROWS = 64  # of a step, guesses counted: beyond, a step costs about what its rows cost
 MOST_GUESSES = 7  # rows of one sequence are eight in a captured step
 SAMPLES = 8  # steps of one size that are remembered
+ABSURD = 20  # times the shortest step: one that was compiled or captured first, which says nothing of the next
 WORTH = 1.02  # so much faster must speculation be than none
 FADE = 0.9  # of what an older step says about the chance
 PRIOR = (2.0, 3.0)  # right guesses of so many, of a request that nothing is known of
@@ -76,7 +77,9 @@ class StepTimes:
         self.samples: dict[int, deque[float]] = {}
 
     def learn(self, seconds: float, rows: int) -> None:
-        self.samples.setdefault(size_of(rows), deque(maxlen=SAMPLES)).append(seconds)
+        known = [min(samples) for samples in self.samples.values()]
+        if not known or seconds < ABSURD * min(known):
+            self.samples.setdefault(size_of(rows), deque(maxlen=SAMPLES)).append(seconds)
 
     def of(self, rows: int) -> float:
         """Of a size that was never run: as of the next smaller one, so that it is tried; 1 where nothing is known."""

@@ -52,6 +52,11 @@ class ModelDrafter:
         )
         self.shadows: dict[int, Request] = {}
 
+    def warm_up(self) -> None:
+        for captured in (self.runner.steps, self.runner.passes):
+            if captured is not None:
+                captured.warm_up()
+
     def promising(self, request: Request) -> bool:
         """A model always has a guess."""
         return len(request.tokens) + request.pending < self.context

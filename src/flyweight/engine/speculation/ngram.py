@@ -93,6 +93,9 @@ class NgramDrafter:
         self.readers: dict[int, Reader] = {}
         self.answers: OrderedDict[bytes, TokenIndex] = OrderedDict()  # earlier ones, by salt
 
+    def warm_up(self) -> None:
+        """There is nothing to prepare."""
+
     def promising(self, request: Request) -> bool:
         """The token in flight is one that must be guessed too, so a single one is of no use."""
         return len(self._guess(request, 1 + request.pending)) > request.pending

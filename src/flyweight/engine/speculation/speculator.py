@@ -19,6 +19,21 @@ class Speculator:
         self.steps = 0  # sequences that had guesses in a step, over all steps
         self.seconds = 0.0  # spent on guessing
 
+    def figures(self) -> dict[str, float]:
+        """Since the start, for those who measure: means over the steps in which a sequence had guesses."""
+        steps = max(1, self.steps)
+        return {
+            "acceptance_length": 1 + self.accepted / steps,
+            "acceptance_rate": self.accepted / max(1, self.drafted),
+            "speculated_steps": self.steps,
+            "draft_ms": 1000 * self.seconds / steps,
+        }
+
+    def restart(self) -> None:
+        """Count from here on."""
+        self.drafted = self.accepted = self.steps = 0
+        self.seconds = 0.0
+
     def promising(self, running: Sequence[Request]) -> bool:
         """Whether anybody may have a guess once the step in flight is read."""
         begin = time.perf_counter()

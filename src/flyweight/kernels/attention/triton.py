@@ -112,6 +112,15 @@ def _absorb(
 
 
 @triton.jit
+def _with_sink(total, most, sinks, head):
+    """`total` and the share of the head's logit that gives nothing."""
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += tl.math.exp2(sink - most)
+    return total
+
+
+@triton.jit
 def _read_tile(tiles):
     """This program's row of the table: where its pages begin in the block tables, its first token,
     tokens, its position, the first and the end of its columns, its part.
@@ -161,14 +170,11 @@ def _attend(
     live = (row // GROUP < count)[:, None] & (dim < HEAD_DIM)[None, :]
     head_at = (head * GROUP + row % GROUP) * HEAD_DIM
     tokens = (token + row // GROUP).to(tl.int64)
-    q = tl.load(
-        query + (tokens * query_stride + head_at)[:, None] + dim[None, :], mask=live, other=0.0
-    )
+    at = (tokens * query_stride + head_at)[:, None] + dim[None, :]
+    q = tl.load(query + at, mask=live, other=0.0)
     most = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, BLOCK], tl.float32)
-    table = tables + pages
-    place = position + row // GROUP
     keys += head * HEAD_DIM
     values += head * HEAD_DIM
     if CODES > 0:
@@ -188,10 +194,10 @@ def _attend(
                 values,
                 key_scales,
                 value_scales,
-                table,
+                tables + pages,
                 start,
                 end,
-                place,
+                position + row // GROUP,
                 dim,
                 scale,
                 slot_stride,
@@ -204,16 +210,12 @@ def _attend(
                 MASKED=masked,
             )
     if parts is None:
-        if sinks is not None:
-            sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
-            total += tl.math.exp2(sink - most)
-    result = result / total[:, None]
-    if parts is None:
+        total = _with_sink(total, most, sinks, head * GROUP + row % GROUP)
         at = (tokens * (kv_heads * GROUP * HEAD_DIM) + head_at)[:, None] + dim[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=live)
+        tl.store(out + at, (result / total[:, None]).to(out.dtype.element_ty), mask=live)
     else:
         at = (part * kv_heads + head) * ROWS + row
-        tl.store(parts + (at * HEAD_DIM)[:, None] + dim[None, :], result, mask=live)
+        tl.store(parts + (at * HEAD_DIM)[:, None] + dim[None, :], result / total[:, None], live)
         tl.store(sums + at, most + tl.math.log2(total))
 
 
@@ -254,9 +256,7 @@ def _add_parts(
             )
             most = highest
             total = total * fade + weight
-        if sinks is not None:
-            sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
-            total += tl.math.exp2(sink - most)
+        total = _with_sink(total, most, sinks, head * GROUP + row % GROUP)
         at = (token + row // GROUP).to(tl.int64) * (kv_heads * GROUP * HEAD_DIM) + (
             head * GROUP + row % GROUP
         ) * HEAD_DIM

@@ -17,6 +17,7 @@ from torch import Tensor
 from flyweight.errors import unknown
 from flyweight.tensors import (
     FLOAT4_GROUP,
+    FLOAT8_MAX,
     Float4,
     Float8,
     Int8Channel,
@@ -81,6 +82,11 @@ class WeightFormat:
     @property
     def quantizes_input(self) -> bool:
         return self.input_codes > 0
+
+    @property
+    def largest_code(self) -> float:
+        """Of formats with a scale for each output."""
+        return FLOAT8_MAX if self.input_codes == FLOAT8_INPUTS else 127
 
     @property
     def input_order(self) -> int:
@@ -237,7 +243,7 @@ FORMATS = {
             NIBBLES,
             either(has_groups(4), has_blocks(2, 3, 4)),
             read_either,
-            INTEGER,
+            INTEGER | {"recode"},
             grouped=True,
         ),
         WeightFormat(

@@ -144,6 +144,22 @@ class TiledWeight:
             calls={},
         )
 
+    def in_eight_bits(self, form: WeightFormat, largest: Tensor) -> TiledWeight:
+        """The same linear in 8-bit codes that are written for each call, x in 8 bits too.
+        `largest`: of each output the largest weight, [out] in the order of the tiles.
+        """
+        scale = (largest.float() / form.largest_code).clamp(min=torch.finfo(torch.float16).tiny)
+        return dataclasses.replace(
+            self,
+            matrix=Matrix(form, self.out_features, self.in_features, 64),
+            weights=self.weights[:0],
+            records=None,
+            channel_scale=scale,
+            scale_fp16=False,
+            symmetric=False,
+            calls={},
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"calls": {}}  # a copy has weights at other addresses
 

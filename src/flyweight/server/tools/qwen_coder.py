@@ -247,7 +247,7 @@ def value_rule(name: str, schema: Any, root: dict[str, Any], words: Words, *, st
     kinds = kinds_of(schema, root)
     if not isinstance(schema, dict) or not kinds or kinds != {"string"}:
         inner = schema if isinstance(schema, dict) else {}
-        shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        shared: dict[str, Any] = {word: root[word] for word in ("$defs", "definitions") if word in root}
         if not kinds:  # it may be anything, and is read as text
             return words.until(END_PARAMETER, f"{name}_text")
         return f"{name}_value {end}", [f"{name}_value: {json_rule({**shared, **inner}, lenient=not strict)}"]
@@ -259,6 +259,6 @@ def value_rule(name: str, schema: Any, root: dict[str, Any], words: Words, *, st
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not least and most is None:
         return words.until(END_PARAMETER, f"{name}_text")
-    terminal = f"{name.upper()}_TEXT"
     count = f"{{{least},{'' if most is None else most}}}"
-    return f"{terminal} {end}", [rf"{terminal}: /(.|\n){count}/ & ~/(.|\n)*<\/parameter>(.|\n)*/"]
+    # lazy: it ends where the tag first closes, and may be no longer until then
+    return f"{name}_text", [rf"{name}_text[lazy]: /(.|\n){count}\n<\/parameter>/"]
