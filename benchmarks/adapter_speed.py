@@ -131,7 +131,7 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
         for variant, median in medians.items():
             row = dict(model=name, scheme=scheme, rows=rows, rank=options.rank, variant=variant, us=median,
                        ratio=median / medians["none"])
-            file.append([make_row("adapter step", environment["id"], **rounded(row))])
+            file.append([make_row("adapters", environment["id"], **rounded(row))])
             print(f"{model}, {rows} rows, {variant}: {median:.1f} us, {row['ratio']:.3f}", flush=True)
 
 

@@ -167,7 +167,7 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
 def speed(name: str) -> dict[str, Any]:
     """Tokens a second of one sequence, from two runs that differ in their length alone."""
     llm = LLM(
-        f"preset:{name}", device=DEVICE, max_model_len=2048, max_num_seqs=4, memory_fraction=0.6
+        f"preset:{name}", device=DEVICE, max_model_len=2048, max_num_seqs=1, memory_fraction=0.6
     )
     prompt = torch.randint(3, 4096, (64,), generator=torch.Generator().manual_seed(0)).tolist()
 

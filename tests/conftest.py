@@ -32,7 +32,7 @@ with contextlib.suppress(ImportError):  # kernels are also tested where it is no
                               suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("same")
 # and where gguf is not, which these files need to be read at all
-NEED_GGUF = [f"checkpoint/test_{name}.py" for name in ("gguf", "gguf_import", "gguf_kept", "gguf_tokenizer", "hub")]
+NEED_GGUF = [f"checkpoint/test_{name}.py" for name in ("gguf", "gguf_export", "gguf_import", "gguf_kept", "gguf_tokenizer", "hub")]
 collect_ignore = [] if importlib.util.find_spec("gguf") else NEED_GGUF
 
 

@@ -30,7 +30,9 @@ class KVFormat:
 
     def scales(self, x: Tensor) -> Tensor:
         """bfloat16 [...] of x [..., head_dim]"""
-        wanted = (x.float().abs().amax(-1) / self.limit).clamp_(min=SMALLEST_SCALE)
+        most = x.float().abs().amax(-1)
+        # by a tensor: CUDA would multiply with the inverse of a number, which rounds differently
+        wanted = (most / torch.full_like(most, self.limit)).clamp_(min=SMALLEST_SCALE)
         # a bfloat16 is the upper half of a float32's bits
         upper = (wanted.view(torch.int32) + 0xFFFF) >> 16
         return upper.to(torch.int16).view(torch.bfloat16)

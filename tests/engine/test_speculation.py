@@ -194,6 +194,7 @@ def test_a_model_that_is_as_good_guesses_every_token(kind, captured):
     drafter = model_drafter()
     if captured:
         drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+        drafter.runner.shared_steps = EagerSteps(drafter.runner, 64, drafter.runner.shared_rows)
     engine = speculating(drafter, captured=captured)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
@@ -220,10 +221,13 @@ def test_a_model_that_errs_is_corrected(captured):
     drafter.runner.model = Forgetful()
     if captured:
         drafter.runner.steps, drafter.runner.passes = EagerSteps(drafter.runner), EagerPasses(drafter.runner)
+        drafter.runner.shared_steps = EagerSteps(drafter.runner, 64, drafter.runner.shared_rows)
     engine = speculating(drafter, captured=captured)
     requests = [engine.submit(prompt, options) for prompt in PROMPTS]
     assert run(engine, *requests) == want
     assert 0.2 < engine.speculator.accepted / engine.speculator.drafted < 0.95
+    if captured:  # what the large model added is computed in captured steps too
+        assert len(drafter.runner.shared_steps.taken) > 3
 
 
 def test_models_of_other_vocabularies_cannot_guess():

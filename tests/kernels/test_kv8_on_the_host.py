@@ -251,3 +251,32 @@ def test_prompts_write_codes_and_scales(monkeypatch, heads, kv_heads, size, rota
     for side, pages in enumerate((caches[1].keys, caches[1].values)):  # and qkv has what they mean
         new = got_heads[1 + side][kept]
         assert torch.equal(new, caches[1].eight.read(side, pages, slots[kept]))
+
+
+def test_tokens_of_one_sequence_in_one_launch_read_each_other_as_they_are_stored():
+    """Rows of guesses: codes and scales of the step's other tokens are made from qkv, as a launch each would have stored them."""
+    torch.manual_seed(0)
+    shape, first, count, pages = replace(SHAPE, eight_bits=True), 45, 6, 4  # across a border of pages and of runs
+    tables = torch.randperm(pages).int()[None]
+    angles = torch.rand(pages * shape.page, shape.rotary // 2) * 6
+    qkv = torch.randn(count, shape.width).bfloat16()
+    layer = AttentionLayer(shape, shape.head_dim**-0.5, HeadNorms(*torch.ones(2, shape.head_dim).bfloat16(), 1e-6))
+    older = torch.arange(first - 1)
+    known = torch.randn(2, first - 1, shape.kv_heads, shape.head_dim).bfloat16()
+    results = []
+    for together in (False, True):
+        cache = KVStorage.zeros((pages, shape.page, shape.kv_heads, shape.head_dim), torch.bfloat16, CPU, INT8)
+        cache.write(*known, tables[0].long()[older // shape.page] * shape.page + older % shape.page)
+        out = torch.zeros(count, shape.heads * shape.head_dim).bfloat16()
+        for at in [slice(0, count)] if together else [slice(i, i + 1) for i in range(count)]:
+            rows = range(count)[at]
+            lengths = torch.tensor([first + i for i in rows], dtype=torch.int32)
+            before = torch.tensor(list(rows), dtype=torch.int32) if together else None
+            places = Rows(rope_pairs(angles.cos(), angles.sin()), lengths, tables.repeat(len(rows), 1), before)
+            workspace = Workspace.make(shape, len(rows), CPU, 2)
+            decode_attention(qkv[at], out[at], cache, places, layer=layer, workspace=workspace)
+        results.append((out, cache))
+    (want, apart), (got, shared) = results
+    assert same_bits(apart.keys, shared.keys) and same_bits(apart.values, shared.values)
+    assert same_bits(apart.eight.scales, shared.eight.scales)
+    assert error(got, want) < 5e-3

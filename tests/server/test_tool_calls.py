@@ -188,6 +188,28 @@ def test_an_agent_works_through_twenty_turns(tmp_path):
     assert made == list(range(turns)) and (words, finish) == ("All done.", "stop")
 
 
+def test_channels_are_thinking_and_answer_with_tools_or_without(tmp_path):
+    """gpt-oss: its thinking comes apart, and goes back before the call that followed it; an effort reaches the template."""
+    thought = "<|channel|>analysis<|message|>Hm, 2 < 3.<|end|><|start|>assistant"
+    answers = {"why?": f"{thought}<|channel|>final<|message|>So.", "call?": thought + ONE["harmony"]}
+    folder = make_family("harmony", tmp_path / "model")
+    with serving(folder, engine_class=scripted(answers)) as running, \
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
+        ask_why = dict(model="tiny", messages=[{"role": "user", "content": "why?"}])
+        message = client.chat.completions.create(**ask_why).choices[0].message
+        assert (message.content, message.reasoning_content, message.tool_calls) == ("So.", "Hm, 2 < 3.", None)
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**ask_why, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == "So."
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm, 2 < 3."
+        calling = ask(client, "call").choices[0].message
+        assert calling.reasoning_content == "Hm, 2 < 3." and calling.tool_calls[0].function.arguments == PARIS
+        history = [{"role": "user", "content": "call?"}, calling.model_dump(),
+                   {"role": "tool", "tool_call_id": calling.tool_calls[0].id, "content": "21"}]
+        tokens = running.post("/tokenize", messages=history, tools=[WEATHER], reasoning_effort="high").json()["tokens"]
+        text = running.service.text_of(tokens)
+        assert "Reasoning: high" in text and "<|channel|>analysis<|message|>Hm, 2 < 3.<|end|>" in text
+
+
 @pytest.mark.parametrize(("fields", "message", "param"), [
     ({"tool_choice": "any"}, "tool_choice is auto, none, required or a function, not 'any'", "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "ad"}}}, "unknown function 'ad'; did you mean 'add'?",

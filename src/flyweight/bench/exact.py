@@ -19,7 +19,7 @@ from flyweight.kernels import reference
 from flyweight.models.attention import Whole
 from flyweight.models.decoder import Decoder
 from flyweight.models.layer import Block
-from flyweight.models.layers import Weights
+from flyweight.models.layers import EMBEDDING, Weights
 from flyweight.models.rope import long_rows
 from flyweight.tensors import QuantTensor
 from flyweight.tensors.rounding import STORED, product_noise
@@ -99,6 +99,8 @@ class ReferenceWeights:
 
     def linear(self, prefix: str) -> QuantTensor:
         found = self.weights.linear(prefix)
+        if prefix == EMBEDDING:  # rows are looked up, nothing is multiplied
+            return found
         self.meter.kinds.add(found.kind)
         return ByReference(found, self.meter)
 

@@ -241,17 +241,25 @@ def _rope_scaling(file: GGUF, head_dim: int, theta: float) -> dict[str, Any] | N
     return scaling
 
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of 3.1, 3.2 and 3.3
+
+
+def llama3_factors(factor: float, theta: float, head_dim: int) -> Tensor:
+    """The divisors of the rope frequencies that these settings give."""
+    low, high, original = LLAMA3.values()
+    turns = original / (2 * math.pi * theta ** (torch.arange(0, head_dim, 2) / head_dim))  # within the original context
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
 def _llama3_scaling(file: GGUF, head_dim: int, theta: float) -> dict[str, Any]:
     """The file holds the divisors that the settings give; find the settings and check that they do give them."""
     factors = file.values(ROPE_FACTORS)
     factor = float(factors.max())
-    low, high, original = 1.0, 4.0, 8192  # the same in Llama 3.1, 3.2 and 3.3
-    turns = original / (2 * math.pi * theta ** (torch.arange(0, head_dim, 2) / head_dim))  # within the original context
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    if factors.shape != turns.shape or not torch.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+    expected = llama3_factors(factor, theta, head_dim)
+    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
         raise UnsupportedError(f"{file.path}: tensor {ROPE_FACTORS!r} is not the rope scaling of a Llama 3 model")
-    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_position_embeddings": original}
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
 def _tensor(file: GGUF, name: str) -> Any:

@@ -17,6 +17,7 @@ from flyweight.commands.generate import (
     Fraction,
     Head,
     KvDtype,
+    PromptDtype,
     Native,
     Offload,
     Speculate,
@@ -48,6 +49,7 @@ def chat(
     threads: Threads = None,
     dtype: Dtype = None,
     kv_dtype: KvDtype = None,
+    prompt_dtype: PromptDtype = None,
     head: Head = None,
     native: Native = None,
     offload: Offload = 0,
@@ -72,6 +74,7 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
+               prompt_dtype=prompt_dtype,
                speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction)
     params = params.with_defaults({**LIVELY, **llm.sampling_defaults})
     template = {} if think is None else {"enable_thinking": think}

@@ -1,4 +1,4 @@
-"""`flyweight convert`: a quantized folder in another file format."""
+"""`flyweight convert`: a model in another file format."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from rich.progress import Progress
 
 def convert(
     source: Annotated[str, typer.Argument(help="A quantized model: a folder, a hub id, or preset:NAME:SCHEME.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    format: Annotated[str, typer.Option("--format", help="gptq, gptq_v2, awq, compressed-tensors, fp8, vptq, or plain.")],
-    dtype: Annotated[str | None, typer.Option(help="With plain: float32, float16 or bfloat16 (the model's own).")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; of gguf the file.")],
+    format: Annotated[str, typer.Option("--format", help="gptq, gptq_v2, awq, compressed-tensors, fp8, vptq, plain, or gguf.")],
+    dtype: Annotated[str | None, typer.Option(help="With plain: float32, float16 or bfloat16 (the model's own). With gguf: "
+                                                   "F16, Q8_0, Q6_K, Q4_K or Q4_0, to which weights are rounded (default: "
+                                                   "stored, nothing is rounded).")] = None,
     device: Annotated[str, typer.Option(help="Where to do the arithmetic: cpu or cuda.")] = "cpu",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -32,12 +34,19 @@ def convert(
 
         flyweight convert model-vptq -o model-bf16 --format plain --dtype bfloat16
 
+        flyweight convert my-model -o my-model.gguf --format gguf --dtype Q8_0
+
         flyweight convert preset:qwen3-8b:int4 -o random-awq --format awq --device cuda
     """
     from flyweight.checkpoint.convert import convert as convert_folder
     from flyweight.checkpoint.hub import resolve
     from flyweight.device import pick_device
     from flyweight.models.random_folder import write_preset
+
+    def export_file(model: Path, output: Path, *, dtype: str | None, **options: Any) -> Any:
+        from flyweight.checkpoint.gguf_export import STORED, export
+
+        return export(model, output, kind=dtype or STORED, overwrite=options["overwrite"], progress=options["progress"])
 
     place, preset = str(pick_device(device)), source.startswith("preset:")
     model = Path(source) if preset else resolve(source)
@@ -51,7 +60,7 @@ def convert(
             folder = write_preset(source, output, **options)
             typer.echo(json.dumps({"target": str(folder)}) if as_json else f"{folder}: random weights of {source} as {format}")
             return
-        result = convert_folder(model, output, dtype=dtype, **options)
+        result = (export_file if format == "gguf" else convert_folder)(model, output, dtype=dtype, **options)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result) | {"target": str(result.target)}))
         return

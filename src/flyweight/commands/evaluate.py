@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyweight.commands.generate import Device, Dtype, KvDtype, Threads
+from flyweight.commands.generate import Device, Dtype, KvDtype, PromptDtype, Threads
 from flyweight.commands.progress_line import progress_line
 from flyweight.errors import OptionError
 
@@ -36,6 +36,7 @@ def evaluate(
     threads: Threads = None,
     dtype: Dtype = None,
     kv_dtype: KvDtype = None,
+    prompt_dtype: PromptDtype = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Append the rows of --json to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an environment row and a result row per model.")] = False,
 ) -> None:
@@ -73,7 +74,8 @@ def evaluate(
         with console.status(f"Loading {name} …"):
             own = first is None and len(models) > 1  # the original's head and cache stay as its files ask for
             subject = load_subject(name, content, device=device, dtype=dtype, exact=not served,
-                                   head=None if own else head, kv_dtype=None if own else kv_dtype)
+                                   head=None if own else head, kv_dtype=None if own else kv_dtype,
+                                   prompt_dtype=None if own else prompt_dtype)
         if window + (subject.bos is not None) > subject.decoder.config.context_length:
             raise OptionError(f"--window {window} is more than the context of {subject.decoder.config.context_length} tokens")
         if first is not None and subject.ids != first.ids:

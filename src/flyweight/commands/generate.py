@@ -34,6 +34,8 @@ KvDtype = Annotated[str | None, typer.Option(help="Of the KV cache: fp8 or int8 
 Speculate = Annotated[str | None, typer.Option(help="Guess tokens and check several in one step: ngram (from the text so far), "
                                                 "model:NAME (a smaller model's), auto (as far as it pays) or off: the default. "
                                                 "The answer stays the same.")]
+PromptDtype = Annotated[str | None, typer.Option(help="Of 4-bit weights: int8 or fp8, in which steps of more than 256 tokens "
+                                                 "multiply; faster prompts, less exact. Off unless given.")]
 Offload = Annotated[int, typer.Option(min=0, help="On a GPU: so many layers stay in the host's memory and come over the bus for "
                                      "each step; for models somewhat larger than the GPU.")]
 Native = Annotated[bool | None, typer.Option("--native/--no-native", help="On a CPU: kernels in C that read weights in the bits "
@@ -61,6 +63,7 @@ def generate(
     threads: Threads = None,
     dtype: Dtype = None,
     kv_dtype: KvDtype = None,
+    prompt_dtype: PromptDtype = None,
     head: Head = None,
     native: Native = None,
     offload: Offload = 0,
@@ -96,6 +99,7 @@ def generate(
     if not text:
         raise OptionError("the prompt is empty; give --prompt TEXT, or --prompt - and the text on standard input")
     llm = load(model, device=device, dtype=dtype, kv_dtype=kv_dtype, head=head, native=native, offload=offload,
+               prompt_dtype=prompt_dtype,
                speculate=speculate, max_model_len=max_model_len, memory_fraction=memory_fraction,
                adapters={ADAPTED: adapter} if adapter else None)
     asked: Any = [{"role": "user", "content": text}] if chat else text

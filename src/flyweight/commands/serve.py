@@ -17,6 +17,7 @@ from flyweight.commands.generate import (
     Dtype,
     Head,
     KvDtype,
+    PromptDtype,
     Native,
     Offload,
     Speculate,
@@ -51,6 +52,7 @@ def serve(
     threads: Threads = None,
     dtype: Dtype = None,
     kv_dtype: KvDtype = None,
+    prompt_dtype: PromptDtype = None,
     head: Head = None,
     native: Native = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Of several models: load each when it is first asked for.")] = False,
@@ -94,7 +96,8 @@ def serve(
     """
     engine: dict[str, Any] = {"max_model_len": max_model_len, "memory_fraction": memory_fraction, "max_num_seqs": max_num_seqs,
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
-              "kv_dtype": kv_dtype, "head": head, "native": native, "prompt_tokens_beside": prompt_tokens_beside}
+              "kv_dtype": kv_dtype, "prompt_dtype": prompt_dtype, "head": head, "native": native,
+              "prompt_tokens_beside": prompt_tokens_beside}
     if offload and backend == "native":
         engine["offload"] = offload
     if speculate and backend != "native":

@@ -26,7 +26,7 @@ from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.speculation.shared_rows import SIZES, SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
@@ -163,7 +163,7 @@ class Runner:
             return None
         from flyweight.engine.graphs import DecodeGraphs
 
-        return DecodeGraphs(self.model, self.caches, self.shared_rows)
+        return DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
 
     @functools.cached_property
     def passes(self) -> Passes | None:
@@ -181,7 +181,7 @@ class Runner:
             self.rows.retain()
             if self._is_captured(works):
                 choose = self._replay(works)
-            elif any(work.drafts for work in works) and self.shared_steps and self.shared_rows.takes(works):
+            elif self._is_shared(works):
                 choose = self._replay_shared(works)
             else:
                 choose = self._forward(works)
@@ -194,6 +194,11 @@ class Runner:
         rows, steps = self.rows, self.steps
         return steps is not None and len(rows) == len(works) <= steps.largest and all(
             work.samples and work.count == 1 and work.request.number in rows.row_of for work in works)
+
+    def _is_shared(self, works: Sequence[Work]) -> bool:
+        """Answers with several new tokens: guesses, or what a drafting model has not seen."""
+        several = any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
+        return several and self.shared_steps is not None and self.shared_rows.takes(works)
 
     def _replay(self, works: Sequence[Work]) -> Callable[[], Flight]:
         rows, steps, count = self.rows, self.steps, len(works)
@@ -210,17 +215,21 @@ class Runner:
         return choose
 
     def _replay_shared(self, works: Sequence[Work]) -> Callable[[], Flight]:
-        """Answers, some of them with guesses."""
+        """Answers, some of them with several rows."""
         rows, steps = self.shared_rows, self.shared_steps
         assert steps is not None
         self.rows.extend()
-        count = rows.fill(works)
+        count, outputs = rows.fill(works), sum(work.outputs for work in works)
         logits = steps.logits(count)
 
         def choose() -> Flight:
-            tokens = self._choose(works, logits, rows.at[:count], rows.lengths[:count].long())
+            sampled, at, lengths = logits, rows.at[:count], rows.lengths[:count]
+            if outputs < count:
+                kept = rows.sampled[:outputs]
+                sampled, at, lengths = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths))
+            tokens = self._choose(works, sampled, at, lengths.long())
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
-            return self._land(works, dict(zip(range(len(works)), starts, strict=False)), logits, tokens)
+            return self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
 
         return choose
 

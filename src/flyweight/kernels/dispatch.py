@@ -23,11 +23,12 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.kernels import cpu, imitation, reference
+from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
-from flyweight.tensors import Float8, Plain, QuantTensor, Sparse24, VectorQuant
+from flyweight.tensors import Float8, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +86,19 @@ def on_cpu(request: Request) -> FusedLinear | None:
     if tensor.device.type != "cpu" or request.dtype != torch.float32 or tensor.experts is not None:
         return None
     run, kernel, why, nbytes = cpu.choose(tensor, exact=request.exact)
+
+    def in_eight_bits(kind: str) -> Callable[[Tensor], Tensor]:
+        return cpu.choose(prompts.in_eight_bits(tensor.dequantize(), kind), exact=request.exact).run
+
+    four = isinstance(tensor, IntGroup) and tensor.bits == 4
     return TorchLinear(
-        run, ops=request.ops, kernel=kernel, why=why, shape=tensor.shape, nbytes=nbytes
+        run,
+        ops=request.ops,
+        kernel=kernel,
+        why=why,
+        shape=tensor.shape,
+        nbytes=nbytes,
+        in_eight_bits=in_eight_bits if four else None,
     )
 
 

@@ -239,11 +239,18 @@ class DecodeStep:
     def separate(self) -> str | None:
         return self.stage.separate
 
+    def _embed(self) -> None:
+        table = self.decoder.embedding.weight
+        if isinstance(table, Tensor):
+            embed(table, self.rows.tokens, self.hidden)
+        else:  # rows of codes, written out by torch
+            self.hidden.copy_(self.decoder.embedding.rows(self.rows.tokens))
+
     def launch(self) -> None:
         """embedding → blocks → head, into `logits`; the rows stay as they are."""
         decoder = self.decoder
         with jit.overlap(all(block.mlp.overlaps(self.size) for block in decoder.blocks)):
-            embed(decoder.embedding.weight, self.rows.tokens, self.hidden)
+            self._embed()
             if decoder.embedding.scale is not None:
                 self.hidden.mul_(decoder.embedding.scale)
             self.stage.place = 0

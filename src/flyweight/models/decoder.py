@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.batch import Batch, KVStorage
-from flyweight.errors import CheckpointError
+from flyweight.errors import CheckpointError, OptionError
 from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.offload import Offload, spread
@@ -26,7 +26,15 @@ from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.layer import Block, Stage
-from flyweight.models.layers import Embedding, Linear, Weights, load_tensor
+from flyweight.models.layers import (
+    EMBEDDING,
+    Embedding,
+    Linear,
+    Weights,
+    check_shape,
+    load_tensor,
+    read_embedding,
+)
 from flyweight.models.plan import ROPE, Group
 from flyweight.models.rope import all_tables, long_border, long_rows
 from flyweight.models.standard import plan_of
@@ -83,9 +91,10 @@ class Decoder:
         plan = plan_of(config)
         vocab = config.vocab_size
         hidden = config.hidden_size
-        table = load_tensor(
-            weights, "model.embed_tokens.weight", (vocab, hidden), device=device, dtype=dtype
-        )
+        stored = read_embedding(weights).to(device)
+        check_shape(EMBEDDING, stored.shape, (vocab, hidden))
+        if isinstance(stored, Plain):
+            stored = Plain(stored.weight.to(dtype))
         host = Offload(device) if offload else None
         moved = spread(min(offload, config.layers), config.layers)
         blocks = []
@@ -102,9 +111,11 @@ class Decoder:
             weights, f"{plan.norm.name}.weight", (hidden,), device=device, dtype=dtype
         )
         if config.tied_embeddings:
-            check_tied(weights, Plain(table))
-        if config.tied_embeddings or (vocab % 8 and device.type == "cuda"):
-            head = _plain_head(weights, table, config, device=device, dtype=dtype, exact=exact)
+            check_tied(weights, stored)
+        if vocab % 8 and device.type == "cuda":
+            head = _filled_head(weights, stored, config, device=device, dtype=dtype, exact=exact)
+        elif config.tied_embeddings:
+            head = Linear([stored], names=(HEAD,), dtype=dtype, exact=exact)
         else:
             group = Group(HEAD, plan.norm.name, (HEAD,), (vocab,), hidden)
             head = Linear.load(weights, "", group, device=device, dtype=dtype, exact=exact)
@@ -112,7 +123,11 @@ class Decoder:
             weights.check_used()
         decoder = cls(
             config,
-            embedding=Embedding(table, plan.embedding_scale),
+            embedding=Embedding(
+                stored.weight if isinstance(stored, Plain) else stored,
+                plan.embedding_scale,
+                dtype=dtype,
+            ),
             blocks=blocks,
             norm=Norm(weight, config.epsilon, plan.norm.plus_one),
             head=head,
@@ -132,6 +147,16 @@ class Decoder:
     def cache_dtype(self) -> torch.dtype:
         """Of keys and values, unless somebody asks for another."""
         return self.dtype
+
+    def narrow_prompts(self, kind: str) -> None:
+        """From now on passes of many rows multiply 8-bit codes, where weights have 4 bits."""
+        linears = [linear for block in self.blocks for linear in block.linears.values()]
+        taken = [linear.fused.narrow_prompts(kind) for linear in linears]
+        if not any(taken):
+            raise OptionError(
+                f"prompt_dtype {kind} is for models with 4-bit weights, and this one has none that "
+                f"a kernel here could multiply so: leave it out"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -243,27 +268,24 @@ class Decoder:
         return plan_of(self.config).shape_logits(logits)
 
 
-def _plain_head(
+def _filled_head(
     weights: Weights,
-    table: Tensor,
+    embedding: QuantTensor,
     config: ModelConfig,
     *,
     device: torch.device,
     dtype: torch.dtype,
     exact: bool,
 ) -> Linear:
-    """The head in 16 or 32 bits. On a GPU its outputs are filled up to a multiple that kernels read
-    at once; the rows added are of zeros and −∞, so that nobody ever chooses them.
+    """The head in 16 bits, its outputs filled up to a multiple that a GPU's kernels read at once;
+    the rows added are of zeros and −∞, so that nobody ever chooses them.
     """
-    weight = table
-    if not config.tied_embeddings:
-        weight = weights.linear(HEAD).to(device).dequantize(dtype)
-    missing = -len(weight) % LOGIT_MULTIPLE if device.type == "cuda" and len(weight) % 8 else 0
-    bias = None
-    if missing:
-        weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
-        bias = torch.zeros(len(weight), dtype=dtype, device=device)
-        bias[-missing:] = -torch.inf
+    stored = embedding if config.tied_embeddings else weights.linear(HEAD)
+    weight = stored.to(device).dequantize(dtype)
+    missing = -len(weight) % LOGIT_MULTIPLE
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
+    bias = torch.zeros(len(weight), dtype=dtype, device=device)
+    bias[-missing:] = -torch.inf
     return Linear([Plain(weight)], bias, names=(HEAD,), dtype=dtype, exact=exact)
 
 

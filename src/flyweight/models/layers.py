@@ -21,7 +21,7 @@ from flyweight.kernels.linear.delta import Delta
 from flyweight.kernels.linear.fused import FusedLinear, Handover, PackedInput, TorchLinear, plainly
 from flyweight.models.adapters import Adapters
 from flyweight.models.plan import Group
-from flyweight.tensors import QuantTensor, merge, reorder_rows
+from flyweight.tensors import Plain, QuantTensor, merge, reorder_rows
 from flyweight.values import known
 
 EMBEDDING = "model.embed_tokens"
@@ -205,16 +205,26 @@ class Linear:
         residual: Tensor | None = None,
         **fusion: Any,
     ) -> Tensor:
-        """What adapters add is a residual to the kernels; an activation comes after it."""
-        norm = fusion.get("norm")
+        """What adapters add is a residual to the kernels; an activation comes after it, or is left
+        to the linear that follows (`Handover.late`).
+        """
+        late = fusion.pop("handover", Handover()).late
         into = residual if residual is not None and residual is out else None
-        added = delta.add(x, slots, norm=norm, residual=residual, out=into)
-        if activation is None:
+        if late is not None and activation is None:  # x is gate and up
+            x, added = delta.gate_and_add(x, slots, late, residual=residual, out=into)
+        else:
+            added = delta.add(x, slots, norm=fusion.get("norm"), residual=residual, out=into)
+        if activation is None or late is not None:
             return self.project(x, out, residual=added, **fusion)
         y = self.fused.ops.gate(self.project(x, residual=added, **fusion), activation)
         return y if out is None else out.copy_(y)
 
-    def negotiate(self, before: Linear, rows: int, activation: str) -> Handover:
+    def negotiate(
+        self, before: Linear, rows: int, activation: str, *, adapted: bool = False
+    ) -> Handover:
+        """`adapted`: some rows may have an adapter."""
+        if adapted and self.delta is not None and before.delta is not None:
+            return Handover(late=activation)
         if not (self.hands_over and before.hands_over):
             return Handover()
         return self.fused.negotiate(before.fused, rows, activation)
@@ -252,12 +262,36 @@ def _nothing(x: Tensor) -> Tensor:
     raise RuntimeError("this linear has no weight: `substitute` has taken it away")
 
 
+def read_embedding(weights: Weights) -> QuantTensor:
+    """In the bits of its file where rows can be looked up in those, else as floats."""
+    stored = weights.linear(EMBEDDING)
+    return stored if stored.by_rows else Plain(weights.tensor(f"{EMBEDDING}.weight"))
+
+
 class Embedding:
-    def __init__(self, weight: Tensor, scale: float = 1.0):
+    """A table of floats, or of codes whose rows are written out when they are looked up."""
+
+    def __init__(
+        self,
+        weight: Tensor | QuantTensor,
+        scale: float = 1.0,
+        *,
+        dtype: torch.dtype | None = None,
+    ):
         self.weight = weight  # [vocab, hidden]
-        # in the weight's own type and place: a step must not bring a number to the device
-        self.scale = None if scale == 1 else weight.new_full((), scale)
+        self.dtype = weight.dtype if isinstance(weight, Tensor) else dtype
+        # in the rows' own type and place: a step must not bring a number to the device
+        self.scale = None
+        if scale != 1:
+            self.scale = torch.full((), scale, dtype=self.dtype, device=weight.device)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        rows = torch.nn.functional.embedding(tokens, self.weight)
+        rows = self.rows(tokens)
         return rows if self.scale is None else rows * self.scale
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.weight, Tensor):
+            return torch.nn.functional.embedding(tokens, self.weight)
+        assert self.dtype is not None
+        found = reorder_rows(self.weight, tokens.flatten()).dequantize(self.dtype)
+        return found.view(*tokens.shape, -1)

@@ -47,9 +47,13 @@ class GatedMlp:
     ) -> Tensor:
         """residual + mlp(norm(hidden)). `buffers`: where what lies between the two linears goes."""
         rows = hidden.numel() // hidden.shape[-1]
-        handover = self.down.negotiate(self.gate_up, rows, self.plan.activation)
+        adapted = adapters is not None
+        handover = self.down.negotiate(
+            self.gate_up, rows, self.plan.activation, adapted=adapted
+        )
         between = None
-        if buffers is not None and handover.to is None and self.gate_up.delta is None:
+        gates_later = self.gate_up.delta is None or handover.late is not None
+        if buffers is not None and handover.to is None and gates_later:
             width = self.plan.down.in_features
             between = buffers.take(
                 "gate and up" if handover.late else "gated",

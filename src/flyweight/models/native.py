@@ -15,7 +15,7 @@ from flyweight.kernels.native.executor import Layer, NativeDecoder, Parts
 from flyweight.kernels.native.weight import Weight, pack
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import check_tied
-from flyweight.models.layers import EMBEDDING, Weights, check_shape, load_tensor
+from flyweight.models.layers import EMBEDDING, Weights, check_shape, load_tensor, read_embedding
 from flyweight.models.plan import MlpPlan
 from flyweight.models.rope import rope_tables
 from flyweight.models.standard import plan_of, standard_plan
@@ -68,7 +68,7 @@ def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None =
         raise UnsupportedError(f"the CPU's native kernels cannot run this model: {reason}")
     if head_bits not in (None, 8):
         raise UnsupportedError(f"a head of {head_bits} bits is not supported; 8 or as it is")
-    embedding = weights.linear(EMBEDDING)
+    embedding = read_embedding(weights)
     check_shape(EMBEDDING, embedding.shape, (config.vocab_size, config.hidden_size))
     tied = config.tied_embeddings
     if tied:

@@ -36,8 +36,10 @@ def load_subject(
     exact: bool = True,
     head: str | None = None,
     kv_dtype: str | None = None,
+    prompt_dtype: str | None = None,
 ) -> Subject:
     from flyweight.engine.llm import choose_dtype
+    from flyweight.kernels.linear import prompts
     from flyweight.models.decoder import Decoder
     from flyweight.models.kv_scheme import choose_kv_scheme
     from flyweight.models.narrow_head import narrow_head
@@ -48,6 +50,8 @@ def load_subject(
     weights = narrow_head(checkpoint, head)
     computed = choose_dtype(dtype, checkpoint.config, place)
     decoder = Decoder.load(weights, device=place, dtype=computed, exact=exact)
+    if prompt_dtype is not None:
+        decoder.narrow_prompts(prompts.check(prompt_dtype))
     decoder.kv_scheme = choose_kv_scheme(kv_dtype, checkpoint, decoder.config)
     return Subject(checkpoint, decoder, ids, bos)
 

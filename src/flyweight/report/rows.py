@@ -39,6 +39,7 @@ REQUIRED = {  # bench → fields that a row with status ok must have
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "agreement_with"),
     "ablation": ("model", "scheme", "rows", "us", "ratio"),
+    "adapters": ("model", "scheme", "rows", "rank", "variant", "us", "ratio"),
     "sampling": ("model", "batch", "sampling", "step_us", "of_greedy"),
 }
 IDENTITY = {  # bench → what was measured; rows that agree in it are repeats of one another
@@ -55,6 +56,7 @@ IDENTITY = {  # bench → what was measured; rows that agree in it are repeats o
     "prefill": ("model", "case", "passes"),
     "agreement": (*MODEL, "backend", "gpus"),
     "ablation": ("model", "scheme", "rows", "without"),
+    "adapters": ("model", "scheme", "rows", "rank", "variant"),
     "sampling": ("model", "batch", "sampling"),
 }
 PERCENTILES = {"serve": ("ttft_ms", "ttft_sent_ms", "tpot_ms", "gap_ms", "e2e_s")}  # a number or {p50, …, mean}

@@ -114,9 +114,23 @@ def check_text(text: str) -> None:
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str, Any]) -> str:
     try:
-        return tokenizer.render_chat([plain_message(message) for message in messages], **options)
+        plain = [plain_message(message) for message in messages]
+        return tokenizer.render_chat(in_words_of(str(tokenizer.inner.chat_template), plain), **options)
     except FlyweightError as error:
         raise BadRequest(str(error), param="messages") from error
+
+
+def in_words_of(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a model thought before a call, under the name that its template has for it: gpt-oss calls it `thinking`, and refuses
+    it beside words in a message with calls.
+    """
+    if "reasoning_content" in template or "thinking" not in template:
+        return messages
+    for message in messages:
+        thought = message.pop("reasoning_content", None)
+        if thought and not (message.get("content") and message.get("tool_calls")):
+            message.setdefault("thinking", thought)
+    return messages
 
 
 def plain_message(message: Message) -> dict[str, Any]:

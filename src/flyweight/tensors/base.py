@@ -33,6 +33,11 @@ class QuantTensor:
         """The values the matmul really sees: x itself unless this kind quantizes activations too."""
         return x
 
+    @property
+    def by_rows(self) -> bool:
+        """Can a row be read alone, on a device that records what it is asked? Then an embedding may stay as it is."""
+        return False
+
     # -- the same for every kind ------------------------------------------------------------------------------
 
     def fields(self) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class IntBlock(QuantTensor):
     def groups(self) -> int:
         return self.matrix_shape[1] // self.group_size
 
+    @property
+    def by_rows(self) -> bool:
+        return self.table is None and self.experts is None  # a table has to be brought to the device
+
     @classmethod
     def planes(cls, values: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
         """uint8 codes [out, in] as `low` and `high`."""

@@ -40,6 +40,10 @@ class IntGroup(QuantTensor):
     def groups(self) -> int:
         return self.scales.shape[-1]
 
+    @property
+    def by_rows(self) -> bool:
+        return self.g_idx is None and self.experts is None
+
     @classmethod
     def from_values(cls, values: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, group_size: int,
                     g_idx: Tensor | None = None) -> IntGroup:

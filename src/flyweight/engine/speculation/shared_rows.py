@@ -20,6 +20,10 @@ from flyweight.kernels.attention.decode import CHUNK
 from flyweight.transfer import upload
 
 CAPACITY = 64
+# Rows that steps are captured for. Fewer than eight run as eight: qkv and attention are two kernels
+# here, and those are faster for eight rows than for one, two or four (`rows_N` of
+# benchmarks/workshop/speculation-h200.jsonl).
+SIZES = (8, 16, 24, 32, 48, 64)
 
 
 class SharedRows:
@@ -28,34 +32,41 @@ class SharedRows:
         self.capacity = CAPACITY
         self.tables = torch.zeros(CAPACITY, rows.pages, dtype=torch.int32, device=rows.device)
         self.adapters = None if rows.adapters is None else rows.adapters.new_empty(CAPACITY)
-        # what one copy brings: tokens, places in `rows`, lengths and rows before, in this order
-        self._staged = torch.zeros(24 * CAPACITY, dtype=torch.uint8, device=rows.device)
+        # what one copy brings: tokens, places in `rows`, sampled rows, lengths and rows before
+        self._staged = torch.zeros(32 * CAPACITY, dtype=torch.uint8, device=rows.device)
         words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
         self.tokens = words[:CAPACITY]
         self.at = words[CAPACITY : 2 * CAPACITY]
-        self.lengths = halves[4 * CAPACITY : 5 * CAPACITY]
-        self.before = halves[5 * CAPACITY :]
+        self.sampled = words[2 * CAPACITY : 3 * CAPACITY]
+        self.lengths = halves[6 * CAPACITY : 7 * CAPACITY]
+        self.before = halves[7 * CAPACITY :]
 
     def takes(self, works: Sequence[Work]) -> bool:
-        """Whether such a step fits: answers alone, with no more guesses than a kernel takes."""
+        """Whether such a step fits: answers alone, each with no more new tokens than a kernel takes, which the host knows."""
         return sum(work.count for work in works) <= CAPACITY and all(
-            work.samples and work.known == 1 and work.count <= CHUNK and work.request.number in self.rows.row_of
+            work.samples
+            and work.count <= CHUNK
+            and work.start + work.known <= len(work.request.tokens)
+            and work.request.number in self.rows.row_of
             for work in works
         )
 
     def fill(self, works: Sequence[Work]) -> int:
-        """Make the rows of this step; returns how many."""
+        """Make the rows of this step, and the list of those that are sampled from; returns how many rows."""
+        sampled: list[int] = []
         tokens: list[int] = []
         at: list[int] = []
         lengths: list[int] = []
         before: list[int] = []
         for work in works:
-            tokens += [*work.request.tokens[work.start :], *work.drafts]
+            tokens += [*work.request.tokens[work.start : work.start + work.known], *work.drafts]
+            sampled += range(len(tokens) - work.outputs, len(tokens))
             at += [self.rows.row_of[work.request.number]] * work.count
             lengths += range(work.start + 1, work.start + 1 + work.count)
             before += range(work.count)
-        columns = (tokens, numpy.int64), (at, numpy.int64), (lengths, numpy.int32), (before, numpy.int32)
-        upload(self.rows.device, *(padded(column, kind) for column, kind in columns), into=self._staged)
+        wide = [padded(column, numpy.int64) for column in (tokens, at, sampled)]
+        narrow = [padded(column, numpy.int32) for column in (lengths, before)]
+        upload(self.rows.device, *wide, *narrow, into=self._staged)
         torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
         if self.adapters is not None and self.rows.adapters is not None:
             torch.index_select(self.rows.adapters, 0, self.at, out=self.adapters)

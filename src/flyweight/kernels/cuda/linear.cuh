@@ -19,6 +19,10 @@
 #ifndef SYMMETRIC
 #define SYMMETRIC 0
 #endif
+// A record's high half is a minimum in float16 instead of a zero point: a weight is scale · code − minimum.
+#ifndef MINS
+#define MINS 0
+#endif
 // x is quantized with a scale of its own for each row, or with the one that follows the channels' scales (STATIC).
 #ifndef STATIC
 #define STATIC 0
@@ -42,3 +46,4 @@ typedef u32 Record;
 #endif
 constexpr int GROUP_BYTES = 16 * sizeof(Record);
 constexpr int BLOCK_BYTES = (NIBBLES ? 512 : FORMAT == PLAIN ? 2048 : 1024) / (1 + SPARSE) + 128 * SPARSE;
+DEVICE float minimum_of(u32 record) { return float_of<true>((u16)(record >> 16)); }  // MINS

@@ -1,5 +1,6 @@
 // A weight in the tiles of gemv.cu → row-major [NDIM, KDIM] in 16-bit floats, for the matrix product of many rows, or (IN_TILES)
-// 16-bit tiles, for that of gemm.cu (its BY_ROWS).
+// 16-bit tiles, for that of gemm.cu (its BY_ROWS), or (INTO) tiles of 8-bit codes with a scale for each output, for gemm.cu with x
+// in 8 bits: code = q · scale of the group / scale of the output, rounded. A lane's nibbles are the bytes of two words there.
 //
 // One warp a 16 × 64 block, lane by lane as gemv.cu reads it: a lane's codes are 8 neighbouring inputs of a row, so each
 // store is 16 bytes; of a 2:4 weight twice two kept ones of 4 neighbours. W8A8 and float8 codes come out as they are (exact
@@ -7,11 +8,14 @@
 // Limit: bytes read + written / bandwidth.
 //
 // defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, INTERLEAVED (rows of gate and up take turns, eight by eight),
-// IN_TILES (0)
+// IN_TILES (0), INTO (0; W8A8 or FP8, from INT4 alone)
 #include "common.cuh"
 #include "linear.cuh"
 #ifndef IN_TILES
 #define IN_TILES 0
+#endif
+#ifndef INTO
+#define INTO 0
 #endif
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
@@ -21,12 +25,13 @@ constexpr int GROUPS = (KDIM + GROUP - 1) / GROUP;
 struct Scale {
   float scale;
   int zero;
+  float least;
 };
 DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
-  if (!GROUPED) return {1.f, 0};
+  if (!GROUPED) return {1.f, 0, 0.f};
   const Record record = ((const Record*)records)[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
-  if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0};  // of twice the codes' values
-  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), (int)(record >> 16)};
+  if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0, 0.f};  // of twice the codes' values
+  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), MINS ? 0 : (int)(record >> 16), MINS ? minimum_of(record) : 0.f};
 }
 DEVICE int twice_float4(u32 code) {
   const int magnitude = code & 7, twice = magnitude < 4 ? magnitude : (2 + magnitude % 2) << (magnitude / 2 - 1);
@@ -58,6 +63,44 @@ DEVICE void expand(const u8* block_bytes, const u32* records, u16* out, int tile
     *(uint2*)(out + (size_t)place_of(tile, row) * KDIM + column) = make_uint2(pack2(value[0], value[1]), pack2(value[2], value[3]));
   }
 }
+
+#if INTO
+static_assert(FORMAT == INT4 && !SPARSE && (INTO == W8A8 || INTO == FP8), "nibbles with scales of groups");
+// Of a word of nibbles in one half of the inputs: four codes.
+DEVICE u32 recoded(u32 word, int half, int zero, float by) {
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = (float)((int)(word >> (8 * i + 4 * half) & 15) - zero) * by;
+  if (INTO == FP8) return to_float8(v[0], v[1]) | to_float8(v[2], v[3]) << 16;
+  u32 codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) codes |= (to_int8(fminf(fmaxf(v[i], -127.f), 127.f)) & 255) << (8 * i);
+  return codes;
+}
+// `channel_scale` [NDIM], in the order of the tiles.
+extern "C" __global__ void __launch_bounds__(256)
+recode(const uint4* weights, const u32* records, const float* channel_scale, uint4* out) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int unit = blockIdx.x * 8 + threadIdx.x / 32, tile = unit / BLOCKS, block = unit % BLOCKS;
+  if (tile >= TILES) return;
+  const uint4 nibbles = weights[(size_t)unit * 32 + lane];  // words: inputs 0 to 3 of rows g, g + 8; inputs 4 to 7 of both
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int zero[2];
+    float by[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int row = tile * 16 + g + 8 * j, column = block * 64 + 32 * half + 8 * t;
+      const bool there = row < NDIM && column < KDIM;
+      const Scale s = there ? read_scale(records, tile, g + 8 * j, column) : Scale{0.f, 0};
+      zero[j] = s.zero, by[j] = there ? s.scale / channel_scale[row] : 0.f;
+    }
+    out[((size_t)unit * 2 + half) * 32 + lane] =
+        make_uint4(recoded(nibbles.x, half, zero[0], by[0]), recoded(nibbles.y, half, zero[1], by[1]),
+                   recoded(nibbles.z, half, zero[0], by[0]), recoded(nibbles.w, half, zero[1], by[1]));
+  }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, const u32* records, u16* out) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -99,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
             else if (FORMAT == INT8) q[e] = (int)(word[half * 4 + 2 * step + j] >> (8 * byte) & 255) - s.zero;
             else q[e] = (int)(word[half * 4 + 2 * step + j] << (24 - 8 * byte)) >> 24;
           }
-          pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
+          if (MINS) pair[i / 2] = pack2(q[0] * s.scale - s.least, q[1] * s.scale - s.least);
+          else pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
         }
       }
       *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;

@@ -58,13 +58,14 @@ class Delta:
         out: Tensor | None = None,
     ) -> Tensor:
         """residual + B A norm(x): [..., in] → [..., out], into `out`, which may be `residual`."""
-        if self.takes(x):
-            return self._launch(x, slots, norm=norm, residual=residual, out=out)
-        if norm is not None:
-            x = self.ops.normalize(x, norm)
         outputs = self.b.shape[-1]
         if out is None:
             out = x.new_empty(*x.shape[:-1], outputs)
+        if self.takes(x):
+            self._launch(x, slots, out, norm=norm, residual=residual)
+            return out
+        if norm is not None:
+            x = self.ops.normalize(x, norm)
         y = out.view(-1, outputs)
         if residual is None:
             y.zero_()
@@ -72,6 +73,27 @@ class Delta:
             out.copy_(residual)
         self._add(x.reshape(-1, x.shape[-1]), slots, y)
         return out
+
+    def gate_and_add(
+        self,
+        gate_up: Tensor,
+        slots: Tensor,
+        activation: str,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x = act(gate) · up of [..., 2 · in], and residual + B A x."""
+        inputs = self.a.shape[-1]
+        x = gate_up[..., :inputs]  # as a shape
+        if activation != "silu" or not self.takes(x):
+            x = self.ops.gate(gate_up, activation)
+            return x, self.add(x, slots, residual=residual, out=out)
+        gated = gate_up.new_empty(*gate_up.shape[:-1], inputs)
+        if out is None:
+            out = gate_up.new_empty(*gate_up.shape[:-1], self.b.shape[-1])
+        self._launch(gate_up, slots, out, residual=residual, gated=gated)
+        return gated, out
 
     def takes(self, x: Tensor) -> bool:
         """Whether delta.cu computes it."""
@@ -89,14 +111,15 @@ class Delta:
         self,
         x: Tensor,
         slots: Tensor,
+        out: Tensor,
         *,
-        norm: Norm | None,
-        residual: Tensor | None,
-        out: Tensor | None,
-    ) -> Tensor:
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        gated: Tensor | None = None,
+    ) -> None:
         _, parts, rank, inputs = self.a.shape
         outputs = self.b.shape[-1]
-        rows = x.numel() // inputs
+        rows = x.numel() // x.shape[-1]
         norm = norm and norm.folded
         defines = {
             "FP16": int(x.dtype == torch.float16),
@@ -107,12 +130,11 @@ class Delta:
             "END1": self.ends[1],
             "END2": self.ends[min(2, parts)],
             "NORM": int(norm is not None),
+            "GATED": int(gated is not None),
             "RESIDUAL": int(residual is not None),
             "EARLY": int(self.early),
             "THREADS": THREADS,
         }
-        if out is None:
-            out = x.new_empty(*x.shape[:-1], outputs)
         low = torch.empty(rows, parts * rank, dtype=torch.float32, device=x.device)
         module = jit.load("delta.cu", defines=defines)
         weight = norm and norm.weight
@@ -120,13 +142,11 @@ class Delta:
         module.kernel("shrink").launch(
             (parts * rank, rows),
             THREADS,
-            (self.a, self.b, x.contiguous(), weight, slots, low, epsilon),
+            (self.a, self.b, x.contiguous(), weight, slots, low, gated, epsilon),
             pdl=True,
         )
-        module.kernel("expand").launch(
-            gpu.of(x.device).processors, 32, (self.b, low, slots, residual, out, rows), pdl=True
-        )
-        return out
+        grid = (gpu.of(x.device).processors, rows)
+        module.kernel("expand").launch(grid, 32, (self.b, low, slots, residual, out), pdl=True)
 
     def _add(self, x: Tensor, slots: Tensor, y: Tensor) -> None:
         """By products of all adapters, of which each row keeps its own: nothing is counted on the

@@ -113,6 +113,7 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
                 weight.scale_fp16,
                 weight.activation,
                 weight.symmetric,
+                weight.mins,
                 weight.bias is None,
             )
         )

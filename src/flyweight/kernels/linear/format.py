@@ -17,9 +17,11 @@ from torch import Tensor
 from flyweight.errors import unknown
 from flyweight.tensors import (
     FLOAT4_GROUP,
+    FLOAT8_MAX,
     Float4,
     Float8,
     Int8Channel,
+    IntBlock,
     IntGroup,
     Plain,
     QuantTensor,
@@ -44,6 +46,7 @@ class Codes:
     codes: Tensor  # [out, in], or [out, in / 2] where two of four are kept
     scales: Tensor | None = None  # float [out, groups], as stored
     zeros: Tensor | None = None  # int [out, groups]; None: the middle of the codes
+    mins: Tensor | None = None  # float16 [out, groups]: what is taken off instead of zero points
     channel_scale: Tensor | None = None  # float32 [out]
     input_scale: Tensor | None = None  # one for x, known beforehand
     group: int = 64  # inputs that share a scale
@@ -79,6 +82,11 @@ class WeightFormat:
     @property
     def quantizes_input(self) -> bool:
         return self.input_codes > 0
+
+    @property
+    def largest_code(self) -> float:
+        """Of formats with a scale for each output."""
+        return FLOAT8_MAX if self.input_codes == FLOAT8_INPUTS else 127
 
     @property
     def input_order(self) -> int:
@@ -164,6 +172,47 @@ def read_groups(stretch: int = 1) -> Read:
     return read
 
 
+def has_blocks(*bits: int, tables: bool = False) -> Matches:
+    """Of IntBlock those whose groups are long enough; their codes may be fewer bits than ours."""
+
+    def matches(tensor: QuantTensor) -> bool:
+        return (
+            isinstance(tensor, IntBlock)
+            and tensor.group_size in (32, 64)
+            and (tables if tensor.table else tensor.bits in bits)
+        )
+
+    return matches
+
+
+def read_blocks(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
+    """One scale a group, in float16: the product of a K type's two scales is rounded to it once,
+    by less than weights in 16 bits would be.
+    """
+    assert isinstance(tensor, IntBlock)
+    scales = tensor.group_scales().half()
+    mins = tensor.group_mins()
+    group = tensor.group_size
+    if mins is None:
+        middle = 128 if tensor.table else tensor.middle
+        codes = (tensor.integers().view(torch.uint8) + middle).to(torch.uint8)
+        zeros = None if middle == 128 else torch.full_like(scales, middle, dtype=torch.int32)
+        return Codes(codes, scales, zeros, group=group, middle=middle)
+    # a constant group has the scale 0, by which kernels could not divide: codes of 0 and any scale
+    constant = scales == 0
+    codes = tensor.values().masked_fill_(constant.repeat_interleave(group, 1), 0)
+    scales = torch.where(constant, torch.ones_like(scales), scales)
+    return Codes(codes, scales, mins=mins.half(), group=group)
+
+
+def either(first: Matches, second: Matches) -> Matches:
+    return lambda tensor: first(tensor) or second(tensor)
+
+
+def read_either(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
+    return (read_blocks if isinstance(tensor, IntBlock) else read_groups())(tensor, dtype)
+
+
 def is_kept(inner: Matches) -> Matches:
     """Two of four inputs are kept, of a weight that `inner` knows."""
     return lambda tensor: isinstance(tensor, Sparse24) and inner(tensor.inner)
@@ -187,7 +236,15 @@ FORMATS = {
     for one in (
         PLAIN,
         WeightFormat(
-            "int4", 1, 4, 512, NIBBLES, has_groups(4), read_groups(), INTEGER, grouped=True
+            "int4",
+            1,
+            4,
+            512,
+            NIBBLES,
+            either(has_groups(4), has_blocks(2, 3, 4)),
+            read_either,
+            INTEGER | {"recode"},
+            grouped=True,
         ),
         WeightFormat(
             "int8",
@@ -195,8 +252,8 @@ FORMATS = {
             8,
             1024,
             BYTES,
-            has_groups(8),
-            read_groups(),
+            either(has_groups(8), has_blocks(5, 6, tables=True)),
+            read_either,
             INTEGER,
             grouped=True,
             signed_pays=True,

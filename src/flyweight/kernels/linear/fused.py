@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flyweight.kernels.linear.prompts import FEW_ROWS
+
 
 @dataclass(frozen=True, eq=False)
 class Norm:
@@ -124,6 +126,12 @@ class FusedLinear:
         """The kernel that multiplies so many rows."""
         return self.kernel
 
+    def narrow_prompts(self, kind: str) -> bool:
+        """From now on many rows are multiplied in 8 bits (linear/prompts.py), where this linear can
+        do so; whether it can.
+        """
+        return False
+
     @property
     def segments(self) -> Sequence[FusedLinear]:
         """What runs one by one: several only where projections with one input do not agree in
@@ -168,8 +176,12 @@ class TorchLinear(FusedLinear):
         why: str = "",
         shape: tuple[int, ...] = (),
         nbytes: int = 0,
+        in_eight_bits: Callable[[str], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
+        """`in_eight_bits`: the same product of many rows, in the type of prompts that is named."""
         self.run = run
+        self.run_many: Callable[[Tensor], Tensor] | None = None
+        self.in_eight_bits = in_eight_bits
         self.ops = ops
         self.kernel = kernel
         self.why = why
@@ -177,7 +189,15 @@ class TorchLinear(FusedLinear):
         self.nbytes = nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.run_many is not None and x.shape[:-1].numel() > FEW_ROWS:
+            return self.run_many(x)
         return self.run(x)
+
+    def narrow_prompts(self, kind: str) -> bool:
+        if self.in_eight_bits is None:
+            return False
+        self.run_many = self.in_eight_bits(kind)
+        return True
 
 
 class Segments(FusedLinear):
@@ -196,6 +216,10 @@ class Segments(FusedLinear):
     @property
     def segments(self) -> Sequence[FusedLinear]:
         return self.parts
+
+    def narrow_prompts(self, kind: str) -> bool:
+        taken = [part.narrow_prompts(kind) for part in self.parts]
+        return any(taken)
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], -1)

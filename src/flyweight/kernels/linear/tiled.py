@@ -13,17 +13,19 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.kernels import tuned
 from flyweight.kernels.linear import (
+    format,
     gemm,
     gemm_mma,
     gemm_small,
     gemv,
     gemv_cluster,
     gemv_splitk,
+    prompts,
     tiles,
 )
 from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
 from flyweight.kernels.linear.fused import FusedLinear, Handover, KvPrefetch, Norm, PackedInput
-from flyweight.kernels.linear.untile import untile, via_cublas
+from flyweight.kernels.linear.untile import recode, untile, via_cublas
 from flyweight.tensors import QuantTensor
 
 MULTIPLY: dict[str, Callable[..., Tensor]] = {
@@ -56,6 +58,7 @@ class TiledLinear(FusedLinear):
         self.ops = ops
         self.shape = tensor.shape
         self.note = note
+        self.prompts: tiles.TiledWeight | None = None  # in 8 bits, where many rows go so
 
     @property
     def kernel(self) -> str:  # type: ignore[override]
@@ -71,7 +74,25 @@ class TiledLinear(FusedLinear):
         return self.weight.nbytes
 
     def choose(self, rows: int, *, norm: bool = False, residual: bool = False) -> Choice:
-        return choose(self.weight, rows, gpu.of(self.weight.weights.device), Fusion(norm, residual))
+        device = gpu.of(self.weight.weights.device)
+        if self.prompts is not None and rows > prompts.FEW_ROWS:
+            matrix, gated = self.prompts.matrix, self.weight.interleaved
+            if gemm.unsupported_reason(matrix, rows, device, interleaved=gated) is None:
+                return Choice("gemm_recoded", "prompts in 8 bits were asked for")
+        return choose(self.weight, rows, device, Fusion(norm, residual))
+
+    def narrow_prompts(self, kind: str) -> bool:
+        weight = self.weight
+        form = format.named(prompts.FORMATS[kind])
+        device = gpu.of(weight.weights.device)
+        unfit = form.needs_float8 and not device.has_float8
+        if "recode" not in weight.format.kernels or weight.mins or unfit:
+            return False
+        largest = untile(weight).abs().amax(1)
+        if weight.interleaved:
+            largest = tiles.interleave_rows(largest)
+        self.prompts = weight.in_eight_bits(form, largest)
+        return True
 
     def kernel_for(self, rows: int) -> str:
         return self.choose(rows).kernel
@@ -165,6 +186,10 @@ class TiledLinear(FusedLinear):
             written = dataclasses.replace(
                 weight.in_sixteen_bits(), weights=untile(weight, tiles=True)
             )
+            return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
+        if kernel == "gemm_recoded":
+            assert self.prompts is not None
+            written = dataclasses.replace(self.prompts, weights=recode(weight, self.prompts))
             return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
         if kernel == "cublas":
             return self._via_cublas(x, out, norm=norm, residual=residual)

@@ -69,6 +69,7 @@ class TiledWeight:
     scale_fp16: bool = False
     static: bool = False
     symmetric: bool = False  # codes are taken as signed
+    mins: bool = False  # records hold minima instead of zero points
     # 16-bit tiles as untile.cu and vptq_decode.cu write them: for gemm.cu alone
     by_rows: bool = False
     # launches of gemm.cu made ready, by rows and fusion
@@ -115,7 +116,12 @@ class TiledWeight:
 
     @property
     def type_defines(self) -> dict[str, int]:
-        return {"FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16)}
+        types = {"FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16)}
+        return types | self.record_defines
+
+    @property
+    def record_defines(self) -> dict[str, int]:
+        return {"MINS": 1} if self.mins else {}
 
     def epilogue(self, residual: Tensor | None) -> str:
         return self.activation or ("store" if residual is None else "residual")
@@ -133,7 +139,24 @@ class TiledWeight:
             records=None,
             scale_fp16=False,
             symmetric=False,
+            mins=False,
             by_rows=True,
+            calls={},
+        )
+
+    def in_eight_bits(self, form: WeightFormat, largest: Tensor) -> TiledWeight:
+        """The same linear in 8-bit codes that are written for each call, x in 8 bits too.
+        `largest`: of each output the largest weight, [out] in the order of the tiles.
+        """
+        scale = (largest.float() / form.largest_code).clamp(min=torch.finfo(torch.float16).tiny)
+        return dataclasses.replace(
+            self,
+            matrix=Matrix(form, self.out_features, self.in_features, 64),
+            weights=self.weights[:0],
+            records=None,
+            channel_scale=scale,
+            scale_fp16=False,
+            symmetric=False,
             calls={},
         )
 
@@ -199,7 +222,11 @@ def prepare(
         activation=activation,
         scale_fp16=parts.scales is not None and scale_dtype(parts.scales) == torch.float16,
         static=parts.input_scale is not None,
-        symmetric=form.signed_pays and parts.scales is not None and parts.zeros is None,
+        symmetric=form.signed_pays
+        and parts.scales is not None
+        and parts.zeros is None
+        and parts.mins is None,
+        mins=parts.mins is not None,
     )
 
 
@@ -263,21 +290,24 @@ def sparse_layout(
 
 
 def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
-    """int32 [tiles, groups, 16]: scale bits in the low half, zero point in the high half; or as
-    many exponents in bytes.
+    """int32 [tiles, groups, 16]: scale bits in the low half, zero point or the bits of a minimum in
+    the high half; or as many exponents in bytes.
     """
     if parts.exponents is not None:
         records = parts.exponents
     elif parts.scales is not None:
         scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
         zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
+        if parts.mins is not None:
+            zeros = parts.mins.view(torch.int16).int()
         records = scales | (zeros << 16)
     else:
         return None
     rows, groups = records.shape
     if interleave:
         records = interleave_rows(records)
-    records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16))
+    filling = 0 if parts.mins is None else 0x3C00  # a scale of 1: kernels divide by it
+    records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16), value=filling)
     return records.view(-1, 16, groups).transpose(1, 2).contiguous()
 
 

@@ -42,6 +42,29 @@ def untile(weight: TiledWeight, *, tiles: bool = False) -> Tensor:
     return out if tiles else out.view(weight.out_features, weight.in_features)
 
 
+def recode(weight: TiledWeight, into: TiledWeight) -> Tensor:
+    """The tiles of `weight` as those of `into`, whose format has 8-bit codes and whose outputs have
+    a scale each.
+    """
+    matrix = weight.matrix
+    defines = {
+        **weight.format.defines(),
+        **weight.type_defines,
+        "KDIM": weight.in_features,
+        "NDIM": weight.out_features,
+        "GROUP": weight.group,
+        "INTERLEAVED": int(weight.interleaved),
+        "INTO": into.format.code,
+    }
+    units = matrix.tiles * matrix.blocks
+    out = workspace.current(weight.weights.device).dequantized(1024 * units, torch.uint8)
+    kernel = jit.load("untile.cu", defines=defines).kernel("recode")
+    kernel.launch(
+        math.ceil(units / 8), 256, (weight.weights, weight.records, into.channel_scale, out)
+    )
+    return out
+
+
 def via_cublas(
     weight: TiledWeight, x: Tensor, out: Tensor | None = None, *, residual: Tensor | None = None
 ) -> Tensor:

@@ -1,0 +1,47 @@
+"""Many rows of 4-bit weights in 8 bits, at real sizes against plain products of the same codes."""
+
+import pytest
+import torch
+from gpu_linears import linear_of, make
+
+from flyweight.kernels.linear import prompts
+
+pytestmark = [pytest.mark.gpu]
+
+
+@pytest.fixture(autouse=True)
+def of_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("gemm.cu is for Hopper")
+
+
+def error(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def product(tensor, x, kind):
+    narrow = prompts.in_eight_bits(tensor.dequantize(), kind)
+    return narrow.quantize_input(x).float() @ narrow.dequantize().float().T
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("outputs", "inputs", "rows"), [(6144, 4096, 2048), (4096, 12288, 300)])
+def test_many_rows_are_multiplied_in_8_bits(kind, outputs, inputs, rows):
+    tensor = make("int4:128", (outputs, inputs), 0, torch.bfloat16)
+    linear = linear_of(tensor)
+    assert linear.narrow_prompts(kind)
+    x = torch.randn(rows, inputs, device="cuda").bfloat16()
+    residual = torch.randn(rows, outputs, device="cuda").bfloat16()
+    assert linear.kernel_for(rows) == "gemm_recoded" and linear.kernel_for(256) != "gemm_recoded"
+    want = product(tensor, x, kind) + residual.float()
+    assert error(linear.project(x, residual=residual), want) < 8e-3
+
+
+def test_gate_and_up_are_multiplied_in_8_bits():
+    tensor = make("int4:128", (8192, 4096), 1, torch.bfloat16)
+    linear = linear_of(tensor, activation="silu")
+    assert linear.narrow_prompts("int8")
+    x = torch.randn(512, 4096, device="cuda").bfloat16()
+    gate, up = product(tensor, x, "int8").chunk(2, -1)
+    got = linear.project(x, activation="silu")
+    assert error(got, torch.nn.functional.silu(gate) * up) < 1e-2
