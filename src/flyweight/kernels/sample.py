@@ -15,6 +15,7 @@ from flyweight import gpu
 from flyweight.kernels import jit, workspace
 
 CLUSTER = 8  # thread blocks of a row, where the GPU has clusters: the most that every such GPU runs
+FEW_ROWS = 16  # more of them have clusters of half as many blocks, which tell each other less
 THREADS = 1024
 MOST_BIASES = 320  # entries of a row's sparse list; as in the kernel
 OTHER_SHARED = 28 * 1024  # bytes: histograms and biases, rounded up
@@ -67,12 +68,15 @@ class Plan:
     held: bool  # a block's part of the logits stays in shared memory
 
     @classmethod
-    def of(cls, vocabulary: int, device: gpu.Gpu) -> Plan:
-        cluster = CLUSTER if device.major >= 9 else 1
-        plan = cls(cluster, THREADS, True)
-        if plan.shared(vocabulary) <= device.shared_most:
-            return plan
-        return cls(cluster, THREADS, False)
+    def of(cls, vocabulary: int, rows: int, device: gpu.Gpu) -> Plan:
+        clusters = [CLUSTER] if rows <= FEW_ROWS else [CLUSTER // 2, CLUSTER]
+        if device.major < 9:
+            clusters = [1]
+        for cluster in clusters:
+            plan = cls(cluster, THREADS, True)
+            if plan.shared(vocabulary) <= device.shared_most:
+                return plan
+        return cls(clusters[-1], THREADS, False)
 
     def values(self, vocabulary: int) -> int:
         """Floats of one block."""
@@ -89,7 +93,7 @@ class Sampler:
     def __init__(self, vocabulary: int, device: torch.device, *, plan: Plan | None = None) -> None:
         self.vocabulary = vocabulary
         self.device = device
-        self.plan = plan or Plan.of(vocabulary, gpu.of(device))
+        self.forced = plan
 
     def __call__(
         self,
@@ -108,9 +112,9 @@ class Sampler:
 
         `bounds` int64 [n], for tests: the last token kept as (ordered logit, ~id); 0: all are kept.
         """
-        plan = self.plan
         count = len(logits)
-        kernel = self._kernel(logits.dtype)
+        plan = self.plan_for(count)
+        kernel = self._kernel(logits.dtype, plan)
         scratch = None
         if not plan.held:
             size = 4 * count * plan.cluster * plan.values(self.vocabulary)
@@ -147,14 +151,18 @@ class Sampler:
     def prepare(self, *dtypes: torch.dtype) -> None:
         """Compile, or load, what logits of these types need."""
         for dtype in dtypes:
-            self._kernel(dtype)
+            for rows in (1, FEW_ROWS + 1):
+                self._kernel(dtype, self.plan_for(rows))
 
-    def _kernel(self, dtype: torch.dtype) -> jit.Kernel:
+    def plan_for(self, rows: int) -> Plan:
+        return self.forced or Plan.of(self.vocabulary, rows, gpu.of(self.device))
+
+    def _kernel(self, dtype: torch.dtype, plan: Plan) -> jit.Kernel:
         defines = {
             "VOCAB": self.vocabulary,
             "TYPE": TYPES[dtype],
-            "CLUSTER": self.plan.cluster,
-            "THREADS": self.plan.threads,
-            "HELD": int(self.plan.held),
+            "CLUSTER": plan.cluster,
+            "THREADS": plan.threads,
+            "HELD": int(plan.held),
         }
         return jit.load("sample.cu", defines=defines).kernel("sample")

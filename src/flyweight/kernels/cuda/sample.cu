@@ -3,12 +3,13 @@
 //   l = penalties(logits + bias), −∞ where the mask forbids;  m = 2^((l − max l) · log2(e) / T)
 //   kept: of all tokens by (l falling, id rising) the first top_k, of these the first whose masses
 //         before them sum to less than top_p of the whole, of these those with m ≥ min_p
-//   token = argmax over kept of log m + Gumbel noise(seed, position, id);  T = 0: argmax of l
+//   token = argmax over kept of m / E(seed, position, id), E exponential noise;  T = 0: argmax of l
+//           (the same as argmax of log m + Gumbel noise, with fewer logarithms)
 //
 // All three filters keep the beginning of one order, so that a row needs a single bound: the last
 // token kept, as the 64-bit word (l in an order that integers share, id turned round). It is found
 // without sorting. Histograms of counts and masses say in which bin the bound lies; the first is
-// over log m (16 bins an octave, which spreads any usual logits), each further one over the words
+// over log m (as fine as spreads the logits, by their mean), each further one over the words
 // between the least and the largest of that bin, until one word is left. Masses are added as
 // integers, so that no order of additions changes a result, to 2^-24 of each. What a row gets
 // depends on nothing of its neighbours. (`kernels/sample_reference.py`: the same in float64.)
@@ -30,7 +31,8 @@
 #include "cluster.cuh"
 
 #define BINS 1024
-#define OCTAVE 16  // bins of the first histogram
+#define COARSEST 16.f  // bins of the first histogram for an octave of masses
+#define FINEST 65536.f
 #define CHUNKS ((VOCAB + 8 * THREADS * CLUSTER - 1) / (8 * THREADS * CLUSTER))
 #define OWN (BINS / THREADS)  // bins that a thread adds up
 #define MOST_BIASES 320
@@ -43,8 +45,8 @@ struct Sums { u32 count; u64 mass; };
 struct Bound { u32 bin; Sums before; u64 mass; };  // a bin, and what is before it
 struct __align__(16) Shared {
   Histogram histograms[2];
-  u64 words[4][2];  // what this CTA tells the others
-  u64 warp_words[2][32];
+  u64 words[4][3];  // what this CTA tells the others
+  u64 warp_words[3][32];
   u32 warp_counts[32];
   int bias_id[MOST_BIASES];
   float bias[MOST_BIASES];
@@ -83,11 +85,10 @@ struct Noise {
     first = mix(mix((u32)seed) ^ position);
     second = mix(mix((u32)(seed >> 32) ^ 0x9e3779b9u) + position);
   }
-  DEVICE float gumbel(int id) const {
+  DEVICE float uniform(int id) const {
     const u32 bits = mix(mix((u32)id ^ first) + second);
     // full relative precision near 0, where the winners are, and never 0 or 1
-    const float uniform = fminf(((float)bits + .5f) * 0x1p-32f, 1.f - 0x1p-24f);
-    return -logf(-log1pf(-uniform));
+    return fminf(((float)bits + .5f) * 0x1p-32f, 1.f - 0x1p-24f);
   }
 };
 
@@ -98,6 +99,8 @@ struct Row {
   int slot, buffer;
   // of the softmax
   float top, scale, scale_low;
+  float per_octave, bin_octaves;  // of the first histogram: bins an octave, and octaves a bin
+  u64 least;  // words below it are not kept
   // of the first histogram, summed over the cluster: this thread's bins, and all before them
   u32 counts[OWN];
   u64 masses[OWN];
@@ -113,21 +116,30 @@ struct Row {
   }
   // How many octaves a token's mass is below the largest; never falls as l falls.
   DEVICE float octaves(float l) const { return l == top ? 0.f : (top - l) * scale; }
-  DEVICE static int bin_of(float octaves) { return (int)fminf(octaves * OCTAVE, BINS - 1); }
+  DEVICE int bin_of(float octaves) const { return (int)fminf(octaves * per_octave, BINS - 1); }
   // Its mass in 2^-24 of what a token at the top of its bin has.
   DEVICE u32 mass_of(float l, float octaves, int bin) const {
     if (l == top) return (u32)UNIT;
     const float below = top - l, rest = fmaf(below, scale, -octaves) + below * scale_low;
-    return (u32)rintf(exp2_fast(fminf(bin * (1.f / OCTAVE) - octaves - rest, 0.f)) * UNIT);
+    return (u32)rintf(exp2_fast(fminf(bin * bin_octaves - octaves - rest, 0.f)) * UNIT);
   }
 
   // ---- exchanges: every thread of the cluster gets the same ----
-  template <int COUNT> DEVICE void all_largest(u64 (&v)[COUNT]) {
+  template <bool SUM> DEVICE static u64 joined(u64 v, int lanes) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+      if (o >= lanes) continue;
+      const u64 other = __shfl_xor_sync(~0u, v, o);
+      v = SUM ? v + other : larger(v, other);
+    }
+    return v;
+  }
+  // The largest of all, or (the last SUMS) the sums.
+  template <int SUMS = 0, int COUNT> DEVICE void exchange(u64 (&v)[COUNT]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-      for (int o = 16; o; o >>= 1) v[i] = larger(v[i], __shfl_xor_sync(~0u, v[i], o));
+      v[i] = i < COUNT - SUMS ? joined<false>(v[i], 32) : joined<true>(v[i], 32);
       if (lane == 0) sh->warp_words[i][warp] = v[i];
     }
     __syncthreads();
@@ -135,8 +147,7 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
         u64 mine = lane < WARPS ? sh->warp_words[i][lane] : 0;
-#pragma unroll
-        for (int o = 16; o; o >>= 1) mine = larger(mine, __shfl_xor_sync(~0u, mine, o));
+        mine = i < COUNT - SUMS ? joined<false>(mine, 32) : joined<true>(mine, 32);
         if (lane == 0) sh->words[slot][i] = mine;
       }
     }
@@ -145,8 +156,7 @@ struct Row {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
       v[i] = load_in_cluster(&sh->words[slot][i], lane % CLUSTER);
-#pragma unroll
-      for (int o = CLUSTER / 2; o; o >>= 1) v[i] = larger(v[i], __shfl_xor_sync(~0u, v[i], o));
+      v[i] = i < COUNT - SUMS ? joined<false>(v[i], CLUSTER) : joined<true>(v[i], CLUSTER);
     }
     slot = (slot + 1) % 4;  // read by others until they are at the next exchange
   }
@@ -158,12 +168,12 @@ struct Row {
     __syncthreads();
     return sh->histograms[buffer];
   }
-  DEVICE static void add(Histogram& h, int bin, u32 mass) {
+  DEVICE static void add(Histogram& h, int bin, u32 mass, bool with_mass) {
     atomicAdd(&h.count[bin], 1u);
-    if (atomicAdd(&h.low[bin], mass) + mass < mass) atomicAdd(&h.high[bin], 1u);
+    if (with_mass && atomicAdd(&h.low[bin], mass) + mass < mass) atomicAdd(&h.high[bin], 1u);
   }
   // The cluster's sums of this thread's bins.
-  DEVICE void gather(const Histogram& h, u32 (&counts)[OWN], u64 (&masses)[OWN]) {
+  DEVICE void gather(const Histogram& h, u32 (&counts)[OWN], u64 (&masses)[OWN], bool with_mass) {
     __syncwarp();
     cluster_sync();
 #pragma unroll
@@ -173,7 +183,8 @@ struct Row {
 #pragma unroll
       for (int r = 0; r < CLUSTER; r++) {
         counts[i] += load_in_cluster(&h.count[bin], r);
-        masses[i] += (u64)load_in_cluster(&h.high[bin], r) << 32 | load_in_cluster(&h.low[bin], r);
+        if (with_mass)
+          masses[i] += (u64)load_in_cluster(&h.high[bin], r) << 32 | load_in_cluster(&h.low[bin], r);
       }
     }
   }
@@ -224,58 +235,60 @@ struct Row {
   }
 
   // ---- the first histogram: masses in 2^-40 of the largest ----
+  // Bins so fine that the logits' mean comes near the middle of them. `sum`: of l in 2^-16.
+  DEVICE void divide(u64 sum, u64 tokens) {
+    const float mean = (float)((double)(long long)sum / 65536. / (double)tokens);
+    const float range = 2.f * (clamped(top) - mean) * scale;
+    per_octave = COARSEST;
+    while (per_octave < FINEST && range * 2.f * per_octave <= BINS) per_octave *= 2.f;
+    bin_octaves = 1.f / per_octave;
+  }
+  DEVICE static float clamped(float l) { return fminf(fmaxf(l, -32000.f), 32000.f); }
   DEVICE void survey(bool with_mass) {
     Histogram& h = cleared();
-    each([&](float l, int) {
-      if (l > LOWEST) {
+    each([&](float l, int id) {
+      if (l > LOWEST && word_of(l, id) >= least) {
         const float below = octaves(l);
         const int bin = bin_of(below);
-        add(h, bin, with_mass ? mass_of(l, below, bin) : 0);
+        add(h, bin, with_mass ? mass_of(l, below, bin) : 0, with_mass);
       }
     });
-    gather(h, counts, masses);
+    gather(h, counts, masses, with_mass);
 #pragma unroll
-    for (int i = 0; i < OWN; i++) masses[i] = absolute(masses[i], threadIdx.x * OWN + i);
+    for (int i = 0; i < OWN; i++) masses[i] = (u64)((double)masses[i] * unit_of(threadIdx.x * OWN + i));
     scan(counts, masses, before, all);
   }
-  DEVICE static double unit_of(int bin) { return exp2_fast(bin * (-1.f / OCTAVE)) * 65536.; }
-  DEVICE static u64 absolute(u64 mass, int bin) { return (u64)((double)mass * unit_of(bin)); }
+  DEVICE double unit_of(int bin) const { return exp2_fast(-bin * bin_octaves) * 65536.; }
 
   // The word of the token within a bin at which the count (or the mass, in the bin's units) reaches
-  // `target`; `mass`: of the bin's tokens up to it.
-  DEVICE u64 refine(u32 bin, u64 target, bool by_mass, u64& mass) {
+  // `target`.
+  DEVICE u64 refine(u32 bin, u64 target, bool by_mass) {
     u64 ends[2] = {0, 0};  // largest, and least turned round
     each([&](float l, int id) {
-      if (l > LOWEST && bin_of(octaves(l)) == (int)bin) {
-        const u64 word = word_of(l, id);
+      const u64 word = word_of(l, id);
+      if (l > LOWEST && word >= least && bin_of(octaves(l)) == (int)bin) {
         ends[0] = larger(ends[0], word), ends[1] = larger(ends[1], ~word);
       }
     });
-    mass = 0;
     while (true) {
-      all_largest(ends);
+      exchange(ends);
       const u64 high = ends[0], low = ~ends[1];
-      if (high <= low) {
-        const float l = from_ordered((u32)(high >> 32));
-        mass += mass_of(l, octaves(l), bin);
-        return high;
-      }
+      if (high <= low) return high;
       const int shift = max(0, 54 - __clzll((long long)(high - low)));
       Histogram& h = cleared();
       each([&](float l, int id) {
         const u64 word = word_of(l, id);
         if (low <= word && word <= high)
-          add(h, (int)((high - word) >> shift), mass_of(l, octaves(l), bin));
+          add(h, (int)((high - word) >> shift), by_mass ? mass_of(l, octaves(l), bin) : 0, by_mass);
       });
       u32 fine_counts[OWN];
       u64 fine_masses[OWN];
       Sums fine_before, whole;
-      gather(h, fine_counts, fine_masses);
+      gather(h, fine_counts, fine_masses, by_mass);
       scan(fine_counts, fine_masses, fine_before, whole);
       target = smaller(target, by_mass ? whole.mass : whole.count);  // after rounding of units
       const Bound found = find(fine_counts, fine_masses, fine_before, target, by_mass);
       target -= by_mass ? found.before.mass : found.before.count;
-      mass += found.before.mass;
       ends[0] = ends[1] = 0;
       each([&](float l, int id) {
         const u64 word = word_of(l, id);
@@ -287,20 +300,21 @@ struct Row {
 
   // The word of the last token that top_k and top_p keep; 0: they keep all.
   DEVICE u64 bound(u64 top_k, float top_p) {
-    survey(top_p < 1.f);
-    u64 word = 0, whole = all.mass;
+    least = 0;
 #pragma unroll 1
     for (int by_mass = 0; by_mass < 2; by_mass++) {
-      if (by_mass ? top_p >= 1.f : !top_k || top_k >= all.count) continue;
-      u64 target = top_k, kept;
-      if (by_mass) target = larger(1, smaller(whole, (u64)ceil((double)top_p * (double)whole)));
+      if (by_mass ? top_p >= 1.f : !top_k) continue;
+      survey(by_mass);  // of top_p: what top_k has left
+      if (!by_mass && top_k >= all.count) continue;
+      u64 target = top_k;
+      if (by_mass) target = (u64)ceil((double)top_p * (double)all.mass);
+      if (by_mass) target = larger(1, smaller(all.mass, target));
       const Bound at = find(counts, masses, before, target, by_mass);
       u64 rest = target - at.before.count;
       if (by_mass) rest = larger(1, (u64)ceil((double)(target - at.before.mass) / unit_of(at.bin)));
-      word = larger(word, refine(at.bin, rest, by_mass, kept));
-      if (!by_mass) whole = at.before.mass + smaller(at.mass, absolute(kept, at.bin));
+      least = refine(at.bin, rest, by_mass);
     }
-    return word;
+    return least;
   }
 };
 
@@ -411,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
 
   const bool aligned = ((size_t)logits | (size_t)stride * BYTES) % 16 == 0;
   const size_t start = (size_t)n * stride;
-  u64 best[1] = {0}, last = 0;
+  u64 first_look[3] = {0, 0, 0}, last = 0;  // the largest word, the number of tokens, their sum
   Chunk chunk = load_chunk(logits, start + row.first_of(0), row.first_of(0), aligned);
 #pragma unroll 1
   for (int c = 0; c < CHUNKS; c++) {
@@ -427,27 +441,43 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       row.values[(8 * c + j) * THREADS + threadIdx.x] = v[j];
-      if (v[j] > LOWEST) best[0] = larger(best[0], word_of(v[j], first + j));
+      if (v[j] > LOWEST) {
+        first_look[0] = larger(first_look[0], word_of(v[j], first + j));
+        first_look[1] += 1;
+        first_look[2] += (u64)(long long)(int)(Row::clamped(v[j]) * 65536.f);
+      }
     }
   }
-  row.all_largest(best);
-
+  row.exchange<2>(first_look);
+  u64 best[1] = {first_look[0]};
   if (temperature != 0.f && best[0]) {
     row.top = from_ordered((u32)(best[0] >> 32));
     const u64 top_k = integer(TOP_K);
     const float top_p = value(TOP_P), min_p = value(MIN_P);
-    if (top_k || top_p < 1.f) last = row.bound(top_k, top_p);
-    // noise lies between −2.9 and 23 nats: what is further behind cannot win
+    if (top_k || top_p < 1.f) {
+      row.divide(first_look[2], first_look[1]);
+      last = row.bound(top_k, top_p);
+    }
+    // E lies between 2^-33 and 17, as noise: what is 38 octaves behind cannot win
     const float farthest = fminf(min_p > 0.f ? -log2f(min_p) : 38.f, 38.f);
     Noise noise;
     noise.begin(integer(SEED), (u32)changes.position);
     best[0] = 0;
+    float lead = 0.f;  // the best of the warp so far
     row.each([&](float l, int id) {
-      const float below = row.octaves(l);
-      if (l > LOWEST && below <= farthest && word_of(l, id) >= last)
-        best[0] = larger(best[0], word_of(noise.gumbel(id) - below * 0.69314718f, id));
+      const float below = row.octaves(l), mass = exp2_fast(-below), uniform = noise.uniform(id);
+      // E ≥ uniform: most tokens need no logarithm to be left behind
+      const bool may = l > LOWEST && below <= farthest && word_of(l, id) >= last &&
+                       mass * 1.000001f >= lead * uniform;
+      if (!__any_sync(~0u, may)) return;
+      if (may) {
+        const float score = mass / -log1pf(-uniform);
+        best[0] = larger(best[0], word_of(score, id));
+        lead = fmaxf(lead, score);
+      }
+      lead = warp_max(lead);
     });
-    row.all_largest(best);
+    row.exchange(best);
   }
   if (row.rank == 0 && threadIdx.x == 0) {
     const u32 token = best[0] ? ~(u32)best[0] : 0;  // where nothing is allowed: the first
