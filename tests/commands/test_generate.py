@@ -83,6 +83,8 @@ def test_a_signal_keeps_the_json_whole(generate):
         "logprobs": None,
         "timing": 0,
         "cached_tokens": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
     }
 
 

@@ -44,10 +44,10 @@ struct Patience { void poll() {} };  // give_way counts
 
 // Words must lie aligned in memory, as on a GPU: the compiler checks every address (-fsanitize=alignment). What lies on a fiber's
 // stack is a thread's registers, which have none.
-struct Place { const char* file; u32 line, column; };
-static Place misaligned;  // the last such load or store of this launch
+struct SourcePlace { const char* file; u32 line, column; };
+static SourcePlace misaligned;  // the last such load or store of this launch
 static thread_local uintptr_t registers_begin, registers_end;
-extern "C" void __ubsan_handle_type_mismatch_v1(const Place* place, uintptr_t address) {
+extern "C" void __ubsan_handle_type_mismatch_v1(const SourcePlace* place, uintptr_t address) {
   if (address < registers_begin || address >= registers_end) misaligned = *place;
 }
 struct alignas(8) uint2 { u32 x, y; };

@@ -270,8 +270,8 @@ def paged_attention(
     *,
     scale: float,
     new: tuple[Tensor, Tensor] | None = None,
-    tile: Tile | None = None,
     bend: Bend | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """query [tokens, heads, head_dim], `new` this step's keys and values [tokens, kv_heads,
     head_dim] → as query, contiguous.
