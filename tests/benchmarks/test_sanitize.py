@@ -23,7 +23,7 @@ SPECIFICATION.loader.exec_module(module)
 def test_cases_are_right_without_the_tool(name):
     torch.manual_seed(0)
     case, _, limit = module.CASES[name]
-    assert case() < limit
+    assert case() <= limit
 
 
 def test_a_case_that_hangs_leaves_no_process_behind(monkeypatch):

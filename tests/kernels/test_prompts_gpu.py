@@ -34,7 +34,11 @@ def test_many_rows_are_multiplied_in_8_bits(kind, outputs, inputs, rows):
     residual = torch.randn(rows, outputs, device="cuda").bfloat16()
     assert linear.kernel_for(rows) == "gemm_recoded" and linear.kernel_for(256) != "gemm_recoded"
     want = product(tensor, x, kind) + residual.float()
-    assert error(linear.project(x, residual=residual), want) < 8e-3
+    exact = x.float() @ tensor.dequantize().float().T + residual.float()
+    got = linear.project(x, residual=residual)
+    assert error(got, exact) < 1.1 * error(want, exact)
+    # A scale that is rounded otherwise moves many of float8's coarse codes, and hardly any of int8's.
+    assert kind == "fp8" or error(got, want) < 8e-3
 
 
 def test_gate_and_up_are_multiplied_in_8_bits():
