@@ -20,7 +20,7 @@ FAST = ("src/flyweight/kernels", "src/flyweight/engine", "src/flyweight/models")
 PACKAGES = {  # bench → the code that its figures are of
     "kernel": FAST[:1], "latency": FAST, "speed": FAST, "throughput": FAST, "profile": FAST,
     "serve": (*FAST, "src/flyweight/server"), "quality": ("src/flyweight/quant",), "quantize": ("src/flyweight/quant",),
-    "sanitize": FAST[:1], "prefill": FAST, "agreement": FAST, "ablation": FAST, "adapters": FAST,
+    "sanitize": FAST[:1], "prefill": FAST, "agreement": FAST, "ablation": FAST, "adapters": FAST, "sampling": FAST,
 }
 CELL = ("bench", "model", "scheme", "backend", "tool", "workload", "batch", "input", "output", "prompts", "seed", "check",
         "setting", "format", "kernel", "rows", "in_features", "out_features", "chain", "context", "main_centroids",
