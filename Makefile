@@ -14,18 +14,20 @@ MODEL ?= smollm2-135m
 	@touch $@
 
 # The main job, end to end, on the default real model; `make demo TEXT=file.txt` measures on a text of your own. The
-# calibration is kept small: two slow cores are enough.
+# calibration is kept small: two slow cores are enough. The default model is a GGUF of 4 to 5 bits: its weights are written out in 16
+# bits first, as the original of most models is.
 TEXT ?= built-in
 SCHEMES ?= rtn-int4 gptq-int4 w8a8-smooth
 demo: .venv/installed
 	$(BIN)/flyweight pull $(MODEL)
 	$(BIN)/flyweight info $(MODEL)
 	$(BIN)/flyweight generate $(MODEL) --prompt "The capital of France is" --max-tokens 32 --temperature 0
+	test -d out/original || $(BIN)/flyweight pull $(MODEL) --dtype float16 --output out/original
 	for scheme in $(SCHEMES); do \
-	  $(BIN)/flyweight quantize $(MODEL) --scheme $$scheme -o out/$$scheme --samples 4 --length 256 --overwrite || exit; done
+	  $(BIN)/flyweight quantize out/original --scheme $$scheme -o out/$$scheme --samples 4 --length 256 --overwrite || exit; done
 	rm -f out/result.jsonl
-	$(BIN)/flyweight eval $(MODEL) $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/result.jsonl
-	$(BIN)/flyweight bench latency $(MODEL) $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/result.jsonl
+	$(BIN)/flyweight eval out/original $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/result.jsonl
+	$(BIN)/flyweight bench latency out/original $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/result.jsonl
 	$(BIN)/flyweight report out/result.jsonl -o out/report.html --title "$(MODEL), quantized"
 	@echo "The report is in out/report.html"
 

@@ -81,7 +81,7 @@ class Unrounded:
 
 class Checks:
     def __init__(self, model: str, text: Path, work: Path, device: str):
-        self.model, self.work, self.device = resolve(model), work, torch.device(device)
+        self.model, self.work, self.device = resolve(model, dtype="float16"), work, torch.device(device)
         self.ids = encode(Checkpoint(self.model).tokenizer(), text.read_text(encoding="utf-8"))[0]
         self.tokens = torch.tensor(self.ids[:POSITIONS])
 

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    folder = resolve(options.model)
+    folder = resolve(options.model, dtype="float16")
     backends = [Transformers(folder), Flyweight(folder)]
     vocabulary = backends[1].model.config.vocab_size
     checkpoint = backends[1].model.weights
