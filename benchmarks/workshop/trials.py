@@ -75,7 +75,7 @@ class Constants:
 
     def set(self, wanted: dict[str, Any]) -> None:
         numbers = {name: value for name, value in wanted.items() if name.partition(".")[0] in TABLES}
-        tuned.of = functools.partial(retuned, self.measured, numbers)
+        tuned.of = functools.partial(retuned, self.measured, numbers) if numbers else self.measured
         for name, value in (self.before | wanted).items():
             if name in numbers:
                 continue

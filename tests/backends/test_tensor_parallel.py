@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flyweight.backends.base import Limits
+from flyweight.backends.base import EngineOptions, Limits
 from flyweight.backends.vllm import Vllm
 from flyweight.bench.cases import Case
 from flyweight.bench.facts import ModelFacts, Variant
@@ -72,4 +72,5 @@ def test_there_are_commands_for_every_number_of_gpus_of_the_report():
 
 def test_rows_of_two_and_of_four_gpus_are_different_rows():
     facts = ModelFacts("qwen2-72b", "BF16", "random:0")
-    assert Case(facts, None, "vllm", gpus=2).key() != Case(facts, None, "vllm", gpus=4).key()
+    engine = types.SimpleNamespace(options=EngineOptions())
+    assert Case(facts, engine, "vllm", gpus=2).key() != Case(facts, engine, "vllm", gpus=4).key()
