@@ -156,10 +156,18 @@ CASES = [
 ]
 
 
+def cases_of(arch):
+    """Those with a body there. What sm_89 has beyond sm_80 is float8, so of all others one of each file will do."""
+    found = [case for case in CASES if arch == "sm_90a" or case[0] not in HOPPER]
+    if arch != "sm_89":
+        return found
+    return [*dict(found).items(), *(case for case in found if case[1].get("FORMAT") in (4, 5) or "KV8" in case[1])]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_without_a_gpu(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))
-    for file, defines in CASES:
+    for file, defines in cases_of(arch):
         assert jit.compile_cubin(file, defines, arch)[:4] == b"\x7fELF"
 
 
