@@ -20,7 +20,7 @@ INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh", "cluste
 HOST = gpu.Gpu(9, 0, 5, 232448, 233472)  # Hopper, with as many processors as a launch has CTAs for a whole GPU
 OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
 COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None
-FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread",
+FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread",
          "-fno-gnu-unique", "-fvisibility=hidden"]  # torch has functions of the same names
 # Every address is checked in the kernels whose shared memory is a struct of mixed words; elsewhere it costs a quarter of the time.
 ALIGNED = {"attention.cu", "qkv_attention.cu", "rope.cu", "sample.cu", "delta.cu"}
