@@ -1,12 +1,15 @@
 """Tiny random models of every family, and a paged run of a Decoder that needs no engine."""
 
+from dataclasses import replace
+
 import torch
 import transformers
 
-from flyweight.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage, SequenceState, StateStorage
 from flyweight.errors import CheckpointError
 from flyweight.models.decoder import Decoder
 from flyweight.models.rope import long_rows
+from flyweight.models.standard import plan_of
 from flyweight.tensors import Plain
 
 TINY = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -105,6 +108,9 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
         tables[i, :count] = order[sum(needed[:i]) : sum(needed[: i + 1])]
     size = (len(order), block_size, config.kv_heads, config.head_dim)
     caches = [KVStorage(torch.full(size, torch.nan), torch.full(size, torch.nan)) for _ in range(config.layers)]
+    for layer in plan_of(config).layers:
+        if layer.delta is not None:
+            caches[layer.index] = replace(caches[layer.index], state=unknown_states(layer.delta.shape.state, len(sequences)))
     done, outputs, step = [0] * len(sequences), [[] for _ in sequences], 0
     while live := [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]:
         width = chunk if isinstance(chunk, int) else chunk[min(step, len(chunk) - 1)]
@@ -119,6 +125,8 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
             slots=torch.tensor([int(tables[i, at // block_size]) * block_size + at % block_size for i, at in spans]),
             block_tables=tables[live], query_starts=starts, kv_lengths=[ends[i] for i in live],
             output_rows=torch.arange(len(spans)),
+            states=torch.tensor([SequenceState(starts[row], ends[i] - done[i], done[i], i if done[i] else -1, i)
+                                 for row, i in enumerate(live)], dtype=torch.int32),
         )
         logits = decoder.forward(batch, caches)
         for row, i in enumerate(live):
@@ -126,6 +134,11 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
             done[i] = ends[i]
         step += 1
     return [torch.cat(parts) for parts in outputs]
+
+
+def unknown_states(shape, slots):
+    conv = torch.full((slots, shape.width, shape.channels), torch.nan)
+    return StateStorage(conv, torch.full((slots, shape.heads, shape.key_dim, shape.value_dim), torch.nan))
 
 
 def assert_same_logits(found, expected, tolerance=1e-5):

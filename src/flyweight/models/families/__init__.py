@@ -7,7 +7,17 @@ whoever reads a config knows them all. docs/add-a-model.md adds one.
 from typing import Any
 
 from flyweight.models.config import Family, register
-from flyweight.models.families import gemma, glm, gpt_oss, granite, mistral, olmo, phi, smollm
+from flyweight.models.families import (
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    mistral,
+    olmo,
+    phi,
+    qwen_next,
+    smollm,
+)
 
 ALL: dict[str, Family] = {
     **olmo.FAMILIES,
@@ -18,6 +28,7 @@ ALL: dict[str, Family] = {
     **glm.FAMILIES,
     **gemma.FAMILIES,
     **gpt_oss.FAMILIES,
+    **qwen_next.FAMILIES,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -29,6 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     **glm.PRESETS,
     **gemma.PRESETS,
     **gpt_oss.PRESETS,
+    **qwen_next.PRESETS,
 }
 
 for _name, _family in ALL.items():
