@@ -96,8 +96,14 @@ class DecodeGraphs:
             rows = self.rows
             before = None if rows.before is None else rows.before[:size]
             adapters = None if rows.adapters is None else rows.adapters[:size]
+            states = None if rows.states is None else rows.states[:size]
             first = StepRows(
-                rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before, adapters
+                rows.tokens[:size],
+                rows.lengths[:size],
+                rows.tables[:size],
+                before,
+                adapters,
+                states,
             )
             decode = DecodeStep(
                 self.decoder,
@@ -110,6 +116,16 @@ class DecodeGraphs:
             self.steps[size] = Step(decode, rows)
         return self.steps[size]
 
+    def _try(self, step: Step) -> None:
+        """States would move on twice, so this time the rows' are the spare one."""
+        states = self.rows.states
+        if states is None:
+            return step.launch()
+        held = states.clone()
+        states.fill_(self.rows.spare_state)
+        step.launch()
+        states.copy_(held)
+
     @torch.inference_mode()
     def capture(self, size: int, advances: bool = True) -> None:
         """The step is run once before, which compiles what is not compiled yet. The rows may be in
@@ -117,7 +133,7 @@ class DecodeGraphs:
         """
         with self.decoder.active():
             step = self.step(size)
-            step.launch()
+            self._try(step)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values())).pool() if self.graphs else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flyweight.batch import KVStorage, StateStorage
+from flyweight.batch import Batch, KVStorage, StateStorage
 from flyweight.kernels import residual
 from flyweight.kernels.attention.prefill import Heads, takes
 from flyweight.kernels.attention.rope import attention_scales, rope_norm_write
@@ -52,7 +52,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def delta_paged(
-    projected: Tensor, cache: StateStorage, states: Tensor, weights: DeltaWeights
+    projected: Tensor, cache: StateStorage, batch: Batch, weights: DeltaWeights
 ) -> Tensor:
     return projected[:, : weights.shape.outputs]
 

@@ -119,9 +119,8 @@ class Paged(PromptStage):
 
     def attend_state(self, block: Block, weights: DeltaWeights, projected: Tensor) -> Tensor:
         storage = self.caches[block.index].state
-        states = self.batch.states
-        assert storage is not None and states is not None
-        return self.ops.delta_paged(projected, storage, states, weights)
+        assert storage is not None
+        return self.ops.delta_paged(projected, storage, self.batch, weights)
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention

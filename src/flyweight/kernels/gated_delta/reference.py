@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyweight.batch import SequenceState, StateStorage, sequence_states
+from flyweight.batch import Batch, SequenceState, StateStorage, sequence_states
 from flyweight.kernels.gated_delta.shape import NORM_EPSILON, DeltaShape, DeltaWeights
 
 CHUNK = 64
@@ -33,7 +33,7 @@ CHUNK = 64
 def delta_whole(projected: Tensor, weights: DeltaWeights) -> Tensor:
     """Sequences [batch, tokens, projected] from their first token on → [batch, tokens, outputs]."""
     shape = weights.shape
-    mixed = projected[..., : shape.channels].float()
+    mixed = wide(projected[..., : shape.channels])
     history = mixed.new_zeros(*mixed.shape[:-2], shape.width - 1, shape.channels)
     mixed = convolve(torch.cat([history, mixed], -2), weights)
     parts = split(mixed, projected, weights)
@@ -45,14 +45,15 @@ def delta_whole(projected: Tensor, weights: DeltaWeights) -> Tensor:
 
 
 def delta_paged(
-    projected: Tensor, cache: StateStorage, states: Tensor, weights: DeltaWeights
+    projected: Tensor, cache: StateStorage, batch: Batch, weights: DeltaWeights
 ) -> Tensor:
-    """Packed tokens [tokens, projected] of many sequences → [tokens, outputs]; `states` is
-    `batch.Batch.states`. Tokens of nobody come out as zeros.
+    """Packed tokens [tokens, projected] of many sequences → [tokens, outputs]. Tokens of nobody
+    come out as zeros.
     """
     shape = weights.shape
+    assert batch.states is not None
     out = projected.new_zeros(len(projected), shape.outputs)
-    listed = sequence_states(states)
+    listed = sequence_states(batch.states)
     single = [one for one in listed if one.count == 1 and one.source == one.slot]
     if single:
         rows = torch.tensor([one.begin for one in single], device=out.device)
@@ -75,7 +76,7 @@ def delta_step(
     before = positions[:, None] - torch.arange(shape.width - 1, 0, -1, device=positions.device)
     history = cache.conv[slots[:, None], before % shape.width] * (before >= 0)[..., None]
     cache.conv[slots, positions % shape.width] = mixed
-    mixed = convolve(torch.cat([history.float(), mixed[:, None].float()], 1), weights)
+    mixed = convolve(torch.cat([wide(history), wide(mixed[:, None])], 1), weights)
     parts = split(mixed, projected[:, None], weights)
     out, state = run_chunks(*parts, cache.recurrent[slots])
     cache.recurrent[slots] = state
@@ -89,7 +90,7 @@ def _run_sequence(
     mixed = projected[:, : shape.channels]
     history = cache.history(one.source, one.start)
     together = torch.cat([history.to(mixed.dtype), mixed])
-    parts = split(convolve(together.float(), weights), projected, weights)
+    parts = split(convolve(wide(together), weights), projected, weights)
     state = cache.initial(one.source)
     cuts = [0, one.mark, one.count] if 0 < one.mark < one.count else [0, one.count]
     outs = []
@@ -100,6 +101,10 @@ def _run_sequence(
             cache.keep(one.mark_slot, state, together[: end + shape.width - 1], one.start + end)
     cache.keep(one.slot, state, together, one.start + one.count)
     return finish(torch.cat(outs, 1), projected, weights)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def convolve(x: Tensor, weights: DeltaWeights) -> Tensor:
@@ -121,7 +126,7 @@ def split(
     key = _heads(_unit(key, shape), shape)
     value = value.unflatten(-1, (shape.value_heads, -1)).transpose(-2, -3)
     begin = shape.channels + shape.outputs
-    b, a = projected[..., begin:].float().split(shape.value_heads, -1)
+    b, a = wide(projected[..., begin:]).split(shape.value_heads, -1)
     decay = weights.decay * F.softplus(a + weights.step_bias)
     return query, key, value, decay.transpose(-1, -2), b.sigmoid().transpose(-1, -2)
 
@@ -163,7 +168,7 @@ def run_chunks(
 def finish(out: Tensor, projected: Tensor, weights: DeltaWeights) -> Tensor:
     """norm(out) · silu(z): [..., heads, tokens, value_dim] → [..., tokens, outputs]."""
     shape = weights.shape
-    z = projected[..., shape.channels : shape.channels + shape.outputs].float()
+    z = wide(projected[..., shape.channels : shape.channels + shape.outputs])
     out = out.transpose(-2, -3)
     out = out * (out.square().mean(-1, keepdim=True) + weights.epsilon).rsqrt() * weights.norm
     return (out.flatten(-2) * F.silu(z)).to(projected.dtype)
