@@ -88,7 +88,7 @@ class SequenceState(NamedTuple):
     """
 
     begin: int  # of its tokens among those of the step
-    count: int
+    tokens: int
     start: int  # tokens before them
     source: int  # the slot where the state is found; −1: it is zero
     slot: int  # and the one where it goes

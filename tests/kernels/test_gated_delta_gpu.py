@@ -41,12 +41,12 @@ def test_prompts_and_the_steps_after_them(shape, dtype):
     )
 
     def run(*rows):
-        packed = torch.cat([tokens[which, one.start : one.start + one.count] for which, one in rows])
+        packed = torch.cat([tokens[which, one.start : one.start + one.tokens] for which, one in rows])
         table = torch.tensor([one for _, one in rows], dtype=torch.int32, device="cuda")
         starts = [*(one.begin for _, one in rows), len(packed)]
         batch = SimpleNamespace(states=table, query_starts=starts)
         got = prefill.delta_paged(packed, cache, batch, weights)
-        expected = torch.cat([want[which, one.start : one.start + one.count] for which, one in rows])
+        expected = torch.cat([want[which, one.start : one.start + one.tokens] for which, one in rows])
         close(got, expected, dtype)
 
     run((0, SequenceState(0, 150, 0, -1, 1)), (1, SequenceState(150, 100, 0, -1, 2, 96, 3)))

@@ -61,7 +61,7 @@ def test_steps_of_many_sequences_leave_the_same_results_and_states():
     torch.testing.assert_close(got, want, **tolerance)
     torch.testing.assert_close(found.recurrent, wanted.recurrent, **tolerance)
     for one in rows:  # of the rings, what a later step can read
-        ends = [(one.slot, one.start + one.count)]
+        ends = [(one.slot, one.start + one.tokens)]
         ends += [(one.mark_slot, one.start + one.mark)] if one.mark else []
         for slot, end in ends:
             torch.testing.assert_close(found.history(slot, end), wanted.history(slot, end))

@@ -149,6 +149,7 @@ MODELS = {
         layer_types=None, num_hidden_layers=4, attention_bias=True, mlp_only_layers=[1],
         linear_conv_kernel_dim=3, linear_num_value_heads=2)),
     "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN3_NEXT),
 }
 LENGTHS = (23, 3, 12)
 HYBRIDS = ("qwen3_next", "qwen3_5")
@@ -279,7 +280,7 @@ def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, sc
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
 
 
-@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn")])
+@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn"), ("qwen3_5", "qwen3_5")])
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_path):
     """By the names of transformers 5, and by those of the files on the hub."""

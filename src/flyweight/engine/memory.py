@@ -108,7 +108,8 @@ def graph_bytes(decoder: Decoder, rows: int, tokens: int) -> int:
     Steps: activations, logits in both types, and room to sort them. Passes: activations, in memory that all of them share.
     """
     config = decoder.config
-    widths = 2 * config.hidden_size + 2 * config.intermediate_size + (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    mixed = max(sum(layer.qkv.sizes) + layer.o.in_features for layer in plan_of(config).layers)
+    widths = 2 * config.hidden_size + 2 * config.intermediate_size + mixed
     if config.moe is not None:  # rows of experts, packed and not; as many again may fill up tiles
         widths += 4 * config.moe.experts_per_token * (config.hidden_size + config.moe.intermediate_size)
         widths += config.moe.shared_intermediate_size or 0

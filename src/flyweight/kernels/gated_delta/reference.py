@@ -54,15 +54,15 @@ def delta_paged(
     assert batch.states is not None
     out = projected.new_zeros(len(projected), shape.outputs)
     listed = sequence_states(batch.states)
-    single = [one for one in listed if one.count == 1 and one.source == one.slot]
+    single = [one for one in listed if one.tokens == 1 and one.source == one.slot]
     if single:
         rows = torch.tensor([one.begin for one in single], device=out.device)
         slots = torch.tensor([one.slot for one in single], device=out.device)
         starts = torch.tensor([one.start for one in single], device=out.device)
         out[rows] = delta_step(projected[rows], cache, slots, starts, weights)
     for one in listed:
-        if one.count > 1 or one.source != one.slot:
-            own = slice(one.begin, one.begin + one.count)
+        if one.tokens > 1 or one.source != one.slot:
+            own = slice(one.begin, one.begin + one.tokens)
             out[own] = _run_sequence(projected[own], cache, one, weights)
     return out
 
@@ -90,16 +90,17 @@ def _run_sequence(
     mixed = projected[:, : shape.channels]
     history = cache.history(one.source, one.start)
     together = torch.cat([history.to(mixed.dtype), mixed])
-    parts = split(convolve(wide(together), weights), projected, weights)
+    query, key, value, decay, beta = split(convolve(wide(together), weights), projected, weights)
     state = cache.initial(one.source)
-    cuts = [0, one.mark, one.count] if 0 < one.mark < one.count else [0, one.count]
+    cuts = [0, one.mark, one.tokens] if 0 < one.mark < one.tokens else [0, one.tokens]
     outs = []
     for begin, end in itertools.pairwise(cuts):
-        out, state = run_chunks(*(part[:, begin:end] for part in parts), state)
+        q, k, v, g, b = (part[:, begin:end] for part in (query, key, value, decay, beta))
+        out, state = run_chunks(q, k, v, g, b, state)
         outs.append(out)
         if end == one.mark:
             cache.keep(one.mark_slot, state, together[: end + shape.width - 1], one.start + end)
-    cache.keep(one.slot, state, together, one.start + one.count)
+    cache.keep(one.slot, state, together, one.start + one.tokens)
     return finish(torch.cat(outs, 1), projected, weights)
 
 

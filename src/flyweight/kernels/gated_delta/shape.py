@@ -4,7 +4,7 @@ of a step find and leave their states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,5 +67,10 @@ class DeltaWeights:
     epsilon: float
 
     def to(self, device: torch.device) -> DeltaWeights:
-        moved = (x.to(device) for x in (self.conv, self.decay, self.step_bias, self.norm))
-        return DeltaWeights(self.shape, *moved, self.epsilon)
+        return replace(
+            self,
+            conv=self.conv.to(device),
+            decay=self.decay.to(device),
+            step_bias=self.step_bias.to(device),
+            norm=self.norm.to(device),
+        )

@@ -151,6 +151,22 @@ FAMILIES = {
         defaults=ROPE | sizes(4096, 12288, 32, 16, 4) | dict(vocab_size=248320),
         **SHARED,
     ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        head_dim=HEAD_DIMS["qwen3_5_moe_text"],
+        experts=Experts(),
+        defaults=ROPE
+        | sizes(2048, 512, 40, 16, 2)
+        | dict(
+            vocab_size=248320,
+            num_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            norm_topk_prob=True,
+        ),
+        **SHARED,
+    ),
 }
 
 _QWEN3_NEXT = dict(
