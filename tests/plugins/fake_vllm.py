@@ -91,6 +91,39 @@ class ScaledKernel:
         return tuple(getattr(layer, name, None) for name in self.layer_param_names)
 
 
+class QuantizationConfig:
+    def __init__(self):
+        self.packed_modules_mapping = {}
+
+
+class LinearBase(torch.nn.Module):
+    """A layer, and which rank's it is."""
+
+    def __init__(self, rank=0, ranks=1):
+        super().__init__()
+        self.tp_rank = rank
+        self.tp_size = ranks
+        self.bias = None
+
+
+class ParallelLMHead(torch.nn.Module):
+    pass
+
+
+def fill_formats(tree):
+    layers = "vllm.model_executor.layers"
+    registered = {}
+    quantization = tree[f"{layers}.quantization"]
+    quantization.registered = registered
+    quantization.register_quantization_config = lambda name: (
+        lambda kind: registered.setdefault(name, kind)
+    )
+    tree[f"{layers}.quantization.base_config"].QuantizationConfig = QuantizationConfig
+    tree[f"{layers}.linear"].LinearBase = LinearBase
+    tree[f"{layers}.linear"].LinearMethodBase = object
+    tree[f"{layers}.vocab_parallel_embedding"].ParallelLMHead = ParallelLMHead
+
+
 def install(monkeypatch, version="0.33.0", *, cpu=True):
     """The tree in sys.modules; the module with the tables."""
     tree = {
@@ -102,6 +135,11 @@ def install(monkeypatch, version="0.33.0", *, cpu=True):
             "vllm.model_executor",
             "vllm.model_executor.kernels",
             "vllm.model_executor.kernels.linear",
+            "vllm.model_executor.layers",
+            "vllm.model_executor.layers.linear",
+            "vllm.model_executor.layers.quantization",
+            "vllm.model_executor.layers.quantization.base_config",
+            "vllm.model_executor.layers.vocab_parallel_embedding",
         )
     }
     tree["vllm"].__version__ = version
@@ -122,11 +160,12 @@ def install(monkeypatch, version="0.33.0", *, cpu=True):
     }
     linear._POSSIBLE_INT8_KERNELS = {PlatformEnum.CUDA: []}
     linear._POSSIBLE_FP8_KERNELS = {PlatformEnum.CUDA: []}
+    fill_formats(tree)
     for name, module in tree.items():
         monkeypatch.setitem(sys.modules, name, module)
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(tree[parent], last, module)
-    for name in [name for name in sys.modules if name.startswith("flyweight.plugins.vllm.kernels")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("kernels", "formats"):  # they hold classes of the tree before
+        monkeypatch.delitem(sys.modules, f"flyweight.plugins.vllm.{name}", raising=False)
     return linear

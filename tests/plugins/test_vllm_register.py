@@ -14,6 +14,7 @@ from fake_vllm import LayerConfig, PlatformEnum
 from vllm_parameters import inputs_first
 
 from flyweight.plugins import vllm as plugin
+from flyweight.plugins.vllm.layer import folded_bias
 from flyweight.tensors import IntGroup
 
 ROOT = Path(__file__).parents[2]
@@ -151,10 +152,7 @@ def test_what_ours_cannot_do_is_left_with_the_reason(monkeypatch, caplog, config
     assert reason in caplog.text and "leaves" in caplog.text
 
 
-def test_a_bias_that_one_rank_adds_is_not_folded(monkeypatch):
-    kernel_of(monkeypatch)
-    from flyweight.plugins.vllm.kernels import folded_bias
-
+def test_a_bias_that_one_rank_adds_is_not_folded():
     bias = torch.nn.Parameter(torch.ones(4))
     columns = SimpleNamespace(bias=bias, skip_bias_add=False)
     assert folded_bias(columns) is not None

@@ -7,6 +7,7 @@ FLYWEIGHT_VLLM says what is: `off`, or some of `mp`, `int8`, `fp8`, `formats`, w
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 
@@ -60,7 +61,9 @@ def register() -> list[str]:
     for part in parts:
         if part in TABLES:
             _put_first(part)
-    return [part for part in parts if part in TABLES]
+        else:
+            importlib.import_module("flyweight.plugins.vllm.formats")  # registers itself
+    return parts
 
 
 def _put_first(part: str) -> None:

@@ -25,11 +25,11 @@ from vllm.platforms import current_platform
 from flyweight.errors import UnsupportedError
 from flyweight.plugins import op
 from flyweight.plugins.vllm import layouts, limits
+from flyweight.plugins.vllm.layer import KEY, folded_bias
 from flyweight.plugins.vllm.limits import Wanted
 from flyweight.tensors import QuantTensor
 
 logger = init_logger("vllm.flyweight")
-KEY = "flyweight_key"
 
 
 def told_once(text: str, *values: Any) -> None:
@@ -75,16 +75,6 @@ class Taken:
             return self.other.apply_weights(layer, x, bias)
         y = op.linear(x, getattr(layer, KEY), self.outputs)
         return y if bias is None or self.adds_bias else y + bias
-
-
-def folded_bias(layer: torch.nn.Module) -> Tensor | None:
-    """The bias that every call of this layer adds: of layers that are cut by rows, one rank adds
-    it, after the others' sums.
-    """
-    if getattr(layer, "skip_bias_add", False) or hasattr(layer, "input_is_parallel"):
-        return None
-    bias = getattr(layer, "bias", None)
-    return bias.data if isinstance(bias, Tensor) else None
 
 
 def let_go(layer: torch.nn.Module, *names: str | None) -> None:
