@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections import Counter
+from typing import Any
 
 SETTING = "FLYWEIGHT_VLLM"
 VERSIONS = ("0.32", "0.33")
@@ -64,6 +66,28 @@ def register() -> list[str]:
         else:
             importlib.import_module("flyweight.plugins.vllm.formats")  # registers itself
     return parts
+
+
+def withdraw() -> None:
+    """Kernels of ours out of vLLM's tables again: for comparisons in one process."""
+    from vllm.model_executor.kernels import linear
+
+    for table, name in TABLES.values():
+        for listed in getattr(linear, table).values():
+            listed[:] = [kernel for kernel in listed if kernel.__name__ != name]
+
+
+def kernels_of(model: Any) -> dict[str, int]:
+    """How many linears of a loaded model of vLLM are run by which class, ours and vLLM's."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        scheme = getattr(module, "scheme", method)
+        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+        kernel = getattr(kernel, "other", None) or kernel or method
+        if kernel is not None and hasattr(module, "output_size"):
+            found[type(kernel).__name__] += 1
+    return dict(found)
 
 
 def _put_first(part: str) -> None:

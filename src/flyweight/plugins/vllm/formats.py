@@ -27,7 +27,7 @@ from flyweight.plugins import op
 from flyweight.plugins.shards import inputs_of, outputs_of
 from flyweight.plugins.vllm.claims import NAME, claims
 from flyweight.plugins.vllm.layer import KEY, folded_bias
-from flyweight.tensors import Plain, QuantTensor
+from flyweight.tensors import QuantTensor
 
 
 @functools.cache
@@ -37,6 +37,12 @@ def opened(model: str) -> Checkpoint:
     from flyweight.checkpoint.hub import resolve
 
     return Checkpoint(resolve(model))
+
+
+def is_quantized(checkpoint: Checkpoint, prefix: str) -> bool:
+    """Whether there is more of it than a weight; a tied head has nothing at all."""
+    plain = (f"{prefix}.weight", f"{prefix}.bias")
+    return any(name.startswith(f"{prefix}.") and name not in plain for name in checkpoint.names())
 
 
 @register_quantization_config(NAME)
@@ -84,9 +90,7 @@ class FlyweightConfig(QuantizationConfig):
             return FlyweightLinearMethod(
                 self.model, [f"{parent}.{part}".lstrip(".") for part in parts]
             )
-        if isinstance(layer, ParallelLMHead) and not isinstance(
-            opened(self.model).linear(prefix), Plain
-        ):
+        if isinstance(layer, ParallelLMHead) and is_quantized(opened(self.model), prefix):
             raise UnsupportedError(f"{prefix}: vLLM runs the head in 16 bits; leave it so (--head)")
         if "experts" in type(layer).__name__.lower() or "MoE" in type(layer).__name__:
             raise UnsupportedError(
