@@ -41,7 +41,7 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
         extra |= dict(compilation_config=graphs, kernel_config=dict(enable_flashinfer_autotune=False))
     if options.agree:
         extra |= dict(enforce_eager=True, compilation_config=dict(mode=0))
-    return extra | dict(pair.split("=", 1) for pair in options.option)
+    return extra | {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in options.option)}
 
 
 # -- one process with an engine --------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.3, help="vLLM's gpu_memory_utilization, of each of the two")
     parser.add_argument("--cache-gb", type=int, default=4, help="of KV cache, each")
     parser.add_argument("--compiled", action="store_true", help="vLLM's own defaults: compiles for minutes at the first start")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more arguments of vLLM's LLM")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more arguments of vLLM's LLM, as JSON")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = "cuda" if _has_gpu() else "cpu"
