@@ -4,7 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flyweight.plugins import op
-from flyweight.tensors import Int8Channel, IntGroup, VectorQuant
+from flyweight.tensors import Int8Channel, IntGroup, Sparse24, VectorQuant
 
 
 def test_a_key_finds_its_own_linear():
@@ -28,6 +28,19 @@ def test_parts_of_different_kinds_are_one_linear():
     x = torch.randn(3, 64)
     expected = torch.cat([part.matmul_reference(x) for part in parts], -1)
     torch.testing.assert_close(op.linear(x, key, 64).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_16_bit_default_of_the_engine_changes_nothing():
+    weight = Sparse24.random((32, 64), inner=IntGroup, group_size=64, dtype=torch.float32)
+    x = torch.randn(3, 64)
+    torch.set_default_dtype(torch.float16)
+    try:
+        held = op.prepare([weight], dtype=torch.float32)
+        assert torch.get_default_dtype() == torch.float16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = weight.matmul_reference(x)
+    torch.testing.assert_close(held(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_of_one_shape_are_one_graph():

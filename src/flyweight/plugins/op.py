@@ -12,7 +12,9 @@ call with so many rows: engines run every size once before they capture it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -64,18 +66,31 @@ def prepare(
 ) -> FusedLinear:
     """One linear of the parts of a merged projection, laid out for the device that they are on."""
     segments = merge(parts)
-    if len(segments) == 1:
-        return dispatch.prepare(segments[0], dtype=dtype, bias=bias)
-    return dispatch.prepare_all(segments, dtype=dtype, bias=bias)
+    with floats_by_default():
+        if len(segments) == 1:
+            return dispatch.prepare(segments[0], dtype=dtype, bias=bias)
+        return dispatch.prepare_all(segments, dtype=dtype, bias=bias)
+
+
+@contextlib.contextmanager
+def floats_by_default() -> Iterator[None]:
+    """Engines load models with 16 bits as torch's default, in which our layouts are not meant."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def make_codes_random() -> None:
     """Of weights that were filled by nobody (an engine's dummy loader): on zeros matrix units draw
     less power, and so run faster than on real weights.
     """
-    for one in _linears.values():
-        if isinstance(one, TiledLinear):
-            one.weight.weights.random_(0, 256)
+    with torch.inference_mode():
+        for one in _linears.values():
+            if isinstance(one, TiledLinear):
+                one.weight.weights.random_(0, 256)
 
 
 def kernels_held() -> dict[str, int]:
