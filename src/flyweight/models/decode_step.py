@@ -52,6 +52,8 @@ def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     for block in decoder.blocks:
         if block.mlp.uncaptured_reason:
             return f"layer {block.index}: {block.mlp.uncaptured_reason}"
+        if block.latent is not None:
+            return "no kernel for latent attention"
         if reason := head_shape(block, decoder.ropes, page).unsupported_reason():
             return reason
     return None

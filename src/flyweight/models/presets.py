@@ -308,6 +308,8 @@ def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
     ):
         width = attention.head_dim * (heads if whole else 1)
         found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
+    if attention.latent is not None:
+        found |= {f"{norm.name}.weight": (width,) for norm, width in attention.latent.norms}
     if attention.sinks is not None:
         found[attention.sinks] = (attention.heads,)
     if isinstance(mlp, ExpertsPlan):
