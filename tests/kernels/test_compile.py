@@ -96,6 +96,9 @@ CASES = [
     *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=quantize, ORDER=1, ROWS=1 + 7 * quantize, WARPS=8 << quantize))
       for quantize in (0, 1)),
     *(("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=rows, WARPS=3 * rows)) for rows in (8, 4)),
+    # DeepSeek-V2-Lite's and V3's
+    *(("latent.cu", dict(FP16=half, HEADS=heads, PLAIN=128, RANK=512, ROPE=64, VALUE=128, PAGE=16, SHORTEST=64))
+      for heads, half in ((16, 0), (128, 1))),
     ("rope.cu", HEADS),
     ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
     *(("prefill_attention.cu", PREFILL | dict(PAGE=page, BOX=box, HEAD_DIM=size))

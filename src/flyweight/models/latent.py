@@ -47,7 +47,7 @@ class Latent:
     ):
         self.plan = plan
         self.heads = heads
-        self.device = device
+        self.device = torch.device(device)
         self.dtype = dtype
         self.norm = norms[plan.norm.name]
         self.query_norm = None if plan.query_norm is None else norms[plan.query_norm.name]
@@ -77,7 +77,7 @@ class Latent:
 
     @functools.cached_property
     def absorbed(self) -> tuple[Tensor, Tensor]:
-        """K [heads, plain, rank] and V [heads, rank, value]. Multiplied with the identity, kv_b
+        """K [heads, plain, rank] and V [heads, value, rank]. Multiplied with the identity, kv_b
         gives its weight, whatever holds it.
         """
         plan = self.plan
@@ -85,7 +85,7 @@ class Latent:
             identity = torch.eye(plan.rank, dtype=self.dtype, device=self.device)
             whole = self.kv_b(identity).view(plan.rank, self.heads, -1)
             keys, values = whole.split_with_sizes([plan.plain_dim, plan.value_dim], -1)
-            return keys.permute(1, 2, 0).contiguous(), values.transpose(0, 1).contiguous()
+            return keys.permute(1, 2, 0).contiguous(), values.permute(1, 2, 0).contiguous()
 
     def prepare(self) -> None:
         """Make K and V now, while the memory that they take is counted."""
@@ -133,7 +133,7 @@ class Latent:
 
     def release(self, mixed: Tensor) -> Tensor:
         """[tokens, heads, rank] → [tokens, heads, value]"""
-        return torch.bmm(mixed.transpose(0, 1), self.absorbed[1]).transpose(0, 1)
+        return torch.bmm(mixed.transpose(0, 1), self.absorbed[1].mT).transpose(0, 1)
 
     # -- attention -------------------------------------------------------------------------
 
