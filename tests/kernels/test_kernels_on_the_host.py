@@ -40,6 +40,8 @@ def make(kind, shape, seed=0):
         return dataclasses.replace(tensor, scales=tensor.scales[:1]) if seed % 2 else tensor
     if kind == "fp8-static":
         return dataclasses.replace(make("fp8", shape, seed), input_scale=torch.tensor([3 / 448]), activation="static")
+    if kind == "fp8-block":  # kernels leave x in 16 bits
+        return dataclasses.replace(Float8.random(shape, seed, block=128), activation="none")
     if kind in ("plain", "w8a8", "mxfp4", "sparse-w8a8"):
         return {"plain": Plain, "w8a8": Int8Channel, "mxfp4": Float4, "sparse-w8a8": Sparse24}[kind].random(shape, seed)
     bits, group, *zeros = kind.removeprefix("sparse-").split(":")
@@ -66,6 +68,7 @@ def error(got, want):
 CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 640)), ("int4:32", 8, (40, 320)),
          ("int8:64", 1, (136, 576)), ("fp8", 1, (40, 200)), ("fp8-static", 2, (136, 576)), ("sparse-w8a8", 1, (40, 200)),
          ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576)), ("sparse-int8:64:symmetric", 1, (40, 320)),
+         ("fp8-block", 1, (136, 576)), ("fp8-block", 8, (136, 320)),
          ("mxfp4", 8, (40, 352)), ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
 
 
@@ -124,7 +127,7 @@ def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind, rows, choi
 
 
 # Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
-MANY = [("plain", 20, (136, 192), {}), ("mxfp4", 70, (144, 160), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
+MANY = [("plain", 20, (136, 192), {}), ("fp8-block", 20, (136, 256), {}), ("mxfp4", 70, (144, 160), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
         ("int8:64:symmetric", 20, (128, 192), dict(split=LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
         ("plain", 50, (200, 512), dict(split=CLUSTERS, warpgroups=3, cluster=4)),
         ("int4:64", 30, (256, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),

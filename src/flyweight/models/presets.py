@@ -8,6 +8,7 @@ name, so the bytes depend on (seed, name, device kind) and not on the order of l
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,7 @@ SCHEMES: dict[str, Make] = {
     "w8a16": _grouped(8, symmetric=True),
     "w8a8": Int8Channel.random,
     "fp8": Float8.random,
+    "fp8-block": functools.partial(Float8.random, block=128),  # as Qwen's and DeepSeek's own files
     "mxfp4": Float4.random,
     "vptq": VectorQuant.random,  # codebooks of 8192 + 256, vectors of 8
     "sparse-int4": _grouped(4, symmetric=True, sparse=True),
