@@ -12,6 +12,7 @@ from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
 from flyweight.kernels.linear.experts import GroupedExperts, Routing
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced
+from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.untile import untile
 from flyweight.models.moe import Router, routing_of
@@ -104,6 +105,19 @@ def test_a_norm_before_and_a_residual_after_are_fused_together(kind, rows):
     norm = (1 + 0.1 * torch.randn(256)).bfloat16()
     got = linear_of(tensor).project(x, norm=Norm(norm, 1e-6), residual=residual)
     assert error(got, tensor.matmul_reference(norm_of(x, norm)) + residual.double()) < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "normed"), [(1, True), (3, False)])
+def test_groups_of_scattered_inputs_are_sorted(rows, normed):
+    """As GPTQ's act-order leaves them: codes stay codes, and x comes in their order."""
+    tensor = IntGroup.random((72, 640), 1, group_size=64, act_order=True)
+    found, order = sort_columns(tensor)
+    torch.testing.assert_close(found.dequantize(), tensor.dequantize()[:, order])
+    linear = PermutedLinear(linear_of(found), order, reference)
+    x, residual = torch.randn(rows, 640).bfloat16(), torch.randn(rows, 72).bfloat16()
+    norm = Norm((1 + 0.1 * torch.randn(640)).bfloat16(), 1e-6) if normed else None
+    want = tensor.matmul_reference(norm_of(x, norm.weight) if norm else x) + residual.double()
+    assert error(linear.project(x, norm=norm, residual=residual), want) < 1e-2
 
 
 @pytest.mark.parametrize("rows", [1, 20])

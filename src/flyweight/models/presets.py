@@ -8,6 +8,7 @@ name, so the bytes depend on (seed, name, device kind) and not on the order of l
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable
@@ -191,10 +192,25 @@ def _grouped(bits: int, *, symmetric: bool = False, sparse: bool = False) -> Mak
     return make
 
 
+def _act_order(
+    shape: tuple[int, int], seed: int, device: torch.device | str, **options: Any
+) -> QuantTensor:
+    """4 bits in groups of scattered inputs. Linears of one width share their order, as those that
+    read one input do in GPTQ's files.
+    """
+    made = IntGroup.random(shape, seed, device, bits=4, **options)
+    generator = torch.Generator(device=device).manual_seed(shape[1])
+    order = torch.rand(shape[1], generator=generator, device=device).argsort()
+    groups = torch.arange(shape[1], device=device) // made.group_size
+    scattered = torch.empty_like(groups).scatter_(0, order, groups)
+    return dataclasses.replace(made, g_idx=scattered.int())
+
+
 SCHEMES: dict[str, Make] = {
     **dict.fromkeys(FLOATS, Plain.random),
     "int4": _grouped(4),
     "int4-sym": _grouped(4, symmetric=True),
+    "int4-act-order": _act_order,
     "int8": _grouped(8),
     "w8a16": _grouped(8, symmetric=True),
     "w8a8": Int8Channel.random,
