@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.llm import DEFAULTS, choose_dtype
+from flyweight.engine.memory import CacheShape
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
@@ -134,8 +135,8 @@ def run_pass(decoder: Decoder, tokens: int, kv_format: KVFormat | None = None) -
 def make_caches(decoder: Decoder, kv_format: KVFormat | None = None) -> list[KVStorage]:
     """One for all layers."""
     config = decoder.config
-    size = (-(-config.context_length // PAGE), PAGE, config.kv_heads, config.head_dim)
-    return [KVStorage.zeros(size, decoder.dtype, decoder.device, kv_format)] * config.layers
+    shape = CacheShape.of(config, decoder.dtype, kv_format)
+    return [shape.storage(0, -(-config.context_length // PAGE), PAGE, decoder.device)] * config.layers
 
 
 def load(model: str, dtype: str | None) -> Decoder:

@@ -17,8 +17,8 @@ from flyweight.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.kernels.token import GreedyChoice
-from flyweight.models.buffers import Buffers
-from flyweight.models.decode_step import DecodeStep, StepRows, pairs_of, unsupported_reason
+from flyweight.models.buffers import Buffers, StepRows
+from flyweight.models.decode_step import DecodeStep, pairs_of, unsupported_reason
 from flyweight.models.decoder import Decoder
 
 __all__ = ["DecodeGraphs", "Step", "unsupported_reason"]
