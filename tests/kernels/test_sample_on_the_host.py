@@ -13,7 +13,7 @@ from flyweight.kernels.sample_reference import Filters, kept
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 VOCABULARY = 1300  # three chunks of a thread, the last of them ragged
-HELD = Plan(2, 32, True)
+TWO = Plan(2, 32)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def host(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)
 
 
-def sample(logits, asked, *, plan=HELD, table=None, **options):
+def sample(logits, asked, *, plan=TWO, table=None, **options):
     """(tokens, bounds) of these rows."""
     table = table or table_of(asked, logits.shape[1])
     bounds = torch.full((len(logits),), -1)
@@ -63,7 +63,7 @@ def test_what_is_kept_is_what_float64_keeps(kind):
         assert want.tokens[tokens[i]] or want.close[tokens[i]]
 
 
-@pytest.mark.parametrize(("plan", "dtype"), [(Plan(1, 64, True), torch.bfloat16), (Plan(2, 32, False), torch.float16)], ids=str)
+@pytest.mark.parametrize(("plan", "dtype"), [(Plan(1, 64), torch.bfloat16), (Plan(2, 32), torch.float16)], ids=str)
 def test_every_plan_and_type_keeps_and_draws_the_same(plan, dtype):
     asked = [Asked(filters, seed=7 * i) for i, filters in enumerate(FILTERS)]
     logits = (torch.randn(len(asked), VOCABULARY + 3) * 2).to(dtype)
