@@ -24,6 +24,7 @@ LOGITS = {
     "ties": lambda size: torch.randint(-2, 3, (size,)).float(),
     "equal": torch.zeros,
     "one far ahead": lambda size: torch.randn(size).index_fill_(0, torch.tensor([size // 2]), 60.0),
+    "one alone": lambda size: torch.full((size,), -math.inf).index_fill_(0, torch.tensor([size - 3]), -2.0),
     "masked": lambda size: (torch.randn(size) * 2).masked_fill_(torch.rand(size) < 0.99, -math.inf),
 }
 

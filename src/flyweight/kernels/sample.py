@@ -6,6 +6,7 @@ needs no new kernel and no new graph; `sample_reference.py` says in float64 what
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +43,18 @@ def unsupported_reason(device: torch.device) -> str | None:
     return None
 
 
+class When(enum.Enum):
+    ALONE = enum.auto()  # the table's lengths count the tokens already
+    AFTER_GREEDY = enum.auto()  # so they do; rows that only want the likeliest token have it
+    IN_STEP = enum.auto()  # as its last kernel; lengths get the tokens counted, 0 stays 0
+
+
 @dataclass(frozen=True, eq=False)
 class SampleTable:
     """What the running sequences ask for, one row each; a row is read when it is sampled."""
 
     tokens: Tensor  # int64 [rows]: get the chosen ones
-    lengths: Tensor  # int32 [rows]: with the token to be chosen (`advance`: without)
+    lengths: Tensor  # int32 [rows]: with the token to be chosen (IN_STEP: without)
     values: Tensor  # float32 [COLUMNS, rows]
     integers: Tensor  # int64 [INTEGERS, rows]
     bias: tuple[Tensor, Tensor, Tensor] | None  # [rows, MOST_BIASES]: id (rising), value, end
@@ -92,16 +99,13 @@ class Sampler:
         masks: Masks | None = None,
         chosen: Tensor | None = None,
         bounds: Tensor | None = None,
-        skip_plain: bool = False,
-        advance: bool = False,
+        when: When = When.ALONE,
     ) -> None:
         """Logits [n, at least vocabulary] choose tokens of the table's `rows` (int64 [n]; None: its
-        first n), also written to `chosen`. Penalties count them. `skip_plain`: rows that only want
-        the likeliest token have it.
+        first n), also written to `chosen`. Penalties count them.
 
-        `advance`: as the end of a step, whose last kernel it may overlap; the table's lengths do not
-        count the tokens yet. `positions` int64 [n]: that tokens are for, where the table's lengths
-        do not say it; they go to `chosen` alone.
+        `positions` int64 [n]: of the tokens, where the table's lengths do not say it; these tokens
+        go to `chosen` alone.
         `bounds` int64 [n], for tests: the last token kept as (ordered logit, ~id); 0: all are kept.
         """
         plan = self.plan_for(len(logits))
@@ -124,15 +128,15 @@ class Sampler:
             logits.stride(0),
             len(table.tokens),
             masks.bits.shape[1] if masks else 0,
-            int(skip_plain),
-            int(advance),
+            int(when is When.AFTER_GREEDY),
+            int(when is When.IN_STEP),
         )
         self._kernel(logits.dtype, plan).launch(
             len(logits) * plan.cluster,
             plan.threads,
             args,
             shared=SHARED,
-            pdl=advance,
+            pdl=when is When.IN_STEP,
             cluster=plan.cluster,
         )
 
