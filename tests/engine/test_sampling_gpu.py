@@ -59,8 +59,8 @@ def test_the_kernel_chooses_what_the_ops_of_the_cpu_choose(styles):
 def test_a_captured_step_draws_what_is_drawn_behind_it(monkeypatch):
     """And one graph is enough for every mix of temperatures and filters."""
     decoder = load("tiny", "int4", CUDA, torch.bfloat16)
-    kinds = ["plain", "few", "nucleus", "least share", "greedy"]
-    mixes = [kinds, ["nucleus"] * 5, ["greedy", "few", "few", "plain", "plain"]]
+    kinds = ["plain", "few", "nucleus", "held", "greedy"]
+    mixes = [kinds, ["nucleus"] * 5, ["greedy", "few", "biased", "least share", "plain"]]
     asked = prompts(decoder.config, 5, longest=40)
 
     def answers(engine, kinds):

@@ -1,7 +1,7 @@
 """Decode steps of a whole model as CUDA graphs, one for each number of rows: capture and replay.
 
 What a step launches is `models.decode_step`, then the choice of tokens: the likeliest, or (another
-graph) what each row asks for by temperature and filters. That is data, so no mix of requests needs a
+graph) what each row asks for by temperature, filters and biases. That is data, so no mix of requests needs a
 graph of its own. What needs the host or large tables, masks and penalties, is sampled behind the
 graph of the likeliest tokens (`Rows.choose`). A graph is captured when it is first needed, or by
 `warm_up`, largest first, so that the small ones live in the memory of the large ones.
@@ -57,7 +57,7 @@ class Step:
         )
 
     def sample(self) -> None:
-        """The rows take tokens by temperature and filters (`Rows.samples_in_step`)."""
+        """The rows take tokens by temperature, filters and biases (`Rows.samples_in_step`)."""
         rows = self.rows
         assert isinstance(rows, Rows) and rows.sampler is not None
         table = rows.sampling.for_kernel(rows.tokens, rows.lengths)
@@ -142,6 +142,8 @@ class DecodeGraphs:
         with self.decoder.active():
             step = self.step(size)
             step.launch()
+            if choice is Choice.SAMPLED and isinstance(self.rows, Rows):
+                self.rows.sampling.bias  # noqa: B018 (made now, for rows that may come with biases)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values())).pool() if self.graphs else None

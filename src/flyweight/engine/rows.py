@@ -126,8 +126,7 @@ class Rows:
     def samples_in_step(self) -> bool:
         """Whether a captured step chooses all tokens itself: some are drawn, and none waits for a mask from the host or needs a
         table that the step was captured without."""
-        mode = self.mode
-        return (self.sampler is not None and mode.random and not mode.biased and not mode.penalized
+        return (self.sampler is not None and self.mode.random and not self.mode.penalized
                 and not any(request.constraint for request in self.requests))
 
     def choose(self, logits: Tensor, rows: Tensor | None = None, allowed: Mapping[int, Tensor] | None = None) -> Tensor:
