@@ -159,8 +159,8 @@ CASES = [
                        EARLY=0, THREADS=256)),
     ("delta.cu", dict(FP16=1, INPUTS=28672, OUTPUTS=8192, RANK=64, PARTS=1, END1=8192, END2=8192, NORM=0, GATED=1, RESIDUAL=1,
                        EARLY=1, THREADS=256)),
-    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024, HELD=0)),
-    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024, HELD=1)),
+    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024)),
+    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]
 
