@@ -1,15 +1,13 @@
 """Tiny random models of every family, and a paged run of a Decoder that needs no engine."""
 
-from dataclasses import replace
-
 import torch
 import transformers
 
-from flyweight.batch import Batch, KVStorage, SequenceState, StateStorage
+from flyweight.batch import Batch, SequenceState
+from flyweight.engine.memory import CacheShape
 from flyweight.errors import CheckpointError
 from flyweight.models.decoder import Decoder
 from flyweight.models.rope import long_rows
-from flyweight.models.standard import plan_of
 from flyweight.tensors import Plain
 
 TINY = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -106,11 +104,15 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
     tables = torch.zeros(len(sequences), max(needed), dtype=torch.int32)
     for i, count in enumerate(needed):
         tables[i, :count] = order[sum(needed[:i]) : sum(needed[: i + 1])]
-    size = (len(order), block_size, config.kv_heads, config.head_dim)
-    caches = [KVStorage(torch.full(size, torch.nan), torch.full(size, torch.nan)) for _ in range(config.layers)]
-    for layer in plan_of(config).layers:
-        if layer.delta is not None:
-            caches[layer.index] = replace(caches[layer.index], state=unknown_states(layer.delta.shape.state, len(sequences)))
+    shape = CacheShape.of(config, torch.float32)
+    caches = [shape.storage(layer, len(order), block_size, torch.device("cpu"), slots=len(sequences))
+              for layer in range(config.layers)]
+    for cache in caches:
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+        if cache.state is not None:
+            cache.state.conv.fill_(torch.nan)
+            cache.state.recurrent.fill_(torch.nan)
     done, outputs, step = [0] * len(sequences), [[] for _ in sequences], 0
     while live := [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]:
         width = chunk if isinstance(chunk, int) else chunk[min(step, len(chunk) - 1)]
@@ -134,11 +136,6 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
             done[i] = ends[i]
         step += 1
     return [torch.cat(parts) for parts in outputs]
-
-
-def unknown_states(shape, slots):
-    conv = torch.full((slots, shape.width, shape.channels), torch.nan)
-    return StateStorage(conv, torch.full((slots, shape.heads, shape.key_dim, shape.value_dim), torch.nan))
 
 
 def assert_same_logits(found, expected, tolerance=1e-5):

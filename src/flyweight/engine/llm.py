@@ -124,7 +124,7 @@ class LLM:
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
-        shape = CacheShape.of(config, cached, scheme)
+        shape = CacheShape.of(config, cached, scheme.format, scheme.scales)
         if shape.states is not None:
             refuse_speculation(wanted, self.name)
         self.kv_dtype = shape.dtype_name

@@ -17,7 +17,6 @@ from flyweight.errors import ResourceError
 from flyweight.kv_format import SCALE_BYTES, KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
-from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.standard import plan_of
 
 DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
@@ -34,17 +33,21 @@ class CacheShape:
     dtype: torch.dtype
     format: KVFormat | None = None  # of 8-bit codes
     fixed: tuple[tuple[float, float], ...] | None = None  # scales of keys and values by layer, where a checkpoint gives them
+    latent: int | None = None  # numbers of a key that are its value: then there are no values beside keys
     states: StateShape | None = None  # of layers that have a state in place of keys and values
     state_layers: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, scheme: KVScheme | None = None) -> CacheShape:
-        """Of a model in this type, its keys and values as `scheme` says."""
-        scheme = scheme or KVScheme()
-        shapes = {layer.delta.shape.state for layer in plan_of(config).layers if layer.delta is not None}
-        assert len(shapes) <= 1, "layers with states of several shapes"
-        return cls(config.layers, config.kv_heads, config.head_dim, dtype, scheme.format, scheme.scales,
-                   next(iter(shapes), None), config.state_layers)
+    def of(cls, config: ModelConfig, dtype: torch.dtype, format: KVFormat | None = None,
+           fixed: tuple[tuple[float, float], ...] | None = None) -> CacheShape:
+        """Of a model's layers."""
+        layers = plan_of(config).layers
+        attention = layers[0].attention
+        latent = attention.latent.rank if attention.latent else None
+        states = {layer.delta.shape.state for layer in layers if layer.delta is not None}
+        assert len(states) <= 1, "layers with states of several shapes"
+        return cls(config.layers, attention.kv_heads, attention.head_dim, dtype, format, fixed, latent,
+                   next(iter(states), None), config.state_layers)
 
     @property
     def state_bytes(self) -> int:
@@ -60,7 +63,8 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        return 2 * (self.layers - len(self.state_layers)) * self.kv_heads * self.head_bytes
+        layers = self.layers - len(self.state_layers)
+        return (2 if self.latent is None else 1) * layers * self.kv_heads * self.head_bytes
 
     @property
     def dtype_name(self) -> str:
@@ -72,7 +76,8 @@ class CacheShape:
             nothing = KVStorage.zeros((blocks, block_size, 0, self.head_dim), self.dtype, device)
             return replace(nothing, state=StateStorage.zeros(self.states, slots, self.dtype, device))
         size = (blocks, block_size, self.kv_heads, self.head_dim)
-        return KVStorage.zeros(size, self.dtype, device, self.format, self.fixed[layer] if self.fixed else None)
+        fixed = self.fixed[layer] if self.fixed else None
+        return KVStorage.zeros(size, self.dtype, device, self.format, fixed, latent=self.latent)
 
 
     def shared(self, blocks: int, block_size: int, device: torch.device, *, slots: int = 0) -> list[KVStorage]:

@@ -74,14 +74,14 @@ def pack(works: Sequence[Work], rows: Rows, *, block_size: int, padding: Padding
     adapters = [slots_of(works, counts, len(columns[0]))] if rows.adapters is not None else []
     states = [states_of(works, starts)] if rows.states is not None else []
     others = [outputs, last_rows, rows_of(sampled_works), unread_at, rows_of(unread)]
-    tokens, positions, slots, *more, tables, output_rows, last, at, unread_places, unread_rows, lengths = upload(
+    tokens, positions, slots, *beside, tables, output_rows, last, at, unread_places, unread_rows, lengths = upload(
         rows.device, *columns, *adapters, *states, table_of(blocks), *(numpy.array(item, dtype=numpy.int64) for item in others),
         numpy.array(next_lengths, dtype=numpy.int32), into=padding.into if padding else None)
     if unread:
         tokens.index_copy_(0, unread_places, rows.tokens.index_select(0, unread_rows))
     batch = Batch(tokens=tokens, positions=positions, slots=slots, block_tables=tables, query_starts=starts,
-                  kv_lengths=kv_lengths, output_rows=output_rows, adapters=more[0] if adapters else None,
-                  states=more[-1] if states else None)
+                  kv_lengths=kv_lengths, output_rows=output_rows, adapters=beside[0] if adapters else None,
+                  states=beside[-1] if states else None)
     return Packed(batch, spans, last, at, lengths)
 
 

@@ -7,6 +7,7 @@ have a stage of their own (decode_step.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
 from flyweight.kernels.gated_delta.shape import DeltaWeights
 from flyweight.models.kv_scheme import KVScheme
+from flyweight.models.latent import Latent
 from flyweight.models.plan import ROPE
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ class PromptStage:
         """
         if block.delta is not None:
             return self.attend_state(block, block.delta, qkv)
+        if block.latent is not None:
+            return self.attend_latent(block, block.latent, qkv).flatten(-2)
         if block.plan.attention.gated:
             gate, qkv = split_gate(block, qkv)
             return self.mix_heads(block, qkv) * gate.sigmoid()
@@ -97,6 +101,10 @@ class PromptStage:
 
     def attend_state(self, block: Block, weights: DeltaWeights, projected: Tensor) -> Tensor:
         """[..., tokens, projected] → [..., tokens, outputs]"""
+        raise NotImplementedError
+
+    def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
+        """[..., tokens, outputs of qkv] → [..., tokens, heads, value]"""
         raise NotImplementedError
 
 
@@ -121,6 +129,22 @@ class Paged(PromptStage):
         storage = self.caches[block.index].state
         assert storage is not None
         return self.ops.delta_paged(projected, storage, self.batch, weights)
+
+    @functools.cached_property
+    def pieces(self) -> list[reference.Piece]:
+        """Of layers that torch's attention serves on every device."""
+        return reference.plan_attention(self.batch, self.caches[0])
+
+    def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
+        plan = block.plan.attention
+        return latent.attend_paged(
+            projected,
+            self.rows[plan.rope],
+            plan.scale,
+            batch=self.batch,
+            cache=self.caches[block.index],
+            pieces=self.pieces,
+        )
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention
@@ -166,6 +190,10 @@ class Whole(PromptStage):
 
     def attend_state(self, block: Block, weights: DeltaWeights, projected: Tensor) -> Tensor:
         return self.ops.delta_whole(projected, weights)
+
+    def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
+        plan = block.plan.attention
+        return latent.attend_whole(projected, self.rows[plan.rope], plan.scale)
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention

@@ -22,6 +22,7 @@ from flyweight.models.adapters import Adapters
 from flyweight.models.buffers import Buffers
 from flyweight.models.config import ModelConfig
 from flyweight.models.delta_net import load_delta
+from flyweight.models.latent import Latent
 from flyweight.models.layers import Linear, Weights, load_tensor
 from flyweight.models.mlp import GatedMlp
 from flyweight.models.moe import Experts
@@ -69,6 +70,8 @@ class Block:
         self.sinks = sinks  # [heads]
         # of a layer with a state in the place of attention
         self.delta: DeltaWeights | None = None
+        # of attention whose heads share their keys and values
+        self.latent: Latent | None = None
         self.qkv = linears[plan.qkv.name]
         self.o = linears[plan.o.name]
 
@@ -122,6 +125,7 @@ class Block:
         )
         if plan.delta is not None:
             block.delta = load_delta(weights, plan, plan.delta, device)
+        block.latent = Latent.load(plan, linears, tensor, device=device, dtype=dtype)
         return block
 
     @property

@@ -13,7 +13,7 @@ from flyweight.tensors.float4 import Float4
 from flyweight.tensors.float8 import Float8
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24
 from flyweight.tensors.vector import VectorQuant
-from flyweight.values import has_values
+from flyweight.values import has_values, known
 
 
 def whole_blocks(order: Tensor, size: int | None) -> Tensor | None:
@@ -24,6 +24,12 @@ def whole_blocks(order: Tensor, size: int | None) -> Tensor | None:
     kept = blocks[:, :1] + torch.arange(size, device=order.device)
     whole = bool(((blocks[:, :1] % size == 0) & (blocks == kept)).all())
     return blocks[:, 0] // size if whole else None
+
+
+def _stays(order: Tensor, block: int) -> bool:
+    """Whether every row stays in its block."""
+    places = torch.arange(len(order), device=order.device)
+    return known((order // block == places // block).all(), otherwise=True)
 
 
 def float8_rows(weight: Tensor, order: Tensor) -> Tensor:
@@ -50,6 +56,8 @@ def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
         shared = tensor.scales.shape[0] == 1
         scales = tensor.scales if shared else tensor.scales[order]
         return dataclasses.replace(tensor, weight=float8_rows(tensor.weight, order), scales=scales)
+    if isinstance(tensor, Float8) and tensor.block is not None and _stays(order, tensor.block):
+        return dataclasses.replace(tensor, weight=float8_rows(tensor.weight, order))
     if isinstance(tensor, Float8) and (blocks := whole_blocks(order, tensor.block)) is not None:
         return dataclasses.replace(
             tensor, weight=float8_rows(tensor.weight, order), scales=tensor.scales[blocks]

@@ -8,6 +8,7 @@ from typing import Any
 
 from flyweight.models.config import Family, register
 from flyweight.models.families import (
+    deepseek,
     gemma,
     glm,
     gpt_oss,
@@ -26,6 +27,7 @@ ALL: dict[str, Family] = {
     **phi.FAMILIES,
     **mistral.FAMILIES,
     **glm.FAMILIES,
+    **deepseek.FAMILIES,
     **gemma.FAMILIES,
     **gpt_oss.FAMILIES,
     **qwen_next.FAMILIES,
@@ -38,6 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     **phi.PRESETS,
     **mistral.PRESETS,
     **glm.PRESETS,
+    **deepseek.PRESETS,
     **gemma.PRESETS,
     **gpt_oss.PRESETS,
     **qwen_next.PRESETS,
