@@ -65,7 +65,7 @@ class Taken:
         found = op.prepare([tensor], dtype=dtype, bias=bias)
         self.outputs = tensor.matrix_shape[0]
         self.adds_bias = found.adds_bias and bias is not None
-        key = op.hold(found, tensor.device)
+        key = op.hold(found, tensor.device, owner=layer)
         layer.register_parameter(KEY, torch.nn.Parameter(key, requires_grad=False))
 
     def apply_weights(
