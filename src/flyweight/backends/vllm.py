@@ -134,7 +134,7 @@ class Vllm:
 
         engine = self.inner.llm_engine
         choice = {"temperature": self.temperature} | self.options.sampling
-        params = SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False, **choice)
+        params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, **choice)
         names = [f"{self.tokens}-{i}" for i in range(len(prompts))]
         self.tokens += 1
         chunks: dict[str, list[Chunk]] = {name: [] for name in names}

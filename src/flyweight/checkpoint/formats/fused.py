@@ -112,6 +112,8 @@ def implied_shape(config: dict[str, Any], prefix: str) -> tuple[int | None, int 
     elif ".shared_experts." in prefix:
         middle = None  # as many as all of them have together
     groups = heads_of(number("num_key_value_heads") or heads)
+    if number("kv_lora_rank"):  # latent attention: attention's own shapes are not head_dim's
+        groups = head = None
     return {"q_proj": (heads_of(heads), hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden),
             "o_proj": (hidden, heads_of(heads)), "gate_proj": (middle, hidden), "up_proj": (middle, hidden),
             "down_proj": (hidden, middle)}.get(name, (None, None))
