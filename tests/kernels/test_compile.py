@@ -132,7 +132,8 @@ CASES = [
     ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=4, BIAS=1, PER_SLOT=0, AHEAD=0, KDIM=2880, NDIM=5760, GROUP=64, SLOTS=2,
                                STAGE_BLOCKS=15)),
     *(("add_normed.cu", dict(FP16=norm, KDIM=3840, NORM=norm)) for norm in (0, 1)),
-    *(("gather.cu", dict(FP16=norm, KDIM=12288, NORM=norm)) for norm in (0, 1)),
+    ("gather.cu", dict(FP16=0, KDIM=12288)),
+    ("gemv.cu", GEMV | dict(FORMAT=1, INDEXED=1)),
     # float8 in blocks
     ("gemv.cu", GEMV | dict(FORMAT=7, GROUP=128)),
     ("gemm.cu", GEMM | dict(FORMAT=7, GROUP=128)),

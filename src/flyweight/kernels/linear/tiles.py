@@ -72,6 +72,8 @@ class TiledWeight:
     mins: bool = False  # records hold minima instead of zero points
     # 16-bit tiles as untile.cu and vptq_decode.cu write them: for gemm.cu alone
     by_rows: bool = False
+    # int16 [in]: which input of x each column is for, where that is not their order (permuted.py)
+    order: Tensor | None = None
     # launches of gemm.cu made ready, by rows and fusion
     calls: dict[tuple, Any] = field(default_factory=dict, repr=False)
 
@@ -103,7 +105,7 @@ class TiledWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.weights, self.records, self.channel_scale, self.bias)
+        parts = (self.weights, self.records, self.channel_scale, self.bias, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
