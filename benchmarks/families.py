@@ -56,6 +56,7 @@ CHECKED = {
     "glm-4.5-air": 2,
     "deepseek-v2-lite": 2,
     "deepseek-v3": 2,
+    "qwen3-8b": 2,
     "olmo2-7b": 2,
     "ministral-8b": 2,
 }

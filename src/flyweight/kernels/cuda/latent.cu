@@ -275,23 +275,23 @@ release(const float* states, const u16* values, const int* lengths, u16* out, in
       const int value = min(head, HEADS - 1) * VALUE + slice * 32 + warp * 4 + i, piece = min(lane + 32 * j, RANK / 8 - 1);
       weights[i][j] = constant_load(values + (size_t)value * RANK + piece * 8);
     }
-  int used[ROWS];
-#pragma unroll
-  for (int row = 0; row < ROWS; row++) used[row] = row < count ? cut_of(lengths[first + row], splits).used : 0;
+  int length = lengths[first];
   wait_for_inputs();
   if (head >= HEADS) return;  // a CTA that only fills the GPU
-#pragma unroll
-  for (int row = 0; row < ROWS; row++)
-    for (int at = threadIdx.x; at < (row < count ? RANK / 2 : 0); at += 256) {
+#pragma unroll 1
+  for (int row = 0; row < count; row++) {
+    const int used = cut_of(length, splits).used;
+    if (row + 1 < count) length = lengths[first + row + 1];
+    for (int at = threadIdx.x; at < RANK / 2; at += 256) {
       const float* from = states + (size_t)((first + row) * GROUPS + group) * splits * (STATE + 32);
       float2 sum = make_float2(0, 0);
       float most = LOWEST, total = 0;
-      for (int run = 0; run < used[row]; run += 8) {  // eight at a time: one wait for memory
+      for (int run = 0; run < used; run += 8) {  // eight at a time: one wait for memory
         float2 pair[8];
         float top[8], weight[8], next = most;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const float* state = from + (size_t)min(run + i, used[row] - 1) * (STATE + 32);
+          const float* state = from + (size_t)min(run + i, used - 1) * (STATE + 32);
           pair[i] = *(const float2*)(state + place * RANK + 2 * at);
           top[i] = state[STATE + place], weight[i] = state[STATE + 16 + place];
         }
@@ -301,13 +301,14 @@ release(const float* states, const u16* values, const int* lengths, u16* out, in
         sum.x *= fade, sum.y *= fade, total *= fade, most = next;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const float share = run + i < used[row] ? exp2_fast(top[i] - next) : 0.f;
+          const float share = run + i < used ? exp2_fast(top[i] - next) : 0.f;
           sum.x += share * pair[i].x, sum.y += share * pair[i].y, total += share * weight[i];
         }
       }
-      const float inverse = used[row] ? 1.f / total : 0.f;
+      const float inverse = used ? 1.f / total : 0.f;
       *(float2*)&mixed[row][2 * at] = make_float2(sum.x * inverse, sum.y * inverse);
     }
+  }
   __syncthreads();
   for (int row = 0; row < count; row++) {
     float sum[4] = {};
