@@ -149,7 +149,9 @@ def qkv_attention(
     ctas = head_ctas(shape, device)
     chosen = linear_plan(weight, shape, count, device)
     assert chosen is not None, unsupported_reason(linear, shape, count, device)
-    norm = norm.folded
+    x, arranged = linear.arranged(x, norm)
+    assert arranged is not None
+    norm = arranged.folded
     defines = (
         gemv.defines(weight, count, chosen, device, norm=True)
         | shape.defines
@@ -161,7 +163,7 @@ def qkv_attention(
     args = (
         weight.weights,
         weight.records,
-        weight.channel_scale,
+        gemv.channels(weight, count),
         x,
         norm.weight,
         weight.bias,

@@ -122,6 +122,12 @@ class TiledLinear(FusedLinear):
             return None
         return gemm.packed_input(weight, rows, device, residual=True)
 
+    def arranged(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """x and the norm before it in the order of the columns, as far as kernels for one row do
+        not see to it.
+        """
+        return x, norm
+
     # -- multiplying -----------------------------------------------------------------------
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ class TiledWeight:
     mins: bool = False  # records hold minima instead of zero points
     # 16-bit tiles as untile.cu and vptq_decode.cu write them: for gemm.cu alone
     by_rows: bool = False
+    # int16 [in]: which input of x each column is for, where that is not their order (permuted.py)
+    order: Tensor | None = None
     # Kernels loaded once, by rows and fusion: prompts launch from Python, and should not wait for
     # that. No addresses.
     calls: dict[tuple, Any] = field(default_factory=dict, repr=False)
@@ -122,7 +124,7 @@ class TiledWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.weights, self.records, self.channel_scale, self.bias)
+        parts = (self.weights, self.records, self.channel_scale, self.bias, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
