@@ -21,6 +21,9 @@ from flyweight.tensors import VectorQuant
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
 FEW_ROWS = 8  # of vptq.cu at once
 BYTE_ROWS = 2  # of vptq_bytes.cu
+# (copies of the residual book, launches on a processor, warps), of which the first that fits is
+# taken. Two launches first: the next one's codebook comes while this one works.
+BYTE_LAUNCHES = ((16, 2, 16), (16, 1, 16), (8, 1, 16), (4, 1, 16), (2, 1, 16), (1, 1, 16))
 MILLION = 1 << 20
 
 # Borders in lookups (weights / vector length), from benchmarks/h200/000-vptq.jsonl and
@@ -91,9 +94,11 @@ def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
 
 
 def byte_candidates(rows: int) -> list[Launch]:
-    """Two launches on one processor first: the next one's codebook comes while this one works."""
-    crowded = [Launch("bytes", copies=16, resident=2)] if rows == 1 else []
-    return crowded + [Launch("bytes", copies=copies) for copies in (16, 8, 4, 2, 1)]
+    return [
+        Launch("bytes", copies=copies, resident=resident, warps=warps)
+        for copies, resident, warps in BYTE_LAUNCHES
+        if rows == 1 or resident == 1
+    ]
 
 
 def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> Plan | None:
