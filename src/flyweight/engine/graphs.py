@@ -3,7 +3,8 @@
 What a step launches is `models.decode_step`, then the choice of the likeliest tokens. Rows that want
 theirs chosen otherwise are sampled behind the graph (`Rows.choose`): what they ask for is data, so
 no mix of requests needs a graph of its own. A graph is captured when it is first needed, or by
-`warm_up`, largest first, so that the small ones live in the memory of the large ones.
+`warm_up`, largest first, so that the small ones live in the memory of the large ones. Where adapters
+are loaded, steps in which no row has one have graphs of their own, which do not look for any.
 """
 
 from __future__ import annotations
@@ -57,15 +58,25 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int] = SIZES,
         separate: str | None = None,
+        beside: DecodeGraphs | None = None,
     ):
+        """`beside`: graphs of steps with adapters, of which these are the ones without."""
         self.decoder = decoder
         self.caches = caches
         self.rows = rows
         self.separate = separate
+        self.beside = beside
         self.sizes = [size for size in sizes if size <= rows.capacity]
         self.largest = max(self.sizes)
-        self.pairs = pairs_of(decoder)
-        self.buffers = Buffers(self.largest, dtype=decoder.dtype, device=decoder.device)
+        self.pairs = beside.pairs if beside else pairs_of(decoder)
+        self.buffers = beside.buffers if beside else Buffers(
+            self.largest, dtype=decoder.dtype, device=decoder.device
+        )
+        self.unadapted = None
+        if rows.adapters is not None and beside is None:
+            self.unadapted = DecodeGraphs(
+                decoder, caches, rows, sizes=self.sizes, separate=separate, beside=self
+            )
         self.steps: dict[int, Step] = {}
         # by size, and whether rows take tokens
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
@@ -78,6 +89,8 @@ class DecodeGraphs:
         return self._replay(count, True)
 
     def _replay(self, count: int, advances: bool) -> Tensor:
+        if self.unadapted is not None and not self.rows.adapted:
+            return self.unadapted._replay(count, advances)
         size = next(size for size in self.sizes if size >= count)
         if (size, advances) not in self.graphs:
             self.capture(size, advances)
@@ -88,6 +101,8 @@ class DecodeGraphs:
         """Capture ahead of the first request, and load what samples."""
         for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
             self.capture(size, advances)
+        if self.unadapted is not None:
+            self.unadapted.warm_up(sizes, advances=advances)
         if isinstance(self.rows, Rows) and self.rows.sampler is not None:
             self.rows.sampler.prepare(self.decoder.dtype, torch.float32)
 
@@ -95,7 +110,7 @@ class DecodeGraphs:
         if size not in self.steps:
             rows = self.rows
             before = None if rows.before is None else rows.before[:size]
-            adapters = None if rows.adapters is None else rows.adapters[:size]
+            adapters = None if rows.adapters is None or self.beside else rows.adapters[:size]
             first = StepRows(
                 rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before, adapters
             )
@@ -120,7 +135,8 @@ class DecodeGraphs:
             step.launch()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+            captured = [*self.graphs.values(), *(self.beside.graphs.values() if self.beside else ())]
+            pool = captured[0].pool() if captured else None
             # other threads may go on allocating
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 step.launch()

@@ -138,7 +138,10 @@ class DecodeAttention:
             return "a single layer has nobody to empty its mailbox"
         if any(block.plan.before_attention is None for block in blocks):
             return "no norm before attention"
-        if self.adapters is not None and any(block.qkv.delta is not None for block in blocks):
+        if self.adapters is not None and any(
+            block.qkv.delta is not None and block.qkv.adapted_row(self.adapters) is None
+            for block in blocks
+        ):
             return "adapters add to queries, keys and values"
         if any(block.whole_norms is not None for block in blocks):
             return "queries and keys are normed over all heads together"
@@ -165,7 +168,7 @@ class DecodeAttention:
                 hidden,
                 attended,
                 cache,
-                rows,
+                replace(rows, adapted=block.qkv.adapted_row(self.adapters)),
                 layer=layer,
                 norm=norm,
                 mailboxes=boxes,
