@@ -91,14 +91,18 @@ DEVICE void adapt(AdapterShared& sh, const Linear& a, int count, TileAt tile_at,
   for (int i = index * 32 + lane; i < a.words_before; i += workers * 32) store_relaxed(a.low_before + i, __uint_as_float(~0u));
   for (int o = lane; slot >= 0 && o < LOWS; o += 32) sh.low[o] = low_at(a, o);
   __syncwarp();
-  for (int i = lane; i < count * 16; i += 32) {
+  for (int i = 2 * lane; i < count * 16; i += 64) {  // two neighbours of a part
     const int channel = place_of(tile_at(i / 16)).weights * 16 + i % 16;
     const int part = GATE_UP ? i % 16 / 8 : (ADAPTER_PARTS > 1 && channel >= ADAPTER_END1) + (ADAPTER_PARTS > 2 && channel >= ADAPTER_END2);
-    float sum = 0;
-#pragma unroll 8
-    for (int r = 0; slot >= 0 && channel < NDIM && r < ADAPTER_RANK; r++)
-      sum = fmaf(sh.low[part * ADAPTER_RANK + r], to_float(B[(size_t)r * NDIM + channel]), sum);
-    sh.added[i] = sum;
+    float sum[2] = {};
+    if (slot >= 0 && channel < NDIM)
+#pragma unroll 16
+      for (int r = 0; r < ADAPTER_RANK; r++) {
+        const u32 pair = *(const u32*)(B + (size_t)r * NDIM + channel);
+        sum[0] = fmaf(sh.low[part * ADAPTER_RANK + r], low_float(pair), sum[0]);
+        sum[1] = fmaf(sh.low[part * ADAPTER_RANK + r], high_float(pair), sum[1]);
+      }
+    sh.added[i] = sum[0], sh.added[i + 1] = sum[1];
   }
   __syncwarp();
   if (lane == 0) barrier_arrive(&sh.ready);
