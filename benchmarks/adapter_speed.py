@@ -29,7 +29,7 @@ from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile, turns
 from flyweight.checkpoint.adapter import Adapter, LowRank
 from flyweight.engine import ahead
-from flyweight.engine.graphs import DecodeGraphs
+from flyweight.engine.graphs import Choice, DecodeGraphs
 from flyweight.engine.rows import Rows
 from flyweight.kernels import jit, precompile
 from flyweight.kernels.dry_run import dry_run
@@ -88,8 +88,8 @@ def capture(decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool)
     kept.append(graphs)
     if graphs.unadapted is not None and not used:
         graphs = graphs.unadapted
-    graphs.capture(table.capacity, False)  # which takes no token, so that every replay is the same step
-    return graphs.graphs[table.capacity, False]
+    graphs.capture(table.capacity, Choice.NONE)  # which takes no token, so that every replay is the same step
+    return graphs.graphs[table.capacity, Choice.NONE]
 
 
 kept: list[DecodeGraphs] = []  # whose buffers the graphs read

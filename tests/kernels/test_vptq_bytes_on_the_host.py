@@ -5,7 +5,7 @@ import dataclasses
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder  # noqa: F401 (a fixture)
+from test_kernels_on_the_host import error
 from test_vptq_on_the_host import host, reference  # noqa: F401 (a fixture)
 
 from flyweight import gpu
