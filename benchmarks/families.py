@@ -61,6 +61,7 @@ CHECKED = {
     "glm-4.5-air": 2,
     "deepseek-v2-lite": 2,
     "deepseek-v3": 2,
+    "qwen3-8b": 2,
     "olmo2-7b": 2,
     "ministral-8b": 2,
     "qwen3-next-80b-a3b": 4,

@@ -49,6 +49,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.requests)
 
+    @property
+    def adapted(self) -> bool:
+        """Whether some row has an adapter."""
+        return any(request.adapter != NOBODY for request in self.requests)
+
     def retain(self) -> None:
         """Drop the rows of requests that will sample nothing more, or start over."""
         kept = [not request.complete and request.state is State.RUNNING and request.preemptions == stamp

@@ -144,7 +144,10 @@ class DecodeAttention:
             return "no norm before attention"
         if any(block.delta is not None or block.plan.attention.gated for block in blocks):
             return "results of attention are gated, or layers have a state in its place"
-        if self.adapters is not None and any(block.qkv.delta is not None for block in blocks):
+        if self.adapters is not None and any(
+            block.qkv.delta is not None and block.qkv.adapted_row(self.adapters) is None
+            for block in blocks
+        ):
             return "adapters add to queries, keys and values"
         if any(block.whole_norms is not None for block in blocks):
             return "queries and keys are normed over all heads together"
@@ -173,7 +176,7 @@ class DecodeAttention:
                 hidden,
                 attended,
                 cache,
-                rows,
+                replace(rows, adapted=block.qkv.adapted_row(self.adapters)),
                 layer=layer,
                 norm=norm,
                 mailboxes=boxes,

@@ -45,6 +45,10 @@ class SharedRows:
         self.lengths = halves[6 * CAPACITY : 7 * CAPACITY]
         self.before = halves[7 * CAPACITY :]
 
+    @property
+    def adapted(self) -> bool:
+        return self.rows.adapted
+
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel takes, which the host knows."""
         return sum(work.count for work in works) <= CAPACITY and all(

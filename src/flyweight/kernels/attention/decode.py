@@ -13,6 +13,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.kernels import jit
+from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import PackedInput
 
 RESIDENT = 16  # warps that an SM holds
@@ -142,6 +143,8 @@ class Rows:
     # int32 [sequences]: how many rows just before are earlier tokens of the same sequence, up to
     # CHUNK − 1; None: every row is a sequence of its own
     before: Tensor | None = None
+    # what an adapter adds to q, k and v, of a step of one row (qkv_attention.cu)
+    adapted: AdaptedRow | None = None
 
 
 @dataclass(frozen=True, eq=False)
