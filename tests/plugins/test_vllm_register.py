@@ -11,7 +11,7 @@ import fake_vllm
 import pytest
 import torch
 from fake_vllm import LayerConfig, PlatformEnum
-from vllm_parameters import inputs_first
+from vllm_parameters import assert_near, inputs_first
 
 from flyweight.plugins import vllm as plugin
 from flyweight.plugins.vllm.layer import folded_bias
@@ -120,7 +120,7 @@ def test_a_layer_is_taken_and_its_originals_let_go(monkeypatch, zero_points, wit
     x = torch.randn(3, 128)
     expected = weight.matmul_reference(x) + (0 if bias is None else bias)
     found = kernel.apply_weights(layer, x, layer.bias)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert_near(found.double(), expected)
 
 
 def test_a_layer_that_cannot_be_laid_out_goes_to_the_next_kernel_unharmed(monkeypatch, caplog):
