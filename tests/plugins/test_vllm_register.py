@@ -155,6 +155,23 @@ def test_what_ours_cannot_do_is_left_with_the_reason(monkeypatch, caplog, config
     assert reason in caplog.text and "leaves" in caplog.text
 
 
+def test_linears_are_counted_by_who_multiplies(monkeypatch):
+    ours = kernel_of(monkeypatch)
+    model = torch.nn.Module()
+    given = ours(LayerConfig((128, 48)), "qweight", "scales")
+    passed_on = ours(LayerConfig((128, 48)), "qweight", "scales")
+    passed_on.other = fake_vllm.TheirKernel(LayerConfig((128, 48)), "qweight", "scales")
+    for i, kernel in enumerate([given, given, passed_on]):
+        layer = torch.nn.Module()
+        layer.input_size = 128
+        layer.skip_bias_add = False
+        layer.quant_method = SimpleNamespace(kernel=kernel)
+        model.add_module(str(i), layer)
+    model.embedding = torch.nn.Module()
+    model.embedding.quant_method = object()
+    assert plugin.kernels_of(model) == {"FlyweightLinearKernel": 2, "TheirKernel": 1}
+
+
 def test_a_bias_that_one_rank_adds_is_not_folded():
     bias = torch.nn.Parameter(torch.ones(4))
     columns = SimpleNamespace(bias=bias, skip_bias_add=False)
