@@ -96,6 +96,9 @@ CASES = [
     *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=quantize, ORDER=1, ROWS=1 + 7 * quantize, WARPS=8 << quantize))
       for quantize in (0, 1)),
     *(("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=rows, WARPS=3 * rows)) for rows in (8, 4)),
+    # DeepSeek-V2-Lite's and V3's
+    *(("latent.cu", dict(FP16=half, HEADS=heads, PLAIN=128, RANK=512, ROPE=64, VALUE=128, PAGE=16, SHORTEST=64))
+      for heads, half in ((16, 0), (128, 1))),
     ("rope.cu", HEADS),
     ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
     *(("prefill_attention.cu", PREFILL | dict(PAGE=page, BOX=box, HEAD_DIM=size))
@@ -128,7 +131,16 @@ CASES = [
     ("route.cu", dict(FP16=0, KDIM=2880, EXPERTS=32, CHOSEN=4, GATE=0, NORMALIZE=1, ROWS=1, TILE=1, BY_TOKEN=1, BIASED=1)),
     ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=4, BIAS=1, PER_SLOT=0, AHEAD=0, KDIM=2880, NDIM=5760, GROUP=64, SLOTS=2,
                                STAGE_BLOCKS=15)),
+    ("gated_delta.cu", dict(FP16=0, KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128, WIDTH=4, THREADS=512)),
+    ("attention.cu", HEADS | dict(HEADS=16, KV_HEADS=2, HEAD_DIM=256, ROTARY=64, WARPS=4, GATED=1)),
     *(("add_normed.cu", dict(FP16=norm, KDIM=3840, NORM=norm)) for norm in (0, 1)),
+    ("gather.cu", dict(FP16=0, KDIM=12288)),
+    ("gemv.cu", GEMV | dict(FORMAT=1, INDEXED=1)),
+    # float8 in blocks
+    ("gemv.cu", GEMV | dict(FORMAT=7, GROUP=128)),
+    ("gemm.cu", GEMM | dict(FORMAT=7, GROUP=128)),
+    ("gemm_mma.cu", MMA | dict(FORMAT=7, GROUP=128, SPLIT=0)),
+    ("untile.cu", LINEAR | dict(FORMAT=7, GROUP=128, INTERLEAVED=1)),
     # MXFP4
     ("gemv.cu", GEMV | dict(FORMAT=6, GROUP=32, SLOTS=2)),
     ("experts.cu", GEMV | dict(FORMAT=6, GROUP=32, EPILOGUE=4, BIAS=1, PER_SLOT=0, AHEAD=0, KDIM=2880, NDIM=5760, SLOTS=2,

@@ -22,13 +22,17 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
+from flyweight.errors import OptionError, unknown
 from flyweight.kernels import cpu, imitation, reference
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
+from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.tensors import Float8, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+
+VPTQ_BOOKS = "FLYWEIGHT_VPTQ_BOOKS"  # int8: rounded to bytes; stored: as the files have them
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +71,22 @@ def tiles(request: Request) -> FusedLinear | None:
     )
 
 
+def sorted_tiles(request: Request) -> FusedLinear | None:
+    """The same of integers whose groups are of scattered inputs (act-order)."""
+    tensor = request.tensor
+    if not isinstance(tensor, IntGroup) or tensor.device.type != "cuda" or request.exact:
+        return None
+    activation = request.activation if request.activation in ACTIVATIONS else None
+    found = sort_columns(tensor)
+    if found is None or format_of(found[0], request.dtype) is None:
+        return None
+    if activation and tensor.matrix_shape[0] % 32:
+        return None
+    return PermutedLinear(
+        *found, dtype=request.dtype, ops=request.ops, bias=request.bias, activation=activation
+    )
+
+
 def vectors(request: Request) -> FusedLinear | None:
     """VPTQ on CUDA."""
     tensor = request.tensor
@@ -77,7 +97,21 @@ def vectors(request: Request) -> FusedLinear | None:
         or tensor.experts is not None
     ):
         return None
-    return vptq.prepare(tensor, dtype=request.dtype, ops=request.ops, bias=request.bias)
+    return vptq.prepare(
+        tensor,
+        dtype=request.dtype,
+        ops=request.ops,
+        byte_books=books_in_bytes(),
+        bias=request.bias,
+    )
+
+
+def books_in_bytes() -> bool:
+    """Whether VPTQ's codebooks are rounded to 8 bits as they are loaded."""
+    asked = os.environ.get(VPTQ_BOOKS, "stored")
+    if asked not in ("int8", "stored"):
+        raise OptionError(unknown(VPTQ_BOOKS, asked, ["int8", "stored"]))
+    return asked == "int8"
 
 
 def on_cpu(request: Request) -> FusedLinear | None:
@@ -121,7 +155,8 @@ def dequantized(request: Request) -> FusedLinear:
     return TorchLinear(run, ops=request.ops, why=why, shape=tensor.shape, nbytes=weight.nbytes)
 
 
-PREPARERS: list[Preparer] = [tiles, vectors, on_cpu]  # the first that takes a weight has it
+# the first that takes a weight has it
+PREPARERS: list[Preparer] = [tiles, sorted_tiles, vectors, on_cpu]
 
 
 def register(preparer: Preparer) -> None:

@@ -92,9 +92,12 @@ class Family:
     # where use_sliding_window is set · "types": as layer_types says
     window: str = "never"
     layer_types: Callable[[Data, int], list[str]] = values.trailing
-    head_dim: int | None = None  # the default where the key is missing; None is hidden_size / heads
+    # the default where the key is missing, or the key that says it; None is hidden_size / heads
+    head_dim: int | str | None = None
     # of layers with a window, where they have a rope table of their own: the key of its base
     local_rope: str | None = None
+    # which layers have a state in place of attention; None: none do
+    state_layers: Callable[[Data, int], tuple[int, ...]] | None = None
     experts: Experts | None = None
     activation_key: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "gelu_tanh")  # that the family may have
@@ -183,6 +186,7 @@ class ModelConfig:
     activation: str = "silu"
     local_rope: RopeConfig | None = None  # of layers with a window, where they have their own
     extra: tuple[tuple[str, Any], ...] = ()  # what the family's plan alone reads
+    state_layers: tuple[int, ...] = ()  # layers with a state in place of attention
 
     @property
     def attention_scale(self) -> float:
@@ -219,7 +223,10 @@ class ModelConfig:
                 f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads "
                 f"{kv_heads}"
             )
-        head_dim = values.count(data, "head_dim", family.head_dim or hidden // heads)
+        if isinstance(family.head_dim, str):
+            head_dim = values.count(data, family.head_dim)
+        else:
+            head_dim = values.count(data, "head_dim", family.head_dim or hidden // heads)
         max_positions = values.count(data, "max_position_embeddings")
         rope, local_rope = values.read_ropes(data, head_dim, max_positions, local=family.local_rope)
         return cls(
@@ -250,6 +257,7 @@ class ModelConfig:
             extra=tuple(
                 (key, values.extra(data, key, default)) for key, default in family.extras.items()
             ),
+            state_layers=family.state_layers(data, layers) if family.state_layers else (),
         )
 
     def __getitem__(self, key: str) -> Any:
@@ -311,6 +319,10 @@ class ModelConfig:
         if family.window == "all":
             return {"sliding_window": width}
         kinds = [values.SLIDING if window else values.FULL for window in self.windows]
+        if family.state_layers is not None:
+            for index in self.state_layers:
+                kinds[index] = values.LINEAR
+            return {"layer_types": kinds}
         if family.window == "types":
             return {"sliding_window": width, "layer_types": kinds}
         if family.window == "never" or width is None:

@@ -21,7 +21,7 @@ from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.offload import Offload, spread
 from flyweight.kernels.workspace import Workspace
-from flyweight.models.adapters import Adapters
+from flyweight.models.adapters import Adapters, link
 from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import KVScheme
@@ -121,6 +121,8 @@ class Decoder:
             head = Linear.load(weights, "", group, device=device, dtype=dtype, exact=exact)
         if layers is None:
             weights.check_used()
+            for latent in filter(None, (block.latent for block in blocks)):
+                latent.prepare()
         decoder = cls(
             config,
             embedding=Embedding(
@@ -136,6 +138,7 @@ class Decoder:
             offload=host,
         )
         decoder.adapters = adapters
+        link([linear.delta for block in blocks for linear in block.linears.values()])
         return decoder
 
     @property
@@ -167,7 +170,8 @@ class Decoder:
         table = self.embedding.weight
         shared = self.config.tied_embeddings and table.device.type == "cpu"
         head = 0 if shared else self.head.nbytes
-        return sum(linear.nbytes for linear in linears) + table.nbytes + head
+        latents = sum(block.latent.nbytes for block in self.blocks if block.latent is not None)
+        return sum(linear.nbytes for linear in linears) + latents + table.nbytes + head
 
     @property
     def step_nbytes(self) -> int:
@@ -176,8 +180,12 @@ class Decoder:
         share = moe.experts_per_token / moe.experts if moe else 1.0
         total = float(self.head.nbytes)
         for block in self.blocks:
+            latent = block.latent
             for group in block.groups:
-                total += block.linears[group.name].nbytes * (share if group.routed else 1.0)
+                linear = block.linears[group.name]
+                inside = latent is not None and linear is latent.kv_b
+                nbytes = latent.nbytes if latent is not None and inside else linear.nbytes
+                total += nbytes * (share if group.routed else 1.0)
         return int(total)
 
     @contextlib.contextmanager

@@ -8,6 +8,8 @@ name, so the bytes depend on (seed, name, device kind) and not on the order of l
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from flyweight.errors import OptionError, unknown
 from flyweight.models import families
 from flyweight.models.config import ModelConfig, sizes
-from flyweight.models.plan import ExpertsPlan, LayerPlan
+from flyweight.models.plan import AttentionPlan, ExpertsPlan, LayerPlan
 from flyweight.models.standard import plan_of
 from flyweight.tensors import (
     Float4,
@@ -190,14 +192,30 @@ def _grouped(bits: int, *, symmetric: bool = False, sparse: bool = False) -> Mak
     return make
 
 
+def _act_order(
+    shape: tuple[int, int], seed: int, device: torch.device | str, **options: Any
+) -> QuantTensor:
+    """4 bits in groups of scattered inputs. Linears of one width share their order, as those that
+    read one input do in GPTQ's files.
+    """
+    made = IntGroup.random(shape, seed, device, bits=4, **options)
+    generator = torch.Generator(device=device).manual_seed(shape[1])
+    order = torch.rand(shape[1], generator=generator, device=device).argsort()
+    groups = torch.arange(shape[1], device=device) // made.group_size
+    scattered = torch.empty_like(groups).scatter_(0, order, groups)
+    return dataclasses.replace(made, g_idx=scattered.int())
+
+
 SCHEMES: dict[str, Make] = {
     **dict.fromkeys(FLOATS, Plain.random),
     "int4": _grouped(4),
     "int4-sym": _grouped(4, symmetric=True),
+    "int4-act-order": _act_order,
     "int8": _grouped(8),
     "w8a16": _grouped(8, symmetric=True),
     "w8a8": Int8Channel.random,
     "fp8": Float8.random,
+    "fp8-block": functools.partial(Float8.random, block=128),  # as Qwen's and DeepSeek's own files
     "mxfp4": Float4.random,
     "vptq": VectorQuant.random,  # codebooks of 8192 + 256, vectors of 8
     "sparse-int4": _grouped(4, symmetric=True, sparse=True),
@@ -291,8 +309,26 @@ def plus_one_norms(config: ModelConfig) -> set[str]:
     norms = [(plan.norm, "")]
     for layer in plan.layers:
         heads = (layer.attention.query_norm, layer.attention.key_norm)
+        if layer.delta is not None:
+            heads = (layer.delta.norm, None)
         norms += [(norm, layer.prefix) for norm in (*layer.norms, *heads) if norm is not None]
     return {f"{prefix}{norm.name}.weight" for norm, prefix in norms if norm.plus_one}
+
+
+def attention_shapes(attention: AttentionPlan) -> dict[str, tuple[int, ...]]:
+    """Norms of queries and keys, and sinks."""
+    found: dict[str, tuple[int, ...]] = {}
+    if attention.latent is not None:
+        found |= {f"{norm.name}.weight": (width,) for norm, width in attention.latent.norms}
+    for norm, heads in (
+        (attention.query_norm, attention.heads),
+        (attention.key_norm, attention.kv_heads),
+    ):
+        width = attention.head_dim * (heads if attention.whole_norms else 1)
+        found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
+    if attention.sinks is not None:
+        found[attention.sinks] = (attention.heads,)
+    return found
 
 
 def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
@@ -301,15 +337,7 @@ def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {
         f"{norm.name}.weight": (layer.hidden_size,) for norm in layer.norms
     }
-    whole = attention.whole_norms
-    for norm, heads in (
-        (attention.query_norm, attention.heads),
-        (attention.key_norm, attention.kv_heads),
-    ):
-        width = attention.head_dim * (heads if whole else 1)
-        found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
-    if attention.sinks is not None:
-        found[attention.sinks] = (attention.heads,)
+    found |= attention_shapes(attention) if layer.delta is None else layer.delta.tensors
     if isinstance(mlp, ExpertsPlan):
         found[mlp.router.weight] = (mlp.router.experts, layer.hidden_size)
         found |= {} if mlp.router.bias is None else {mlp.router.bias: (mlp.router.experts,)}

@@ -26,8 +26,10 @@
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
+// LoRA adapters of one row are added by a warp of their own: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
+//
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -37,9 +39,17 @@
 #ifndef SLICES
 #define SLICES 1
 #endif
+#ifndef INDEXED  // one row whose inputs lie in another order: channel_scale says where, 16 bits each
+#define INDEXED 0
+#endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
 #endif
+#ifndef GATED_INPUT
+#define GATED_INPUT 0
+#endif
+static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
+#define ALL_THREADS (THREADS + (ADAPTER_RANK ? 64 : 32))  // with those that fetch, and that add an adapter
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -47,15 +57,15 @@ constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int CUT = GROUPED && GROUP < KDIM && GROUP > 64 * UNIT_BLOCKS ? GROUP / 64 : UNIT_BLOCKS;
 constexpr int CUTS = (BLOCKS + CUT - 1) / CUT, LONGEST = (CUTS + SLICES - 1) / SLICES * CUT;
 constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of the longest
-constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
+constexpr int UNITS = !GROUPED || FLOATS ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
 constexpr int COLUMN_TILES = (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
 constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
-constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
-constexpr int XROW = FORMAT == PLAIN ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
+constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
+constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
@@ -64,10 +74,26 @@ constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
+static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
 static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
               "a stage holds whole groups, or a group whole stages");
+
+DEVICE void gate_inputs(float (&v)[8], uint4 up) {
+  float other[8];
+  widen(other, up);
+#if GATED_INPUT
+#pragma unroll
+  for (int j = 0; j < 8; j++) v[j] = gated<GATED_INPUT>(v[j], other[j]);
+#endif
+}
+#if ADAPTER_RANK
+#include "gemv_delta.cuh"
+#else
+#define ADAPTER_ARGUMENTS
+#define ADAPTER_GIVEN
+#endif
 
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
@@ -86,6 +112,9 @@ struct __align__(128) LinearShared {
   float2 row_most[ROWS];          // the norm's factor, maximum
 #endif
   u64 full[STAGES], empty[STAGES];
+#if ADAPTER_RANK
+  AdapterShared adapter;
+#endif
 };
 
 // Which blocks of a tile this CTA has.
@@ -171,13 +200,17 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
     if constexpr (!GROUPED) {
       multiply_block(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, whole, lane);
     } else {
-      int acc[SETS + SUMS][COLUMN_TILES][4] = {};
+      group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
       for (int b = 0; b < UNIT_BLOCKS; b++)
         if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
           multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
       const Record* records = (const Record*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+#if FORMAT == FP8_BLOCKS
+      add_scaled(whole, acc, *(const float2*)records);
+#else
       add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, g, t);
+#endif
     }
   }
 }
@@ -190,6 +223,9 @@ DEVICE void begin_linear(LinearShared& sh) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
     }
+#if ADAPTER_RANK
+    barrier_init(&sh.adapter.ready, 1);
+#endif
     fence_barriers();
   }
   __syncthreads();
@@ -216,7 +252,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     auto& partial = sh.partial[tile - done][warp];
-    if constexpr (GROUPED && !IN_REGISTERS) {
+    if constexpr (GROUPED && !FLOATS && !IN_REGISTERS) {
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {
         const int token = t + i / 2 * 4;
@@ -243,11 +279,11 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   ring = {slot, parity};
 }
 
-// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear. The producer warp comes back with false and is done;
+// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear; it is `index` of `workers`. The producer warp comes back with false and is done;
 // for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
 // ahead of the kernel before this one.
 template <typename TileAt, typename Early>
-DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
+DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int index, int workers) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Slice whole = slice_at(0);
   begin_linear(sh);
@@ -255,6 +291,12 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
     produce(sh, a, whole, count, tile_at, early, lane);
     return false;
   }
+#if ADAPTER_RANK
+  if (warp > WARPS) {
+    adapt(sh.adapter, a, count, tile_at, index, workers, lane);
+    return false;
+  }
+#endif
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
   Ring ring = {0, 0};
   Rounds<TileAt> rounds = {a, tile_at, count};

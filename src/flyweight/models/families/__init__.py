@@ -7,7 +7,18 @@ whoever reads a config knows them all. docs/add-a-model.md adds one.
 from typing import Any
 
 from flyweight.models.config import Family, register
-from flyweight.models.families import gemma, glm, gpt_oss, granite, mistral, olmo, phi, smollm
+from flyweight.models.families import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    mistral,
+    olmo,
+    phi,
+    qwen_next,
+    smollm,
+)
 
 ALL: dict[str, Family] = {
     **olmo.FAMILIES,
@@ -16,8 +27,10 @@ ALL: dict[str, Family] = {
     **phi.FAMILIES,
     **mistral.FAMILIES,
     **glm.FAMILIES,
+    **deepseek.FAMILIES,
     **gemma.FAMILIES,
     **gpt_oss.FAMILIES,
+    **qwen_next.FAMILIES,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -27,8 +40,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     **phi.PRESETS,
     **mistral.PRESETS,
     **glm.PRESETS,
+    **deepseek.PRESETS,
     **gemma.PRESETS,
     **gpt_oss.PRESETS,
+    **qwen_next.PRESETS,
 }
 
 for _name, _family in ALL.items():
