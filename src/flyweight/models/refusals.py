@@ -79,7 +79,6 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 MISSING = {
     "deepseek_v32": ("deepseek_v3", "sparse attention and its indexer"),
     "deepseek_v4": ("deepseek_v3", "compressed attention of several kinds"),
-    "glm4_moe_lite": ("deepseek_v3", "which of its layers are dense"),
     "kimi_linear": ("deepseek_v3", "linear attention layers"),
     "qwen3_next": ("qwen3_moe", "gated DeltaNet layers and gated attention"),
     "qwen3_5": ("qwen3", "gated DeltaNet layers and gated attention"),
