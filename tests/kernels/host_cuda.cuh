@@ -36,6 +36,7 @@ typedef unsigned long long u64;
 #define __device__
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
+#define __noinline__
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ thread_local
 #define LOWEST (-INFINITY)
@@ -77,6 +78,10 @@ DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE u32 __vmaxu2(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
 DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
+DEVICE int dot_lower(u32 pair, u32 four, int sum) {
+  return (int)((u32)sum + (u32)((int)(short)pair * (int)(four & 255)) + (u32)((int)(short)(pair >> 16) * (int)(four >> 8 & 255)));
+}
+DEVICE int dot_upper(u32 pair, u32 four, int sum) { return dot_lower(pair, four >> 16, sum); }
 DEVICE int __clzll(long long v) { return v ? __builtin_clzll(v) : 64; }
 DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   const u64 all = (u64)b << 32 | a;
@@ -148,6 +153,12 @@ DEVICE bool __any_sync(u32, bool v) {
   share(mine, found);
   for (u64 one : found) any |= one;
   return any;
+}
+DEVICE u32 __reduce_max_sync(u32, u32 v) {
+  const u64 mine[1] = {v};
+  u64 found[32];
+  share(mine, found);
+  return (u32)*std::max_element(found, found + 32);
 }
 static void fiber_main() {
   kernel_call();
@@ -387,6 +398,12 @@ template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 DEVICE int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 DEVICE u32 atomicAdd(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+DEVICE u32 atomicOr(u32* p, u32 v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
+DEVICE u32 atomicMax(u32* p, u32 v) {
+  u32 old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+  while (!__atomic_compare_exchange_n(p, &old, std::max(old, v), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+  return old;
+}
 DEVICE u32 atomicInc(u32* p, u32 limit) {
   u32 old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
   while (!__atomic_compare_exchange_n(p, &old, old >= limit ? 0 : old + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}

@@ -131,6 +131,8 @@ CASES = [
     ("route.cu", dict(FP16=0, KDIM=2880, EXPERTS=32, CHOSEN=4, GATE=0, NORMALIZE=1, ROWS=1, TILE=1, BY_TOKEN=1, BIASED=1)),
     ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=4, BIAS=1, PER_SLOT=0, AHEAD=0, KDIM=2880, NDIM=5760, GROUP=64, SLOTS=2,
                                STAGE_BLOCKS=15)),
+    ("gated_delta.cu", dict(FP16=0, KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128, WIDTH=4, THREADS=512)),
+    ("attention.cu", HEADS | dict(HEADS=16, KV_HEADS=2, HEAD_DIM=256, ROTARY=64, WARPS=4, GATED=1)),
     *(("add_normed.cu", dict(FP16=norm, KDIM=3840, NORM=norm)) for norm in (0, 1)),
     ("gather.cu", dict(FP16=0, KDIM=12288)),
     ("gemv.cu", GEMV | dict(FORMAT=1, INDEXED=1)),
@@ -160,8 +162,8 @@ CASES = [
                        EARLY=0, THREADS=256)),
     ("delta.cu", dict(FP16=1, INPUTS=28672, OUTPUTS=8192, RANK=64, PARTS=1, END1=8192, END2=8192, NORM=0, GATED=1, RESIDUAL=1,
                        EARLY=1, THREADS=256)),
-    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024, HELD=0)),
-    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024, HELD=1)),
+    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024)),
+    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]
 

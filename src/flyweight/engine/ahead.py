@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
-from flyweight.engine.llm import DEFAULTS, choose_dtype
 from flyweight.engine.memory import CacheShape
+from flyweight.engine.llm import DEFAULTS, choose_dtype
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
 from flyweight.kv_format import KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
+from flyweight.models.narrow_head import narrow_head
 from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import has_experts, plan_of
 from flyweight.tensors import QuantTensor, Sparse24
@@ -38,6 +39,7 @@ class Target:
     sequences: int = DEFAULTS["cuda"]["max_num_seqs"]
     tokens: int = DEFAULTS["cuda"]["max_num_batched_tokens"]
     kv_format: KVFormat | None = None  # of the cache; None: the type of activations
+    head: str | None = None  # its bits, as `--head` names them; None: as stored
 
 
 class Read:
@@ -93,7 +95,7 @@ def layers_of(weights: PresetWeights | Read) -> list[int]:
             parts = sorted((name.removeprefix(prefix), entry.dtype, entry.shape)
                            for name, entry in weights.checkpoint.entries.items() if name.startswith(prefix))
         dense = not has_experts(config, index)
-        kinds.setdefault((plan.layers[index].attention, dense, *parts), index)
+        kinds.setdefault((plan.layers[index].attention, plan.layers[index].delta, dense, *parts), index)
     return list(kinds.values())
 
 
@@ -114,7 +116,8 @@ def run_steps(decoder: Decoder, target: Target) -> None:
         return
     kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)  # neighbours hand over to each other
     caches, pages = make_caches(decoder, target.kv_format), -(-decoder.config.context_length // PAGE)
-    rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
+    rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device,
+                states=0 if decoder.config.state_layers else None)
     steps = DecodeGraphs(decoder, caches, rows)
     with decoder.active():
         for size in steps.sizes:
@@ -128,27 +131,29 @@ def run_steps(decoder: Decoder, target: Target) -> None:
 def run_pass(decoder: Decoder, tokens: int, kv_format: KVFormat | None = None) -> None:
     """A pass of prompts, and as many rows of logits as it may be asked for."""
     zeros = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
-    batch = Batch(zeros, zeros, zeros, zeros[None].int(), [0, tokens], [tokens], zeros)
+    batch = Batch(zeros, zeros, zeros, zeros[None].int(), [0, tokens], [tokens], zeros,
+                  states=torch.zeros(1, 7, dtype=torch.int32, device=decoder.device))
     decoder.logits(decoder.hidden(batch, make_caches(decoder, kv_format)))
 
 
 def make_caches(decoder: Decoder, kv_format: KVFormat | None = None) -> list[KVStorage]:
-    """One for all layers."""
+    """One for all layers of a kind."""
     config = decoder.config
     shape = CacheShape.of(config, decoder.dtype, kv_format)
-    return [shape.storage(0, -(-config.context_length // PAGE), PAGE, decoder.device)] * config.layers
+    return shape.shared(-(-config.context_length // PAGE), PAGE, decoder.device, slots=1)
 
 
-def load(model: str, dtype: str | None) -> Decoder:
+def load(model: str, dtype: str | None, head: str | None = None) -> Decoder:
     """With one layer of each kind."""
     weights = open_weights(model)
-    return Decoder.load(weights, device=DEVICE, dtype=choose_dtype(dtype, weights.config, DEVICE), layers=layers_of(weights))
+    return Decoder.load(narrow_head(weights, head), device=DEVICE, dtype=choose_dtype(dtype, weights.config, DEVICE),
+                        layers=layers_of(weights))
 
 
 def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> set[jit.Wanted]:
     """What this process has asked for so far, the model's kernels included, or one of several parts of them."""
     with dry_run(target.gpu):
-        decoder = load(model, target.dtype)
+        decoder = load(model, target.dtype, target.head)
         if part == 0:
             run_steps(decoder, target)
         step = 64 if decoder.config.moe is None else 8  # where the tiles of experts grow depends on how many there are

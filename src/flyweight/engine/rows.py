@@ -16,7 +16,7 @@ from torch import Tensor
 from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
-from flyweight.kernels.sample import Masks, Sampler, unsupported_reason
+from flyweight.kernels.sample import Masks, Sampler, When, unsupported_reason
 from flyweight.transfer import upload
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps are captured for
@@ -25,13 +25,18 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps a
 class Rows:
     before: Tensor | None = None  # every row is a sequence of its own
 
-    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False):
+    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False,
+                 states: int | None = None):
+        """`states`: slots of the state pool, the spare one aside, where layers keep states."""
         self.device, self.pages = device, pages
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # the last sampled, not yet in the cache
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)  # that token counted; 0: nobody is here
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.adapters = torch.full((rows,), NOBODY, dtype=torch.int32, device=device) if adapted else None  # their slots
+        self.spare_state = states
+        # the slots of their states; rows of nobody have the spare one
+        self.states = None if states is None else torch.full((rows,), states, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(rows, vocabulary, device)
         self.sampler = Sampler(vocabulary, device) if unsupported_reason(device) is None else None  # None: by torch's ops
         self.mode = GREEDY  # joined over all rows
@@ -43,6 +48,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether some row has an adapter."""
+        return any(request.adapter != NOBODY for request in self.requests)
 
     def retain(self) -> None:
         """Drop the rows of requests that will sample nothing more, or start over."""
@@ -65,7 +75,7 @@ class Rows:
 
     def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).T)
-        for tensor in (self.tokens, self.lengths, self.tables, self.adapters):
+        for tensor in (self.tokens, self.lengths, self.tables, self.adapters, self.states):
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         self.sampling.move(sources, targets, pairs)
@@ -82,6 +92,9 @@ class Rows:
         if self.adapters is not None:
             (slots,) = upload(self.device, numpy.array([request.adapter for request in requests], dtype=numpy.int32))
             self.adapters[first : first + len(requests)].copy_(slots)
+        if self.states is not None:
+            (held,) = upload(self.device, numpy.array([request.state_slot for request in requests], dtype=numpy.int32))
+            self.states[first : first + len(requests)].copy_(held)
         self._join_modes()
 
     def extend(self) -> None:
@@ -122,6 +135,13 @@ class Rows:
         self.tokens[:count].copy_(tokens)
         self.lengths[:count].add_(self.lengths[:count] > 0)
 
+    @property
+    def samples_in_step(self) -> bool:
+        """Whether a captured step chooses all tokens itself: some are drawn, and none waits for a mask from the host or needs a
+        table that the step was captured without."""
+        return (self.sampler is not None and self.mode.random and not self.mode.penalized
+                and not any(request.constraint for request in self.requests))
+
     def choose(self, logits: Tensor, rows: Tensor | None = None, allowed: Mapping[int, Tensor] | None = None) -> Tensor:
         """Tokens as the requests want them chosen, into these rows, whose lengths count them already. `rows` None: the first
         ones, which have their likeliest tokens. `allowed`: of rows of the logits, bool [vocabulary], where not all are."""
@@ -131,7 +151,7 @@ class Rows:
             return self._sample(logits, slice(0, len(logits)) if rows is None else rows, allowed)
         chosen = None if rows is None else torch.empty(len(logits), dtype=torch.int64, device=self.device)
         self.sampler(logits, self.sampling.for_kernel(self.tokens, self.lengths), rows=rows, chosen=chosen,
-                     masks=masks_of(allowed, len(logits), self.device) if allowed else None, skip_plain=rows is None)
+                     masks=masks_of(allowed, len(logits), self.device) if allowed else None, when=When.AFTER_GREEDY if rows is None else When.ALONE)
         return self.tokens[: len(logits)] if chosen is None else chosen
 
     def _sample(self, logits: Tensor, rows: slice | Tensor, allowed: Mapping[int, Tensor] | None) -> Tensor:

@@ -59,6 +59,9 @@ class DecodeSteps(Protocol):
     def advance(self, count: int) -> Tensor:
         """The same, and the rows take their likeliest tokens."""
 
+    def sample(self, count: int) -> Tensor:
+        """The same, and the rows take tokens by temperature and filters, where `Rows.samples_in_step`."""
+
     def warm_up(self, *, advances: bool = True) -> None:
         """Prepare steps of every size ahead of the first request; not `advances`: their logits alone."""
 
@@ -130,14 +133,16 @@ class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
     def __init__(self, model: Model, shape: CacheShape, *, blocks: int, block_size: int, vocabulary: int, device: torch.device,
-                 context: int, sequences: int):
+                 context: int, sequences: int, state_slots: int = 0):
         self.model = model
         self.device = device
         self.block_size = block_size
         self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
-                         adapted=bool(slots_of(model)))
+                         adapted=bool(slots_of(model)), states=None if shape.states is None else state_slots)
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
-        self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
+        # and a spare slot, where steps that are only captured leave their states
+        self.caches = [shape.storage(layer, blocks + 1, block_size, device, slots=state_slots + 1)
+                       for layer in range(shape.layers)]
 
     @functools.cached_property
     def steps(self) -> DecodeSteps | None:
@@ -168,7 +173,7 @@ class Runner:
     @functools.cached_property
     def passes(self) -> Passes | None:
         """Captured passes, where decode steps are captured and Triton is there."""
-        if self.steps is None or not isinstance(self.model, Decoder):
+        if self.steps is None or not isinstance(self.model, Decoder) or self.rows.states is not None:
             return None
         from flyweight.engine.passes import PassGraphs, unsupported_reason
 
@@ -205,11 +210,12 @@ class Runner:
         assert steps is not None
         rows.extend()
         rows.catch_up()
-        logits = steps.advance(count)
+        sampled = rows.samples_in_step
+        logits = steps.sample(count) if sampled else steps.advance(count)
         places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
 
         def choose() -> Flight:
-            tokens = rows.choose(logits, allowed=allowed_by(rows.requests))
+            tokens = rows.tokens[:count] if sampled else rows.choose(logits, allowed=allowed_by(rows.requests))
             return self._land(works, places, logits, tokens)
 
         return choose

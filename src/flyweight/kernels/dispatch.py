@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
+from flyweight.errors import OptionError, unknown
 from flyweight.kernels import cpu, imitation, reference
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
@@ -30,6 +31,8 @@ from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.tensors import Float8, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+
+VPTQ_BOOKS = "FLYWEIGHT_VPTQ_BOOKS"  # int8: rounded to bytes; stored: as the files have them
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +97,21 @@ def vectors(request: Request) -> FusedLinear | None:
         or tensor.experts is not None
     ):
         return None
-    return vptq.prepare(tensor, dtype=request.dtype, ops=request.ops, bias=request.bias)
+    return vptq.prepare(
+        tensor,
+        dtype=request.dtype,
+        ops=request.ops,
+        byte_books=books_in_bytes(),
+        bias=request.bias,
+    )
+
+
+def books_in_bytes() -> bool:
+    """Whether VPTQ's codebooks are rounded to 8 bits as they are loaded."""
+    asked = os.environ.get(VPTQ_BOOKS, "stored")
+    if asked not in ("int8", "stored"):
+        raise OptionError(unknown(VPTQ_BOOKS, asked, ["int8", "stored"]))
+    return asked == "int8"
 
 
 def on_cpu(request: Request) -> FusedLinear | None:

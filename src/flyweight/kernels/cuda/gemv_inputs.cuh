@@ -42,7 +42,7 @@ DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piec
 DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane) {
   constexpr int PER_LANE = (PIECES + THREADS - 1) / THREADS;
   const int row = warp / WARPS, part = warp % WARPS;  // 0 and warp: what the compiler then knows spares tests
-  uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
+  uint4 x[PER_LANE], up[GATED_INPUT ? PER_LANE : 1], weight[NORM ? PER_LANE : 1];
 #pragma unroll
   for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
     const int piece = (i * WARPS + part) * 32 + lane;
@@ -58,6 +58,7 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * WARPS + part) * 32 + lane;
     x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+    if (GATED_INPUT) up[GATED_INPUT ? i : 0] = piece < KDIM / 8 ? ((const uint4*)(a.x + KDIM))[piece] : make_uint4(0, 0, 0, 0);
   }
   if constexpr (INDEXED) {
 #pragma unroll
@@ -79,6 +80,7 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     widen(v[i], x[i]);
+    if (GATED_INPUT) gate_inputs(v[i], up[GATED_INPUT ? i : 0]);
     if (NORM) weigh(v[i], weight[i], squares);
     if (QUANTIZED && !STATIC) {
 #pragma unroll
