@@ -62,12 +62,16 @@ def test_one_row_two_rows_and_many_multiply_the_same_weight(case):
     assert error(out, reference(tensors, x)) < 1e-2
 
 
-def test_one_row_takes_the_kernel_of_bytes_and_leaves_room_for_the_next_launch():
-    _, weight = make((4096, 4096), (1024, 4096), (1024, 4096), main=8192, residual=256)
-    plan = gather.choose(weight.parts, 1, gpu.GPUS["sm_90a"], plain=False)
-    assert plan.launch.kernel == "bytes" and plan.launch.resident == 2
-    assert 2 * (plan.shared + 1536) <= gpu.GPUS["sm_90a"].shared_memory_per_multiprocessor
-    small = gather.choose(weight.parts, 1, gpu.GPUS["sm_89"], plain=False)  # 99 KB
+def test_launches_fit_beside_the_next_one_but_not_beside_themselves():
+    """Of Qwen3-8B: gate and up, then down, then q, k and v."""
+    device = gpu.GPUS["sm_90a"]
+    books = dict(main=8192, residual=256)
+    gate_up = gather.choose(make((12288, 4096), (12288, 4096), **books)[1].parts, 1, device, plain=False, normed=True)
+    down = gather.choose(make((4096, 12288), **books)[1].parts, 1, device, plain=False)
+    assert {gate_up.launch.kernel, down.launch.kernel} == {"bytes"} and gate_up.launch.resident == down.launch.resident == 2
+    taken = [-(-plan.shared // 128) * 128 + 1024 for plan in (gate_up, down)]
+    assert sum(taken) <= device.shared_memory_per_multiprocessor < 2 * taken[1]
+    small = gather.choose(make((1024, 4096), **books)[1].parts, 1, gpu.GPUS["sm_89"], plain=False)  # 99 KB
     assert small.launch.kernel == "bytes" and small.launch.copies < 16
 
 
