@@ -138,8 +138,14 @@ class DecodeGraphs:
             rows = self.rows
             before = None if rows.before is None else rows.before[:size]
             adapters = None if rows.adapters is None or self.beside else rows.adapters[:size]
+            states = None if rows.states is None else rows.states[:size]
             first = StepRows(
-                rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before, adapters
+                rows.tokens[:size],
+                rows.lengths[:size],
+                rows.tables[:size],
+                before,
+                adapters,
+                states,
             )
             decode = DecodeStep(
                 self.decoder,
@@ -152,6 +158,16 @@ class DecodeGraphs:
             self.steps[size] = Step(decode, rows)
         return self.steps[size]
 
+    def _try(self, step: Step) -> None:
+        """States would move on twice, so this time the rows' are the spare one."""
+        states = self.rows.states
+        if states is None:
+            return step.launch()
+        held = states.clone()
+        states.fill_(self.rows.spare_state or 0)
+        step.launch()
+        states.copy_(held)
+
     @torch.inference_mode()
     def capture(self, size: int, choice: Choice = Choice.GREEDY) -> None:
         """The step is run once before, which compiles what is not compiled yet. The rows may be in
@@ -159,7 +175,7 @@ class DecodeGraphs:
         """
         with self.decoder.active():
             step = self.step(size)
-            step.launch()
+            self._try(step)
             if choice is Choice.SAMPLED and isinstance(self.rows, Rows):
                 self.rows.sampling.bias  # noqa: B018 (made now, for rows that may come with biases)
             torch.cuda.synchronize()

@@ -6,7 +6,6 @@ fits, its `why` says so by name and reason: never a silent slow path.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -78,12 +77,15 @@ def sorted_tiles(request: Request) -> FusedLinear | None:
     tensor = request.tensor
     if not isinstance(tensor, IntGroup) or tensor.device.type != "cuda" or request.exact:
         return None
-    if (found := sort_columns(tensor)) is None:
+    activation = request.activation if request.activation in ACTIVATIONS else None
+    found = sort_columns(tensor)
+    if found is None or format_of(found[0], request.dtype) is None:
         return None
-    inner = tiles(dataclasses.replace(request, tensor=found[0]))
-    if not isinstance(inner, TiledLinear):
+    if activation and tensor.matrix_shape[0] % 32:
         return None
-    return PermutedLinear(inner, found[1], request.ops)
+    return PermutedLinear(
+        *found, dtype=request.dtype, ops=request.ops, bias=request.bias, activation=activation
+    )
 
 
 def vectors(request: Request) -> FusedLinear | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy
 import torch
+from torch import Tensor
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
@@ -27,6 +28,9 @@ SIZES = (8, 16, 24, 32, 48, 64)
 
 
 class SharedRows:
+    states: Tensor | None = None  # models whose layers keep states take no guesses
+    spare_state: int | None = None
+
     def __init__(self, rows: Rows):
         self.rows = rows
         self.capacity = CAPACITY

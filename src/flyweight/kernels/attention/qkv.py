@@ -160,7 +160,9 @@ def qkv_attention(
     more = adapted.shared_bytes(tiles) if adapted else 0
     chosen = linear_plan(weight, shape, count, device, more)
     assert chosen is not None, unsupported_reason(linear, shape, count, device)
-    norm = norm.folded
+    x, arranged = linear.arranged(x, norm)
+    assert arranged is not None
+    norm = arranged.folded
     defines = (
         gemv.defines(weight, count, chosen, device, norm=True)
         | shape.defines
@@ -173,7 +175,7 @@ def qkv_attention(
     args = (
         weight.weights,
         weight.records,
-        weight.channel_scale,
+        gemv.channels(weight, count),
         x,
         norm.weight,
         weight.bias,

@@ -29,7 +29,7 @@
 // LoRA adapters of one row are added by a warp of their own: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -38,6 +38,9 @@
 
 #ifndef SLICES
 #define SLICES 1
+#endif
+#ifndef INDEXED  // one row whose inputs lie in another order: channel_scale says where, 16 bits each
+#define INDEXED 0
 #endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
@@ -71,6 +74,7 @@ constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
+static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
 static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,

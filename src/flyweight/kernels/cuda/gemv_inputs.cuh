@@ -48,6 +48,10 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
     const int piece = (i * WARPS + part) * 32 + lane;
     weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
   }
+  uint4 places[INDEXED ? PER_LANE : 1];
+#pragma unroll
+  for (int i = 0; i < (INDEXED ? PER_LANE : 0); i++)
+    places[i] = ((const uint4*)a.channel_scale)[min((i * WARPS + part) * 32 + lane, KDIM / 8 - 1)];
   float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
   wait_for_inputs();
 #pragma unroll
@@ -55,6 +59,22 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
     const int piece = (i * WARPS + part) * 32 + lane;
     x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
     if (GATED_INPUT) up[GATED_INPUT ? i : 0] = piece < KDIM / 8 ? ((const uint4*)(a.x + KDIM))[piece] : make_uint4(0, 0, 0, 0);
+  }
+  if constexpr (INDEXED) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const int piece = (i * WARPS + part) * 32 + lane;
+      if (piece < KDIM / 8) ((uint4*)sh.x)[piece] = x[i];
+    }
+    named_barrier(1, THREADS);
+    const u16* const natural = (const u16*)sh.x;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      auto two = [&](u32 at) { return natural[at & 0xffff] | (u32)natural[at >> 16] << 16; };
+      if ((i * WARPS + part) * 32 + lane < KDIM / 8)
+        x[i] = make_uint4(two(places[i].x), two(places[i].y), two(places[i].z), two(places[i].w));
+    }
+    named_barrier(1, THREADS);
   }
   float v[PER_LANE][8];
 #pragma unroll

@@ -231,7 +231,13 @@ def defines(
         "SLOTS": chosen.slots,
         "HELD": min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
+        **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
     }
+
+
+def channels(weight: TiledWeight, rows: int) -> Tensor | None:
+    """What the kernels get as scales of outputs, or (INDEXED) as places of inputs."""
+    return weight.order if weight.order is not None and rows == 1 else weight.channel_scale
 
 
 def multiply(
@@ -271,7 +277,7 @@ def multiply(
     args = (
         weight.weights,
         weight.records,
-        weight.channel_scale,
+        channels(weight, rows),
         x,
         norm and norm.weight,
         weight.bias,

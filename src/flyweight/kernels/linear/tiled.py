@@ -123,6 +123,12 @@ class TiledLinear(FusedLinear):
             return None
         return gemm.packed_input(weight, rows, device, residual=True)
 
+    def arranged(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """x and the norm before it in the order of the columns, as far as kernels for one row do
+        not see to it.
+        """
+        return x, norm
+
     # -- one row with an adapter -----------------------------------------------------------
 
     def adapts(self, rows: int, activation: str | None = None) -> bool:
@@ -130,6 +136,7 @@ class TiledLinear(FusedLinear):
         if activation is not None and activation not in tiles.ACTIVATIONS:
             return False
         ready = rows == 1 and not weight.interleaved and weight.in_features % 8 == 0
+        ready = ready and weight.order is None
         return ready and self.choose(rows, norm=True, residual=True).kernel == "gemv"
 
     def project_row(

@@ -3,8 +3,8 @@
 An item (one codebook lookup) becomes 3 bytes where main index, residual index and a position fit
 into 24 bits, else 4. A lane of a warp owns 2 of 64 columns and takes its items in an order that
 lets few lookups clash in shared memory. Where the codebooks are also kept in bytes (vptq_bytes.cu)
-the fields lie such that an index is an offset. Where there is room a codebook is stored twice, the copy
-rotated, so that each item can choose between two banks. Codebooks above 8192 entries, and one
+the fields lie such that an index is an offset. Where there is room a codebook is stored twice, the
+copy rotated, so that each item can choose between two banks. Codebooks above 8192 entries, and one
 codebook per group of columns, are cut into slices, with the items of each slice in lists of their
 own. Outlier columns (about one in a hundred) are expanded to dense matrix fragments: cheaper in
 time than a third codebook, and in memory hardly more.
