@@ -85,6 +85,21 @@ def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monke
     assert torch.equal(gemv.multiply(weight, x), want)
 
 
+# 5 CTAs: of 9 tiles and 18 stages or more, so that most begin and end inside of tiles.
+@pytest.mark.parametrize(("kind", "rows", "activation"), [("int4:128", 1, None), ("w8a8", 2, "silu"), ("plain", 1, "silu")])
+def test_ctas_that_share_tiles_hand_their_sums_over(kind, rows, activation, monkeypatch):
+    tensor, x = make(kind, (144, 1280), 1), torch.randn(rows, 1280).bfloat16()
+    norm, bias = Norm((1 + 0.1 * torch.randn(1280)).bfloat16(), 1e-6), torch.randn(144).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=activation)
+    whole = gemv.multiply(weight, x, norm=norm)
+    retune(monkeypatch, gemv=dict(balance_margin=1.0, stage_bytes=2048, slots=2))
+    gemv.fitting_plan.cache_clear()
+    assert gemv.is_balanced(weight.matrix, host_cuda.HOST)
+    found = gemv.multiply(weight, x, norm=norm)
+    gemv.fitting_plan.cache_clear()
+    assert error(found, whole.double()) < 4e-3 and mailboxes_are_empty()
+
+
 def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():
     tensor, bias, norm = make("fp8", (96, 192), 1), torch.randn(96).bfloat16(), (1 + 0.1 * torch.randn(192)).bfloat16()
     x = torch.randn(2, 192).bfloat16()

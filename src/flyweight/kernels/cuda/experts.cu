@@ -39,7 +39,7 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   const Slice whole = slice_at(0);
   if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);
   Ring ring = {0, 0};
-  Rounds<decltype(tile_at)> rounds = {a, tile_at, count};
+  Rounds<decltype(tile_at)> rounds = {a, tile_at, count, whole};
   if (!PER_SLOT) {
     const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
     return consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);

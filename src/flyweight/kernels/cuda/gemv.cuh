@@ -24,10 +24,15 @@
 //
 // Eight rows stay in registers instead where there is room for them (IN_REGISTERS): gemv_registers.cuh.
 //
+// BALANCED: CTAs own runs of stages instead of whole tiles, so that all have the same share however few tiles there are:
+//
+//      | tile 0  |  tile 1  |  tile 2  |  tile 3  |       a CTA that begins inside a tile multiplies that part first, and leaves its
+//      |   CTA 0     |    CTA 1     |    CTA 2    |       sums for the CTA before it (mail.cuh), which ends with that tile
+//
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BALANCED (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -39,6 +44,13 @@
 #endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
+#endif
+#ifndef BALANCED
+#define BALANCED 0
+#endif
+#if BALANCED
+#include "patience.cuh"
+#include "mail.cuh"
 #endif
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
@@ -64,6 +76,7 @@ constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
+static_assert(!BALANCED || (SLICES == 1 && !IN_REGISTERS), "what balanced runs are for");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
 static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
@@ -88,9 +101,9 @@ struct __align__(128) LinearShared {
   u64 full[STAGES], empty[STAGES];
 };
 
-// Which blocks of a tile this CTA has.
+// Which blocks of a tile this CTA has. BALANCED: stages of its first tile that it has not, and of its last tile that it has.
 struct Slice {
-  int first, blocks;
+  int first, blocks, skipped = 0, last = TILE_STAGES;
 };
 DEVICE Slice slice_at(int i) {
   if (SLICES == 1) return {0, BLOCKS};
@@ -130,14 +143,14 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
 // would be nothing to fetch otherwise. `early` runs ahead of the wait.
 template <typename TileAt, typename Early>
 DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
-  const int stages = count * TILE_STAGES;
+  const int skipped = BALANCED ? slice.skipped : 0, stages = count * TILE_STAGES - skipped - (BALANCED ? TILE_STAGES - slice.last : 0);
   int slot = 0, parity = 1;
   u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
   if (turns) await_turn(turns, lane);
   for (int i = 0; i < stages; i++) {
     if (i == STAGES - HELD) early(), wait_for_inputs();
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const Stage s = stage_at(a, slice, place_of(tile_at(i / TILE_STAGES)).weights, i % TILE_STAGES * STAGE_BLOCKS);
+    const Stage s = stage_at(a, slice, place_of(tile_at((i + skipped) / TILE_STAGES)).weights, (i + skipped) % TILE_STAGES * STAGE_BLOCKS);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
     copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
     if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
@@ -207,7 +220,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
-    for (int stage = 0; stage < TILE_STAGES; stage++) {
+    for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
       barrier_wait(&sh.full[slot], parity);
       multiply_stage(sh, slice, sh.ring[slot], inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
       if (!FULL && !IN_REGISTERS) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
@@ -230,7 +243,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
           partial[g + 8 * (j / 2)][token] = as_float(SETS == 1 ? inputs.sized(whole[0][n][j], n, j & 1) : whole[0][n][j] + whole[SETS - 1][n][j]);
       }
     }
-    if (tile + 1 == count || tile + 1 - done == SLOTS) {
+    // sums for the CTA before this one are left at once
+    if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
       done = tile + 1;
@@ -247,9 +261,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
 // for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
 // ahead of the kernel before this one.
 template <typename TileAt, typename Early>
-DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
+DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, Slice whole = slice_at(0), float* mail = nullptr) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Slice whole = slice_at(0);
   begin_linear(sh);
   if (warp == WARPS) {
     produce(sh, a, whole, count, tile_at, early, lane);
@@ -257,7 +270,7 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
   }
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
   Ring ring = {0, 0};
-  Rounds<TileAt> rounds = {a, tile_at, count};
+  Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   return true;
 }

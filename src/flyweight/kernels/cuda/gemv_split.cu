@@ -76,8 +76,9 @@ struct SplitRounds {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
 gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm, const u16* bias, const u16* residual, u16* Y,
-           float* mail, float epsilon, int rows, u32* turns) {
+           float* mail, float epsilon, int rows, u32* turns LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
+  BEGIN_LAUNCH;
   LinearShared& sh = *(LinearShared*)raw;
   const int groups = gridDim.x / SLICES, group = blockIdx.x / SLICES, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = group * TILES / groups, count = (group + 1) * TILES / groups - first;
@@ -93,4 +94,5 @@ gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm,
   consume(sh, inputs, slice, 0, count, rounds, ring, warp, lane);
   named_barrier(1, THREADS);  // the norm's factors are there
   rounds.take_tiles(count);
+  end_launch(THREADS);
 }

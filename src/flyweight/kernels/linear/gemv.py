@@ -153,13 +153,20 @@ def fitting_plan(
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
-    wanted = Wanted(tiles, tuned.of(device).formats[matrix.format.name].gemv_warps, more=more)
+    numbers = tuned.of(device)
+    wanted = Wanted(
+        tiles,
+        numbers.formats[matrix.format.name].gemv_warps,
+        more=more,
+        stage_bytes=numbers.gemv.stage_bytes,
+        slots=max(1, min(tiles, numbers.gemv.slots // rows)),
+    )
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
     several: list[dict[str, Any]] = [
         dict(fewest=3),
-        dict(fewest=3, stage_bytes=8192),
-        dict(fewest=3, stage_bytes=8192, slots=1),
+        dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
+        dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes), slots=1),
     ]
     for options in [*(several if rows > 1 else []), {}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
@@ -180,7 +187,7 @@ def late_stages(matrix: Matrix, device: Gpu) -> int:
     """Stages of the first filling that are fetched only when the inputs are there."""
     numbers = tuned.of(device)
     found = numbers.formats[matrix.format.name].gemv_late_stages
-    return numbers.gemv_late_stages if found is None else found
+    return numbers.gemv.late_stages if found is None else found
 
 
 def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | None:
@@ -189,6 +196,16 @@ def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | No
     """
     most = tuned.of(gpu.of(device)).formats[weight.format.name].ticket_rows
     return workspace.current(device).tickets() if rows <= most else None
+
+
+def is_balanced(matrix: Matrix, device: Gpu) -> bool:
+    """Whether CTAs get runs of stages rather than of tiles: where some would have a tile more than
+    others, and that takes longer than handing sums over.
+    """
+    grid = device.processors
+    tiles = matrix.tiles
+    longest = math.ceil(tiles / grid) * grid / tiles
+    return tiles >= grid and longest > tuned.of(device).gemv.balance_margin
 
 
 def defines(
@@ -239,8 +256,13 @@ def multiply(
     device = gpu.of(x.device)
     out = weight.empty_result(rows, x.device) if out is None else out
     grid = device.processors
+    balanced = is_balanced(weight.matrix, device)
     chosen = fitting_plan(
-        weight.matrix, rows, device, tiles=math.ceil(weight.matrix.tiles / grid), alone=alone
+        weight.matrix,
+        rows,
+        device,
+        tiles=math.ceil(weight.matrix.tiles / grid) + balanced,
+        alone=alone,
     )
     if chosen is None:
         raise ValueError(
@@ -249,6 +271,10 @@ def multiply(
     flags = defines(
         weight, rows, chosen, device, norm=norm is not None, epilogue=weight.epilogue(residual)
     )
+    mail = None
+    if balanced and not chosen.in_registers:
+        flags["BALANCED"] = 1
+        mail = workspace.current(x.device).mailbox(16 * rows * grid)
     kernel = jit.load("gemv.cu", defines=flags).kernel("gemv")
     args = (
         weight.weights,
@@ -261,6 +287,7 @@ def multiply(
         out,
         norm.epsilon if norm else 0.0,
         tickets(weight, rows, x.device),
+        mail,
     )
     kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
     return out
