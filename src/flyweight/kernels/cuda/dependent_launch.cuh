@@ -55,6 +55,6 @@ DEVICE void wait_for_inputs() {
 // By thread 0 of a CTA whose results are all written, and seen by that thread (a barrier).
 DEVICE void count_launch() {
   if (threadIdx.x || !launch.own) return;
-  const u32 count = blockIdx.x ? 1 : LAUNCH_ROUND + 1 - gridDim.x;
+  const u32 count = blockIdx.x || blockIdx.y ? 1 : LAUNCH_ROUND + 1 - gridDim.x * gridDim.y;
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(launch.own), "r"(count) : "memory");
 }
