@@ -32,7 +32,7 @@
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BALANCED (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BALANCED (0), PREFETCHED (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -47,6 +47,9 @@
 #endif
 #ifndef BALANCED
 #define BALANCED 0
+#endif
+#ifndef PREFETCHED
+#define PREFETCHED 0  // stages that are brought to L2 while the ring is full and the inputs are not there
 #endif
 #if BALANCED
 #include "patience.cuh"
@@ -145,12 +148,24 @@ template <typename TileAt, typename Early>
 DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
   const int skipped = BALANCED ? slice.skipped : 0, stages = count * TILE_STAGES - skipped - (BALANCED ? TILE_STAGES - slice.last : 0);
   int slot = 0, parity = 1;
+  auto stage_of = [&](int i) {
+    return stage_at(a, slice, place_of(tile_at((i + skipped) / TILE_STAGES)).weights, (i + skipped) % TILE_STAGES * STAGE_BLOCKS);
+  };
+  auto await_inputs = [&](int next) {
+    early();
+    for (int i = next; i < min(stages, next + PREFETCHED); i++) {
+      const Stage s = stage_of(i);
+      for (int line = lane * 128; line < s.bytes; line += 32 * 128) prefetch_l2(s.weights + line);
+      for (int line = lane * 128; line < s.record_bytes; line += 32 * 128) prefetch_l2((const u8*)s.records + line);
+    }
+    wait_for_inputs();
+  };
   u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
   if (turns) await_turn(turns, lane);
   for (int i = 0; i < stages; i++) {
-    if (i == STAGES - HELD) early(), wait_for_inputs();
+    if (i == STAGES - HELD) await_inputs(i);
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const Stage s = stage_at(a, slice, place_of(tile_at((i + skipped) / TILE_STAGES)).weights, (i + skipped) % TILE_STAGES * STAGE_BLOCKS);
+    const Stage s = stage_of(i);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
     copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
     if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
@@ -158,7 +173,7 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   if (turns && lane == 0) count_up(turns + 1);
-  if (stages <= STAGES - HELD) early(), wait_for_inputs();
+  if (stages <= STAGES - HELD) await_inputs(stages);
 }
 
 DEVICE float as_float(float v) { return v; }

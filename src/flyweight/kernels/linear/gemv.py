@@ -198,6 +198,13 @@ def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | No
     return workspace.current(device).tickets() if rows <= most else None
 
 
+def _prefetch(matrix: Matrix, chosen: Plan, device: Gpu) -> dict[str, int]:
+    """Stages that come to L2 while the ring is full and x is not there."""
+    size = chosen.stage_blocks * matrix.format.block_bytes
+    stages = tuned.of(device).gemv.prefetch_bytes // size
+    return {"PREFETCHED": stages} if stages else {}
+
+
 def is_balanced(matrix: Matrix, device: Gpu) -> bool:
     """Whether CTAs get runs of stages rather than of tiles: where some would have a tile more than
     others, and that takes longer than handing sums over.
@@ -236,6 +243,7 @@ def defines(
         "SLOTS": chosen.slots,
         "HELD": min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
+        **_prefetch(weight.matrix, chosen, device),
     }
 
 

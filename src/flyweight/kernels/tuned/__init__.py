@@ -94,6 +94,7 @@ class GemvNumbers:
     split_margin: float
     stage_bytes: int
     slots: int  # tiles of one row between two meetings of the warps
+    prefetch_bytes: int  # to L2 by each SM, while a linear waits for its inputs
     balance_margin: float  # tiles of the busiest CTA by the mean from which on CTAs share tiles
 
 
