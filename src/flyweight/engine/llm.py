@@ -110,7 +110,6 @@ class LLM:
             with shortage.told(f"{model}: its weights do not fit"):
                 self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
                                                            native=native, offload=offload,
-                                                           eight_bit_cache=scheme.format is not None,
                                                            adapters=self._read_adapters(adapters),
                                                            eight_bit_prompts=prompt_dtype is not None)
         if prompt_dtype is not None:
@@ -428,7 +427,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
-                 offload: int = 0, eight_bit_cache: bool = False, adapters: Adapters | None = None,
+                 offload: int = 0, adapters: Adapters | None = None,
                  eight_bit_prompts: bool = False) -> tuple[Any, str]:
     """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
     from flyweight.models import native as own
@@ -440,8 +439,6 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
     reason: str | None = "turned off"
     if native is not False and device.type == "cpu":
         reason = own.why_not(ModelConfig.from_dict(weights.config), dtype)
-        if eight_bit_cache:
-            reason = reason or "they keep the KV cache in 16 bits"
         if adapters is not None:
             reason = reason or "they do not know LoRA adapters"
         if eight_bit_prompts:
