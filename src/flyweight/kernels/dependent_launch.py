@@ -183,7 +183,7 @@ class Link:
         assert now is not None and len(now.nodes) == 1
         node = now.nodes[0]
         beside = self.capture.nodes
-        left = (node,)
+        left: tuple[int, ...] = (node,)
         if self.before is not None:
             beside = (self.before.node,)
             left = (self.before.node, node)
