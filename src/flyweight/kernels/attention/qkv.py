@@ -185,5 +185,5 @@ def qkv_attention(
     )
     # one on every SM, so that all offer the same room
     grid = max(shape.kv_heads * ctas, device.processors)
-    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=True)
+    kernel.launch(grid, chosen.threads, args, shared=chosen.shared, pdl=True)
     return out

@@ -37,7 +37,10 @@ DEVICE void wait_for_inputs() {
   if (threadIdx.x % 32 == 0) {
     if (threadIdx.x / 32 < last) {
       Patience patience;
-      while (!load_acquire_block(&launch.ready)) patience.poll();
+      while (!load_acquire_block(&launch.ready)) {
+        patience.poll();
+        asm volatile("nanosleep.u32 50;");  // the kernel before this one needs the instructions
+      }
     } else if (!load_acquire_block(&launch.ready)) {
       u32 now, begun;
       asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(begun) : "l"(launch.own) : "memory");

@@ -4,7 +4,7 @@
 
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 gemv(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
      const u16* residual, u16* Y, float epsilon, u32* turns, float* mail LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];

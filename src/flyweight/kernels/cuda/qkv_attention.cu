@@ -417,7 +417,7 @@ DEVICE void empty(u16* qkv, float* states) {
 }
 
 // Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, G, STATE]; the next launch's are emptied.
-extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
               Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,

@@ -94,6 +94,7 @@ class GemvNumbers:
     split_margin: float
     stage_bytes: int
     slots: int  # tiles of one row between two meetings of the warps
+    own_bytes: int  # that a warp copies for itself at a time; 0: a producer warp copies
     prefetch_bytes: int  # to L2 by each SM, while a linear waits for its inputs
     balance_margin: float  # tiles of the busiest CTA by the mean from which on CTAs share tiles
 
