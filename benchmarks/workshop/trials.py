@@ -188,9 +188,11 @@ def chain_of(case: Case, options: argparse.Namespace, constants: Constants, band
     nbytes = sum(one.nbytes for one in layers[0].values())
     norm = Norm(torch.ones(shapes["o"][0], device=device, dtype=torch.bfloat16), EPSILON)
     x, samplers, results = torch.randn(case.rows, shapes["o"][0], device=device).bfloat16(), {}, {}
+    runs = []  # graphs write into their buffers
     for text in ("", *options.tries):
         constants.set(assignments(text))
         run = functools.partial(run_layers, fused_step(case, shapes, norm=norm), layers, x)
+        runs.append(run)
         results[text] = run().clone()
         samplers[text] = replay.graph_sampler(run, LAYERS)
         again = replayed(run)
