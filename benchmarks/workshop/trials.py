@@ -54,7 +54,8 @@ from flyweight.machine import copy_bandwidth
 
 LINEAR = ("choose", "gemm", "gemm_shape", "gemm_small", "gemv", "gemv_cluster", "gemv_splitk")
 MODULES = {name: f"linear.{name}" for name in LINEAR} | {
-    "rows": "vptq.rows", "linear": "vptq.linear", "qkv": "attention.qkv", "dependent_launch": "dependent_launch"}
+    "rows": "vptq.rows", "gather": "vptq.gather", "linear": "vptq.linear", "qkv": "attention.qkv",
+    "dependent_launch": "dependent_launch"}
 TABLES = ("steps", "gemv", "formats")  # of tuned numbers
 INPUT, OUTPUT = 256, 66
 LAYERS = 12  # of a chain

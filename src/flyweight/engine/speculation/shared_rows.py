@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy
 import torch
+from torch import Tensor
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
@@ -27,6 +28,9 @@ SIZES = (8, 16, 24, 32, 48, 64)
 
 
 class SharedRows:
+    states: Tensor | None = None  # models whose layers keep states take no guesses
+    spare_state: int | None = None
+
     def __init__(self, rows: Rows):
         self.rows = rows
         self.capacity = CAPACITY
@@ -40,6 +44,10 @@ class SharedRows:
         self.sampled = words[2 * CAPACITY : 3 * CAPACITY]
         self.lengths = halves[6 * CAPACITY : 7 * CAPACITY]
         self.before = halves[7 * CAPACITY :]
+
+    @property
+    def adapted(self) -> bool:
+        return self.rows.adapted
 
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel takes, which the host knows."""

@@ -74,9 +74,17 @@ def head_ctas(shape: HeadShape, device: Gpu) -> int:
     return min(device.processors // shape.kv_heads, (shape.group + 2) * shape.head_dim // 16)
 
 
-def linear_plan(weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu) -> Plan | None:
-    tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
-    own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
+def most_tiles(shape: HeadShape, device: Gpu) -> int:
+    """Of the linear that one CTA has."""
+    return math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
+
+
+def linear_plan(
+    weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu, more: int = 0
+) -> Plan | None:
+    """`more`: bytes of shared memory that are needed besides."""
+    tiles = most_tiles(shape, device)
+    own = more + shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
         own += shape.group * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
@@ -147,21 +155,27 @@ def qkv_attention(
     device = gpu.of(x.device)
     count = x.shape[0]
     ctas = head_ctas(shape, device)
-    chosen = linear_plan(weight, shape, count, device)
+    tiles = most_tiles(shape, device)
+    adapted = rows.adapted
+    more = adapted.shared_bytes(tiles) if adapted else 0
+    chosen = linear_plan(weight, shape, count, device, more)
     assert chosen is not None, unsupported_reason(linear, shape, count, device)
-    norm = norm.folded
+    x, arranged = linear.arranged(x, norm)
+    assert arranged is not None
+    norm = arranged.folded
     defines = (
         gemv.defines(weight, count, chosen, device, norm=True)
         | shape.defines
         | {"HEAD_CTAS": ctas, "SHORTEST": SHORTEST}
         | eight_bit_defines(cache)
+        | (adapted.defines(tiles, shape.kv_heads * ctas) if adapted else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes
     args = (
         weight.weights,
         weight.records,
-        weight.channel_scale,
+        gemv.channels(weight, count),
         x,
         norm.weight,
         weight.bias,
@@ -182,8 +196,10 @@ def qkv_attention(
         rows.tables.shape[1],
         gemv.tickets(weight, count, x.device),
         *eight_bit_arguments(cache),
+        *(adapted.arguments if adapted else ()),
     )
     # one on every SM, so that all offer the same room
     grid = max(shape.kv_heads * ctas, device.processors)
-    kernel.launch(grid, chosen.threads, args, shared=chosen.shared, pdl=True)
+    threads = chosen.threads + 32 * (adapted is not None)
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True)
     return out

@@ -6,7 +6,7 @@ static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BY
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 gemv(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
-     const u16* residual, u16* Y, float epsilon, u32* turns, float* mail LAUNCH_ARGUMENTS) {
+     const u16* residual, u16* Y, float epsilon, u32* turns, float* mail ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
   constexpr int UNIT = BALANCED ? TILE_STAGES : 1;  // of what CTAs have runs, in a tile
@@ -15,6 +15,9 @@ gemv(const u8* weights, const u32* records, const float* channel_scale, const u1
   const int first = begin / UNIT, last = (end - 1) / UNIT;
   Slice slice = slice_at(0);
   if (BALANCED) slice.skipped = begin % UNIT, slice.last = end - last * UNIT;
-  const Linear arguments = {weights, records, channel_scale, X, norm, bias, residual, Y, epsilon, turns};
-  if (linear(*(LinearShared*)raw, arguments, last + 1 - first, [=](int i) { return first + i; }, [] {}, slice, mail)) end_launch(THREADS);
+  const Linear arguments = {weights, records, channel_scale, X, norm, bias, residual, Y, epsilon, turns ADAPTER_GIVEN};
+  const bool few = TILES < (int)gridDim.x;  // then CTAs with a tile have one each
+  const int index = few ? first : (int)blockIdx.x, workers = few ? TILES : (int)gridDim.x;
+  if (linear(*(LinearShared*)raw, arguments, last + 1 - first, [=](int i) { return first + i; }, [] {}, index, workers, slice, mail))
+    end_launch(THREADS);
 }

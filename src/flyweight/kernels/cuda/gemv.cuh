@@ -35,8 +35,11 @@
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
+// LoRA adapters of one row are added by a warp of their own: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
+//
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
+// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -45,6 +48,9 @@
 
 #ifndef SLICES
 #define SLICES 1
+#endif
+#ifndef INDEXED  // one row whose inputs lie in another order: channel_scale says where, 16 bits each
+#define INDEXED 0
 #endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
@@ -63,6 +69,11 @@
 #include "patience.cuh"
 #include "mail.cuh"
 #endif
+#ifndef GATED_INPUT
+#define GATED_INPUT 0
+#endif
+static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
+#define ALL_THREADS (THREADS + (OWN_COPIES ? 0 : 32) + (ADAPTER_RANK ? 32 : 0))  // with those that fetch, and that add an adapter
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -83,7 +94,6 @@ constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED &
 constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // threads that multiply; kernels that registers leave room for
-constexpr int ALL_THREADS = THREADS + (OWN_COPIES ? 0 : 32);       // the producer's, too
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
@@ -95,10 +105,26 @@ static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTER
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
               "a share holds whole groups, or a group whole shares");
 static_assert(!BALANCED || (SLICES == 1 && !IN_REGISTERS), "what balanced runs are for");
+static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
 static_assert(OWN_COPIES || (TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
 static_assert(OWN_COPIES || !GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
               "a stage holds whole groups, or a group whole stages");
+
+DEVICE void gate_inputs(float (&v)[8], uint4 up) {
+  float other[8];
+  widen(other, up);
+#if GATED_INPUT
+#pragma unroll
+  for (int j = 0; j < 8; j++) v[j] = gated<GATED_INPUT>(v[j], other[j]);
+#endif
+}
+#if ADAPTER_RANK
+#include "gemv_delta.cuh"
+#else
+#define ADAPTER_ARGUMENTS
+#define ADAPTER_GIVEN
+#endif
 
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
@@ -117,6 +143,9 @@ struct __align__(128) LinearShared {
   float2 row_most[ROWS];          // the norm's factor, maximum
 #endif
   u64 full[STAGES], empty[STAGES];
+#if ADAPTER_RANK
+  AdapterShared adapter;
+#endif
 };
 
 // Which blocks of a tile this CTA has. BALANCED: stages of its first tile that it has not, and of its last tile that it has.
@@ -315,11 +344,14 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
 
 // Barriers, and the start of the kernel after this one.
 DEVICE void begin_linear(LinearShared& sh) {
-  if (!OWN_COPIES && threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < (OWN_COPIES ? 0 : STAGES); i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
     }
+#if ADAPTER_RANK
+    barrier_init(&sh.adapter.ready, 1);
+#endif
     fence_barriers();
   }
   __syncthreads();
@@ -370,13 +402,20 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   }
 }
 
-// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear. The producer warp comes back with false and is done;
+// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear; it is `index` of `workers`. The producer warp comes back with false and is done;
 // for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
 // ahead of the kernel before this one.
 template <typename TileAt, typename Early>
-DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, Slice whole = slice_at(0), float* mail = nullptr) {
+DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int index, int workers,
+                   Slice whole = slice_at(0), float* mail = nullptr) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_linear(sh);
+#if ADAPTER_RANK
+  if (warp >= WARPS + !OWN_COPIES) {
+    adapt(sh.adapter, a, count, tile_at, index, workers, lane);
+    return false;
+  }
+#endif
 #if OWN_COPIES
   OwnRing<TileAt> ring = {sh, a, whole, tile_at, stages_of(whole, count), warp, lane};
   ring.fill();

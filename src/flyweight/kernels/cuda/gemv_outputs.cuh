@@ -35,7 +35,7 @@ template <typename TileAt> struct Rounds {
     o.mine = o.slot < min(count - first, SLOTS) && n < WIDTH;
     if (o.mine) fetch_ends(o, a, tile);
   }
-  DEVICE void end(const LinearShared& sh, int first, int last) {
+  DEVICE void end(LinearShared& sh, int first, int last) {
     static_assert(SLICES > 1 || SLOTS * OUTPUTS * ROWS <= THREADS, "one output a thread");
     if (!o.mine || (BALANCED && first + o.slot >= last)) return;
     Sum sums[2];
@@ -55,6 +55,12 @@ template <typename TileAt> struct Rounds {
     float v[2];
 #pragma unroll
     for (int half = 0; half < PARTS; half++) v[half] = __fmul_rn((float)sums[half], QUANTIZED ? factor * o.scale[half] : factor);
+#if ADAPTER_RANK
+    barrier_wait(&sh.adapter.ready, 0);
+    const float inverse = NORM ? inverse_norm(sh, o.token, a.epsilon) : 1.f;
+#pragma unroll
+    for (int half = 0; half < PARTS; half++) v[half] += inverse * sh.adapter.added[(first + o.slot) * 16 + o.row + 8 * half];
+#endif
     write_output(o, v, a.y);
   }
 };

@@ -19,8 +19,9 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import Norm
-from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, TiledWeight
+from flyweight.kernels.linear.tiles import ACTIVATIONS, EPILOGUES, Matrix, TiledWeight
 
 ROWS = (1, 2, 4, 8)
 # Bytes that a CTA leaves of what it could have: beside another kernel, and alone on an SM (for the
@@ -44,6 +45,17 @@ class Plan:
     @property
     def threads(self) -> int:
         return 32 * (self.warps + (not self.own_units))
+
+
+@dataclass(frozen=True, eq=False)
+class OneRow:
+    """What one row may have besides: an adapter, or gate and up for x, which `gated` multiplies."""
+
+    adapted: AdaptedRow | None = None
+    gated: str | None = None
+
+
+PLAIN_ROW = OneRow()
 
 
 @dataclass(frozen=True)
@@ -280,7 +292,13 @@ def defines(
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
         **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
         **_prefetch(weight.matrix, chosen, device),
+        **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
     }
+
+
+def channels(weight: TiledWeight, rows: int) -> Tensor | None:
+    """What the kernels get as scales of outputs, or (INDEXED) as places of inputs."""
+    return weight.order if weight.order is not None and rows == 1 else weight.channel_scale
 
 
 def multiply(
@@ -292,22 +310,20 @@ def multiply(
     residual: Tensor | None = None,
     pdl: bool = True,
     alone: bool = False,
+    one: OneRow = PLAIN_ROW,
 ) -> Tensor:
     """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up:
     act(gate) · up).
     """
+    adapted = one.adapted
     rows = x.shape[0]
     device = gpu.of(x.device)
     out = weight.empty_result(rows, x.device) if out is None else out
     grid = device.processors
     balanced = is_balanced(weight.matrix, device)
-    chosen = fitting_plan(
-        weight.matrix,
-        rows,
-        device,
-        tiles=math.ceil(weight.matrix.tiles / grid) + balanced,
-        alone=alone,
-    )
+    tiles = math.ceil(weight.matrix.tiles / grid) + balanced
+    more = adapted.shared_bytes(tiles) if adapted else 0
+    chosen = fitting_plan(weight.matrix, rows, device, tiles=tiles, more=more, alone=alone)
     if chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory"
@@ -319,11 +335,15 @@ def multiply(
     if balanced and not chosen.in_registers:
         flags["BALANCED"] = 1
         mail = workspace.current(x.device).mailbox(16 * rows * grid)
+    if one.gated is not None:
+        flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
+    if adapted is not None:
+        flags |= adapted.defines(tiles, min(weight.matrix.tiles, grid))
     kernel = jit.load("gemv.cu", defines=flags).kernel("gemv")
     args = (
         weight.weights,
         weight.records,
-        weight.channel_scale,
+        channels(weight, rows),
         x,
         norm and norm.weight,
         weight.bias,
@@ -332,6 +352,8 @@ def multiply(
         norm.epsilon if norm else 0.0,
         tickets(weight, rows, x.device),
         mail,
+        *(adapted.arguments if adapted else ()),
     )
-    kernel.launch(grid, chosen.threads, args, shared=chosen.shared, pdl=pdl)
+    threads = chosen.threads + 32 * (adapted is not None)
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
     return out
