@@ -40,7 +40,7 @@ WORDS = 1 << 16  # of a block of counters
 WORD = 4
 CAPTURING = 1  # of CUstreamCaptureStatus
 REPLACE = 1  # of CUstreamUpdateCaptureDependencies_flags
-enabled = os.environ.get("FLYWEIGHT_OVERLAP", "0") == "1"
+enabled = os.environ.get("FLYWEIGHT_OVERLAP", "1") != "0"
 
 
 def defines(file: str, device: Gpu) -> dict[str, int]:
