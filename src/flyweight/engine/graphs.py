@@ -87,11 +87,14 @@ class DecodeGraphs:
         self.beside = beside
         self.sizes = [size for size in sizes if size <= rows.capacity]
         self.largest = max(self.sizes)
-        self.pairs = beside.pairs if beside else pairs_of(decoder)
-        self.buffers = beside.buffers if beside else Buffers(
-            self.largest, dtype=decoder.dtype, device=decoder.device
-        )
-        self.unadapted = None
+        self.pairs: dict[str | None, Tensor]
+        self.buffers: Buffers
+        if beside is not None:
+            self.pairs, self.buffers = beside.pairs, beside.buffers
+        else:
+            self.pairs = pairs_of(decoder)
+            self.buffers = Buffers(self.largest, dtype=decoder.dtype, device=decoder.device)
+        self.unadapted: DecodeGraphs | None = None
         if rows.adapters is not None and beside is None:
             self.unadapted = DecodeGraphs(
                 decoder, caches, rows, sizes=self.sizes, separate=separate, beside=self
