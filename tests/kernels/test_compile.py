@@ -32,6 +32,7 @@ BATCH = dict(ROWS=32, ROUND=8, PER_WARP=2, COLUMN_WARPS=2, SLICES=4, STAGES=3, L
 HEADS = dict(FP16=0, HEADS=32, KV_HEADS=8, HEAD_DIM=128, ROTARY=128, PAGE=16, QK_NORM=1, WINDOW=0, WARPS=8, SHORTEST=64)
 PREFILL = dict(FP16=0, HEADS=32, KV_HEADS=8, KEYS=128, WGS=2, STAGES=2)
 FUSED = GEMV | HEADS | dict(HEAD_CTAS=16, WARPS=16)
+OLDER = dict(WARPS=8, STAGE_BLOCKS=16, OWN_COPIES=1, OWN_UNITS=1, BY_COUNTERS=1)  # as GPUs before Hopper run linears of few rows
 REGISTERS = dict(ROWS=8, WARPS=8, STAGES=3, STAGE_BLOCKS=32, SLOTS=2, IN_REGISTERS=1)  # x in registers
 MMA = LINEAR | dict(EPILOGUE=0, BIAS=0, OUT_WARPS=2, TOKEN_WARPS=2, PER_WARP=1, COLUMNS=2, SB=1, STAGES=3, SPLIT=1, CTAS=1)
 FEW = dict(FORMAT=1, BIAS=0, EPILOGUE=1, SETS=1, WARPS=16, TEAM=16, ROUND=6, STAGES=4, HELD=2,
@@ -56,6 +57,9 @@ CASES = [
                                   STAGES=2, STAGE_BLOCKS=6, BIAS=1)),
     *(("gemv.cu", GEMV | REGISTERS | dict(FORMAT=kind, FP16=kind - 1, SCALE_FP16=kind - 1, EPILOGUE=2)) for kind in (1, 2)),
     *(("qkv_attention.cu", FUSED | REGISTERS | dict(FORMAT=kind)) for kind in (1, 2)),
+    ("gemv.cu", GEMV | OLDER | dict(FORMAT=1, BALANCED=1, PREFETCHED=8)),
+    ("gemv_split.cu", GEMV | OLDER | dict(FORMAT=2, ROWS=8, SLOTS=2, SLICES=4)),
+    ("qkv_attention.cu", FUSED | OLDER | dict(FORMAT=1)),
     ("few.cu", LINEAR | FEW),
     ("few.cu", LINEAR | FEW | dict(KDIM=12288, NDIM=4096, FP16=1, SCALE_FP16=1, EPILOGUE=0, BIAS=1, ROUND=4)),
     ("few.cu", LINEAR | SIXTEEN),
