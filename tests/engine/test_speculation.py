@@ -321,7 +321,7 @@ def test_the_option_is_understood(text, want):
     assert Speculation.parse(text) == want
 
 
-@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "eagle3:folder", "model:a:99"])
+@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "eagle3:", "model:a:99"])
 def test_a_wrong_option_is_refused_in_one_line(text):
     with pytest.raises(OptionError) as error:
         Speculation.parse(text)

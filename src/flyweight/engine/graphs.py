@@ -82,6 +82,8 @@ class DecodeGraphs:
         if (size, advances) not in self.graphs:
             self.capture(size, advances)
         self.graphs[size, advances].replay()
+        if self.decoder.taps is not None:
+            self.decoder.taps.point(count)
         return self.steps[size].logits[:count]
 
     def warm_up(self, sizes: Iterable[int] | None = None, *, advances: bool = True) -> None:

@@ -26,6 +26,7 @@ from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
+from flyweight.engine.speculation.head import HeadDrafter, tap
 from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter
@@ -44,6 +45,7 @@ from flyweight.models.standard import plan_of
 
 if TYPE_CHECKING:
     from flyweight.models.decoder import Decoder
+    from flyweight.models.heads.head import DraftHead
 
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
@@ -80,7 +82,7 @@ class LLM:
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
                        None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
     offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step
-    speculate          ngram, model:NAME or auto: guess tokens and check several in one step (docs/speculation.md); off
+    speculate          ngram, model:NAME, eagle3:NAME, mtp or auto: guess tokens and check several in one step (docs/speculation.md); off
     kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
                        own files ask for, which is what happens if nothing is given
     prompt_dtype       int8 or fp8: steps of more than 256 tokens multiply 4-bit weights in 8 bits, faster and less exactly
@@ -112,7 +114,8 @@ class LLM:
                                                            native=native, offload=offload,
                                                            eight_bit_cache=scheme.format is not None,
                                                            adapters=self._read_adapters(adapters),
-                                                           eight_bit_prompts=prompt_dtype is not None)
+                                                           eight_bit_prompts=prompt_dtype is not None,
+                                                           tapped=wanted.is_head)
         if prompt_dtype is not None:
             self.decoder.narrow_prompts(prompt_dtype)
         self.config = config = self.decoder.config
@@ -125,7 +128,9 @@ class LLM:
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
-        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, cached, scheme.format, scheme.scales)
+        head = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
+        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, cached, scheme.format, scheme.scales,
+                           beside=head.token_bytes if head is not None else 0)
         self.kv_dtype = shape.dtype_name
         drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
         workspace = graphs = 0
@@ -133,7 +138,7 @@ class LLM:
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
                 workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
             graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
-            if drafter is not None:  # steps with guesses are captured beside the others
+            if drafter is not None or head is not None:  # steps with guesses are captured beside the others
                 graphs += graph_bytes(self.decoder, CAPACITY, 0)
             if isinstance(drafter, ModelDrafter):
                 graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
@@ -149,6 +154,9 @@ class LLM:
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
         )
         self.engine.scheduler.long_prompts = long_prompts(config)
+        if head is not None:
+            assert wanted.guesses is not None
+            drafter = HeadDrafter(head, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
             lengths = Measured() if wanted.guesses is None else Fixed(wanted.guesses)
             self.engine.speculator = Speculator(drafter, lengths)
@@ -160,7 +168,7 @@ class LLM:
 
     def _drafter(self, wanted: Speculation, *, context: int, sequences: int, block_size: int) -> Drafter | None:
         """Who guesses. A model's weights and cache are there before the memory for this one's cache is counted."""
-        if wanted.kind == "off":
+        if wanted.kind == "off" or wanted.is_head:  # a head is part of the engine's steps
             return None
         if wanted.model is None:
             return NgramDrafter()
@@ -429,7 +437,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
                  offload: int = 0, eight_bit_cache: bool = False, adapters: Adapters | None = None,
-                 eight_bit_prompts: bool = False) -> tuple[Any, str]:
+                 eight_bit_prompts: bool = False, tapped: bool = False) -> tuple[Any, str]:
     """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
     from flyweight.models import native as own
 
@@ -446,6 +454,8 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
             reason = reason or "they do not know LoRA adapters"
         if eight_bit_prompts:
             reason = reason or "they have no prompts in 8 bits"
+        if tapped:
+            reason = reason or "they show no hidden states to a head that guesses"
     if native and reason:
         raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
     if reason is None:
@@ -455,6 +465,26 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
     why = f" (no native kernels: {reason})" if device.type == "cpu" else ""
     decoder = Decoder.load(weights, device=device, dtype=dtype, exact=exact, offload=offload, adapters=adapters)
     return decoder, f"torch{why}"
+
+
+def load_head(wanted: Speculation, weights: Any, target: Decoder) -> DraftHead:
+    """The head that is asked for, in the bits of the model; its model shows it what it reads."""
+    from flyweight.models.heads import eagle3, mtp
+    from flyweight.models.heads.head import bits_of
+
+    if not hasattr(target, "taps"):
+        raise OptionError(f"speculate: {wanted.kind} needs the hidden states of the model, which this decoder does not give")
+    if long_prompts(target.config) is not None:
+        raise OptionError(f"speculate: {wanted.kind} cannot guess for models whose rope changes with the length of a prompt")
+    with shortage.told(f"{wanted.model or wanted.kind}: its weights do not fit beside those of the model"):
+        if wanted.kind == "mtp":
+            head = mtp.load(weights, target, bits=bits_of(target))
+        else:
+            assert wanted.model is not None
+            stored = eagle3.RandomHead(target) if wanted.model == eagle3.RANDOM else open_model(wanted.model, target.device)[0]
+            head = eagle3.load(stored, target, bits=bits_of(target))
+    tap(target, head)
+    return head
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -31,6 +31,7 @@ class CacheShape:
     dtype: torch.dtype
     format: KVFormat | None = None  # of 8-bit codes
     fixed: tuple[tuple[float, float], ...] | None = None  # scales of keys and values by layer, where a checkpoint gives them
+    beside: int = 0  # bytes of a token in the cache of a head that guesses
 
     @property
     def head_bytes(self) -> int:
@@ -41,7 +42,7 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_bytes
+        return 2 * self.layers * self.kv_heads * self.head_bytes + self.beside
 
     @property
     def dtype_name(self) -> str:

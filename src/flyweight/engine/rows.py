@@ -24,6 +24,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps a
 
 class Rows:
     before: Tensor | None = None  # every row is a sequence of its own
+    blank: int | None = None  # what tables hold where a sequence has no block, if anybody reads that far
 
     def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False):
         self.device, self.pages = device, pages
@@ -79,6 +80,8 @@ class Rows:
         self.written += [0] * len(requests)
         self.stamps += [request.preemptions for request in requests]
         self.sampling.enter(rows, requests)
+        if self.blank is not None:
+            self.tables[first : first + len(requests)].fill_(self.blank)
         if self.adapters is not None:
             (slots,) = upload(self.device, numpy.array([request.adapter for request in requests], dtype=numpy.int32))
             self.adapters[first : first + len(requests)].copy_(slots)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.packed import Padding, following, pack
+from flyweight.engine.packed import Packed, Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import top_logprobs
@@ -80,6 +80,18 @@ class Passes(Protocol):
         """Prepare those that most requests need ahead of the first one."""
 
 
+class Follower(Protocol):
+    """Who reads the hidden states of a step (models/taps.py) once its tokens are chosen."""
+
+    def after_pass(self, works: Sequence[Work], packed: Packed, tokens: Tensor) -> None:
+        """`tokens`: chosen after the rows that sample."""
+
+    def after_rows(self, works: Sequence[Work], rows: SharedRows, tokens: Tensor) -> None: ...
+
+    def skipped(self, works: Sequence[Work]) -> None:
+        """A step that left none."""
+
+
 @dataclass(frozen=True)
 class Flight:
     """A launched step. `results` waits for its tokens, and for nothing launched after it."""
@@ -133,6 +145,7 @@ class Runner:
                  context: int, sequences: int):
         self.model = model
         self.device = device
+        self.follower: Follower | None = None
         self.block_size = block_size
         self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
                          adapted=bool(slots_of(model)))
@@ -179,9 +192,10 @@ class Runner:
         """`launched` is called when the model is on its way, before tokens are chosen: constraints are asked after it."""
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            if self._is_captured(works):
+            shared = self._is_shared(works)
+            if self._is_captured(works) and not (shared and self.follower is not None):
                 choose = self._replay(works)
-            elif self._is_shared(works):
+            elif shared:
                 choose = self._replay_shared(works)
             else:
                 choose = self._forward(works)
@@ -197,7 +211,7 @@ class Runner:
 
     def _is_shared(self, works: Sequence[Work]) -> bool:
         """Answers with several new tokens: guesses, or what a drafting model has not seen."""
-        several = any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
+        several = self.follower is not None or any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
         return several and self.shared_steps is not None and self.shared_rows.takes(works)
 
     def _replay(self, works: Sequence[Work]) -> Callable[[], Flight]:
@@ -210,6 +224,8 @@ class Runner:
 
         def choose() -> Flight:
             tokens = rows.choose(logits, allowed=allowed_by(rows.requests))
+            if self.follower is not None:
+                self.follower.skipped(works)
             return self._land(works, places, logits, tokens)
 
         return choose
@@ -229,7 +245,10 @@ class Runner:
                 sampled, at, lengths = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths))
             tokens = self._choose(works, sampled, at, lengths.long())
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
-            return self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
+            flight = self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
+            if self.follower is not None:  # once the tokens are on their way to the host
+                self.follower.after_rows(works, rows, tokens)
+            return flight
 
         return choose
 
@@ -251,7 +270,10 @@ class Runner:
             if sampling:
                 last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
                 tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
-            return self._land(works, places, last, tokens, logits, packed.spans)
+            flight = self._land(works, places, last, tokens, logits, packed.spans)
+            if self.follower is not None:
+                self.follower.after_pass(works, packed, tokens)
+            return flight
 
         return choose
 

@@ -254,8 +254,14 @@ class DecodeStep:
             if decoder.embedding.scale is not None:
                 self.hidden.mul_(decoder.embedding.scale)
             self.stage.place = 0
+            if (taps := decoder.taps) is not None:
+                taps.begin(self.hidden)
             for block in decoder.in_turn():
+                if taps is not None:
+                    taps.take(block.index, self.hidden)
                 block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
+            if taps is not None:
+                taps.take(len(decoder.blocks), self.hidden)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)
             if self.shapes_logits:  # of the vocabulary alone: what fills it up stays −∞
                 self.logits.copy_(decoder.shape_logits(self.logits.float()))

@@ -32,14 +32,15 @@ class SharedRows:
         self.capacity = CAPACITY
         self.tables = torch.zeros(CAPACITY, rows.pages, dtype=torch.int32, device=rows.device)
         self.adapters = None if rows.adapters is None else rows.adapters.new_empty(CAPACITY)
-        # what one copy brings: tokens, places in `rows`, sampled rows, lengths and rows before
-        self._staged = torch.zeros(32 * CAPACITY, dtype=torch.uint8, device=rows.device)
+        # what one copy brings: tokens, places in `rows`, sampled rows, first rows, lengths and rows before
+        self._staged = torch.zeros(40 * CAPACITY, dtype=torch.uint8, device=rows.device)
         words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
         self.tokens = words[:CAPACITY]
         self.at = words[CAPACITY : 2 * CAPACITY]
         self.sampled = words[2 * CAPACITY : 3 * CAPACITY]
-        self.lengths = halves[6 * CAPACITY : 7 * CAPACITY]
-        self.before = halves[7 * CAPACITY :]
+        self.first = words[3 * CAPACITY : 4 * CAPACITY]  # of each sequence
+        self.lengths = halves[8 * CAPACITY : 9 * CAPACITY]
+        self.before = halves[9 * CAPACITY :]
 
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel takes, which the host knows."""
@@ -54,17 +55,19 @@ class SharedRows:
     def fill(self, works: Sequence[Work]) -> int:
         """Make the rows of this step, and the list of those that are sampled from; returns how many rows."""
         sampled: list[int] = []
+        first: list[int] = []
         tokens: list[int] = []
         at: list[int] = []
         lengths: list[int] = []
         before: list[int] = []
         for work in works:
+            first.append(len(tokens))
             tokens += [*work.request.tokens[work.start : work.start + work.known], *work.drafts]
             sampled += range(len(tokens) - work.outputs, len(tokens))
             at += [self.rows.row_of[work.request.number]] * work.count
             lengths += range(work.start + 1, work.start + 1 + work.count)
             before += range(work.count)
-        wide = [padded(column, numpy.int64) for column in (tokens, at, sampled)]
+        wide = [padded(column, numpy.int64) for column in (tokens, at, sampled, first)]
         narrow = [padded(column, numpy.int32) for column in (lengths, before)]
         upload(self.rows.device, *wide, *narrow, into=self._staged)
         torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
