@@ -70,6 +70,12 @@ class DecodeGraphs:
         # by size, and whether rows take tokens
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
+    def leave_out(self, sizes: Iterable[int]) -> None:
+        """Steps of so many rows run as larger ones."""
+        for size in sizes:
+            self.sizes.remove(size)
+            self.steps.pop(size, None)
+
     def logits(self, count: int) -> Tensor:
         """Of one step of the first `count` rows, which stay as they are."""
         return self._replay(count, False)

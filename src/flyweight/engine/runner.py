@@ -26,7 +26,7 @@ from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
 from flyweight.engine.sampling import top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.shared_rows import SIZES, SharedRows
+from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
@@ -176,7 +176,9 @@ class Runner:
             return None
         from flyweight.engine.graphs import DecodeGraphs
 
-        return DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
+        graphs = DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
+        graphs.leave_out(size for size in FUSED_SIZES if graphs.step(size).decode.separate is not None)
+        return graphs
 
     @functools.cached_property
     def passes(self) -> Passes | None:

@@ -28,7 +28,7 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.attention.qkv import mailbox_cycle, qkv_attention
+from flyweight.kernels.attention.qkv import chunk_of, mailbox_cycle, qkv_attention
 from flyweight.kernels.attention.qkv import unsupported_reason as separate_reason
 from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
 from flyweight.kernels.token import embed
@@ -121,8 +121,7 @@ class DecodeAttention:
             name: Rows(table, rows.lengths, rows.tables, rows.before)
             for name, table in pairs.items()
         }
-        if rows.before is not None:
-            separate = separate or "rows of one sequence share the step"
+        self.chunk = chunk_of(self.size, shared=rows.before is not None)
         first = self.layers[id(blocks[0])].shape
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
         self.workspace = Workspace.make(first, self.size, device)
@@ -143,7 +142,9 @@ class DecodeAttention:
         if any(block.whole_norms is not None for block in blocks):
             return "queries and keys are normed over all heads together"
         reasons = (
-            separate_reason(block.qkv.fused, self.layers[id(block)].shape, self.size, device)
+            separate_reason(
+                block.qkv.fused, self.layers[id(block)].shape, self.size, device, self.chunk
+            )
             for block in blocks
         )
         return next((reason for reason in reasons if reason), None)

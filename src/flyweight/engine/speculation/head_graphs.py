@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import KVStorage
-from flyweight.engine.speculation.shared_rows import CAPACITY, SIZES, SharedRows
+from flyweight.engine.speculation.shared_rows import CAPACITY, FUSED_SIZES, SIZES, SharedRows
 from flyweight.kernels import jit
 from flyweight.kernels.accept import ChainState, CheckedRows, accept
 from flyweight.kernels.attention.decode import rope_pairs
@@ -27,6 +27,8 @@ from flyweight.models.decoder import Decoder
 from flyweight.models.heads.head import DraftHead
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+# a lone layer's qkv and attention are two kernels, which are faster for eight rows than for fewer
+ROWS = tuple(size for size in SIZES if size not in FUSED_SIZES)
 
 
 def unsupported_reason(head: DraftHead, page: int) -> str | None:
@@ -73,14 +75,14 @@ class HeadGraphs:
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def warm_up(self) -> None:
-        for size in sorted(SIZES, reverse=True):
+        for size in sorted(ROWS, reverse=True):
             self._capture(("follow", size), self._follow(size))
         for size in sorted(SEQUENCES, reverse=True):
             self._capture(("chain", size), self._chain(size))
 
     def follow(self, rows: int) -> None:
         """The step's rows are in `rows`, the tokens chosen after them in `chosen`."""
-        size = next(size for size in SIZES if size >= rows)
+        size = next(size for size in ROWS if size >= rows)
         self._replay(("follow", size), lambda: self._follow(size))
 
     def chain(self, sequences: int) -> Tensor:

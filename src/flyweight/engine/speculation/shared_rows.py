@@ -20,10 +20,10 @@ from flyweight.kernels.attention.decode import CHUNK
 from flyweight.transfer import upload
 
 CAPACITY = 64
-# Rows that steps are captured for. Fewer than eight run as eight: qkv and attention are two kernels
-# here, and those are faster for eight rows than for one, two or four (`rows_N` of
-# benchmarks/workshop/speculation-h200.jsonl).
-SIZES = (8, 16, 24, 32, 48, 64)
+# Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are two, those are faster for
+# eight rows than for two or four (`rows_N` of benchmarks/workshop/speculation-h200.jsonl).
+FUSED_SIZES = (1, 2, 4)
+SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
 
 
 class SharedRows:

@@ -19,6 +19,7 @@ from flyweight.batch import KVStorage
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit
 from flyweight.kernels.attention.decode import (
+    CHUNK,
     COLUMNS,
     AttentionLayer,
     HeadShape,
@@ -74,9 +75,13 @@ def head_ctas(shape: HeadShape, device: Gpu) -> int:
     return min(device.processors // shape.kv_heads, (shape.group + 2) * shape.head_dim // 16)
 
 
-def linear_plan(weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu) -> Plan | None:
+def linear_plan(
+    weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu, chunk: int = 1
+) -> Plan | None:
+    """`chunk`: rows that may be of one sequence; keys and values of each lie in shared memory."""
     tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
-    own = shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
+    new = 4 * shape.head_dim + (32 if chunk > 1 else 0)
+    own = shape.group * (shape.head_dim + 8) * 2 + chunk * new + 128
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
         own += shape.group * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
@@ -85,7 +90,14 @@ def linear_plan(weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu) -
     return gemv.fitting_plan(weight.matrix, rows, device, tiles=tiles, more=own, alone=alone)
 
 
-def unsupported_reason(linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu) -> str | None:
+def chunk_of(rows: int, *, shared: bool) -> int:
+    """Rows of a step that may be of one sequence."""
+    return min(rows, CHUNK) if shared else 1
+
+
+def unsupported_reason(
+    linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu, chunk: int = 1
+) -> str | None:
     """None, or why this linear and its attention are not one kernel."""
     if not isinstance(linear, TiledLinear):
         return f"qkv runs as {linear.kernel}"
@@ -117,7 +129,7 @@ def unsupported_reason(linear: FusedLinear, shape: HeadShape, rows: int, device:
             f"rope turns {shape.rotary} of {shape.head_dim} dimensions, no multiple of "
             f"{shape.head_dim // 16}"
         )
-    if linear_plan(weight, shape, rows, device) is None:
+    if linear_plan(weight, shape, rows, device, chunk) is None:
         return (
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory beside "
             f"attention"
@@ -147,14 +159,16 @@ def qkv_attention(
     device = gpu.of(x.device)
     count = x.shape[0]
     ctas = head_ctas(shape, device)
-    chosen = linear_plan(weight, shape, count, device)
-    assert chosen is not None, unsupported_reason(linear, shape, count, device)
+    chunk = chunk_of(count, shared=rows.before is not None)
+    chosen = linear_plan(weight, shape, count, device, chunk)
+    assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
     norm = norm.folded
     defines = (
         gemv.defines(weight, count, chosen, device, norm=True)
         | shape.defines
         | {"HEAD_CTAS": ctas, "SHORTEST": SHORTEST}
         | eight_bit_defines(cache)
+        | ({"CHUNK": chunk} if chunk > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes
@@ -181,6 +195,7 @@ def qkv_attention(
         float(layer.scale),
         rows.tables.shape[1],
         gemv.tickets(weight, count, x.device),
+        *((rows.before,) if chunk > 1 else ()),
         *eight_bit_arguments(cache),
     )
     # one on every SM, so that all offer the same room
