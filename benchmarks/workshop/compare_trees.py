@@ -1,7 +1,7 @@
 """Two versions of the package on one GPU, taking turns: decode steps and first tokens of a model.
 
     python benchmarks/workshop/compare_trees.py OUT.jsonl --old OLD/src --new NEW/src \\
-        [--models qwen3-8b:int4,…] [--rounds 6]
+        [--models qwen3-8b:int4,…] [--only prefill] [--rounds 6]
 
 Each version is a process of its own, since both have one name; both hold the model at the same time
 and measure by turns, the one that begins changing from round to round: the second finds a warmer
@@ -58,9 +58,9 @@ def quantities(model: str) -> dict[str, Callable[[], float]]:
     return found
 
 
-def answer(model: str) -> None:
+def answer(model: str, only: str) -> None:
     """Measures once for each line that comes in."""
-    found = quantities(model)
+    found = {name: measure for name, measure in quantities(model).items() if only in name}
     for measure in (*found.values(), *found.values()):  # captures graphs, warms up
         measure()
     print("ready", flush=True)
@@ -71,10 +71,10 @@ def answer(model: str) -> None:
 class Version:
     """A process that measures one version when it is asked."""
 
-    def __init__(self, model: str, path: str, log: Path):
+    def __init__(self, model: str, only: str, path: str, log: Path):
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--measure", model],
+            [sys.executable, __file__, "--measure", model, "--only", only],
             env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -104,7 +104,7 @@ def taking_turns(model: str, options: argparse.Namespace) -> list[tuple[Times, T
     """(old, new) of each round."""
     paths = {"old": options.old, "new": options.new}
     versions = {
-        side: Version(model, path, options.out.with_suffix(f".{side}.log"))
+        side: Version(model, options.only, path, options.out.with_suffix(f".{side}.log"))
         for side, path in paths.items()
     }
     try:
@@ -156,13 +156,14 @@ def main() -> None:
     parser.add_argument("--old")
     parser.add_argument("--new")
     parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--only", default="", help="quantities with this in their names")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
         "--measure", help="for its own use: this model, once for each line it reads"
     )
     options = parser.parse_args()
     if options.measure:
-        answer(options.measure)
+        answer(options.measure, options.only)
     else:
         compare(options)
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from flyweight import LLM, SamplingParams
 from flyweight.checkpoint.formats.base import CheckpointNotice
 from flyweight.errors import CheckpointError, OptionError
+from flyweight.kernels.native import library
 from flyweight.kv_format import FP8
 from flyweight.models import presets
 from flyweight.models.random_folder import write_preset
@@ -95,10 +96,12 @@ def test_an_unknown_type_is_named():
         engine("fp9")
 
 
-def test_native_kernels_step_aside_and_say_why():
-    assert "they keep the KV cache in 16 bits" in engine("int8").executor
-    with pytest.raises(OptionError, match="16 bits; leave out --native"):
-        engine("int8", native=True)
+@pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
+def test_native_kernels_give_the_tokens_of_torch(kv_dtype):
+    native, torch = (engine(kv_dtype, native=own, exact=True) for own in (True, False))
+    assert native.executor.startswith("native") and torch.executor.startswith("torch")
+    assert native.kv_dtype == torch.kv_dtype == kv_dtype
+    assert answers(native) == answers(torch)
 
 
 @pytest.fixture

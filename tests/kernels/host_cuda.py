@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import os
 import platform
 import shutil
 import struct
@@ -20,7 +21,7 @@ INSTEAD = {"common.cuh": "host_cuda.cuh", "wgmma.cuh": "host_wgmma.cuh", "cluste
 HOST = gpu.Gpu(9, 0, 5, 232448, 233472)  # Hopper, with as many processors as a launch has CTAs for a whole GPU
 OWN_FLAGS = {"x86_64": ["-mf16c", "-mfma"], "aarch64": ["-fsigned-char"]}  # of machines that convert halves
 COMPILER = shutil.which("g++") if platform.machine() in OWN_FLAGS else None
-FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread",
+FLAGS = [*OWN_FLAGS.get(platform.machine(), ()), "-std=c++17", "-Og", "-w", "-ffp-contract=off", "-fPIC", "-pthread",
          "-fno-gnu-unique", "-fvisibility=hidden"]  # torch has functions of the same names
 # Every address is checked in the kernels whose shared memory is a struct of mixed words; elsewhere it costs a quarter of the time.
 ALIGNED = {"attention.cu", "qkv_attention.cu", "rope.cu", "sample.cu", "delta.cu"}
@@ -74,8 +75,24 @@ class Host:
         if not path.with_suffix(".so").exists():
             path.with_suffix(".cpp").write_text(source(file) + entry)
             checks = ["-fsanitize=alignment"] if file in ALIGNED else []
-            subprocess.run([COMPILER, *FLAGS, *checks, *flags, "-o", path.with_suffix(".so"), path.with_suffix(".cpp")], check=True)
+            made = path.with_suffix(f".{os.getpid()}.so")  # another worker may make the same one
+            headers = ["-include", str(self.headers(checks))]
+            subprocess.run([COMPILER, *FLAGS, *checks, *headers, *flags, "-shared", "-o", made, path.with_suffix(".cpp")], check=True)
+            made.replace(path.with_suffix(".so"))
         return Kernel(path, name)
+
+    def headers(self, checks: list[str]) -> Path:
+        """The library's headers, read once for all kernels: they are two thirds of a second of each."""
+        path = self.folder / f"library{len(checks)}.hpp"
+        made = path.with_suffix(".hpp.gch")
+        if not made.exists():
+            lines = [line for file in INSTEAD.values() for line in (Path(__file__).parent / file).read_text().splitlines()
+                     if line.startswith("#include <") and "immintrin" not in line]
+            path.write_text("\n".join(lines) + "\n")
+            own = made.with_suffix(f".{os.getpid()}")
+            subprocess.run([COMPILER, *FLAGS, *checks, "-x", "c++-header", "-o", own, path], check=True)
+            own.replace(made)
+        return path
 
 
 def pretend(monkeypatch, folder: Path) -> None:

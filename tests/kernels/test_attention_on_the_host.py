@@ -5,7 +5,7 @@ from dataclasses import replace
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import folder, host  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import host  # noqa: F401 (fixtures)
 
 from flyweight.batch import KVStorage
 from flyweight.kernels.attention import decode

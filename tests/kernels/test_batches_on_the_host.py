@@ -3,7 +3,7 @@
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host, mailboxes_are_empty, make, norm_of  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, host, mailboxes_are_empty, make, norm_of  # noqa: F401 (fixtures)
 
 from flyweight.kernels.linear import gemm_small, gemv, gemv_splitk, tiles
 from flyweight.kernels.linear.fused import Norm

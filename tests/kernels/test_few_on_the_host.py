@@ -5,7 +5,7 @@ import itertools
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host, linear_of, make  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, host, linear_of, make  # noqa: F401 (fixtures)
 
 from flyweight.gpu import GPUS
 from flyweight.kernels import tuned

@@ -22,11 +22,6 @@ LENGTHS = [1, 0, 17, 130, 65]  # a first token, padding, one behind a page borde
 NINE_LENGTHS = [1, 17, 0, 3, 66, 2, 30, 9, 70]  # more rows than the 8 that are packed together
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("host")
-
-
 @pytest.fixture(autouse=True)
 def host(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)

@@ -21,11 +21,6 @@ from flyweight.tensors import Float4, Float8, Int8Channel, IntGroup, Plain, Spar
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("host")
-
-
 @pytest.fixture(autouse=True)
 def host(monkeypatch, folder):
     torch.manual_seed(0)

@@ -30,11 +30,6 @@ SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=64, rotary=64, page=16, qk_norm=
 LENGTHS = [1, 0, 17, 130, 65]  # a first token, padding, one behind a page border; several runs
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("host")
-
-
 @pytest.fixture(autouse=True)
 def host(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)

@@ -19,11 +19,6 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 KVALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("host")
-
-
 @pytest.fixture(autouse=True)
 def host(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)

@@ -3,7 +3,7 @@
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, error_of_experts, folder, host, make, norm_of  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, error_of_experts, host, make, norm_of  # noqa: F401 (fixtures)
 
 from flyweight import gpu
 from flyweight.kernels import workspace

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host, linear_of, make  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, host, linear_of, make  # noqa: F401 (fixtures)
 from tuning import retune
 
 from flyweight.batch import KVStorage

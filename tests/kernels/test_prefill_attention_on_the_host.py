@@ -5,7 +5,6 @@ import dataclasses
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import folder  # noqa: F401 (a fixture)
 
 from flyweight.kernels.attention.prefill import BASE_2, Heads, Span, Tile, Units, attend
 
@@ -15,7 +14,7 @@ PAGE = 16
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch, folder):  # noqa: F811
+def host(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)
 
 

@@ -3,7 +3,7 @@
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host, linear_of, make  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, host, linear_of, make  # noqa: F401 (fixtures)
 
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.untile import recode

@@ -3,7 +3,7 @@
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, host  # noqa: F401 (fixtures)
+from test_kernels_on_the_host import error, host  # noqa: F401 (fixtures)
 
 from flyweight.kernels.linear import gemv, tiles
 from flyweight.kernels.linear.fused import Norm

@@ -16,11 +16,6 @@ VOCABULARY = 1300  # three chunks of a thread, the last of them ragged
 HELD = Plan(2, 32, True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("host")
-
-
 @pytest.fixture(autouse=True)
 def host(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)

@@ -14,7 +14,7 @@ defines = dict(FP16=0, SCALE_FP16=0, KDIM=2560, NDIM=3584, GROUP=128, ROWS=1, NO
 kernel = jit.load("experts.cu", defines=defines).kernel("experts")
 room = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
 slots = torch.zeros(1, dtype=torch.int32, device="cuda")  # where the router would write how many experts are in use
-kernel.launch(1, 32 * 9, (room, room, room, room, None, room, room, slots, 1e-6), shared=90_000)
+kernel.launch(1, 32 * 9, (room, room, room, room, None, None, room, room, slots, 1e-6), shared=90_000)
 try:
     torch.cuda.synchronize()
 except RuntimeError as error:

@@ -5,7 +5,7 @@ import dataclasses
 import host_cuda
 import pytest
 import torch
-from test_kernels_on_the_host import error, folder, tiles_by_rows  # noqa: F401 (a fixture)
+from test_kernels_on_the_host import error, tiles_by_rows
 
 from flyweight import gpu
 from flyweight.kernels import reference as ops
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch, folder):  # noqa: F811
+def host(monkeypatch, folder):
     """Items of a lane in any order within their window, and any of two copies, as a GPU would put them."""
     torch.manual_seed(0)
     host_cuda.pretend(monkeypatch, folder)

@@ -112,7 +112,6 @@ class LLM:
             with shortage.told(f"{model}: its weights do not fit"):
                 self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
                                                            native=native, offload=offload,
-                                                           eight_bit_cache=scheme.format is not None,
                                                            adapters=self._read_adapters(adapters),
                                                            eight_bit_prompts=prompt_dtype is not None,
                                                            tapped=wanted.is_head)
@@ -128,9 +127,9 @@ class LLM:
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
-        head = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
+        guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
         shape = CacheShape(config.layers, config.kv_heads, config.head_dim, cached, scheme.format, scheme.scales,
-                           beside=head.token_bytes if head is not None else 0)
+                           beside=guessing.token_bytes if guessing is not None else 0)
         self.kv_dtype = shape.dtype_name
         drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
         workspace = graphs = 0
@@ -138,7 +137,7 @@ class LLM:
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
                 workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
             graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
-            if drafter is not None or head is not None:  # steps with guesses are captured beside the others
+            if drafter is not None or guessing is not None:  # steps with guesses are captured beside the others
                 graphs += graph_bytes(self.decoder, CAPACITY, 0)
             if isinstance(drafter, ModelDrafter):
                 graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
@@ -154,9 +153,9 @@ class LLM:
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
         )
         self.engine.scheduler.long_prompts = long_prompts(config)
-        if head is not None:
+        if guessing is not None:
             assert wanted.guesses is not None
-            drafter = HeadDrafter(head, self.engine.runner, guesses=wanted.guesses)
+            drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
             lengths = Measured() if wanted.guesses is None else Fixed(wanted.guesses)
             self.engine.speculator = Speculator(drafter, lengths)
@@ -436,7 +435,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
-                 offload: int = 0, eight_bit_cache: bool = False, adapters: Adapters | None = None,
+                 offload: int = 0, adapters: Adapters | None = None,
                  eight_bit_prompts: bool = False, tapped: bool = False) -> tuple[Any, str]:
     """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
     from flyweight.models import native as own
@@ -448,8 +447,6 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
     reason: str | None = "turned off"
     if native is not False and device.type == "cpu":
         reason = own.why_not(ModelConfig.from_dict(weights.config), dtype)
-        if eight_bit_cache:
-            reason = reason or "they keep the KV cache in 16 bits"
         if adapters is not None:
             reason = reason or "they do not know LoRA adapters"
         if eight_bit_prompts:

@@ -15,6 +15,7 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import SamplingParams
 from flyweight.errors import UnsupportedError
 from flyweight.kernels.native import library
+from flyweight.kv_format import KV_FORMATS, KVFormat
 from flyweight.models.native import read_parts
 from flyweight.kernels.native.executor import NativeDecoder
 from flyweight.models.decoder import Decoder
@@ -56,12 +57,17 @@ STEPS = (  # (cached tokens, new tokens) of each sequence
 )
 
 
-def caches(config: dict, dtype: torch.dtype = torch.float32) -> list[KVStorage]:
+def caches(
+    config: dict,
+    dtype: torch.dtype = torch.float32,
+    format: KVFormat | None = None,
+    fixed: tuple[float, float] | None = None,
+) -> list[KVStorage]:
     heads = config["num_key_value_heads"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     shape = (PAGES, BLOCK, heads, size)
     return [
-        KVStorage(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        KVStorage.zeros(shape, dtype, torch.device("cpu"), format, fixed)
         for _ in range(config["num_hidden_layers"])
     ]
 
@@ -130,6 +136,38 @@ def test_x_in_8_bits_costs_percents_of_random_logits(scheme: str):
 @pytest.mark.parametrize("kv, most", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_the_cache_may_be_in_16_bits(kv: torch.dtype, most: float):
     assert largest_difference(LLAMA, "fp32", exact=True, kv=kv) < most
+
+
+@pytest.mark.parametrize("fixed", [None, (0.01, 0.03)], ids=["found", "given"])
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_the_cache_may_be_in_8_bits(name: str, fixed: tuple[float, float] | None):
+    """One layer writes the very codes and scales of the torch cache, but for values on an edge."""
+    config = LLAMA | dict(num_hidden_layers=1)
+    weights = PresetWeights(config, "fp32")
+    torch_decoder = Decoder.load(weights, device="cpu", dtype=torch.float32, exact=True)
+    native = NativeDecoder(read_parts(weights, exact=True))
+    theirs, ours = (caches(config, format=KV_FORMATS[name], fixed=fixed) for _ in range(2))
+    for sequences in STEPS:
+        batch = make_batch(sequences)
+        expected = torch_decoder.forward(batch, theirs)
+        logits = native.forward(batch, ours)
+        assert (logits - expected).norm() < 2e-3 * expected.norm()
+    assert theirs[0].eight is not None and ours[0].eight is not None
+    assert torch.equal(ours[0].eight.scales == 0, theirs[0].eight.scales == 0)
+    scales = ours[0].eight.scales.float()
+    assert torch.allclose(scales, theirs[0].eight.scales.float(), rtol=0.01)
+    for side in ("keys", "values"):
+        codes, wanted = (getattr(cache[0], side).view(torch.uint8) for cache in (ours, theirs))
+        assert wanted.count_nonzero() > 1000
+        assert (codes != wanted).float().mean() < 0.002
+
+
+def test_codes_of_nan_are_nan():
+    pages = caches(LLAMA, format=KV_FORMATS["fp8"])
+    parts = read_parts(PresetWeights(LLAMA, "fp32"), exact=True)
+    parts.layers[0].qkv[2].tensors["data"].fill_(0xFF)  # float32 of such bytes is NaN
+    logits = NativeDecoder(parts).forward(make_batch([(0, 3)]), pages)
+    assert logits.isnan().all()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -3,7 +3,7 @@ models.decoder.Decoder.
 
 The model is handed over as `Parts`: packed weights and plain numbers, which become the C structs
 of source/decoder.h. Batches are ragged, as the engine makes them: prompts, parts of prompts and
-single tokens in any mix, over the paged cache in float32, float16 or bfloat16.
+single tokens in any mix, over the paged cache in float32, float16, bfloat16 or 8-bit codes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from flyweight.batch import Batch, KVStorage
 from flyweight.kernels.native import library
 from flyweight.kernels.native.weight import Weight
 
-STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+STORAGE = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.int8: 4,
+}
 GATED = {"silu": 2, "gelu": 3}  # `Mode` of source/matrix.h
 MOST_PARTS = 3
 
@@ -152,6 +158,8 @@ class CStep(ctypes.Structure):
                 "output_rows",
                 "keys",
                 "values",
+                "scales",
+                "fixed_scales",
                 "logits",
                 "states",
             )
@@ -166,11 +174,19 @@ class Pages:
     caches: Sequence[KVStorage]
     keys: Any = field(init=False)
     values: Any = field(init=False)
+    scales: Any = field(init=False)  # of codes: keys' and values' of each layer
+    fixed_scales: Any = field(init=False)  # 0: found for each token
 
     def __post_init__(self) -> None:
         addresses = ctypes.c_void_p * len(self.caches)
         self.keys = addresses(*(cache.keys.data_ptr() for cache in self.caches))
         self.values = addresses(*(cache.values.data_ptr() for cache in self.caches))
+        coded = [cache.eight for cache in self.caches if cache.eight is not None]
+        sides = [side for eight in coded for side in eight.scales]
+        self.scales = (ctypes.c_void_p * len(sides))(*(side.data_ptr() for side in sides))
+        fixed = torch.tensor([eight.fixed or (0.0, 0.0) for eight in coded]).bfloat16()
+        bits = fixed.view(torch.int16).flatten().tolist()
+        self.fixed_scales = (ctypes.c_int16 * len(bits))(*bits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +255,8 @@ class NativeDecoder:
             output_rows=output_rows.data_ptr(),
             keys=ctypes.addressof(self.pages.keys),
             values=ctypes.addressof(self.pages.values),
+            scales=ctypes.addressof(self.pages.scales),
+            fixed_scales=ctypes.addressof(self.pages.fixed_scales),
             **results,
         )
         team = library.team()

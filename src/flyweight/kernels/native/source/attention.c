@@ -1,4 +1,4 @@
-// Rope, the paged KV cache, and attention over it.
+// Rope, and attention over the paged KV cache.
 //
 // An item of work is one tile of a sequence's new tokens and one kv head (or, where there would be
 // too few items, one query head). Keys and values of TILE tokens at a time are gathered from their
@@ -51,51 +51,6 @@ static Scratch place(const Decoder *d, void *memory) {
     return s;
 }
 
-// -- the cache ------------------------------------------------------------------------------------
-
-static void store(void *to, const float *from, int count, int storage) {
-    for (int d = 0; d < count; d += WIDTH) {
-        floats8 eight = floats_load(from + d);
-        if (storage == STORE_FLOAT32) floats_store((float *)to + d, eight);
-        else if (storage == STORE_FLOAT16) halves_store((uint16_t *)to + d, eight);
-        else
-            for (int i = 0; i < WIDTH; i++) {
-                uint32_t bits;
-                memcpy(&bits, from + d + i, 4);
-                bits = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000
-                        : bits + 0x7fff + (bits >> 16 & 1);
-                ((uint16_t *)to)[d + i] = (uint16_t)(bits >> 16);
-            }
-    }
-}
-
-void fetch(float *to, const void *from, int count, int storage) {
-    for (int d = 0; d < count; d += WIDTH) {
-        if (storage == STORE_FLOAT32) floats_store(to + d, floats_load((const float *)from + d));
-        else if (storage == STORE_FLOAT16) floats_store(to + d,
-                halves_load((const uint16_t *)from + d));
-        else floats_store(to + d, bfloats_load((const uint16_t *)from + d));
-    }
-}
-
-static size_t bytes_of(const Decoder *d) {
-    return d->storage == STORE_FLOAT32 ? 4 : 2;
-}
-
-static void gather(const Item *item, int kv_head, int begin, int count, const void *pages,
-        float *to) {
-    const Decoder *d = item->run->decoder;
-    const Step *step = item->run->step;
-    const int32_t *table = step->block_tables + (size_t)item->sequence * step->table_width;
-    for (int i = 0; i < count; i++) {
-        size_t page = table[(begin + i) / d->block_size];
-        size_t slot = page * d->block_size + (begin + i) % d->block_size;
-        size_t at = (slot * d->kv_heads + kv_head) * d->head_dim;
-        fetch(to + i * d->head_dim, (const uint8_t *)pages + at * bytes_of(d), d->head_dim,
-                d->storage);
-    }
-}
-
 // -- norm and rope --------------------------------------------------------------------------------
 
 void rms_norm(const float *x, const float *weight, float *out, int size, float epsilon) {
@@ -129,19 +84,16 @@ void rope_and_store(const Run *run, Team *team, int layer) {
     const Layer *l = d->layers + layer;
     int size = d->head_dim;
     int all = d->heads + 2 * d->kv_heads;
-    int width = bytes_of(d);
     for (int row; (row = team_claim(team, 1)) < run->rows;) {
         float *heads = run->qkv + (size_t)row * all * size;
-        size_t at = (size_t)step->slots[row] * d->kv_heads * size;
         for (int h = 0; h < d->heads + d->kv_heads; h++) {
             const float *norm = h < d->heads ? l->query_norm : l->key_norm;
             if (norm) rms_norm(heads + h * size, norm, heads + h * size, size, d->epsilon);
             turn(d, heads + h * size, step->positions[row]);
         }
         const float *keys = heads + d->heads * size;
-        const float *values = keys + d->kv_heads * size;
-        store((uint8_t *)step->keys[layer] + at * width, keys, d->kv_heads * size, d->storage);
-        store((uint8_t *)step->values[layer] + at * width, values, d->kv_heads * size, d->storage);
+        cache_write(run, layer, KEYS, step->slots[row], keys);
+        cache_write(run, layer, VALUES, step->slots[row], keys + d->kv_heads * size);
     }
 }
 
@@ -281,8 +233,9 @@ static void attend_item(const Item *item, Scratch *s) {
     for (int t = begin; t < end; t += TILE) {
         int count = end - t < TILE ? end - t : TILE;
         int row = 0;
-        gather(item, kv_head, t, count, step->keys[item->layer], s->keys);
-        gather(item, kv_head, t, count, step->values[item->layer], s->values);
+        Span span = {item->layer, item->sequence, kv_head, t, count};
+        cache_read(run, span, KEYS, s->keys);
+        cache_read(run, span, VALUES, s->values);
         for (; row + 2 <= rows; row += 2) attend_rows(item, s, row, t, count, 2);
         if (row < rows) attend_rows(item, s, row, t, count, 1);
     }

@@ -3,7 +3,8 @@
 
 #include "matrix.h"
 
-enum Storage { STORE_FLOAT32, STORE_FLOAT16, STORE_BFLOAT16 };
+enum Storage { STORE_FLOAT32, STORE_FLOAT16, STORE_BFLOAT16, STORE_FLOAT8, STORE_INT8 };
+enum Side { KEYS, VALUES };
 
 #define MOST_PARTS 3
 
@@ -69,6 +70,8 @@ typedef struct {
     const int64_t *output_rows;   // [outputs]
     void *const *keys;            // [layers]: [blocks][block_size][kv_heads][head_dim]
     void *const *values;
+    uint16_t *const *scales;      // [layers][2]: bfloat16 [blocks][kv_heads][block_size], of codes
+    const uint16_t *fixed_scales; // [layers][2]: bfloat16; 0: found for each token
     float *logits;                // [outputs][vocabulary]
     float *states;                // [outputs][hidden] instead of logits, or NULL
 } Step;
@@ -92,8 +95,23 @@ typedef struct {
 
 size_t attention_bytes(const Decoder *decoder);
 
-// Stored numbers as float32; `count` is rounded up to whole vectors of eight.
+// Stored numbers (no codes) as float32; `count` is rounded up to whole vectors of eight.
 void fetch(float *to, const void *from, int count, int storage);
+
+// A token's keys or values (enum Side) of all kv heads, into their slot.
+void cache_write(const Run *run, int layer, int side, size_t slot, const float *from);
+
+// One kv head's keys or values of so many tokens of a sequence, from `begin` on.
+typedef struct {
+    int layer;
+    int sequence;
+    int kv_head;
+    int begin;
+    int count;
+} Span;
+
+// → [count][head_dim]
+void cache_read(const Run *run, Span span, int side, float *to);
 
 // Norms and turns q and k, and writes k and v into their slots: the calling thread's share.
 void rope_and_store(const Run *run, Team *team, int layer);
