@@ -1,6 +1,6 @@
 """What a step of several rows of one sequence costs against a step of one, and how fast answers come if guesses are right.
 
-    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context 1024]
+    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context 1024] [--head int8]
 
 Prints JSON lines: `rows_N` with qkv and attention in one kernel where they can be, `rows_N_apart` in two. Weights are random, so no guess would be right: in `answer` rows drafter and verification run in full in every
 step, and only the number of accepted guesses is forced, as the row says, with the drafter's shape and its time.
@@ -32,6 +32,7 @@ from flyweight.engine.speculation.speculator import Speculator
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads import eagle3
 from flyweight.models.heads.head import bits_of
+from flyweight.models.narrow_head import narrow_head
 from flyweight.models.presets import PresetWeights
 
 PAGE = 16
@@ -160,11 +161,13 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--scheme", default="int4")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
-    decoder = Decoder.load(PresetWeights(options.model, options.scheme, device=device), device=device, dtype=torch.bfloat16)
-    facts = {"model": options.model, "scheme": options.scheme, "context": options.context,
+    weights = narrow_head(PresetWeights(options.model, options.scheme, device=device), options.head)
+    decoder = Decoder.load(weights, device=device, dtype=torch.bfloat16)
+    facts = {"model": options.model, "scheme": options.scheme, "head": options.head or "stored", "context": options.context,
              "gpu": torch.cuda.get_device_name(0), "load_s": round(time.perf_counter() - begin, 1)}
     costs = step_costs(decoder, options.context)
     ratios = {f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3) for count in (4, 8)}
