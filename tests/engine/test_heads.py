@@ -10,16 +10,20 @@ from flyweight import LLM
 from flyweight.engine.speculation.option import Speculation
 from flyweight.errors import CheckpointError, OptionError
 from flyweight.kernels.accept import last_rows
+from flyweight.models import presets
+from flyweight.models.config import ModelConfig
 from flyweight.models.heads import eagle3
 from flyweight.models.presets import PRESETS, preset_config
+from flyweight.models.standard import plan_of
 
-HIDDEN, HEADS, KV_HEADS, SIZE, VOCABULARY = 256, 4, 2, 64, 512
+HIDDEN, HEADS, KV_HEADS, SIZE, VOCABULARY, TOKENS = 64, 4, 2, 16, 128, 512
 PROMPTS = [[5, 6, 7, 8] * 9, [300, 2, 9], list(range(40, 75))]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def layered():
-    PRESETS["six-layers"] = preset_config("tiny") | {"num_hidden_layers": 6, "vocab_size": 2048}
+    PRESETS["six-layers"] = preset_config("tiny") | dict(
+        num_hidden_layers=6, vocab_size=TOKENS, hidden_size=HIDDEN, intermediate_size=96, head_dim=SIZE)
     yield
     del PRESETS["six-layers"]
 
@@ -28,16 +32,16 @@ def random_head(seed=0, layer="midlayer.", **changes):
     """Weights of which the guesses depend on every part."""
     config = dict(
         architectures=["LlamaForCausalLMEagle3"], model_type="llama", hidden_act="silu", hidden_size=HIDDEN,
-        intermediate_size=320, num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=SIZE,
-        vocab_size=2048, draft_vocab_size=VOCABULARY, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64,
+        intermediate_size=80, num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=SIZE,
+        vocab_size=TOKENS, draft_vocab_size=VOCABULARY, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64,
     ) | changes
     torch.manual_seed(seed)
     tensors = {}
     for name, shape in eagle3.shapes(config, HIDDEN).items():
         tensors[name] = torch.randn(shape) / shape[-1] ** 0.5 if len(shape) == 2 else 1 + 0.3 * torch.randn(shape)
-    kept = torch.randperm(2048)[:VOCABULARY].sort().values
+    kept = torch.randperm(TOKENS)[:VOCABULARY].sort().values
     tensors["d2t"] = kept - torch.arange(VOCABULARY)
-    tensors["t2d"] = torch.isin(torch.arange(2048), kept)
+    tensors["t2d"] = torch.isin(torch.arange(TOKENS), kept)
     return config, {name.replace("midlayer.", layer): value for name, value in tensors.items()}
 
 
@@ -152,14 +156,14 @@ def test_guesses_go_on_after_right_ones(tmp_path):
 def test_a_head_of_another_model_is_refused(tmp_path):
     config, tensors = random_head()
     for change, words in [
-        (dict(hidden_size=128, head_dim=32), "it was made for another model"),
+        (dict(hidden_size=32, head_dim=8), "it was made for another model"),
         (dict(architectures=["LlamaForCausalLM"]), "not an EAGLE-3 head"),
         (dict(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), "layers \\[1, 2, 9\\]"),
     ]:
         folder = write(tmp_path / words[:6], config | change, tensors)
         with pytest.raises(CheckpointError, match=words):
             LLM("preset:six-layers:fp32", device="cpu", max_model_len=96, speculate=f"eagle3:{folder}")
-    tensors["d2t"] += 2048
+    tensors["d2t"] += TOKENS
     with pytest.raises(CheckpointError, match="d2t names tokens"):
         LLM("preset:six-layers:fp32", device="cpu", max_model_len=96, speculate=f"eagle3:{write(tmp_path / 'ids', config, tensors)}")
 
@@ -183,3 +187,46 @@ def test_the_last_right_row_of_each_sequence():
 def test_nothing_is_written_where_nobody_asks():
     llm = LLM("preset:six-layers:fp32", device="cpu", max_model_len=96, native=False, speculate="ngram")
     assert llm.decoder.taps is None and llm.engine.runner.follower is None
+
+
+@pytest.fixture
+def with_mtp(monkeypatch):
+    """Presets that have a head of their own, under the names of Qwen3-Next."""
+    plain = presets.PresetWeights.__init__
+
+    def make(self, *arguments, **options):
+        plain(self, *arguments, **options)
+        layer = plan_of(ModelConfig.from_dict(self.config)).layers[0]
+        self.shapes |= {f"mtp.layers.0.{name}": shape for name, shape in presets.layer_shapes(layer).items()}
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        self.shapes |= {f"mtp.{name}.weight": (HIDDEN,) for name in norms} | {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)}
+
+    monkeypatch.setattr(presets.PresetWeights, "__init__", make)
+
+
+def test_mtp_guesses_are_those_of_a_plain_forward_pass(with_mtp):
+    llm = LLM("preset:six-layers:fp32", device="cpu", max_model_len=96, speculate="mtp:3", max_num_batched_tokens=20)
+    plain = LLM("preset:six-layers:fp32", device="cpu", max_model_len=96, native=False)
+    seen = watch(llm)
+    want, got = (one.generate(PROMPTS, max_tokens=8, temperature=0, ignore_eos=True) for one in (plain, llm))
+    assert [one.completions[0].token_ids for one in got] == [one.completions[0].token_ids for one in want]
+    decoder, head, weights = llm.decoder, llm.engine.speculator.drafter.head, llm.weights
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights.tensor(f"{name}.weight")
+
+    def guesses_of(tokens):
+        decoder.forward_whole(torch.tensor([tokens[:-1]]))
+        hidden, found = norm(decoder.taps.states[0], "model.norm"), []
+        for _ in range(3):
+            embedded = decoder.embedding(torch.tensor([*tokens[1:], *found]))
+            x = torch.cat([norm(embedded, "mtp.pre_fc_norm_embedding"), norm(hidden, "mtp.pre_fc_norm_hidden")], -1)
+            x = (x @ weights.tensor("mtp.fc.weight").T)[None]
+            out = norm(head.block.run(x, decoder.whole(x.shape[1]))[0], "mtp.norm")
+            found.append(int(decoder.head(out[-1:]).argmax()))
+            hidden = torch.cat([hidden, out[-1:]])
+        return found
+
+    assert len(seen) > 12
+    for tokens, guesses in seen[:: len(seen) // 6]:
+        assert guesses == guesses_of(tokens)[: len(guesses)]
