@@ -42,12 +42,24 @@ class Layout:
 
 def layout_of(weights: Weights, layers: int) -> Layout:
     if weights.has("mtp.fc.weight"):
-        own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        return Layout("mtp.layers.0.", *(f"mtp.{name}" for name in own), norms_result=True)
+        return Layout(
+            layer="mtp.layers.0.",
+            embedding_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            mix="mtp.fc",
+            norm="mtp.norm",
+            norms_result=True,
+        )
     layer = f"model.layers.{layers}."
     if weights.has(f"{layer}eh_proj.weight"):
-        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        return Layout(layer, *(layer + name for name in names), norms_result=False)
+        return Layout(
+            layer=layer,
+            embedding_norm=f"{layer}enorm",
+            hidden_norm=f"{layer}hnorm",
+            mix=f"{layer}eh_proj",
+            norm=f"{layer}shared_head.norm",
+            norms_result=False,
+        )
     raise CheckpointError(
         "this model has no head of its own that guesses (no mtp.fc, no layer behind the last); "
         "use ngram, model:NAME or eagle3:NAME"
