@@ -311,6 +311,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")
     llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None, memory_fraction=0.3)
     stored = options.out / "answers.json"
     if not stored.exists():
