@@ -26,7 +26,7 @@ from flyweight.models.decode_step import DecodeAttention, StepRows, head_shape
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads.head import DraftHead
 
-SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # of which rows of a step fill one at least: `accept` writes as many
 # a lone layer's qkv and attention are two kernels, which are faster for eight rows than for fewer
 ROWS = tuple(size for size in SIZES if size not in FUSED_SIZES)
 
