@@ -102,7 +102,7 @@ def watch(llm):
 
     def watched(requests, most):
         found = propose(requests, most)
-        seen.extend((list(request.tokens), found[request.number]) for request in requests if request.number in found)
+        seen.extend((list(request.tokens), list(found[request.number])) for request in requests if request.number in found)
         return found
 
     drafter.propose = watched
@@ -140,7 +140,7 @@ def test_guesses_go_on_after_right_ones(tmp_path):
         found = propose(requests, most)
         for request in requests:
             if request.number in found:
-                seen.append((list(request.tokens), found[request.number]))
+                seen.append((list(request.tokens), list(found[request.number])))
                 begin = len(request.tokens)
                 found[request.number] = [*text[begin : begin + 2], 1][: most[request.number]]
         return found

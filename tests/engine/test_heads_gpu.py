@@ -5,6 +5,7 @@ import torch
 from gpu_models import BEST, CUDA, gap_where_parted, load, make_engine, params, prompts, run
 
 from flyweight.engine.speculation.head import HeadDrafter, tap
+from flyweight.engine.speculation.late import LateDrafts
 from flyweight.engine.speculation.lengths import Fixed
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.models.heads import eagle3
@@ -28,7 +29,7 @@ class Watched:
         found = self.drafter.propose(requests, most)
         for request in requests:
             if (guesses := found.get(request.number)) is not None:
-                self.seen[tuple(request.tokens)] = guesses
+                self.seen[tuple(request.tokens)] = guesses = list(guesses)
                 text = next((text for text in self.texts if text[: len(request.tokens)] == request.tokens), [])
                 begin = len(request.tokens)
                 right = text[begin : begin + 1 + begin % 3]
@@ -69,3 +70,37 @@ def test_captured_guesses_are_those_made_step_by_step(scheme):
              for i in range(3)]
     print(scheme, "alike:", alike, "of", len(common))
     assert len(common) > 40 and alike[0] > 0.85 * len(common) and alike[2] > 0.5 * len(common)
+
+
+def test_guesses_that_the_host_has_not_read_are_those_that_are_checked():
+    """The guesses are made right on the device, where the step takes them from."""
+    decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
+    asked = prompts(decoder.config, 3)
+    plain = make_engine(decoder)
+    want = [plain.submit(prompt, params(logprobs=BEST)) for prompt in asked]
+    run(plain, [one for (one,) in want])
+    head = eagle3.load(eagle3.RandomHead(decoder, 1000), decoder)
+    tap(decoder, head)
+    engine = make_engine(decoder)
+    drafter = HeadDrafter(head, engine.runner, guesses=3)
+    right = {tuple(one.tokens[:i]): one.tokens[i : i + 3] for (one,) in want for i in range(len(one.prompt), len(one.tokens) - 3)}
+    propose = drafter.propose
+
+    def propose_right(requests, most):
+        found = propose(requests, most)
+        for request in requests:
+            drafts, text = found.get(request.number), right.get(tuple(request.tokens))
+            if isinstance(drafts, LateDrafts) and text is not None:
+                values = torch.tensor(text, device=CUDA)
+                drafts.arrival.found[:3, drafts.column] = values
+                drafts.arrival.columns[drafts.column] = text
+        return found
+
+    drafter.propose = propose_right
+    engine.speculator = Speculator(drafter, Fixed(3))
+    got = [engine.submit(prompt, params(logprobs=BEST)) for prompt in asked]
+    run(engine, [one for (one,) in got])
+    gaps = [gap_where_parted(one, other) for (one,), (other,) in zip(want, got, strict=True)]
+    print(engine.speculator.accepted, "of", engine.speculator.drafted, gaps)
+    assert all(gap is None or gap < GAP for gap in gaps)
+    assert engine.speculator.accepted > 0.5 * engine.speculator.drafted

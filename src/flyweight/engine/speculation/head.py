@@ -4,7 +4,8 @@ The head follows every step of the model (`Runner.follower`): what the step leav
 (models/taps.py), with the tokens chosen after it, goes through the head's layer, whose keys and
 values lie in blocks of the same numbers as the model's. So prompts, the prefix cache, preemption
 and cancellation need nothing of their own. Right behind it come the guesses for the next step, all
-launched before the host has read what the step chose; `propose` reads them.
+launched before the host has read what the step chose. The host does not read them before it launches
+the step that checks them (late.py).
 
 A guess is the head's likeliest token, also where the request samples: it is kept as often as the
 model's own sampler chooses that token (verify.py).
@@ -31,13 +32,14 @@ from flyweight.engine.request import Request
 from flyweight.engine.runner import Runner
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.head_graphs import HeadGraphs, unsupported_reason
+from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.shared_rows import CAPACITY, SharedRows
 from flyweight.kernels.accept import last_rows
 from flyweight.models.attention import Paged
 from flyweight.models.decoder import Decoder
 from flyweight.models.heads.head import DraftHead
 from flyweight.models.taps import Taps
-from flyweight.transfer import Download, upload
+from flyweight.transfer import upload
 
 
 def tap(target: Decoder, head: DraftHead) -> None:
@@ -60,8 +62,7 @@ class HeadDrafter:
         self.runner = runner
         self.guesses = guesses
         self.cache = head.cache(runner.spare + 1, runner.block_size)
-        self.flight: tuple[list[int], Download] | None = None  # by column, and the guesses
-        self.guessed: dict[int, list[int]] = {}  # those that were read
+        self.guessed: dict[int, Sequence[int]] = {}
         self.lost: set[int] = set()  # requests with a hole in the head's cache
         runner.follower = self
         runner.rows.blank = runner.spare
@@ -84,19 +85,11 @@ class HeadDrafter:
             self.graphs.warm_up()
 
     def promising(self, request: Request) -> bool:
-        on_their_way = self.flight is not None and request.number in self.flight[0]
-        return on_their_way or request.number in self.guessed
+        return request.number in self.guessed
 
-    def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> dict[int, list[int]]:
-        if self.flight is not None:
-            numbers, download = self.flight
-            self.flight = None
-            columns = list(zip(*download.lists()[0], strict=True))
-            self.guessed |= {
-                number: list(column)
-                for number, column in zip(numbers, columns, strict=False)
-                if number not in self.lost
-            }
+    def propose(
+        self, requests: Sequence[Request], most: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
         return {
             request.number: self.guessed[request.number][: most[request.number]]
             for request in requests
@@ -125,8 +118,7 @@ class HeadDrafter:
         self._over(works)
         self.graphs.chosen[: len(tokens)].copy_(tokens)
         self.graphs.follow(len(tokens))
-        found = self.graphs.chain(len(works))
-        self.flight = [work.request.number for work in works], Download(found)
+        self._expect(works, self.graphs.chain(len(works)))
 
     def after_pass(self, works: Sequence[Work], packed: Packed, tokens: Tensor) -> None:
         """A step of any mix; `tokens`: chosen after the rows that sample."""
@@ -160,13 +152,23 @@ class HeadDrafter:
             batch.positions.index_select(0, rows).int() + 1,
             self.runner.rows.tables.index_select(0, places),
         )
-        self.flight = [work.request.number for work in sampling], Download(found)
+        self._expect(sampling, found)
+
+    def _expect(self, works: Sequence[Work], found: Tensor) -> None:
+        """Guesses [guesses, sequences] for the next step of these, which the host has not read. They
+        lie where those before them lay, so none of those may be checked any more.
+        """
+        self.guessed.clear()
+        arrival = Arrival(found)
+        for column, work in enumerate(works):
+            number = work.request.number
+            if number not in self.lost:
+                self.guessed[number] = LateDrafts(arrival, column, self.guesses)
 
     def _over(self, works: Sequence[Work]) -> None:
         """Guesses for these have had their step."""
         for work in works:
             self.guessed.pop(work.request.number, None)
-        self.flight = None
 
     def _following(
         self, works: Sequence[Work], batch: Batch, sampled: Tensor, tokens: Tensor

@@ -16,6 +16,7 @@ import torch
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
+from flyweight.engine.speculation.late import LateDrafts
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.transfer import upload
 
@@ -56,13 +57,19 @@ class SharedRows:
         """Make the rows of this step, and the list of those that are sampled from; returns how many rows."""
         sampled: list[int] = []
         first: list[int] = []
+        late: list[tuple[int, LateDrafts]] = []
         tokens: list[int] = []
         at: list[int] = []
         lengths: list[int] = []
         before: list[int] = []
         for work in works:
             first.append(len(tokens))
-            tokens += [*work.request.tokens[work.start : work.start + work.known], *work.drafts]
+            tokens += work.request.tokens[work.start : work.start + work.known]
+            if isinstance(work.drafts, LateDrafts):
+                late.append((len(tokens), work.drafts))
+                tokens += [0] * len(work.drafts)
+            else:
+                tokens += work.drafts
             sampled += range(len(tokens) - work.outputs, len(tokens))
             at += [self.rows.row_of[work.request.number]] * work.count
             lengths += range(work.start + 1, work.start + 1 + work.count)
@@ -70,6 +77,8 @@ class SharedRows:
         wide = [padded(column, numpy.int64) for column in (tokens, at, sampled, first)]
         narrow = [padded(column, numpy.int32) for column in (lengths, before)]
         upload(self.rows.device, *wide, *narrow, into=self._staged)
+        for begin, drafts in late:
+            drafts.put(self.tokens[begin : begin + len(drafts)])
         torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
         if self.adapters is not None and self.rows.adapters is not None:
             torch.index_select(self.rows.adapters, 0, self.at, out=self.adapters)
