@@ -30,7 +30,7 @@ from flyweight.bench.kernels import chosen
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile, turns
 from flyweight.engine import ahead
-from flyweight.engine.graphs import DecodeGraphs
+from flyweight.engine.graphs import Choice, DecodeGraphs
 from flyweight.engine.rows import Rows
 from flyweight.kernels import jit, precompile
 from flyweight.kernels.attention import qkv
@@ -106,7 +106,7 @@ class Captured:
     files: frozenset[jit.Wanted]  # what it launches
 
     def replay(self, size: int) -> None:
-        self.graphs.graphs[size, True].replay()
+        self.graphs.graphs[size, Choice.GREEDY].replay()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile, turns
 from flyweight.checkpoint.adapter import Adapter, LowRank
 from flyweight.engine import ahead
-from flyweight.engine.graphs import DecodeGraphs
+from flyweight.engine.graphs import Choice, DecodeGraphs
 from flyweight.engine.rows import Rows
 from flyweight.kernels import jit, precompile
 from flyweight.kernels.dry_run import dry_run
@@ -85,9 +85,9 @@ def capture(decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool)
         slots = [row % ADAPTERS if used else NOBODY for row in range(table.capacity)]
         table.adapters.copy_(torch.tensor(slots, dtype=torch.int32))
     graphs = DecodeGraphs(decoder, caches, table, sizes=(table.capacity,))
-    graphs.capture(table.capacity, False)  # which takes no token, so that every replay is the same step
+    graphs.capture(table.capacity, Choice.NONE)  # which takes no token, so that every replay is the same step
     kept.append(graphs)
-    return graphs.graphs[table.capacity, False]
+    return graphs.graphs[table.capacity, Choice.NONE]
 
 
 kept: list[DecodeGraphs] = []  # whose buffers the graphs read

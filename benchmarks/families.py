@@ -54,6 +54,8 @@ CHECKED = {
     "mistral-small-24b": 2,
     "gpt-oss-20b": 2,
     "glm-4.5-air": 2,
+    "deepseek-v2-lite": 2,
+    "deepseek-v3": 2,
     "olmo2-7b": 2,
     "ministral-8b": 2,
 }
@@ -73,6 +75,10 @@ def small_config(preset: str, layers: int, *, tiny: bool) -> dict[str, Any]:
     for key in EXPERTS:
         if config.get(key):
             config[key] = min(config[key], 8 if tiny else 16)
+    if (config.get("n_group") or 1) > 1:  # whose best two experts are looked at
+        config |= dict(n_group=4, topk_group=2, num_experts_per_tok=4)
+    if config.get("first_k_dense_replace"):
+        config["first_k_dense_replace"] = 1
     return config | (TINY if tiny else {})
 
 

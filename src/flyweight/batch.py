@@ -78,7 +78,9 @@ class EightBits:
 
 @dataclass(frozen=True)
 class KVStorage:
-    """The paged cache of one layer, as the attention op sees it."""
+    """The paged cache of one layer, as the attention op sees it. Where values are the first numbers
+    of their keys (latent attention), they are a view of them.
+    """
 
     keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
     values: Tensor
@@ -105,8 +107,16 @@ class KVStorage:
         device: torch.device,
         format: KVFormat | None = None,
         fixed: tuple[float, float] | None = None,
+        *,
+        latent: int | None = None,
     ) -> KVStorage:
-        """[blocks, block_size, kv_heads, head_dim] of nothing; `dtype` is that of queries."""
+        """[blocks, block_size, kv_heads, head_dim] of nothing; `dtype` is that of queries.
+        `latent`: so many numbers of a key are its value.
+        """
+        if latent is not None:
+            assert format is None
+            pages = empty_pages(size, dtype, device)
+            return cls(pages, pages[..., :latent])
         stored = dtype if format is None else format.dtype
         keys, values = (empty_pages(size, stored, device) for _ in range(2))
         if format is None:
@@ -122,3 +132,7 @@ class KVStorage:
                 self.eight.write(side, pages, new, slots)
             else:
                 pages.flatten(0, 1).index_copy_(0, slots, new)
+
+    def write_rows(self, rows: Tensor, slots: Tensor) -> None:
+        """[tokens, head_dim] of a cache whose values are a part of its keys."""
+        self.keys.flatten(0, 2).index_copy_(0, slots, rows)

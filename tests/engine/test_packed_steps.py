@@ -13,7 +13,8 @@ from flyweight.kernels import dispatch, jit, reference
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.models.attention import PromptStage
 from flyweight.models.buffers import Buffers
-from flyweight.models.decode_step import DecodeStep, StepRows, pairs_of
+from flyweight.models.buffers import StepRows
+from flyweight.models.decode_step import DecodeStep, pairs_of
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from gpu_models import CUDA, load, make_engine, params, prompts, run
 
+from flyweight.engine.graphs import Choice
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
 
@@ -52,3 +54,24 @@ def test_the_kernel_chooses_what_the_ops_of_the_cpu_choose(styles):
             here.sampling.seen[1].copy_(there.sampling.seen[1])
         assert torch.equal(here.lengths, there.lengths.cpu())
     assert different <= 1, "logarithms may differ in the last bit, and so may one token in a hundred"
+
+
+def test_a_captured_step_draws_what_is_drawn_behind_it(monkeypatch):
+    """And one graph is enough for every mix of temperatures and filters."""
+    decoder = load("tiny", "int4", CUDA, torch.bfloat16)
+    kinds = ["plain", "few", "nucleus", "held", "greedy"]
+    mixes = [kinds, ["nucleus"] * 5, ["greedy", "few", "biased", "least share", "plain"]]
+    asked = prompts(decoder.config, 5, longest=40)
+
+    def answers(engine, kinds):
+        options = [params(**STYLES[kind], max_tokens=20, seed=7 + i) for i, kind in enumerate(kinds)]
+        return run(engine, [engine.submit(prompt, each)[0] for prompt, each in zip(asked, options, strict=True)])
+
+    engine = make_engine(decoder)
+    inside = [answers(engine, mixes[0])]
+    captured = set(engine.runner.steps.graphs)
+    assert (8, Choice.SAMPLED) in captured
+    inside += [answers(engine, mix) for mix in mixes[1:]]
+    assert set(engine.runner.steps.graphs) == captured
+    monkeypatch.setattr(Rows, "samples_in_step", False)
+    assert inside == [answers(make_engine(decoder), mix) for mix in mixes]

@@ -36,6 +36,7 @@ typedef unsigned long long u64;
 #define __device__
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
+#define __noinline__
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ thread_local
 #define LOWEST (-INFINITY)
@@ -148,6 +149,12 @@ DEVICE bool __any_sync(u32, bool v) {
   share(mine, found);
   for (u64 one : found) any |= one;
   return any;
+}
+DEVICE u32 __reduce_max_sync(u32, u32 v) {
+  const u64 mine[1] = {v};
+  u64 found[32];
+  share(mine, found);
+  return (u32)*std::max_element(found, found + 32);
 }
 static void fiber_main() {
   kernel_call();
@@ -387,6 +394,12 @@ template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 DEVICE int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 DEVICE u32 atomicAdd(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+DEVICE u32 atomicOr(u32* p, u32 v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
+DEVICE u32 atomicMax(u32* p, u32 v) {
+  u32 old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+  while (!__atomic_compare_exchange_n(p, &old, std::max(old, v), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+  return old;
+}
 DEVICE u32 atomicInc(u32* p, u32 limit) {
   u32 old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
   while (!__atomic_compare_exchange_n(p, &old, old >= limit ? 0 : old + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}

@@ -96,6 +96,9 @@ CASES = [
     *(("pack.cu", dict(FP16=0, KDIM=4096, SB=2, NORM=1, QUANTIZE=quantize, ORDER=1, ROWS=1 + 7 * quantize, WARPS=8 << quantize))
       for quantize in (0, 1)),
     *(("pack.cu", dict(FP16=1, KDIM=12288, SB=2, NORM=0, QUANTIZE=1, ORDER=0, ROWS=rows, WARPS=3 * rows)) for rows in (8, 4)),
+    # DeepSeek-V2-Lite's and V3's
+    *(("latent.cu", dict(FP16=half, HEADS=heads, PLAIN=128, RANK=512, ROPE=64, VALUE=128, PAGE=16, SHORTEST=64))
+      for heads, half in ((16, 0), (128, 1))),
     ("rope.cu", HEADS),
     ("rope.cu", HEADS | dict(HEAD_DIM=80, ROTARY=40, QK_NORM=0, FP16=1)),
     *(("prefill_attention.cu", PREFILL | dict(PAGE=page, BOX=box, HEAD_DIM=size))
@@ -129,6 +132,12 @@ CASES = [
     ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=4, BIAS=1, PER_SLOT=0, AHEAD=0, KDIM=2880, NDIM=5760, GROUP=64, SLOTS=2,
                                STAGE_BLOCKS=15)),
     *(("add_normed.cu", dict(FP16=norm, KDIM=3840, NORM=norm)) for norm in (0, 1)),
+    *(("gather.cu", dict(FP16=norm, KDIM=12288, NORM=norm)) for norm in (0, 1)),
+    # float8 in blocks
+    ("gemv.cu", GEMV | dict(FORMAT=7, GROUP=128)),
+    ("gemm.cu", GEMM | dict(FORMAT=7, GROUP=128)),
+    ("gemm_mma.cu", MMA | dict(FORMAT=7, GROUP=128, SPLIT=0)),
+    ("untile.cu", LINEAR | dict(FORMAT=7, GROUP=128, INTERLEAVED=1)),
     # MXFP4
     ("gemv.cu", GEMV | dict(FORMAT=6, GROUP=32, SLOTS=2)),
     ("experts.cu", GEMV | dict(FORMAT=6, GROUP=32, EPILOGUE=4, BIAS=1, PER_SLOT=0, AHEAD=0, KDIM=2880, NDIM=5760, SLOTS=2,
@@ -151,8 +160,8 @@ CASES = [
                        EARLY=0, THREADS=256)),
     ("delta.cu", dict(FP16=1, INPUTS=28672, OUTPUTS=8192, RANK=64, PARTS=1, END1=8192, END2=8192, NORM=0, GATED=1, RESIDUAL=1,
                        EARLY=1, THREADS=256)),
-    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024, HELD=0)),
-    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024, HELD=1)),
+    ("sample.cu", dict(VOCAB=50257, TYPE=2, CLUSTER=1, THREADS=1024)),
+    ("sample.cu", dict(VOCAB=151936, TYPE=0, CLUSTER=8, THREADS=1024)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=2, NDIM=8192, HEADS=16, HEAD_DIM=256, ROTARY=64)),
 ]
 

@@ -12,6 +12,7 @@ from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
 from flyweight.kernels.linear.experts import GroupedExperts, Routing
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import CLUSTERS, LINE, MAILBOX, WHOLE, Forced
+from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.untile import untile
 from flyweight.models.moe import Router, routing_of
@@ -35,6 +36,8 @@ def make(kind, shape, seed=0):
         return dataclasses.replace(tensor, scales=tensor.scales[:1]) if seed % 2 else tensor
     if kind == "fp8-static":
         return dataclasses.replace(make("fp8", shape, seed), input_scale=torch.tensor([3 / 448]), activation="static")
+    if kind == "fp8-block":  # kernels leave x in 16 bits
+        return dataclasses.replace(Float8.random(shape, seed, block=128), activation="none")
     if kind in ("plain", "w8a8", "mxfp4", "sparse-w8a8"):
         return {"plain": Plain, "w8a8": Int8Channel, "mxfp4": Float4, "sparse-w8a8": Sparse24}[kind].random(shape, seed)
     bits, group, *zeros = kind.removeprefix("sparse-").split(":")
@@ -61,6 +64,7 @@ def error(got, want):
 CASES = [("plain", 2, (40, 200)), ("w8a8", 8, (40, 320)), ("int4:128", 1, (136, 640)), ("int4:32", 8, (40, 320)),
          ("int8:64", 1, (136, 576)), ("fp8", 1, (40, 200)), ("fp8-static", 2, (136, 576)), ("sparse-w8a8", 1, (40, 200)),
          ("sparse-int8:64", 2, (40, 320)), ("sparse-int4:32", 1, (136, 576)), ("sparse-int8:64:symmetric", 1, (40, 320)),
+         ("fp8-block", 1, (136, 576)), ("fp8-block", 8, (136, 320)),
          ("mxfp4", 8, (40, 352)), ("sparse-int4:128:symmetric", 8, (40, 640)), ("sparse-int4:32:symmetric", 2, (40, 320))]
 
 
@@ -98,6 +102,19 @@ def test_a_norm_before_and_a_residual_after_are_fused_together(kind, rows):
     assert error(got, tensor.matmul_reference(norm_of(x, norm)) + residual.double()) < 1e-2
 
 
+@pytest.mark.parametrize(("rows", "normed"), [(1, True), (3, False)])
+def test_groups_of_scattered_inputs_are_sorted(rows, normed):
+    """As GPTQ's act-order leaves them: codes stay codes, and x comes in their order."""
+    tensor = IntGroup.random((72, 640), 1, group_size=64, act_order=True)
+    found, order = sort_columns(tensor)
+    torch.testing.assert_close(found.dequantize(), tensor.dequantize()[:, order])
+    linear = PermutedLinear(linear_of(found), order, reference)
+    x, residual = torch.randn(rows, 640).bfloat16(), torch.randn(rows, 72).bfloat16()
+    norm = Norm((1 + 0.1 * torch.randn(640)).bfloat16(), 1e-6) if normed else None
+    want = tensor.matmul_reference(norm_of(x, norm.weight) if norm else x) + residual.double()
+    assert error(linear.project(x, norm=norm, residual=residual), want) < 1e-2
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_gelu_is_fused_too(rows):
     tensor, bias = make("int4:64", (96, 192), 1), 4 * torch.randn(96).bfloat16()
@@ -119,7 +136,7 @@ def test_a_row_with_a_nan_has_no_results_that_look_like_numbers(kind, rows, choi
 
 
 # Clusters, large ones too; a line of stages that CTAs share; whole tiles, written through shared memory.
-MANY = [("plain", 20, (136, 192), {}), ("mxfp4", 70, (144, 160), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
+MANY = [("plain", 20, (136, 192), {}), ("fp8-block", 20, (136, 256), {}), ("mxfp4", 70, (144, 160), dict(split=WHOLE, tokens=64)), ("int8:64", 20, (128, 192), dict(split=LINE)),
         ("int8:64:symmetric", 20, (128, 192), dict(split=LINE)), ("int8:192:symmetric", 40, (128, 192), {}),
         ("plain", 50, (200, 512), dict(split=CLUSTERS, warpgroups=3, cluster=4)),
         ("int4:64", 30, (256, 1024), dict(split=CLUSTERS, warpgroups=4, cluster=8)),

@@ -26,6 +26,7 @@ CASES = [
     ("int4:128", 33, (72, 640), WIDE, LINE),
     ("int4:32", 70, (200, 160), SMALL, WHOLE),
     ("mxfp4", 33, (40, 160), SMALL, LINE),
+    ("fp8-block", 17, (136, 256), SMALL, LINE),
     ("int8:64:symmetric", 18, (40, 192), WIDE, WHOLE),
     ("w8a8", 40, (72, 328), WIDE, LINE),
     ("fp8", 17, (40, 192), SMALL, LINE),

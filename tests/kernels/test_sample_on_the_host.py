@@ -8,12 +8,12 @@ import torch
 from sampling_rows import Asked, kept_by, table_of
 
 from flyweight.engine.sampling import gumbel_noise
-from flyweight.kernels.sample import Masks, Plan, Sampler
+from flyweight.kernels.sample import Masks, Plan, Sampler, When
 from flyweight.kernels.sample_reference import Filters, kept
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 VOCABULARY = 1300  # three chunks of a thread, the last of them ragged
-HELD = Plan(2, 32, True)
+TWO = Plan(2, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def host(monkeypatch, folder):
     host_cuda.pretend(monkeypatch, folder)
 
 
-def sample(logits, asked, *, plan=HELD, table=None, **options):
+def sample(logits, asked, *, plan=TWO, table=None, **options):
     """(tokens, bounds) of these rows."""
     table = table or table_of(asked, logits.shape[1])
     bounds = torch.full((len(logits),), -1)
@@ -58,9 +58,9 @@ def test_what_is_kept_is_what_float64_keeps(kind):
         assert want.tokens[tokens[i]] or want.close[tokens[i]]
 
 
-@pytest.mark.parametrize(("plan", "dtype"), [(Plan(1, 64, True), torch.bfloat16), (Plan(2, 32, False), torch.float16)], ids=str)
+@pytest.mark.parametrize(("plan", "dtype"), [(Plan(1, 64), torch.bfloat16), (Plan(2, 32), torch.float16)], ids=str)
 def test_every_plan_and_type_keeps_and_draws_the_same(plan, dtype):
-    asked = [Asked(filters, seed=7 * i) for i, filters in enumerate(FILTERS)]
+    asked = [Asked(FILTERS[which], seed=7 * which) for which in (0, 3, 5, 9, 10)]
     logits = (torch.randn(len(asked), VOCABULARY + 3) * 2).to(dtype)
     for given in (logits[:, :VOCABULARY].contiguous(), logits[:, 3:]):  # the second: rows that begin anywhere
         tokens, bounds = sample(given, asked, plan=plan)
@@ -132,5 +132,41 @@ def test_a_row_with_nothing_to_choose_from_still_gets_a_token():
 
 def test_rows_that_are_done_are_skipped():
     asked = [Asked(Filters(0.0)), Asked(Filters(top_k=1)), Asked(Filters(0.0), bias=((4, 99.0, 99),))]
-    tokens, _ = sample(torch.randn(3, VOCABULARY), asked, skip_plain=True)
+    tokens, _ = sample(torch.randn(3, VOCABULARY), asked, when=When.AFTER_GREEDY)
     assert tokens[0] == -1 and tokens[1] >= 0 and tokens[2] == 4
+
+
+def test_a_step_counts_the_token_and_leaves_rows_of_nobody_alone():
+    """The same tokens as behind the step, whose lengths count them."""
+    asked = [Asked(filters, seed=i, length=5 + i) for i, filters in enumerate(FILTERS)]
+    logits = torch.randn(len(asked), VOCABULARY)
+    want, _ = sample(logits, asked)
+    table = table_of(asked, VOCABULARY)
+    table.lengths.sub_(1)
+    table.lengths[3] = 0
+    tokens, _ = sample(logits, None, table=table, when=When.IN_STEP)
+    assert table.lengths.tolist() == [0 if i == 3 else row.length for i, row in enumerate(asked)]
+    assert tokens[3] == -1 and (tokens != want).nonzero().tolist() == [[3]]
+
+
+def test_rows_of_one_sequence_are_drawn_for_their_own_positions():
+    filters = Filters(0.9, top_p=0.9)
+    logits = torch.randn(4, VOCABULARY)
+    want, _ = sample(logits, [Asked(filters, seed=8, length=6 + i) for i in range(4)])
+    table, chosen = table_of([Asked(), Asked(filters, seed=8, length=99)], VOCABULARY), torch.zeros(4, dtype=torch.int64)
+    sample(logits, None, table=table, rows=torch.full((4,), 1), positions=torch.arange(5, 9), chosen=chosen)
+    assert chosen.tolist() == want.tolist() and table.tokens.tolist() == [-1, -1]
+
+
+def test_candidates_that_are_too_many_for_one_block_are_counted_instead():
+    """Of top_k: all tokens equal, one alone, and many ties; 32 candidates fit here."""
+    size = VOCABULARY
+    equal, one = torch.zeros(size), torch.full((size,), -math.inf)
+    one[1001] = -3.0
+    ties = torch.randint(0, 3, (size,), generator=torch.Generator().manual_seed(0)).float()
+    logits = torch.stack([equal, one, ties])
+    top_k = 40
+    tokens, bounds = sample(logits, [Asked(Filters(top_k=top_k), seed=i) for i in range(3)])
+    for row, token, bound in zip(logits, tokens, bounds, strict=True):
+        want = kept(row, Filters(top_k=top_k)).tokens
+        assert torch.equal(kept_by(bound, row), want) and want[token]

@@ -3,7 +3,8 @@
 import torch
 import transformers
 
-from flyweight.batch import Batch, KVStorage
+from flyweight.batch import Batch
+from flyweight.engine.memory import CacheShape
 from flyweight.errors import CheckpointError
 from flyweight.models.decoder import Decoder
 from flyweight.models.rope import long_rows
@@ -103,8 +104,11 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
     tables = torch.zeros(len(sequences), max(needed), dtype=torch.int32)
     for i, count in enumerate(needed):
         tables[i, :count] = order[sum(needed[:i]) : sum(needed[: i + 1])]
-    size = (len(order), block_size, config.kv_heads, config.head_dim)
-    caches = [KVStorage(torch.full(size, torch.nan), torch.full(size, torch.nan)) for _ in range(config.layers)]
+    shape = CacheShape.of(config, torch.float32)
+    caches = [shape.storage(layer, len(order), block_size, torch.device("cpu")) for layer in range(config.layers)]
+    for cache in caches:
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
     done, outputs, step = [0] * len(sequences), [[] for _ in sequences], 0
     while live := [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]:
         width = chunk if isinstance(chunk, int) else chunk[min(step, len(chunk) - 1)]

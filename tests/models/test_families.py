@@ -79,6 +79,24 @@ GPT_OSS = dict(
     hidden_size=64,
     intermediate_size=96,
 )
+MSCALE = dict(mscale=0.7, mscale_all_dim=0.9, beta_fast=32.0, beta_slow=1.0)
+# latent attention has as many keys as queries, and its own head sizes
+DEEPSEEK = dict(
+    num_key_value_heads=6,
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.7,
+    rope_parameters=YARN | MSCALE,
+)
+GROUPED = dict(n_group=4, topk_group=2)
 # name: (model_type, what differs from SIZES)
 MODELS = {
     "olmo2": ("olmo2", {}),
@@ -125,6 +143,13 @@ MODELS = {
         rope_parameters=by_layer(LINEAR), tie_word_embeddings=False)),
     "gemma3 capped, silu": ("gemma3_text", GEMMA3 | dict(
         final_logit_softcapping=4.0, hidden_activation="silu")),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v2 queries, groups": ("deepseek_v2", DEEPSEEK | GROUPED | dict(
+        q_lora_rank=20, topk_method="group_limited_greedy", rope_parameters=LINEAR)),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPED | dict(q_lora_rank=20)),
+    "deepseek_v3 halves, tied": ("deepseek_v3", DEEPSEEK | GROUPED | dict(
+        rope_interleave=False, tie_word_embeddings=True, norm_topk_prob=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3))),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss yarn": ("gpt_oss", GPT_OSS | dict(
         tie_word_embeddings=True, layer_types=TYPES[::-1],
@@ -185,7 +210,8 @@ def test_batches_in_chunks_give_the_logits_of_transformers(pair, chunk):
 
 # -- through the engine, and quantized ---------------------------------------------------------
 
-ONE_EACH = ("olmo3 yarn", "granite", "smollm3", "phi3 partial", "glm4", "glm4_moe", "gemma2", "gemma3", "gpt_oss")
+ONE_EACH = ("olmo3 yarn", "granite", "smollm3", "phi3 partial", "glm4", "glm4_moe", "gemma2", "gemma3",
+            "deepseek_v2", "deepseek_v3", "gpt_oss")
 SAMPLES = Samples(
     torch.randint(3, 97, (4, 24), generator=torch.Generator().manual_seed(2)), "random", 0
 )

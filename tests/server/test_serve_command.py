@@ -161,6 +161,21 @@ def test_vllm_gets_equivalent_arguments():
     assert environment == {"VLLM_API_KEY": "k"}
 
 
+@pytest.mark.parametrize(("backend", "words"), [
+    ("vllm", ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--data-parallel-size", "4"]),
+    ("sglang", ["--tp-size", "2", "--pp-size", "2", "--dp-size", "4"])])
+def test_several_gpus_and_nodes(backend, words):
+    argv, _ = handover.command(backend, "m", tensor_parallel=2, pipeline_parallel=2, data_parallel=4,
+                               engine_arguments=("--nnodes=2", "--node-rank=0"))
+    assert argv[4:] == [*words, "--nnodes=2", "--node-rank=0"]
+
+
+def test_one_gpu_says_which_engine_has_more(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "m", "--pipeline-parallel", "2"])
+    assert end.value.code == 2 and "--backend vllm" in capsys.readouterr().err
+
+
 def test_sglang_gets_equivalent_arguments():
     argv, environment = handover.command("sglang", "m", host="::1", port=80, names=("a",), keys=("k",), max_model_len=10,
                                          memory_fraction=0.5, max_num_seqs=2, max_num_batched_tokens=9, dtype=None,

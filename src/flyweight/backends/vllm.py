@@ -20,6 +20,7 @@ from flyweight.backends.base import WARM_OUTPUT, EngineOptions, Limits, need
 from flyweight.backends.servers import Server, flags
 from flyweight.clock import Answer, Chunk, Run, clock
 from flyweight.errors import UnsupportedError
+from flyweight.plugins import vllm as plugin
 
 
 def weights(bits: int, kind: str = "int", *, strategy: str = "group") -> dict[str, Any]:
@@ -81,10 +82,16 @@ CODES = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight")  #
 def make_codes_random(model: Any) -> None:
     import torch
 
+    from flyweight.plugins.vllm.layer import KEY
+
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2] in CODES and not parameter.is_floating_point():
             limits = torch.iinfo(parameter.dtype)
             parameter.data.random_(limits.min, limits.max)
+    if any(name.endswith(KEY) for name, _ in model.named_parameters()):
+        from flyweight.plugins import op
+
+        op.make_codes_random()
 
 
 class Vllm:
@@ -100,18 +107,26 @@ class Vllm:
         self.model, self.options = model, options
         self.kv_dtype: str | None = None
         self.inner: Any = None
+        self.linear_kernels: dict[str, int] | None = None  # class → linears; None: they are in other processes
 
     def start(self, limits: Limits) -> None:
         if self.inner is not None:
             return
         import vllm
 
+        self.plug_in()
         folder, more = model_folder(self.model)
         self.inner = vllm.LLM(model=folder, disable_log_stats=True, **more, **arguments(self.options, limits))
-        if more and self.options.tensor_parallel == 1:  # else the weights are in other processes
-            self.inner.apply_model(make_codes_random)
+        if self.options.tensor_parallel == 1:  # else the weights are in other processes
+            if more:
+                self.inner.apply_model(make_codes_random)
+            self.linear_kernels = self.inner.apply_model(plugin.kernels_of)[0]
         self.kv_dtype = str(self.inner.llm_engine.model_config.dtype).removeprefix("torch.")
         self.tokens = 0
+
+    def plug_in(self) -> None:
+        """Also where this package is not installed and vLLM finds no entry point of it."""
+        plugin.register()
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
         """What `LLM.generate` does, with a look at the clock after every step."""
@@ -119,7 +134,7 @@ class Vllm:
 
         engine = self.inner.llm_engine
         choice = {"temperature": self.temperature} | self.options.sampling
-        params = SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False, **choice)
+        params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, **choice)
         names = [f"{self.tokens}-{i}" for i in range(len(prompts))]
         self.tokens += 1
         chunks: dict[str, list[Chunk]] = {name: [] for name in names}
@@ -153,6 +168,19 @@ class Vllm:
 def external(request: str, known: dict[str, Any]) -> str:
     """Newer versions put a suffix of their own behind the id they were given."""
     return request if request in known else request.rsplit("-", 1)[0]
+
+
+class VllmAlone(Vllm):
+    """The same engine with nothing of ours in it."""
+
+    name = "vllm-alone"
+
+    def __init__(self, model: str, options: EngineOptions):
+        os.environ[plugin.SETTING] = "off"  # for its processes
+        super().__init__(model, options)
+
+    def plug_in(self) -> None:
+        plugin.withdraw()
 
 
 class VllmServer(Server):

@@ -45,7 +45,12 @@ class Case:
 
     def fields(self) -> Row:
         return self.facts.fields() | {"backend": self.label, "kv_dtype": self.backend.kv_dtype,
-                                      "gpus": self.gpus} | self._sampled()
+                                      "gpus": self.gpus} | self._sampled() | self._kernels()
+
+    def _kernels(self) -> Row:
+        """Whose kernels multiplied, where an engine runs several parties'."""
+        found = getattr(self.backend, "linear_kernels", None)
+        return {"linear_kernels": found} if found else {}
 
     def _sampled(self) -> Row:
         return {"sampling": self.sampling} if self.sampling else {}

@@ -28,6 +28,7 @@ from flyweight.errors import FlyweightError
 from flyweight.kernels import dispatch, jit, tuned
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.machine import copy_bandwidth, cpu_name, device_name
+from flyweight.plugins.vllm.state import state
 
 ROWS = (1, 8, 64, 2048)
 RAGGED = (1000, 576)  # outputs, inputs: multiples of no tile
@@ -88,6 +89,7 @@ def software() -> dict[str, Any]:
         "packages": packages | _version_of("cuda-bindings"),
         "triton": dispatch.unsupported_by_triton() or "works",
         "native": native_state(),
+        "vllm_plugin": state().text,
     }
 
 

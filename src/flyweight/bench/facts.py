@@ -111,8 +111,10 @@ def preset_facts(name: str) -> ModelFacts:
 
 
 def _shape_facts(config: Any, *, model: str, scheme: str) -> ModelFacts:
+    from flyweight.models.standard import plan_of
+
     return ModelFacts(model, scheme, "random:0", "random", vocabulary=config.vocab_size, context=config.context_length,
-                      layers=config.layers, kv_width=2 * config.kv_heads * config.head_dim)
+                      layers=config.layers, kv_width=plan_of(config).layers[0].attention.cached_numbers)
 
 
 def checkpoint_facts(name: str) -> ModelFacts:
@@ -121,6 +123,7 @@ def checkpoint_facts(name: str) -> ModelFacts:
     from flyweight.checkpoint.summary import summarize
     from flyweight.engine.capacity import read_per_token
     from flyweight.models.config import ModelConfig
+    from flyweight.models.standard import plan_of
 
     checkpoint = Checkpoint(resolve(name))
     summary, config = summarize(checkpoint), ModelConfig.from_dict(checkpoint.config)
@@ -131,7 +134,7 @@ def checkpoint_facts(name: str) -> ModelFacts:
         scheme=note.get("recipe", {}).get("name") or summary.quantization or plain, size_gb=round(checkpoint.nbytes / 1e9, 4),
         bits_per_weight=round(summary.linear_bits, 4), file_bits_per_weight=round(summary.file_bits, 4),
         vocabulary=config.vocab_size, context=config.context_length, layers=config.layers,
-        kv_width=2 * config.kv_heads * config.head_dim, step_bytes=read_per_token(summary, config))
+        kv_width=plan_of(config).layers[0].attention.cached_numbers, step_bytes=read_per_token(summary, config))
 
 
 def base_name(model: str) -> str:

@@ -52,6 +52,9 @@ def compile(
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of the KV cache: fp8, int8 or model, the default.")
     ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Bits of the head: int8, int4 or stored, the default.")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; default: one for each core.")
     ] = None,
@@ -79,7 +82,7 @@ def compile(
     gpu, architecture = pick_gpu(arch, processors)
     sequences = max_num_seqs or DEFAULTS["cuda"]["max_num_seqs"]
     tokens = max_num_batched_tokens or max(sequences, DEFAULTS["cuda"]["max_num_batched_tokens"])
-    target = Target(gpu, dtype, sequences, tokens, pick_kv_format(kv_dtype))
+    target = Target(gpu, dtype, sequences, tokens, pick_kv_format(kv_dtype), head)
     workers = workers or os.cpu_count() or 1
     parts = max(1, min(4, workers // len(models)))  # more would only wait for each other's imports
     runs = [

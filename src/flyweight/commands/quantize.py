@@ -44,6 +44,7 @@ def quantize(
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a forward pass; fewer need less memory.")] = None,
     cache_gb: Annotated[float, typer.Option(min=0, help="Host memory for activations; the rest goes to disk.")] = 4.0,
     blocks: Annotated[int | None, typer.Option(min=1, help="Stop after so many decoder blocks, to time a model.")] = None,
+    shards: Annotated[int, typer.Option(min=1, help="GPUs that are to divide the model: groups are chosen so that they can.")] = 1,
     list_schemes: Annotated[bool, typer.Option("--list", help="Explain every scheme and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
@@ -79,7 +80,7 @@ def quantize(
         with LiveView(model, recipe.stem if recipe else scheme) as view:
             summary = make(model, scheme, output, recipe=recipe, calibration=calibration, samples=samples, length=length,
                            seed=seed, resume=resume, overwrite=overwrite, format=format, device=device, dtype=dtype, batch=batch,
-                           cache_gb=cache_gb, blocks=blocks, listen=view.listen)
+                           cache_gb=cache_gb, blocks=blocks, shards=shards, listen=view.listen)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished blocks are kept, and the same command with --resume goes on from there") from None
     quality = {}

@@ -78,7 +78,11 @@ def serve(
         help="Open /v1/embeddings; how tokens become one vector: mean or last.")] = None,
     backend: Annotated[str, typer.Option(help="native, or hand over to an installed vllm or sglang.")] = "native",
     tensor_parallel: Annotated[int | None, typer.Option(min=1, help="GPUs to split the model over (vllm, sglang).")] = None,
+    pipeline_parallel: Annotated[int | None, typer.Option(min=1, help="Stages of layers, one after the other (vllm, sglang).")] = None,
+    data_parallel: Annotated[int | None, typer.Option(min=1, help="Copies of the model, each on GPUs of its own (vllm, sglang).")] = None,
     quantization: Annotated[str | None, typer.Option(help="By the engine's own name, such as awq_marlin (vllm, sglang).")] = None,
+    engine_argument: Annotated[list[str] | None, typer.Option(
+        help="A word for the engine's own command line, such as =--nnodes=2 (vllm, sglang); again for more.")] = None,
 ) -> None:
     """Serve models over HTTP, as the APIs of OpenAI, Anthropic and Ollama do; / is a page to chat, /docs lists the endpoints.
 
@@ -120,11 +124,14 @@ def serve(
         if len(models) > 1:
             raise OptionError(f"--backend {backend} serves one model, not {len(models)}")
         hand_over(backend, models[0], context=context, host=host, port=port, keys=keys, names=tuple(served_name or ()),
-                  tensor_parallel=tensor_parallel, quantization=quantization, **engine)
+                  tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, data_parallel=data_parallel,
+                  quantization=quantization, engine_arguments=tuple(engine_argument or ()), **engine)
         return
-    if (tensor_parallel or 1) > 1 or quantization:
-        raise OptionError("--tensor-parallel and --quantization are for --backend vllm or sglang: the native engine runs on one "
-                          "GPU, and takes the quantization from the model's own files")
+    several = max(tensor_parallel or 1, pipeline_parallel or 1, data_parallel or 1) > 1
+    if several or quantization or engine_argument:
+        raise OptionError("--tensor-parallel, --pipeline-parallel, --data-parallel, --quantization and --engine-argument are for "
+                          "--backend vllm or sglang: the native engine runs on one GPU, and takes the quantization from the "
+                          "model's own files")
     if embeddings not in (None, "mean", "last"):
         raise OptionError(unknown("--embeddings", embeddings or "", ["mean", "last"]))
     if len(models) > 1 and served_name:

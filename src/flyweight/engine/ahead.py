@@ -15,12 +15,14 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.llm import DEFAULTS, choose_dtype
+from flyweight.engine.memory import CacheShape
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
 from flyweight.kv_format import KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
+from flyweight.models.narrow_head import narrow_head
 from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import has_experts, plan_of
 from flyweight.tensors import QuantTensor, Sparse24
@@ -37,6 +39,7 @@ class Target:
     sequences: int = DEFAULTS["cuda"]["max_num_seqs"]
     tokens: int = DEFAULTS["cuda"]["max_num_batched_tokens"]
     kv_format: KVFormat | None = None  # of the cache; None: the type of activations
+    head: str | None = None  # its bits, as `--head` names them; None: as stored
 
 
 class Read:
@@ -139,20 +142,21 @@ def run_pass(decoder: Decoder, tokens: int, kv_format: KVFormat | None = None) -
 def make_caches(decoder: Decoder, kv_format: KVFormat | None = None) -> list[KVStorage]:
     """One for all layers."""
     config = decoder.config
-    size = (-(-config.context_length // PAGE), PAGE, config.kv_heads, config.head_dim)
-    return [KVStorage.zeros(size, decoder.dtype, decoder.device, kv_format)] * config.layers
+    shape = CacheShape.of(config, decoder.dtype, kv_format)
+    return [shape.storage(0, -(-config.context_length // PAGE), PAGE, decoder.device)] * config.layers
 
 
-def load(model: str, dtype: str | None) -> Decoder:
+def load(model: str, dtype: str | None, head: str | None = None) -> Decoder:
     """With one layer of each kind."""
     weights = open_weights(model)
-    return Decoder.load(weights, device=DEVICE, dtype=choose_dtype(dtype, weights.config, DEVICE), layers=layers_of(weights))
+    return Decoder.load(narrow_head(weights, head), device=DEVICE, dtype=choose_dtype(dtype, weights.config, DEVICE),
+                        layers=layers_of(weights))
 
 
 def wanted_by(model: str, target: Target, *, part: int = 0, parts: int = 1) -> set[jit.Wanted]:
     """What this process has asked for so far, the model's kernels included, or one of several parts of them."""
     with dry_run(target.gpu):
-        decoder = load(model, target.dtype)
+        decoder = load(model, target.dtype, target.head)
         if part == 0:
             run_steps(decoder, target)
         step = 64 if decoder.config.moe is None else 8  # where the tiles of experts grow depends on how many there are

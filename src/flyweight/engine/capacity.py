@@ -45,7 +45,7 @@ class Capacity:
 def capacity(summary: Summary, config: ModelConfig, *, device: torch.device, dtype: torch.dtype,
              bandwidth: float | None = None) -> Capacity:
     """`bandwidth` in GB/s is measured where it is not given."""
-    shape = CacheShape(config.layers, config.kv_heads, config.head_dim, dtype)
+    shape = CacheShape.of(config, dtype)
     fraction = DEFAULT_FRACTION[device.type]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flyweight.batch import Batch, KVStorage
+from flyweight.batch import Batch
+from flyweight.engine.memory import CacheShape
 from flyweight.errors import RequestError
 from flyweight.models.rope import long_rows
 
@@ -59,8 +60,7 @@ class Embedder:
         lengths = [len(text) for text in texts]
         config = self.decoder.config
         blocks = sum(-(-length // BLOCK) for length in lengths)
-        size = (blocks, BLOCK, config.kv_heads, config.head_dim)
-        cache = KVStorage.zeros(size, self.dtype, self.device)
+        cache = CacheShape.of(config, self.dtype).storage(0, blocks, BLOCK, self.device)
         batch = pack(texts, self.device, [long_rows(config, length) for length in lengths])
         hidden = self.norm(self.decoder.hidden(batch, [cache] * config.layers).float())  # [tokens, hidden]
         pooled = torch.stack([pool(part, pooling) for part in hidden.split(lengths)])

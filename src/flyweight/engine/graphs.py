@@ -1,13 +1,15 @@
 """Decode steps of a whole model as CUDA graphs, one for each number of rows: capture and replay.
 
-What a step launches is `models.decode_step`, then the choice of the likeliest tokens. Rows that want
-theirs chosen otherwise are sampled behind the graph (`Rows.choose`): what they ask for is data, so
-no mix of requests needs a graph of its own. A graph is captured when it is first needed, or by
+What a step launches is `models.decode_step`, then the choice of tokens: the likeliest, or (another
+graph) what each row asks for by temperature, filters and biases. That is data, so no mix of requests
+needs a graph of its own. What needs the host or large tables, masks and penalties, is sampled behind
+the graph of the likeliest tokens (`Rows.choose`). A graph is captured when it is first needed, or by
 `warm_up`, largest first, so that the small ones live in the memory of the large ones.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,12 +18,21 @@ from torch import Tensor
 from flyweight.batch import KVStorage
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.kernels.sample import When
 from flyweight.kernels.token import GreedyChoice
-from flyweight.models.buffers import Buffers
-from flyweight.models.decode_step import DecodeStep, StepRows, pairs_of, unsupported_reason
+from flyweight.models.buffers import Buffers, StepRows
+from flyweight.models.decode_step import DecodeStep, pairs_of, unsupported_reason
 from flyweight.models.decoder import Decoder
 
 __all__ = ["DecodeGraphs", "Step", "unsupported_reason"]
+
+
+class Choice(enum.Enum):
+    """What ends a captured step."""
+
+    NONE = enum.auto()  # its logits; the rows stay as they are
+    GREEDY = enum.auto()
+    SAMPLED = enum.auto()
 
 
 class Step:
@@ -45,6 +56,13 @@ class Step:
             self.decode.padded_logits, rows.tokens[: self.size], rows.lengths[: self.size]
         )
 
+    def sample(self) -> None:
+        """The rows take tokens by temperature, filters and biases (`Rows.samples_in_step`)."""
+        rows = self.rows
+        assert isinstance(rows, Rows) and rows.sampler is not None
+        table = rows.sampling.for_kernel(rows.tokens, rows.lengths)
+        rows.sampler(self.logits, table, when=When.IN_STEP)
+
 
 class DecodeGraphs:
     """Captured steps; n rows run as the next larger size, padded with rows of length 0."""
@@ -67,8 +85,7 @@ class DecodeGraphs:
         self.pairs = pairs_of(decoder)
         self.buffers = Buffers(self.largest, dtype=decoder.dtype, device=decoder.device)
         self.steps: dict[int, Step] = {}
-        # by size, and whether rows take tokens
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, Choice], torch.cuda.CUDAGraph] = {}
 
     def leave_out(self, sizes: Iterable[int]) -> None:
         """Steps of so many rows run as larger ones."""
@@ -78,26 +95,33 @@ class DecodeGraphs:
 
     def logits(self, count: int) -> Tensor:
         """Of one step of the first `count` rows, which stay as they are."""
-        return self._replay(count, False)
+        return self._replay(count, Choice.NONE)
 
     def advance(self, count: int) -> Tensor:
-        return self._replay(count, True)
+        return self._replay(count, Choice.GREEDY)
 
-    def _replay(self, count: int, advances: bool) -> Tensor:
+    def sample(self, count: int) -> Tensor:
+        return self._replay(count, Choice.SAMPLED)
+
+    def _replay(self, count: int, choice: Choice) -> Tensor:
         size = next(size for size in self.sizes if size >= count)
-        if (size, advances) not in self.graphs:
-            self.capture(size, advances)
-        self.graphs[size, advances].replay()
+        if (size, choice) not in self.graphs:
+            self.capture(size, choice)
+        self.graphs[size, choice].replay()
         if self.decoder.taps is not None:
             self.decoder.taps.point(count)
         return self.steps[size].logits[:count]
 
     def warm_up(self, sizes: Iterable[int] | None = None, *, advances: bool = True) -> None:
         """Capture ahead of the first request, and load what samples."""
-        for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
-            self.capture(size, advances)
+        choices = [Choice.GREEDY] if advances else [Choice.NONE]
         if isinstance(self.rows, Rows) and self.rows.sampler is not None:
             self.rows.sampler.prepare(self.decoder.dtype, torch.float32)
+            if advances:
+                choices.append(Choice.SAMPLED)
+        for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
+            for choice in choices:
+                self.capture(size, choice)
 
     def step(self, size: int) -> Step:
         if size not in self.steps:
@@ -119,19 +143,23 @@ class DecodeGraphs:
         return self.steps[size]
 
     @torch.inference_mode()
-    def capture(self, size: int, advances: bool = True) -> None:
+    def capture(self, size: int, choice: Choice = Choice.GREEDY) -> None:
         """The step is run once before, which compiles what is not compiled yet. The rows may be in
         use: it writes the keys and values that the step itself will write, and takes no token.
         """
         with self.decoder.active():
             step = self.step(size)
             step.launch()
+            if choice is Choice.SAMPLED and isinstance(self.rows, Rows):
+                self.rows.sampling.bias  # noqa: B018 (made now, for rows that may come with biases)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values())).pool() if self.graphs else None
             # other threads may go on allocating
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 step.launch()
-                if advances:
+                if choice is Choice.GREEDY:
                     step.advance()
-            self.graphs[size, advances] = graph
+                elif choice is Choice.SAMPLED:
+                    step.sample()
+            self.graphs[size, choice] = graph

@@ -128,8 +128,8 @@ class LLM:
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
         guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
-        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, cached, scheme.format, scheme.scales,
-                           beside=guessing.token_bytes if guessing is not None else 0)
+        shape = CacheShape.of(config, cached, scheme.format, scheme.scales)
+        shape = replace(shape, beside=guessing.token_bytes if guessing is not None else 0)
         self.kv_dtype = shape.dtype_name
         drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
         workspace = graphs = 0
@@ -179,7 +179,7 @@ class LLM:
         with shortage.told(f"{wanted.model}: its weights do not fit beside those of {self.name}"):
             decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
         config = decoder.config
-        shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.cache_dtype)
+        shape = CacheShape.of(config, decoder.cache_dtype)
         longest = min(context, config.context_length)
         blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
         return ModelDrafter(decoder, shape, vocabulary=config.vocab_size, device=self.device, context=longest,

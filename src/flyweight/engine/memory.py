@@ -15,7 +15,9 @@ import torch
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import ResourceError
 from flyweight.kv_format import SCALE_BYTES, KVFormat
+from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
+from flyweight.models.standard import plan_of
 
 DEFAULT_FRACTION = {"cpu": 0.25, "cuda": 0.9}
 GRAPH_OVERHEAD = 384 << 20  # bytes that the driver takes for launches, and the allocator for odd ends
@@ -31,7 +33,16 @@ class CacheShape:
     dtype: torch.dtype
     format: KVFormat | None = None  # of 8-bit codes
     fixed: tuple[tuple[float, float], ...] | None = None  # scales of keys and values by layer, where a checkpoint gives them
+    latent: int | None = None  # numbers of a key that are its value: then there are no values beside keys
     beside: int = 0  # bytes of a token in the cache of a head that guesses
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, format: KVFormat | None = None,
+           fixed: tuple[tuple[float, float], ...] | None = None) -> CacheShape:
+        """Of a model's layers."""
+        attention = plan_of(config).layers[0].attention
+        latent = attention.latent.rank if attention.latent else None
+        return cls(config.layers, attention.kv_heads, attention.head_dim, dtype, format, fixed, latent)
 
     @property
     def head_bytes(self) -> int:
@@ -42,7 +53,7 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_bytes + self.beside
+        return (2 if self.latent is None else 1) * self.layers * self.kv_heads * self.head_bytes + self.beside
 
     @property
     def dtype_name(self) -> str:
@@ -51,7 +62,8 @@ class CacheShape:
     def storage(self, layer: int, blocks: int, block_size: int, device: torch.device) -> KVStorage:
         """The cache of one layer."""
         size = (blocks, block_size, self.kv_heads, self.head_dim)
-        return KVStorage.zeros(size, self.dtype, device, self.format, self.fixed[layer] if self.fixed else None)
+        fixed = self.fixed[layer] if self.fixed else None
+        return KVStorage.zeros(size, self.dtype, device, self.format, fixed, latent=self.latent)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ MOST = 96  # kinds of passes held; the one that was not used for longest goes
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     """None, or why this model's passes cannot be captured."""
+    if any(block.latent is not None for block in decoder.blocks):
+        return "prompts of latent attention are cut up on the host, each in its own way"
     return graphs.unsupported_reason(decoder, page) or unsupported_by_triton()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
-from flyweight.kernels.sample import Masks, Sampler, unsupported_reason
+from flyweight.kernels.sample import Masks, Sampler, When, unsupported_reason
 from flyweight.transfer import upload
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps are captured for
@@ -125,6 +125,13 @@ class Rows:
         self.tokens[:count].copy_(tokens)
         self.lengths[:count].add_(self.lengths[:count] > 0)
 
+    @property
+    def samples_in_step(self) -> bool:
+        """Whether a captured step chooses all tokens itself: some are drawn, and none waits for a mask from the host or needs a
+        table that the step was captured without."""
+        return (self.sampler is not None and self.mode.random and not self.mode.penalized
+                and not any(request.constraint for request in self.requests))
+
     def choose(self, logits: Tensor, rows: Tensor | None = None, allowed: Mapping[int, Tensor] | None = None) -> Tensor:
         """Tokens as the requests want them chosen, into these rows, whose lengths count them already. `rows` None: the first
         ones, which have their likeliest tokens. `allowed`: of rows of the logits, bool [vocabulary], where not all are."""
@@ -134,7 +141,7 @@ class Rows:
             return self._sample(logits, slice(0, len(logits)) if rows is None else rows, allowed)
         chosen = None if rows is None else torch.empty(len(logits), dtype=torch.int64, device=self.device)
         self.sampler(logits, self.sampling.for_kernel(self.tokens, self.lengths), rows=rows, chosen=chosen,
-                     masks=masks_of(allowed, len(logits), self.device) if allowed else None, skip_plain=rows is None)
+                     masks=masks_of(allowed, len(logits), self.device) if allowed else None, when=When.AFTER_GREEDY if rows is None else When.ALONE)
         return self.tokens[: len(logits)] if chosen is None else chosen
 
     def _sample(self, logits: Tensor, rows: slice | Tensor, allowed: Mapping[int, Tensor] | None) -> Tensor:

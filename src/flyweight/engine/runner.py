@@ -59,6 +59,9 @@ class DecodeSteps(Protocol):
     def advance(self, count: int) -> Tensor:
         """The same, and the rows take their likeliest tokens."""
 
+    def sample(self, count: int) -> Tensor:
+        """The same, and the rows take tokens by temperature and filters, where `Rows.samples_in_step`."""
+
     def warm_up(self, *, advances: bool = True) -> None:
         """Prepare steps of every size ahead of the first request; not `advances`: their logits alone."""
 
@@ -221,11 +224,12 @@ class Runner:
         assert steps is not None
         rows.extend()
         rows.catch_up()
-        logits = steps.advance(count)
+        sampled = rows.samples_in_step
+        logits = steps.sample(count) if sampled else steps.advance(count)
         places = {i: rows.row_of[work.request.number] for i, work in enumerate(works)}
 
         def choose() -> Flight:
-            tokens = rows.choose(logits, allowed=allowed_by(rows.requests))
+            tokens = rows.tokens[:count] if sampled else rows.choose(logits, allowed=allowed_by(rows.requests))
             if self.follower is not None:
                 self.follower.skipped(works)
             return self._land(works, places, logits, tokens)

@@ -6,6 +6,7 @@ fits, its `why` says so by name and reason: never a silent slow path.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -25,6 +26,7 @@ from flyweight import gpu
 from flyweight.kernels import cpu, imitation, reference
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
+from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
@@ -65,6 +67,19 @@ def tiles(request: Request) -> FusedLinear | None:
         activation=activation,
         note=note,
     )
+
+
+def sorted_tiles(request: Request) -> FusedLinear | None:
+    """The same of integers whose groups are of scattered inputs (act-order)."""
+    tensor = request.tensor
+    if not isinstance(tensor, IntGroup) or tensor.device.type != "cuda" or request.exact:
+        return None
+    if (found := sort_columns(tensor)) is None:
+        return None
+    inner = tiles(dataclasses.replace(request, tensor=found[0]))
+    if not isinstance(inner, TiledLinear):
+        return None
+    return PermutedLinear(inner, found[1], request.ops)
 
 
 def vectors(request: Request) -> FusedLinear | None:
@@ -121,7 +136,8 @@ def dequantized(request: Request) -> FusedLinear:
     return TorchLinear(run, ops=request.ops, why=why, shape=tensor.shape, nbytes=weight.nbytes)
 
 
-PREPARERS: list[Preparer] = [tiles, vectors, on_cpu]  # the first that takes a weight has it
+# the first that takes a weight has it
+PREPARERS: list[Preparer] = [tiles, sorted_tiles, vectors, on_cpu]
 
 
 def register(preparer: Preparer) -> None:

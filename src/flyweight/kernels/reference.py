@@ -18,6 +18,7 @@ from torch import Tensor
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import unknown
 from flyweight.kernels.linear.fused import Norm
+from flyweight.values import has_values
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -182,11 +183,12 @@ def plan_attention(batch: Batch, cache: KVStorage, window: int | None = None) ->
     pieces = []
     i = 0
     starts = batch.query_starts
-    tables = batch.block_tables.tolist()
-    spans = [
-        _span(table, length, cache.block_size)
-        for table, length in zip(tables, batch.kv_lengths, strict=True)
-    ]
+    spans: list[slice | None] = [None] * len(batch.kv_lengths)
+    if has_values(batch.block_tables):
+        spans = [
+            _span(table, length, cache.block_size)
+            for table, length in zip(batch.block_tables.tolist(), batch.kv_lengths, strict=True)
+        ]
     together = [
         starts[k + 1] - starts[k] == 1 and (span is None or length < LONG)
         for k, (span, length) in enumerate(zip(spans, batch.kv_lengths, strict=True))

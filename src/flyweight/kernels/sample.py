@@ -6,19 +6,21 @@ needs no new kernel and no new graph; `sample_reference.py` says in float64 what
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flyweight import gpu
-from flyweight.kernels import jit, workspace
+from flyweight.kernels import jit
 
-CLUSTER = 8  # thread blocks of a row, where the GPU has clusters: the most that every such GPU runs
-FEW_ROWS = 16  # more of them have clusters of half as many blocks, which tell each other less
+# Thread blocks of a row by the most rows for which all rows run at once, where the GPU has clusters
+# (8: the most that every such GPU runs). Parts of the GPU with 16 to 18 processors hold whole ones.
+CLUSTERS = {8: 8, 24: 4, 64: 2}
 THREADS = 1024
 MOST_BIASES = 320  # entries of a row's sparse list; as in the kernel
-OTHER_SHARED = 28 * 1024  # bytes: histograms and biases, rounded up
+SHARED = 40 * 1024  # bytes, rounded up
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 # Rows of `SampleTable.values` and `integers`, as in the kernel.
 COLUMNS = (
@@ -41,12 +43,18 @@ def unsupported_reason(device: torch.device) -> str | None:
     return None
 
 
+class When(enum.Enum):
+    ALONE = enum.auto()  # the table's lengths count the tokens already
+    AFTER_GREEDY = enum.auto()  # so they do; rows that only want the likeliest token have it
+    IN_STEP = enum.auto()  # as its last kernel; lengths get the tokens counted, 0 stays 0
+
+
 @dataclass(frozen=True, eq=False)
 class SampleTable:
     """What the running sequences ask for, one row each; a row is read when it is sampled."""
 
     tokens: Tensor  # int64 [rows]: get the chosen ones
-    lengths: Tensor  # int32 [rows]: with the token to be chosen
+    lengths: Tensor  # int32 [rows]: with the token to be chosen (IN_STEP: without)
     values: Tensor  # float32 [COLUMNS, rows]
     integers: Tensor  # int64 [INTEGERS, rows]
     bias: tuple[Tensor, Tensor, Tensor] | None  # [rows, MOST_BIASES]: id (rising), value, end
@@ -65,26 +73,12 @@ class Masks:
 class Plan:
     cluster: int
     threads: int
-    held: bool  # a block's part of the logits stays in shared memory
 
     @classmethod
-    def of(cls, vocabulary: int, rows: int, device: gpu.Gpu) -> Plan:
-        clusters = [CLUSTER] if rows <= FEW_ROWS else [CLUSTER // 2, CLUSTER]
+    def of(cls, rows: int, device: gpu.Gpu) -> Plan:
         if device.major < 9:
-            clusters = [1]
-        for cluster in clusters:
-            plan = cls(cluster, THREADS, True)
-            if plan.shared(vocabulary) <= device.shared_most:
-                return plan
-        return cls(clusters[-1], THREADS, False)
-
-    def values(self, vocabulary: int) -> int:
-        """Floats of one block."""
-        chunk = 8 * self.threads
-        return -(-vocabulary // (chunk * self.cluster)) * chunk
-
-    def shared(self, vocabulary: int) -> int:
-        return OTHER_SHARED + (4 * self.values(vocabulary) if self.held else 0)
+            return cls(1, THREADS)
+        return cls(next((size for most, size in CLUSTERS.items() if rows <= most), 1), THREADS)
 
 
 class Sampler:
@@ -101,31 +95,28 @@ class Sampler:
         table: SampleTable,
         *,
         rows: Tensor | None = None,
+        positions: Tensor | None = None,
         masks: Masks | None = None,
         chosen: Tensor | None = None,
         bounds: Tensor | None = None,
-        skip_plain: bool = False,
+        when: When = When.ALONE,
     ) -> None:
         """Logits [n, at least vocabulary] choose tokens of the table's `rows` (int64 [n]; None: its
-        first n), also written to `chosen`. Penalties count them. `skip_plain`: rows that only want
-        the likeliest token have it.
+        first n), also written to `chosen`. Penalties count them.
 
+        `positions` int64 [n]: of the tokens, where the table's lengths do not say it; these tokens
+        go to `chosen` alone.
         `bounds` int64 [n], for tests: the last token kept as (ordered logit, ~id); 0: all are kept.
         """
-        count = len(logits)
-        plan = self.plan_for(count)
-        kernel = self._kernel(logits.dtype, plan)
-        scratch = None
-        if not plan.held:
-            size = 4 * count * plan.cluster * plan.values(self.vocabulary)
-            scratch = workspace.current(self.device).bytes("sampled logits", size)
+        plan = self.plan_for(len(logits))
         bias = table.bias or (None, None, None)
         seen = table.seen or (None, None)
         args = (
             logits,
             rows,
-            table.tokens,
+            table.tokens if positions is None else None,
             table.lengths,
+            positions,
             table.values,
             table.integers,
             *bias,
@@ -134,28 +125,29 @@ class Sampler:
             masks and masks.of_row,
             chosen,
             bounds,
-            scratch,
             logits.stride(0),
             len(table.tokens),
             masks.bits.shape[1] if masks else 0,
-            int(skip_plain),
+            int(when is When.AFTER_GREEDY),
+            int(when is When.IN_STEP),
         )
-        kernel.launch(
-            count * plan.cluster,
+        self._kernel(logits.dtype, plan).launch(
+            len(logits) * plan.cluster,
             plan.threads,
             args,
-            shared=plan.shared(self.vocabulary),
+            shared=SHARED,
+            pdl=when is When.IN_STEP,
             cluster=plan.cluster,
         )
 
     def prepare(self, *dtypes: torch.dtype) -> None:
         """Compile, or load, what logits of these types need."""
         for dtype in dtypes:
-            for rows in (1, FEW_ROWS + 1):
+            for rows in (*CLUSTERS, max(CLUSTERS) + 1):
                 self._kernel(dtype, self.plan_for(rows))
 
     def plan_for(self, rows: int) -> Plan:
-        return self.forced or Plan.of(self.vocabulary, rows, gpu.of(self.device))
+        return self.forced or Plan.of(rows, gpu.of(self.device))
 
     def _kernel(self, dtype: torch.dtype, plan: Plan) -> jit.Kernel:
         defines = {
@@ -163,6 +155,5 @@ class Sampler:
             "TYPE": TYPES[dtype],
             "CLUSTER": plan.cluster,
             "THREADS": plan.threads,
-            "HELD": int(plan.held),
         }
         return jit.load("sample.cu", defines=defines).kernel("sample")

@@ -89,7 +89,9 @@ def check_places(adapter: Adapter, plan: ModelPlan) -> None:
 
 
 def adapted_groups(layer: LayerPlan) -> tuple[Group, ...]:
-    return layer.groups if isinstance(layer.mlp, MlpPlan) else (layer.qkv, layer.o)
+    """Not the second projections of latent attention: kv_b is taken into queries and outputs."""
+    dense = layer.mlp.groups if isinstance(layer.mlp, MlpPlan) else ()
+    return layer.qkv, layer.o, *dense
 
 
 def names_of(group: Group) -> list[str]:

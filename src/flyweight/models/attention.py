@@ -7,6 +7,7 @@ have a stage of their own (decode_step.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
 from flyweight.models.kv_scheme import KVScheme
+from flyweight.models.latent import Latent
 from flyweight.models.plan import ROPE
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class PromptStage:
         """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads ·
         head_dim]
         """
+        if block.latent is not None:
+            return self.attend_latent(block, block.latent, qkv).flatten(-2)
         if block.whole_norms is not None:
             qkv = torch.cat([*normed_projections(block, qkv), values_of(block, qkv)], -1)
         heads = qkv.view(*qkv.shape[:-1], -1, block.plan.attention.head_dim)
@@ -77,6 +81,10 @@ class PromptStage:
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         """[..., tokens, heads + 2 · kv_heads, head_dim] → [..., tokens, heads, head_dim]"""
+        raise NotImplementedError
+
+    def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
+        """[..., tokens, outputs of qkv] → [..., tokens, heads, value]"""
         raise NotImplementedError
 
 
@@ -96,6 +104,22 @@ class Paged(PromptStage):
         self.adapters = batch.adapters
         self.caches = caches
         self.plans: Plans = {} if plans is None else plans
+
+    @functools.cached_property
+    def pieces(self) -> list[reference.Piece]:
+        """Of layers that torch's attention serves on every device."""
+        return reference.plan_attention(self.batch, self.caches[0])
+
+    def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
+        plan = block.plan.attention
+        return latent.attend_paged(
+            projected,
+            self.rows[plan.rope],
+            plan.scale,
+            batch=self.batch,
+            cache=self.caches[block.index],
+            pieces=self.pieces,
+        )
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention
@@ -138,6 +162,10 @@ class Whole(PromptStage):
         self.scheme = scheme or KVScheme()
         device = next(iter(by_name(tables).values()))[0].device
         super().__init__(tables, torch.arange(first, first + tokens, device=device), ops)
+
+    def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
+        plan = block.plan.attention
+        return latent.attend_whole(projected, self.rows[plan.rope], plan.scale)
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         plan = block.plan.attention

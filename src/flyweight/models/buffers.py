@@ -1,8 +1,10 @@
-"""What flows from kernel to kernel in captured decode steps: fixed places that every size of step
-uses the first rows of.
+"""What captured decode steps read and write: rows of running sequences, and what flows from kernel
+to kernel, in fixed places that every size of step uses the first rows of.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,3 +27,17 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._held.values())
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The running sequences as a step sees them: one row each, or several where guesses are
+    checked.
+    """
+
+    tokens: Tensor  # int64 [rows]
+    lengths: Tensor  # int32 [rows]: the token counted; 0: nobody is here
+    tables: Tensor  # int32 [rows, pages]
+    # int32 [rows]: how many rows just before are of the same sequence; None: every row has its own
+    before: Tensor | None = None
+    adapters: Tensor | None = None  # int32 [rows]: their slots, where any are loaded

@@ -92,7 +92,8 @@ class Family:
     # where use_sliding_window is set · "types": as layer_types says
     window: str = "never"
     layer_types: Callable[[Data, int], list[str]] = values.trailing
-    head_dim: int | None = None  # the default where the key is missing; None is hidden_size / heads
+    # the default where the key is missing, or the key that says it; None is hidden_size / heads
+    head_dim: int | str | None = None
     # of layers with a window, where they have a rope table of their own: the key of its base
     local_rope: str | None = None
     experts: Experts | None = None
@@ -219,7 +220,10 @@ class ModelConfig:
                 f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads "
                 f"{kv_heads}"
             )
-        head_dim = values.count(data, "head_dim", family.head_dim or hidden // heads)
+        if isinstance(family.head_dim, str):
+            head_dim = values.count(data, family.head_dim)
+        else:
+            head_dim = values.count(data, "head_dim", family.head_dim or hidden // heads)
         max_positions = values.count(data, "max_position_embeddings")
         rope, local_rope = values.read_ropes(data, head_dim, max_positions, local=family.local_rope)
         return cls(

@@ -86,8 +86,14 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def extra(data: Data, key: str, default: Any) -> Any:
-    """A value that one family alone reads: a number, a flag, a list of numbers, or null."""
+    """A value that one family alone reads: a number, a flag, a list of numbers, or null; a word
+    where its default is one.
+    """
     value = data.get(key, default)
+    if isinstance(default, str):
+        if not isinstance(value, str):
+            raise CheckpointError(f"config.json: {key!r} must be a word, not {value!r}")
+        return value
     if isinstance(value, list | tuple):
         if any(type(item) not in (int, float, bool) for item in value):
             raise CheckpointError(f"config.json: {key!r} must hold numbers, not {value!r}")

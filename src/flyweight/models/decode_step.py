@@ -11,7 +11,7 @@ launch): each kernel fetches its first weights while the one before it ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,9 +32,11 @@ from flyweight.kernels.attention.qkv import chunk_of, mailbox_cycle, qkv_attenti
 from flyweight.kernels.attention.qkv import unsupported_reason as separate_reason
 from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
 from flyweight.kernels.token import embed
+from flyweight.models import latent_step
 from flyweight.models.attention import normed_projections
-from flyweight.models.buffers import Buffers
+from flyweight.models.buffers import Buffers, StepRows
 from flyweight.models.decoder import Decoder
+from flyweight.models.latent_step import LatentDecode
 from flyweight.models.layer import Block
 from flyweight.models.rope import RopeTables
 from flyweight.models.standard import plan_of
@@ -52,7 +54,11 @@ def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     for block in decoder.blocks:
         if block.mlp.uncaptured_reason:
             return f"layer {block.index}: {block.mlp.uncaptured_reason}"
-        if reason := head_shape(block, decoder.ropes, page).unsupported_reason():
+        if block.latent is not None:
+            reason = latent_step.unsupported_reason(block, page)
+        else:
+            reason = head_shape(block, decoder.ropes, page).unsupported_reason()
+        if reason:
             return reason
     return None
 
@@ -70,20 +76,6 @@ def head_shape(block: Block, ropes: RopeTables, page: int) -> HeadShape:
         soft_cap=plan.soft_cap,
         sinks=plan.sinks is not None,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class StepRows:
-    """The running sequences as a step sees them: one row each, or several where guesses are
-    checked.
-    """
-
-    tokens: Tensor  # int64 [rows]
-    lengths: Tensor  # int32 [rows]: the token counted; 0: nobody is here
-    tables: Tensor  # int32 [rows, pages]
-    # int32 [rows]: how many rows just before are of the same sequence; None: every row has its own
-    before: Tensor | None = None
-    adapters: Tensor | None = None  # int32 [rows]: their slots, where any are loaded
 
 
 class DecodeAttention:
@@ -221,15 +213,19 @@ class DecodeStep:
         self.rows = rows
         self.buffers = buffers
         self.size = len(rows.tokens)
-        self.stage = DecodeAttention(
-            decoder.blocks,
-            caches,
-            rows,
-            ropes=decoder.ropes,
-            pairs=pairs,
-            buffers=buffers,
-            separate=separate,
-        )
+        self.stage: DecodeAttention | LatentDecode
+        if decoder.blocks[0].latent is not None:
+            self.stage = LatentDecode(decoder.blocks, caches, rows, pairs=pairs, buffers=buffers)
+        else:
+            self.stage = DecodeAttention(
+                decoder.blocks,
+                caches,
+                rows,
+                ropes=decoder.ropes,
+                pairs=pairs,
+                buffers=buffers,
+                separate=separate,
+            )
         self.hidden = buffers.take("hidden", decoder.config.hidden_size, self.size)
         self.padded_logits = buffers.take("logits", sum(decoder.head.sizes), self.size)
         self.logits = self.padded_logits[:, : decoder.config.vocab_size]

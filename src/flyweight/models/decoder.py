@@ -123,6 +123,8 @@ class Decoder:
             head = Linear.load(weights, "", group, device=device, dtype=dtype, exact=exact)
         if layers is None:
             weights.check_used()
+            for latent in filter(None, (block.latent for block in blocks)):
+                latent.prepare()
         decoder = cls(
             config,
             embedding=Embedding(
@@ -169,7 +171,8 @@ class Decoder:
         table = self.embedding.weight
         shared = self.config.tied_embeddings and table.device.type == "cpu"
         head = 0 if shared else self.head.nbytes
-        return sum(linear.nbytes for linear in linears) + table.nbytes + head
+        latents = sum(block.latent.nbytes for block in self.blocks if block.latent is not None)
+        return sum(linear.nbytes for linear in linears) + latents + table.nbytes + head
 
     @property
     def step_nbytes(self) -> int:
@@ -178,8 +181,12 @@ class Decoder:
         share = moe.experts_per_token / moe.experts if moe else 1.0
         total = float(self.head.nbytes)
         for block in self.blocks:
+            latent = block.latent
             for group in block.groups:
-                total += block.linears[group.name].nbytes * (share if group.routed else 1.0)
+                linear = block.linears[group.name]
+                inside = latent is not None and linear is latent.kv_b
+                nbytes = latent.nbytes if latent is not None and inside else linear.nbytes
+                total += nbytes * (share if group.routed else 1.0)
         return int(total)
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from flyweight.errors import CheckpointError, OptionError, unknown
 from flyweight.kv_format import AUTO, KV_FORMATS, MODEL, KVFormat
 from flyweight.models.config import ModelConfig
 from flyweight.models.layers import Weights
+from flyweight.models.standard import plan_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,13 @@ def choose_kv_scheme(wanted: str | None, weights: Weights, config: ModelConfig) 
     known = [AUTO, MODEL, *KV_FORMATS]
     if wanted is not None and wanted not in known:
         raise OptionError(unknown("kv_dtype", wanted, known))
-    stored = scheme_of(weights, config)
+    latent = plan_of(config).layers[0].attention.latent is not None
+    if latent and wanted in KV_FORMATS:
+        raise OptionError(
+            f"kv_dtype {wanted}: {config.model_type} caches one compressed row for all heads, "
+            "which no kernel here reads in 8 bits: leave kv_dtype out"
+        )
+    stored = KVScheme() if latent else scheme_of(weights, config)
     if wanted in (None, AUTO):
         return stored
     if wanted == MODEL:

@@ -20,6 +20,7 @@ from flyweight.kernels.linear.fused import Norm, PackedInput
 from flyweight.models.adapters import Adapters
 from flyweight.models.buffers import Buffers
 from flyweight.models.config import ModelConfig
+from flyweight.models.latent import Latent
 from flyweight.models.layers import Linear, Weights, load_tensor
 from flyweight.models.mlp import GatedMlp
 from flyweight.models.moe import Experts
@@ -65,6 +66,8 @@ class Block:
         self.head_norm = head_norm  # its weight [heads + kv_heads, head_dim]
         self.whole_norms = whole_norms  # of all queries and of all keys of a token
         self.sinks = sinks  # [heads]
+        # of attention whose heads share their keys and values
+        self.latent: Latent | None = None
         self.qkv = linears[plan.qkv.name]
         self.o = linears[plan.o.name]
 
@@ -106,7 +109,7 @@ class Block:
         else:
             mlp = GatedMlp(plan.mlp, linears)
         sinks = tensor(plan.attention.sinks, plan.attention.heads) if plan.attention.sinks else None
-        return cls(
+        block = cls(
             plan,
             linears=linears,
             norms=norms,
@@ -116,6 +119,8 @@ class Block:
             whole_norms=_whole_norms(plan, tensor),
             sinks=sinks,
         )
+        block.latent = Latent.load(plan, linears, tensor, device=device, dtype=dtype)
+        return block
 
     @property
     def index(self) -> int:

@@ -49,18 +49,20 @@ class Router:
             chosen = self._best_groups(judged).topk(plan.chosen, -1).indices
             shares = scores.gather(-1, chosen)
         else:
-            shares, chosen = logits.softmax(-1).topk(plan.chosen, -1)
+            shares, chosen = self._best_groups(logits.softmax(-1)).topk(plan.chosen, -1)
         if plan.normalize:
             shares = shares / shares.sum(-1, keepdim=True)
         return shares if plan.scale == 1 else shares * plan.scale, chosen
 
     def _best_groups(self, scores: Tensor) -> Tensor:
-        """−∞ for experts outside the groups whose two best experts have the largest sums."""
+        """−∞ for experts outside the best groups: those whose two best experts have the largest
+        sums, or (softmax) whose best one is the largest.
+        """
         plan = self.plan
         if plan.groups == 1:
             return scores
         grouped = scores.unflatten(-1, (plan.groups, -1))
-        sums = grouped.topk(2, -1).values.sum(-1)
+        sums = grouped.topk(2 if plan.kind == "sigmoid" else 1, -1).values.sum(-1)
         best = sums.topk(plan.chosen_groups, -1).indices
         seen = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, best, True)
         return grouped.masked_fill(~seen[..., None], -torch.inf).flatten(-2)

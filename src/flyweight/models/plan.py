@@ -47,22 +47,39 @@ class NormPlan:
 
 
 @dataclass(frozen=True)
+class TurnedHeads:
+    """`heads` heads that follow each other, of `before` + `rotary` + `after` rows each."""
+
+    heads: int
+    rotary: int
+    before: int = 0
+    after: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.heads * (self.before + self.rotary + self.after)
+
+
+@dataclass(frozen=True)
 class Interleaved:
     """Rope turns rows 2i and 2i + 1 of each head together; everybody here turns row i with row
-    i + rotary / 2. Loading puts the first `rows` outputs (those of queries and keys) into that
+    i + rotary / 2. Loading puts the first outputs (those of queries and keys, `parts`) into that
     order, which no score notices: both sides of every product have it.
     """
 
-    rows: int
-    head_dim: int
-    rotary_dim: int
+    parts: tuple[TurnedHeads, ...]
 
     def order(self, outputs: int) -> list[int]:
         """Which stored row comes at each place."""
-        rotary = self.rotary_dim
-        head = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, self.head_dim)]
-        turned = [begin + row for begin in range(0, self.rows, self.head_dim) for row in head]
-        return [*turned, *range(self.rows, outputs)]
+        found: list[int] = []
+        for part in self.parts:
+            for _ in range(part.heads):
+                first = len(found) + part.before
+                end = first + part.rotary
+                found += range(len(found), first)
+                found += [*range(first, end, 2), *range(first + 1, end, 2)]
+                found += range(end, end + part.after)
+        return [*found, *range(len(found), outputs)]
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,44 @@ class Group:
 
 
 @dataclass(frozen=True)
+class LatentPlan:
+    """Keys and values of all heads as one row for each token (multi-head latent attention):
+
+        row = norm(kv_a x)[rank] | rope(kv_a x)[rope_dim]
+        key of a head = (kv_b row)[plain_dim] | row's rope part,  value = (kv_b row)[value_dim]
+
+    The cache holds rows. `AttentionPlan.head_dim` is their width, and its one kv head is theirs.
+    """
+
+    rank: int
+    plain_dim: int  # of queries and keys, that rope does not turn
+    rope_dim: int
+    value_dim: int
+    norm: NormPlan
+    kv_b: Group
+    # queries through a latent of their own: q_b(norm(q_a x)); None: the group qkv makes queries
+    query_norm: NormPlan | None = None
+    query_b: Group | None = None
+    epsilon: float = 1e-6  # of the two norms, whatever config.json says of others
+
+    @property
+    def query_dim(self) -> int:
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return (self.kv_b,) if self.query_b is None else (self.query_b, self.kv_b)
+
+    @property
+    def norms(self) -> tuple[tuple[NormPlan, int], ...]:
+        """With their widths."""
+        own = ((self.norm, self.rank),)
+        if self.query_norm is None or self.query_b is None:
+            return own
+        return (self.query_norm, self.query_b.in_features), *own
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     heads: int
     kv_heads: int
@@ -107,6 +162,23 @@ class AttentionPlan:
     soft_cap: float | None = None  # scores become cap · tanh(score / cap)
     # a logit for each head that takes its share of the softmax and gives nothing
     sinks: str | None = None
+    latent: LatentPlan | None = None  # keys and values are made of one row for all heads
+
+    @property
+    def kind(self) -> str:
+        """How attention is done: `heads` have keys and values of their own, or share a `latent`."""
+        return "heads" if self.latent is None else "latent"
+
+    @property
+    def out_features(self) -> int:
+        """What o multiplies with."""
+        size = self.head_dim if self.latent is None else self.latent.value_dim
+        return self.heads * size
+
+    @property
+    def cached_numbers(self) -> int:
+        """Of a token in the cache of one layer."""
+        return self.head_dim if self.latent else 2 * self.kv_heads * self.head_dim
 
     @property
     def plain(self) -> bool:
@@ -190,7 +262,8 @@ class LayerPlan:
     @property
     def groups(self) -> tuple[Group, ...]:
         """All linears, in the order in which they run."""
-        return self.qkv, self.o, *self.mlp.groups
+        latent = self.attention.latent
+        return self.qkv, *(latent.groups if latent else ()), self.o, *self.mlp.groups
 
     @property
     def foldable_groups(self) -> tuple[Group, ...]:
@@ -200,7 +273,7 @@ class LayerPlan:
         return tuple(
             group
             for group in self.groups
-            if group.source and group.name in ("qkv", "o", "gate_up", "down")
+            if group.source and group.name in ("qkv", "q_b", "kv_b", "o", "gate_up", "down")
         )
 
     @property

@@ -8,6 +8,8 @@ name, so the bytes depend on (seed, name, device kind) and not on the order of l
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -190,14 +192,30 @@ def _grouped(bits: int, *, symmetric: bool = False, sparse: bool = False) -> Mak
     return make
 
 
+def _act_order(
+    shape: tuple[int, int], seed: int, device: torch.device | str, **options: Any
+) -> QuantTensor:
+    """4 bits in groups of scattered inputs. Linears of one width share their order, as those that
+    read one input do in GPTQ's files.
+    """
+    made = IntGroup.random(shape, seed, device, bits=4, **options)
+    generator = torch.Generator(device=device).manual_seed(shape[1])
+    order = torch.rand(shape[1], generator=generator, device=device).argsort()
+    groups = torch.arange(shape[1], device=device) // made.group_size
+    scattered = torch.empty_like(groups).scatter_(0, order, groups)
+    return dataclasses.replace(made, g_idx=scattered.int())
+
+
 SCHEMES: dict[str, Make] = {
     **dict.fromkeys(FLOATS, Plain.random),
     "int4": _grouped(4),
     "int4-sym": _grouped(4, symmetric=True),
+    "int4-act-order": _act_order,
     "int8": _grouped(8),
     "w8a16": _grouped(8, symmetric=True),
     "w8a8": Int8Channel.random,
     "fp8": Float8.random,
+    "fp8-block": functools.partial(Float8.random, block=128),  # as Qwen's and DeepSeek's own files
     "mxfp4": Float4.random,
     "vptq": VectorQuant.random,  # codebooks of 8192 + 256, vectors of 8
     "sparse-int4": _grouped(4, symmetric=True, sparse=True),
@@ -308,6 +326,8 @@ def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
     ):
         width = attention.head_dim * (heads if whole else 1)
         found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
+    if attention.latent is not None:
+        found |= {f"{norm.name}.weight": (width,) for norm, width in attention.latent.norms}
     if attention.sinks is not None:
         found[attention.sinks] = (attention.heads,)
     if isinstance(mlp, ExpertsPlan):

@@ -69,6 +69,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "topk_group": (1, 0),
     "routed_scaling_factor": (1,),
     "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
     "use_grouped_topk": (False,),
     "moe_apply_router_weight_on_input": (False,),
 }
@@ -76,15 +77,15 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 # Architectures that people have and that do not run here: the nearest that does, and what is
 # missing.
 MISSING = {
-    "deepseek_v2": ("glm4_moe", "multi-head latent attention"),
-    "deepseek_v3": ("glm4_moe", "multi-head latent attention"),
-    "kimi_k2": ("glm4_moe", "multi-head latent attention"),
-    "glm4_moe_lite": ("glm4_moe", "multi-head latent attention"),
+    "deepseek_v32": ("deepseek_v3", "sparse attention and its indexer"),
+    "deepseek_v4": ("deepseek_v3", "compressed attention of several kinds"),
+    "glm4_moe_lite": ("deepseek_v3", "which of its layers are dense"),
+    "kimi_linear": ("deepseek_v3", "linear attention layers"),
     "qwen3_next": ("qwen3_moe", "gated DeltaNet layers and gated attention"),
     "qwen3_5": ("qwen3", "gated DeltaNet layers and gated attention"),
     "qwen3_5_moe": ("qwen3_moe", "gated DeltaNet layers and gated attention"),
     "ministral3": ("mistral", "queries that grow with their position"),
-    "mistral4": ("mistral", "multi-head latent attention"),
+    "mistral4": ("deepseek_v3", "queries that grow with their position"),
     "gemma": ("gemma2", "its layers of two norms"),
     "gemma3n": ("gemma3_text", "alternating updates and per-layer embeddings"),
     "gemma4_text": ("gemma3_text", "shared keys and values and per-layer embeddings"),

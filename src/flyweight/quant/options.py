@@ -50,6 +50,7 @@ class Options:
     blocks: int | None = (
         None  # stop after so many decoder blocks, to time a model; no model is written then
     )
+    shards: int = 1  # GPUs that are to divide the weights: groups are chosen so that they can
     listen: Listener = ignore
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from flyweight.kernels.linear.fused import Norm
 from flyweight.models.config import ModelConfig
 from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import plan_of
+from flyweight.quant import sharding
 from flyweight.quant.assemble import NOTE, Assembly
 from flyweight.quant.calibrate import Loop
 from flyweight.quant.calibration import Samples, draw_samples, read_text
@@ -129,10 +130,11 @@ class Job:
             self.dtype = getattr(torch, options.dtype)
         elif self.device.type == "cpu":
             self.dtype = torch.float32  # without a GPU only float32 is fast
-        widths = linear_widths(self.config)
+        widths = sharding.linear_widths(self.config, options.shards)
         self.recipe = recipe.with_group_size(
             lambda size: size if size == -1 else fit_group_size(size, widths)
         )
+        sharding.check_vectors(self.config, self.recipe, options.shards)
 
     def check_output(self) -> None:
         if self.output.is_file():
@@ -276,9 +278,3 @@ class Job:
         overwrite = self.options.overwrite
         assembly.write(self.output, formats.named(name), fingerprint, overwrite=overwrite)
         return name
-
-
-def linear_widths(config: ModelConfig) -> list[int]:
-    """How many inputs linears of this model have: a group size must divide each."""
-    layers = plan_of(config).layers
-    return sorted({group.in_features for layer in layers for group in layer.groups})

@@ -23,12 +23,14 @@ OPTIONS: dict[str, dict[str, str]] = {  # backend → our option → theirs
     "vllm": {"model": "--model", "host": "--host", "port": "--port", "names": "--served-model-name",
              "max_model_len": "--max-model-len", "memory_fraction": "--gpu-memory-utilization", "max_num_seqs": "--max-num-seqs",
              "max_num_batched_tokens": "--max-num-batched-tokens", "dtype": "--dtype", "kv_dtype": "--kv-cache-dtype",
-             "tensor_parallel": "--tensor-parallel-size", "quantization": "--quantization"},
+             "tensor_parallel": "--tensor-parallel-size", "pipeline_parallel": "--pipeline-parallel-size",
+             "data_parallel": "--data-parallel-size", "quantization": "--quantization"},
     "sglang": {"model": "--model-path", "host": "--host", "port": "--port", "names": "--served-model-name",
                "max_model_len": "--context-length", "memory_fraction": "--mem-fraction-static",
                "max_num_seqs": "--max-running-requests", "max_num_batched_tokens": "--chunked-prefill-size", "dtype": "--dtype",
                "kv_dtype": "--kv-cache-dtype",
-               "tensor_parallel": "--tp-size", "quantization": "--quantization"},
+               "tensor_parallel": "--tp-size", "pipeline_parallel": "--pp-size", "data_parallel": "--dp-size",
+               "quantization": "--quantization"},
 }
 NO_PREFIX_CACHE = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
 KEY_VARIABLES = {"vllm": "VLLM_API_KEY"}  # where a key need not be an argument, which other users could read
@@ -38,8 +40,8 @@ OURS = {"allowed_host", "max_queue", "max_body_mb", "timeout", "engine_timeout",
 
 
 def command(backend: str, model: str, *, prefix_cache: bool = True, keys: tuple[str, ...] = (), names: tuple[str, ...] = (),
-            device: str | None = None, **options: Any) -> tuple[list[str], dict[str, str]]:
-    """(arguments after the interpreter, environment to add)."""
+            device: str | None = None, engine_arguments: tuple[str, ...] = (), **options: Any) -> tuple[list[str], dict[str, str]]:
+    """(arguments after the interpreter, environment to add). `engine_arguments` come last, word for word."""
     if backend not in COMMANDS:
         raise OptionError(unknown("backend", backend, ["native", *COMMANDS]))
     words = OPTIONS[backend]
@@ -58,6 +60,7 @@ def command(backend: str, model: str, *, prefix_cache: bool = True, keys: tuple[
     variable = KEY_VARIABLES.get(backend)
     if keys and variable is None:
         argv += ["--api-key", keys[0]]
+    argv += engine_arguments
     return argv, {variable: keys[0]} if keys and variable else {}
 
 
@@ -70,6 +73,10 @@ def hand_over(backend: str, model: str, *, context: typer.Context, **options: An
     argv, environment = command(backend, resolved(model), **options)
     if importlib.util.find_spec(backend) is None:
         raise MissingPackageError(f"--backend {backend} needs it installed beside flyweight: pip install {backend}")
+    if backend == "vllm":
+        from flyweight.plugins.vllm.state import state
+
+        typer.echo(f"Flyweight's kernels and formats: {state().text}", err=True)
     os.execve(sys.executable, [sys.executable, *argv], os.environ | environment)
 
 

@@ -82,8 +82,13 @@ class Float8(QuantTensor):
 
     @classmethod
     def random(cls, shape: Sequence[int], seed: int = 0, device: torch.device | str = "cpu", *, activation: str = "token",
-               dtype: torch.dtype = torch.float32) -> Float8:
+               block: int | None = None, dtype: torch.dtype = torch.float32) -> Float8:
         generator = generator_on(seed, device)
         weight = torch.empty(*shape, device=device).normal_(0, 64, generator=generator).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
         scales = (0.75 + torch.rand(*shape[:-1], 1, generator=generator, device=device) / 2) / 64 / math.sqrt(shape[-1])
+        if block is not None:
+            rows, columns = (math.ceil(size / block) for size in shape[-2:])
+            spread = 0.75 + torch.rand(rows, columns, generator=generator, device=device) / 2
+            inputs = "none" if shape[-1] % 128 else "group"  # whose groups are of 128
+            return cls(weight.to(FLOAT8), (spread / 64 / math.sqrt(shape[-1])).float(), inputs, block)
         return cls(weight.to(FLOAT8), scales.to(dtype), activation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from flyweight.tensors.base import Plain, QuantTensor
@@ -11,6 +12,13 @@ from flyweight.tensors.blocks import IntBlock
 from flyweight.tensors.float4 import Float4
 from flyweight.tensors.float8 import Float8
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24
+from flyweight.values import known
+
+
+def _stays(order: Tensor, block: int) -> bool:
+    """Whether every row stays in its block."""
+    places = torch.arange(len(order), device=order.device)
+    return known((order // block == places // block).all(), otherwise=True)
 
 
 def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
@@ -32,6 +40,8 @@ def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
         shared = tensor.scales.shape[0] == 1
         scales = tensor.scales if shared else tensor.scales[order]
         return dataclasses.replace(tensor, weight=tensor.weight[order], scales=scales)
+    if isinstance(tensor, Float8) and tensor.block is not None and _stays(order, tensor.block):
+        return dataclasses.replace(tensor, weight=tensor.weight[order])
     if isinstance(tensor, Float4):
         return Float4(tensor.codes[order], tensor.exponents[order])
     if isinstance(tensor, Sparse24):

@@ -14,7 +14,7 @@ from flyweight.checkpoint.formats.base import FLOATS, Format, Source, fault, not
 from flyweight.checkpoint.names import HEAD_DIMS
 from flyweight.checkpoint.stacked import read_expert
 from flyweight.errors import CheckpointError
-from flyweight.tensors import Float8, Int8Channel, IntBlock, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
+from flyweight.tensors import Float4, Float8, Int8Channel, IntBlock, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
 
 FUSED = {  # the fused name → its parts, in the order of their rows
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -112,6 +112,8 @@ def implied_shape(config: dict[str, Any], prefix: str) -> tuple[int | None, int 
     elif ".shared_experts." in prefix:
         middle = None  # as many as all of them have together
     groups = heads_of(number("num_key_value_heads") or heads)
+    if number("kv_lora_rank"):  # latent attention: attention's own shapes are not head_dim's
+        groups = head = None
     return {"q_proj": (heads_of(heads), hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden),
             "o_proj": (hidden, heads_of(heads)), "gate_proj": (middle, hidden), "up_proj": (middle, hidden),
             "down_proj": (hidden, middle)}.get(name, (None, None))
@@ -130,7 +132,7 @@ def take_rows(tensor: QuantTensor, start: int, stop: int, *, where: str) -> Quan
         return Plain(rows(tensor.weight))
     if isinstance(tensor, IntGroup):
         return dataclasses.replace(tensor, codes=rows(tensor.codes), scales=rows(tensor.scales), zeros=rows(tensor.zeros))
-    if isinstance(tensor, IntBlock):
+    if isinstance(tensor, IntBlock | Float4):
         return tensor.map(rows)
     if isinstance(tensor, Int8Channel):
         return dataclasses.replace(tensor, codes=rows(tensor.codes), scales=rows(tensor.scales))

@@ -43,12 +43,18 @@ def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
 def choose_after_drafts(
     logits: Tensor, rows: Rows, works: Sequence[Work], at: Tensor, positions: Tensor
 ) -> Tensor:
-    """A token after each row of `works`, which all sample: [outputs of all works].
+    """A token after each row of `works`, which all sample: [outputs of all works]. By the sampling
+    kernel where there is one; penalties, which count guesses, by torch's ops.
 
     `at`, `positions`: of each such row, its sequence's place in `rows` and the position to fill.
     """
     if rows.mode == GREEDY:
         return logits.argmax(-1)
+    if rows.sampler is not None and not rows.mode.penalized:
+        chosen = torch.empty_like(at)
+        table = rows.sampling.for_kernel(rows.tokens, rows.lengths)
+        rows.sampler(logits, table, rows=at, positions=positions, chosen=chosen)
+        return chosen
     batch = rows.sampling.batch(rows.mode, positions, at)
     if batch.seen is not None:
         batch = _count_drafts(batch, works, rows.device)

@@ -18,6 +18,14 @@ DEVICE u32 decode(u32 codes, Scale s) {
   const u32 bits = (codes & 0x00070007) << (FP16 ? 9 : 6) | (codes & 0x00080008) << 12;
   return mul2(mul2(bits, FP16 ? 0x74007400 : 0x7e807e80), s.scale);
 }
+#elif FORMAT == FP8_BLOCKS
+struct Scale {
+  float scale;  // of eight outputs
+};
+DEVICE u32 decode(u32 codes, Scale s) {  // e4m3 in the low byte of each half
+  const u32 two = widen_float8(codes & 0x00ff00ff);
+  return pack2(low_float(two) * s.scale, high_float(two) * s.scale);
+}
 #else
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300, SIGN = 0x80008000;
 struct Scale {
@@ -76,7 +84,11 @@ struct Block {
 #pragma unroll
     for (int half = 0; half < 2 * GROUPED; half++) {
       const Record* r = records + group_in_stage(stage, block, half) * 16;
+#if FORMAT == FP8_BLOCKS
+      scale[half][0] = {((const float*)r)[0]}, scale[half][1] = {((const float*)r)[1]};
+#else
       scale[half][0] = read_scale(r[g]), scale[half][1] = read_scale(r[g + 8]);
+#endif
     }
 #pragma unroll
     for (int step = 0; step < STEPS * SPARSE; step++) {

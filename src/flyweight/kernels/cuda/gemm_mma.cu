@@ -88,7 +88,7 @@ DEVICE void fetch_stage(u32 to, const Source& a, const Segment& s, int stage) {
     const int tile = first + min(s.m * MT + i / pieces, TILES - 1);
     copy16(to + i * 16, a.weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES + i % pieces * 16);
   }
-#if FORMAT == INT4 || FORMAT == INT8 || FORMAT == MXFP4
+#if FORMAT == INT4 || FORMAT == INT8 || FORMAT == MXFP4 || FORMAT == FP8_BLOCKS
 #pragma unroll
   for (int i = threadIdx.x; i < MT * record_pieces; i += THREADS) {
     const int tile = first + min(s.m * MT + i / record_pieces, TILES - 1);

@@ -47,15 +47,15 @@ constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int CUT = GROUPED && GROUP < KDIM && GROUP > 64 * UNIT_BLOCKS ? GROUP / 64 : UNIT_BLOCKS;
 constexpr int CUTS = (BLOCKS + CUT - 1) / CUT, LONGEST = (CUTS + SLICES - 1) / SLICES * CUT;
 constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of the longest
-constexpr int UNITS = !GROUPED ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
+constexpr int UNITS = !GROUPED || FLOATS ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
 constexpr int COLUMN_TILES = (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
 constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
-constexpr int XBLOCK = FORMAT == PLAIN ? 128 : 64;                  // bytes of a column that meet one block
-constexpr int XROW = FORMAT == PLAIN ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
+constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
+constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
@@ -171,13 +171,17 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
     if constexpr (!GROUPED) {
       multiply_block(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, whole, lane);
     } else {
-      int acc[SETS + SUMS][COLUMN_TILES][4] = {};
+      group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll
       for (int b = 0; b < UNIT_BLOCKS; b++)
         if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
           multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
       const Record* records = (const Record*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
+#if FORMAT == FP8_BLOCKS
+      add_scaled(whole, acc, *(const float2*)records);
+#else
       add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, g, t);
+#endif
     }
   }
 }
@@ -216,7 +220,7 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     auto& partial = sh.partial[tile - done][warp];
-    if constexpr (GROUPED && !IN_REGISTERS) {
+    if constexpr (GROUPED && !FLOATS && !IN_REGISTERS) {
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {
         const int token = t + i / 2 * 4;

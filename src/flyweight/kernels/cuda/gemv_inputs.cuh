@@ -24,7 +24,7 @@ DEVICE Inputs inputs_at(const LinearShared& sh, int lane) { return {sh.x + min(l
 DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float most, float inverse, int lane) {
   const Piece p = convert<larger(SETS)>(v, most, inverse, lane);
   if (piece >= PIECES) return;
-  if constexpr (FORMAT == PLAIN) {
+  if constexpr (FLOATS) {
     *(uint4*)(sh.x + row * XROW + piece * 16) = p.words;
   } else {
     u8* to = sh.x + row * PLANES * XROW + piece / 8 * 64 + piece % 4 * 16 + piece / 4 % 2 * 8;  // a lane's two halves together

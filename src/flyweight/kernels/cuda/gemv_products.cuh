@@ -2,10 +2,15 @@
 //
 // A: outputs g and g + 8 of the tile, inputs 8 t … + 7 of each half block (lane = 4 g + t). B: a column is a row of x (W8A8,
 // float8, plain) or one of its two byte planes (2 row + plane). D: lane (g, t) has columns 2 t and 2 t + 1 of outputs g, g + 8.
-#if FORMAT == PLAIN || FORMAT == FP8
+#if FORMAT == PLAIN || FORMAT == FP8 || FORMAT == FP8_BLOCKS
 typedef float accumulator;
 #else
 typedef int accumulator;
+#endif
+#if FORMAT == FP8_BLOCKS
+typedef float group_sum;  // of the inputs between two scalings
+#else
+typedef int group_sum;
 #endif
 
 // A lane's weights of a block, and its inputs of a column tile: 16 bytes of each half block for each word of A.
@@ -15,7 +20,7 @@ struct Fragment {
   u32 which;  // of the inputs are kept
 };
 struct Column {
-  uint4 b[WIDE];
+  uint4 b[FLOATS ? 2 : 1];
 };
 #if SPARSE
 DEVICE Fragment load_fragment(const u8* w, int lane) {
@@ -70,9 +75,11 @@ DEVICE Fragment load_fragment(const u8* w, int lane) {
 DEVICE Column load_column(const u8* xs, int flip = 64) {
   Column c;
 #pragma unroll
-  for (int i = 0; i < WIDE; i++) c.b[i] = *(const uint4*)(xs + i * flip);
+  for (int i = 0; i < (FLOATS ? 2 : 1); i++) c.b[i] = *(const uint4*)(xs + i * flip);
   return c;
 }
+DEVICE u32 first_two(u32 codes) { return widen_float8(__byte_perm(codes, 0, 0x4140)); }  // of four float8
+DEVICE u32 last_two(u32 codes) { return widen_float8(__byte_perm(codes, 0, 0x4342)); }
 // The halves of a block have accumulators of their own where there are two SETS.
 template <typename Accumulator>
 DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4], int n) {
@@ -91,6 +98,13 @@ DEVICE void multiply(const Fragment& f, const Column& c, Accumulator (&acc)[SETS
     mma16<FP16>(acc[h % SETS][n], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
     mma16<FP16>(acc[h % SETS][n], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
   }
+#elif FORMAT == FP8_BLOCKS
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const uint4 a = f.a[h], b = c.b[h];
+    mma16<FP16>(acc[h % SETS][n], first_two(a.x), first_two(a.y), last_two(a.x), last_two(a.y), b.x, b.y);
+    mma16<FP16>(acc[h % SETS][n], first_two(a.z), first_two(a.w), last_two(a.z), last_two(a.w), b.z, b.w);
+  }
 #elif FORMAT == FP8
   mma32_float8(acc[0][n], f.a[0], c.b[0].x, c.b[0].y);
   mma32_float8(acc[SETS - 1][n], f.a[1], c.b[0].z, c.b[0].w);
@@ -108,8 +122,19 @@ DEVICE void multiply_block(const u8* w, const u8* xs, Accumulator (&acc)[SETS + 
   for (int n = 0; n < COLUMN_TILES; n++) multiply(f, load_column(xs + n * 8 * XROW), acc, n);
 }
 
+// FP8_BLOCKS: the sums of a unit of inputs, times the scales of the tile's first and last 8 outputs.
+template <typename Accumulator>
+DEVICE void add_scaled(Accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], const Accumulator (&acc)[SETS + SUMS][COLUMN_TILES][4],
+                       float2 scales) {
+#pragma unroll
+  for (int i = 0; i < SETS * COLUMN_TILES * 4; i++) {
+    const int set = i % SETS, n = i / SETS / 4, j = i / SETS % 4;
+    whole[set][n][j] += acc[set][n][j] * (j / 2 ? scales.y : scales.x);
+  }
+}
 DEVICE float scale_of(u32 record) { return float_of<SCALE_FP16>((u16)(record & 0xffff)); }
 DEVICE float scale_of(u8 exponent) { return __uint_as_float((u32)max(exponent - 1, 0) << 23); }  // of codes that are twice as large
+#if FORMAT != FP8_BLOCKS
 // total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
 // A record is the scale (low half) and the zero point (high half; MINS: the minimum). `kept` (SPARSE): the sum of x where weights are.
 DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const int (&kept)[COLUMN_TILES][2],
@@ -153,3 +178,4 @@ DEVICE void add_unit(float (&total)[COLUMN_TILES][2], const int (&acc)[SETS + SU
     add_group(total, value[0], kept[0], records, groups, g, t);
   }
 }
+#endif

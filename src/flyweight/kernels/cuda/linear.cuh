@@ -6,6 +6,7 @@
 #define FP8 4
 #define FP8_WIDE 5  // float8 weights and 16-bit x, where no matrix unit takes float8
 #define MXFP4 6     // e2m1 codes, and an exponent for 32 inputs
+#define FP8_BLOCKS 7  // float8 weights with a scale for each GROUP outputs × GROUP inputs, and 16-bit x
 #define STORE 0
 #define RESIDUAL 1
 #include "activation.cuh"
@@ -37,9 +38,11 @@ constexpr bool GATE_UP = EPILOGUE >= SILU;  // outputs of gate and up lie by tur
 constexpr bool QUANTIZED = FORMAT == W8A8 || FORMAT == FP8;  // x too, by the row
 constexpr bool CHANNELS = QUANTIZED || FORMAT == FP8_WIDE;   // have a scale each
 constexpr bool NIBBLES = FORMAT == INT4 || FORMAT == MXFP4;  // two codes a byte
-constexpr bool GROUPED = NIBBLES || FORMAT == INT8;          // scales for groups of inputs
-// What a group of inputs has for each of the 16 outputs of a tile: scale (low half) and zero point, or an exponent.
-#if FORMAT == MXFP4
+constexpr bool GROUPED = NIBBLES || FORMAT == INT8 || FORMAT == FP8_BLOCKS;  // scales for groups of inputs
+constexpr bool FLOATS = FORMAT == PLAIN || FORMAT == FP8_BLOCKS;  // multiplied as 16-bit floats, x as it is
+// What a group of inputs has for each of the 16 outputs of a tile: scale (low half) and zero point, or an exponent; or (FP8_BLOCKS) two
+// floats in as many bytes, the scales of the first 8 and of the last 8 outputs.
+#if FORMAT == MXFP4 || FORMAT == FP8_BLOCKS
 typedef u8 Record;
 #else
 typedef u32 Record;

@@ -6,7 +6,7 @@
 constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
 constexpr bool SIGNED = (SPARSE && GROUPED && SYMMETRIC) || FORMAT == MXFP4;  // codes of weights, as the matrix units get them
 DEVICE constexpr int larger(int sets) { return FORMAT == INT4 && (sets == 2 || SIGNED) ? 16 : 1; }  // the products are than they should be
-constexpr int PLANES = GROUPED ? 2 : 1;                             // columns of B that one row of x takes
+constexpr int PLANES = GROUPED && !FLOATS ? 2 : 1;                             // columns of B that one row of x takes
 constexpr int SHARERS = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;          // lanes that share a scale
 constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
 constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)
@@ -41,7 +41,7 @@ DEVICE void weigh(float (&v)[8], uint4 weight, float& squares) {
 // each with the eight inputs after its neighbour's. The products' sums are LARGER times too large (int4).
 template <int LARGER> DEVICE Piece convert(const float (&v)[8], float most, float inverse, int lane) {
   Piece p = {};
-  if constexpr (FORMAT == PLAIN) {
+  if constexpr (FLOATS) {
     p.words = make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7]));
   } else {
     u32 high[2] = {0, 0}, low[2] = {0, 0};

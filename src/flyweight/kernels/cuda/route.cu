@@ -4,8 +4,8 @@
 //   combine   out[t] = residual[t] + sum_j share[t, j] · y[place[t, j]]  (+ gate[t] · shared[t])
 //
 // SIGMOID: shares are the experts' own sigmoid(logit). BIASED: a number for each expert, added to its logit, or (SIGMOID) to
-// its share for the choice alone. GROUPS: experts in as many equal groups, of which the CHOSEN_GROUPS with the largest sums of
-// their two best are looked into. NORMALIZE: shares of a token add up to 1. All shares are multiplied by `scale` in the end.
+// its share for the choice alone. GROUPS: experts in as many equal groups, of which CHOSEN_GROUPS are looked into: those with the
+// largest sums of their two best (SIGMOID), or with the largest of all. NORMALIZE: shares of a token add up to 1. All shares are multiplied by `scale` in the end.
 // SHARED: there is an expert for all tokens, counted by its gate (GATE) or whole.
 //
 // Work split of route: a CTA has ROWS tokens, normed, in registers and some rows of the router, which come through shared memory
@@ -88,7 +88,7 @@ DEVICE void keep_groups(u64* keys, int lane) {
       const float value = value_of(keys[lane * PER_GROUP + i]);
       second = fmaxf(second, fminf(best, value)), best = fmaxf(best, value);
     }
-  const u64 own = rank(PER_GROUP > 1 ? best + second : best, lane);
+  const u64 own = rank(SIGMOID && PER_GROUP > 1 ? best + second : best, lane);
   int before = 0;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) before += __shfl_sync(~0u, own, g) > own;

@@ -3,61 +3,143 @@
 //   l = penalties(logits + bias), −∞ where the mask forbids;  m = 2^((l − max l) · log2(e) / T)
 //   kept: of all tokens by (l falling, id rising) the first top_k, of these the first whose masses
 //         before them sum to less than top_p of the whole, of these those with m ≥ min_p
-//   token = argmax over kept of m / E(seed, position, id), E exponential noise;  T = 0: argmax of l
-//           (the same as argmax of log m + Gumbel noise, with fewer logarithms)
+//   token = argmax over kept of l · log2(e) / T − log2(E(seed, position, id)), E exponential noise;
+//           T = 0: argmax of l
 //
-// All three filters keep the beginning of one order, so that a row needs a single bound: the last
-// token kept, as the 64-bit word (l in an order that integers share, id turned round). It is found
-// without sorting. Histograms of counts and masses say in which bin the bound lies; the first is
-// over log m (as fine as spreads the logits, by their mean), each further one over the words
-// between the least and the largest of that bin, until one word is left. Masses are added as
-// integers, so that no order of additions changes a result, to 2^-24 of each. What a row gets
+// A token's place in that order is one 64-bit word (l in an order that integers share, id turned
+// round). Nothing is sorted, and top_p's border is never looked for:
+//
+//   draw first   The token is drawn from all, in the pass that finds the largest logit. If the
+//                filters keep it, it is the argmax over what they keep, too. min_p asks for one
+//                comparison; top_p for the mass of the words above it, one more pass. If they do not
+//                keep it, nothing up to its word is kept, and the draw is repeated above it: with
+//                top_p 0.9 once in ten times, and log(1 / top_p) times for flat logits.
+//   few          A small top_k compares the largest logits of GROUPS groups of tokens: the k-th of
+//                them is a bound below which no kept token can lie, and hardly more than k tokens
+//                are above it. The first CTA takes these, ranks all pairs and does the rest alone.
+//   many         A large top_k, or one whose candidates are too many (ties), finds its last word by
+//                histograms of words, 10 bits a round; then the draw as above, from what is left.
+//
+// Masses are added as integers, so that no order of additions changes a result; what a row gets
 // depends on nothing of its neighbours. (`kernels/sample_reference.py`: the same in float64.)
 //
-// Work split: a cluster of CTAs a row, which hold their parts of l in shared memory
+// Work split: a cluster of CTAs a row, each of which reads its part again in every pass (from L1)
 //
-//   row    ├ CTA 0 ┼ CTA 1 ┼ … ┤   8 tokens a thread, then the next 8 · THREADS · CLUSTER
-//   pass   read, mask ─► max ─► histogram ─► (least, largest ─► histogram)… ─► argmax
+//   row    ├ CTA 0 ┼ CTA 1 ┼ … ┤   2 tokens a thread, then the next 2 · THREADS · CLUSTER
+//   pass   read, change, look ─► [weigh ─► [draw again ─► weigh ─► …]]
 //          ─► : a block reduction, then one barrier of the cluster and reads of each other's shared
 //
-// so that logits are read once and each pass costs an exchange, not a launch. Without clusters
-// (CLUSTER 1), or where a part is too large for shared memory (HELD 0), l goes through `scratch`.
-// Greedy rows end after the first exchange. A row that is refined needs at most seven histograms,
-// whatever its logits. Loops stay rolled: code that is read once costs as much as data.
-// Limit: latency of exchanges at one row, shared atomics at many.
+// so that a greedy row or one with a temperature costs one exchange, top_p two. Loops stay rolled:
+// a step has read a whole model since the last launch, so code comes from memory, as data does.
+// Limit: latency of exchanges at one row, the noise's integer instructions at many.
 //
-// defines: VOCAB, TYPE (0 bfloat16, 1 float16, 2 float32), CLUSTER, THREADS, HELD
+// defines: VOCAB, TYPE (0 bfloat16, 1 float16, 2 float32), CLUSTER, THREADS
 #include "common.cuh"
 #include "cluster.cuh"
 
 #define BINS 1024
-#define COARSEST 16.f  // bins of the first histogram for an octave of masses
-#define FINEST 65536.f
-#define CHUNKS ((VOCAB + 8 * THREADS * CLUSTER - 1) / (8 * THREADS * CLUSTER))
 #define OWN (BINS / THREADS)  // bins that a thread adds up
+#define STEP (2 * THREADS * CLUSTER)  // tokens between two pairs of a thread
+#define ROUNDS ((VOCAB + STEP - 1) / STEP)
+#define GROUPS (THREADS * CLUSTER < 128 ? THREADS * CLUSTER : 128)
+#define OWN_GROUPS (GROUPS / CLUSTER)
+#define GROUP_LANES (THREADS / OWN_GROUPS < 32 ? THREADS / OWN_GROUPS : 32)
+#define FEW (GROUPS * 3 / 4)  // a top_k for which the groups' largest are a good guess
+#define LIST THREADS  // candidates: one a thread
 #define MOST_BIASES 320
+#define BIAS_WORDS 256
 #define WARPS (THREADS / 32)
 #define BYTES (TYPE == 2 ? 4 : 2)
-#define UNIT 16777216.f  // 2^24: masses within a bin are counted in its top's 2^-24
+#define UNIT 0x1p44f  // of masses: what the largest logit has
 
-struct Histogram { u32 count[BINS], low[BINS], high[BINS]; };  // low and high: a 64-bit mass
-struct Sums { u32 count; u64 mass; };
-struct Bound { u32 bin; Sums before; u64 mass; };  // a bin, and what is before it
+// What a row asks to be done to its logits before anything else.
+struct Changes {
+  int at, biases, position;
+  float repetition, presence, frequency;
+  bool penalized;
+  const u8* allowed;  // bits, or null
+  const u8* in_prompt;
+  const int* in_answer;
+  u32 biased[BIAS_WORDS];  // a bit a pair of tokens, modulo their number: may have a bias
+  int ids[MOST_BIASES];
+  float values[MOST_BIASES];
+
+  DEVICE bool any() const { return biases || penalized || allowed; }
+  // By all threads, between two barriers.
+  DEVICE void read_biases(const u64* all_ids, const float* all_values, const u64* ends) {
+    for (int i = threadIdx.x; i < biases; i += THREADS) {
+      const size_t entry = (size_t)at * MOST_BIASES + i;
+      const int id = (int)all_ids[entry];
+      ids[i] = id;
+      values[i] = (u64)position < ends[entry] ? all_values[entry] : 0.f;
+      atomicOr(&biased[id / 64 % BIAS_WORDS], 1u << id / 2 % 32);
+    }
+  }
+  DEVICE void bias(int first, float (&v)[2]) const {
+    if (!(biased[first / 64 % BIAS_WORDS] >> first / 2 % 32 & 1)) return;
+    int low = 0;
+    for (int high = biases; low < high;) {
+      const int middle = (low + high) / 2;
+      if (ids[middle] < first) low = middle + 1;
+      else high = middle;
+    }
+    for (; low < biases && ids[low] < first + 2; low++) {
+      if (ids[low] == first) v[0] += values[low];
+      else v[1] += values[low];
+    }
+  }
+  DEVICE float penalize(int id, float v) const {
+    if (id >= VOCAB) return v;
+    const size_t place = (size_t)at * VOCAB + id;
+    const int times = in_answer[place];
+    if (times > 0 || in_prompt[place]) v = v > 0.f ? v / repetition : v * repetition;
+    if (times > 0) v = __fadd_rn(__fadd_rn(v, -__fmul_rn(frequency, (float)times)), -presence);
+    return v;
+  }
+  // Not inlined: most rows have no changes, and every pass would have them in the way of its code.
+  __device__ __noinline__ float2 apply(int first, float2 pair) const {
+    float v[2] = {pair.x, pair.y};
+    if (biases) bias(first, v);
+    if (penalized) v[0] = penalize(first, v[0]), v[1] = penalize(first + 1, v[1]);
+    if (allowed && first < VOCAB) {
+      const u32 bits = allowed[first / 8] >> first % 8;
+      if (!(bits & 1)) v[0] = LOWEST;
+      if (!(bits & 2)) v[1] = LOWEST;
+    }
+    return make_float2(v[0], v[1]);
+  }
+};
+
+struct Asked {  // of the filters
+  float temperature, top_p, min_p;
+  u64 top_k;
+
+  DEVICE bool random() const { return temperature != 0.f; }
+  DEVICE bool few() const { return random() && top_k && top_k <= FEW; }
+  DEVICE float farthest() const {  // octaves that a token may be below the largest
+    return min_p > 0.f ? fmaxf(0.f, -log2f(min_p)) : __int_as_float(0x7f800000);
+  }
+};
+struct Bin { u32 bin, before, all; };  // a bin, what is before it, and the count of all bins
 struct __align__(16) Shared {
-  Histogram histograms[2];
-  u64 words[4][3];  // what this CTA tells the others
-  u64 warp_words[3][32];
+  u32 histograms[2][BINS];
+  u64 list[LIST];  // this CTA's candidates
+  u64 candidates[LIST], masses[LIST];  // the cluster's, in its first CTA
+  u64 words[4][2];  // what this CTA tells the others
+  u64 warp_words[2][32];
+  u64 mass;  // of what top_k has left
   u32 warp_counts[32];
-  int bias_id[MOST_BIASES];
-  float bias[MOST_BIASES];
-  float scale[2];
-  Bound bound;
+  u32 groups[OWN_GROUPS], all_groups[GROUPS];  // largest logits, ordered
+  u32 ends[2];  // the largest logit, and the bound of candidates
+  u32 listed;
+  Changes changes;
+  Bin bin;
 };
 #ifndef ON_THE_HOST
 extern __shared__ __align__(1024) u8 raw[];
 #endif
 
-static_assert(sizeof(Shared) <= 28 << 10, "OTHER_SHARED of kernels/sample.py");
+static_assert(sizeof(Shared) <= 40 << 10, "SHARED of kernels/sample.py");
 
 // Parameters of the rows of a table: COLUMNS and INTEGERS of kernels/sample.py.
 enum { TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY };
@@ -72,7 +154,17 @@ DEVICE float from_ordered(u32 key) {
 }
 DEVICE u64 word_of(float v, int id) { return (u64)ordered(v) << 32 | (u32)~id; }
 DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
-DEVICE u64 smaller(u64 a, u64 b) { return a < b ? a : b; }
+DEVICE u64 warp_largest(u64 v) {
+  const u32 high = __reduce_max_sync(~0u, (u32)(v >> 32));
+  const u32 low = __reduce_max_sync(~0u, (u32)(v >> 32) == high ? (u32)v : 0);
+  return (u64)high << 32 | low;
+}
+DEVICE u64 lanes_sum(u64 v, int lanes) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1)
+    if (o < lanes) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
 
 DEVICE u32 mix(u32 x) {  // lowbias32
   x = (x ^ x >> 16) * 0x7feb352du;
@@ -85,406 +177,418 @@ struct Noise {
     first = mix(mix((u32)seed) ^ position);
     second = mix(mix((u32)(seed >> 32) ^ 0x9e3779b9u) + position);
   }
-  DEVICE float uniform(int id) const {
-    const u32 bits = mix(mix((u32)id ^ first) + second);
-    // full relative precision near 0, where the winners are, and never 0 or 1
-    return fminf(((float)bits + .5f) * 0x1p-32f, 1.f - 0x1p-24f);
-  }
+  DEVICE u32 bits(int id) const { return mix(mix((u32)id ^ first) + second); }
 };
+DEVICE float uniform(u32 bits) {
+  // full relative precision near 0, where the winners are, and never 0 or 1
+  return fminf(((float)bits + .5f) * 0x1p-32f, 1.f - 0x1p-24f);
+}
+DEVICE float uniform_in_1_2(u32 bits) { return __uint_as_float(0x3f800000u | bits >> 9); }  // below
+
+// Two logits as they lie; −∞ where there is none.
+struct Pair { u32 words[BYTES / 2]; };
 
 struct Row {
-  float* values;  // token j of chunk c of each thread: [8 · c + j][THREADS]
+  const char* logits;
+  bool aligned, changed;
   int rank;
   Shared* sh;
   int slot, buffer;
-  // of the softmax
-  float top, scale, scale_low;
-  float per_octave, bin_octaves;  // of the first histogram: bins an octave, and octaves a bin
-  u64 least;  // words below it are not kept
-  // of the first histogram, summed over the cluster: this thread's bins, and all before them
-  u32 counts[OWN];
-  u64 masses[OWN];
-  Sums before, all;
+  Noise noise;
+  float top, scale;
+  u64 within;      // words below it are not among the first top_k
+  u64 least;       // words below it are not drawn,
+  float farthest;  // nor what is more octaves below the largest
 
-  DEVICE int first_of(int chunk) const {
-    return ((chunk * CLUSTER + rank) * THREADS + (int)threadIdx.x) * 8;
+  // ---- tokens ----
+  DEVICE Pair load(int first) const {
+    Pair pair;
+    const char* from = logits + (size_t)first * BYTES;
+    if (aligned && first + 2 <= VOCAB) {
+      if (BYTES == 4) {
+        const uint2 both = *(const uint2*)from;
+        pair.words[0] = both.x, pair.words[BYTES / 2 - 1] = both.y;
+      } else {
+        pair.words[0] = *(const u32*)from;
+      }
+      return pair;
+    }
+    const u32 nothing = TYPE == 0 ? 0xff80 : TYPE == 1 ? 0xfc00 : 0xff800000u;
+    u32 bits[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      bits[j] = nothing;
+      if (first + j < VOCAB) bits[j] = BYTES == 4 ? ((const u32*)from)[j] : ((const u16*)from)[j];
+    }
+    if (BYTES == 4) pair.words[0] = bits[0], pair.words[BYTES / 2 - 1] = bits[1];
+    else pair.words[0] = bits[0] | bits[1] << 16;
+    return pair;
+  }
+  DEVICE void read(const Pair& pair, int first, float (&v)[2]) const {
+    if (BYTES == 4) {
+      v[0] = __uint_as_float(pair.words[0]), v[1] = __uint_as_float(pair.words[BYTES / 2 - 1]);
+    } else {
+      v[0] = float_of<TYPE == 1>((u16)pair.words[0]);
+      v[1] = float_of<TYPE == 1>((u16)(pair.words[0] >> 16));
+    }
+    if (changed) {
+      const float2 other = sh->changes.apply(first, make_float2(v[0], v[1]));
+      v[0] = other.x, v[1] = other.y;
+    }
+    v[0] = fmaxf(v[0], LOWEST), v[1] = fmaxf(v[1], LOWEST);  // a NaN is never chosen
   }
   template <class F> DEVICE void each(F f) const {  // f(l, id) of this thread's tokens
-#pragma unroll 2
-    for (int i = 0; i < 8 * CHUNKS; i++)
-      f(values[i * THREADS + threadIdx.x], first_of(i / 8) + i % 8);
+    int first = (rank * THREADS + (int)threadIdx.x) * 2;
+    Pair next = load(first);
+#pragma unroll 1
+    for (int i = 0; i < ROUNDS; i++) {
+      const Pair pair = next;
+      if (i + 1 < ROUNDS) next = load(first + STEP);
+      float v[2];
+      read(pair, first, v);
+      f(v[0], first), f(v[1], first + 1);
+      first += STEP;
+    }
+  }
+  DEVICE float value(int id) const {
+    float v[2];
+    read(load(id & ~1), id & ~1, v);
+    return id & 1 ? v[1] : v[0];
   }
   // How many octaves a token's mass is below the largest; never falls as l falls.
   DEVICE float octaves(float l) const { return l == top ? 0.f : (top - l) * scale; }
-  DEVICE int bin_of(float octaves) const { return (int)fminf(octaves * per_octave, BINS - 1); }
-  // Its mass in 2^-24 of what a token at the top of its bin has.
-  DEVICE u32 mass_of(float l, float octaves, int bin) const {
-    if (l == top) return (u32)UNIT;
-    const float below = top - l, rest = fmaf(below, scale, -octaves) + below * scale_low;
-    return (u32)rintf(exp2_fast(fminf(bin * bin_octaves - octaves - rest, 0.f)) * UNIT);
+  DEVICE u64 mass_of(float l) const { return (u64)(exp2_fast(-octaves(l)) * UNIT); }
+  DEVICE float scaled(float l) const { return fmaxf(l * scale, -0x1p126f); }
+  DEVICE float score(float l, u32 bits) const {
+    return scaled(l) - log2_fast(-log1pf(-uniform(bits)));
   }
 
   // ---- exchanges: every thread of the cluster gets the same ----
-  template <bool SUM> DEVICE static u64 joined(u64 v, int lanes) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) {
-      if (o >= lanes) continue;
-      const u64 other = __shfl_xor_sync(~0u, v, o);
-      v = SUM ? v + other : larger(v, other);
-    }
-    return v;
+  template <bool SUM> DEVICE static u64 warp_joined(u64 v) {
+    return SUM ? lanes_sum(v, 32) : warp_largest(v);
   }
-  // The largest of all, or (the last SUMS) the sums.
-  template <int SUMS = 0, int COUNT> DEVICE void exchange(u64 (&v)[COUNT]) {
+  // The largest (or the sums) of the block, for its first warp.
+  template <bool SUM> DEVICE void join_block(u64 (&v)[2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      v[i] = i < COUNT - SUMS ? joined<false>(v[i], 32) : joined<true>(v[i], 32);
+    for (int i = 0; i < 2; i++) {
+      v[i] = warp_joined<SUM>(v[i]);
       if (lane == 0) sh->warp_words[i][warp] = v[i];
     }
     __syncthreads();
-    if (warp == 0) {
+    if (warp) return;
 #pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-        u64 mine = lane < WARPS ? sh->warp_words[i][lane] : 0;
-        mine = i < COUNT - SUMS ? joined<false>(mine, 32) : joined<true>(mine, 32);
-        if (lane == 0) sh->words[slot][i] = mine;
-      }
-    }
+    for (int i = 0; i < 2; i++)
+      v[i] = warp_joined<SUM>(lane < WARPS ? sh->warp_words[i][lane] : 0);
+  }
+  template <bool SUM> DEVICE void exchange(u64 (&v)[2]) {
+    const int lane = threadIdx.x % 32;
+    join_block<SUM>(v);
+    if (threadIdx.x == 0) sh->words[slot][0] = v[0], sh->words[slot][1] = v[1];
     __syncwarp();
     cluster_sync();
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    for (int i = 0; i < 2; i++) {
       v[i] = load_in_cluster(&sh->words[slot][i], lane % CLUSTER);
-      v[i] = i < COUNT - SUMS ? joined<false>(v[i], CLUSTER) : joined<true>(v[i], CLUSTER);
+      v[i] = SUM ? lanes_sum(v[i], CLUSTER) : warp_largest(v[i]);
     }
     slot = (slot + 1) % 4;  // read by others until they are at the next exchange
   }
 
-  DEVICE Histogram& cleared() {
+  // ---- draw first ----
+  // This thread's largest word, and (drawing) the best score of what may be drawn.
+  DEVICE void look(bool drawing, u64 (&best)[2]) const {
+    float most = LOWEST, lead = LOWEST, mark = LOWEST;
+    int at = 0;
+    best[1] = 0;
+    each([&](float l, int id) {
+      if (l > most) most = l, at = id;
+      if (!drawing) return;
+      // E ≥ uniform: most tokens need no logarithm to be left behind the warp's best
+      const u32 bits = noise.bits(id);
+      const bool may = exp2_fast(scaled(l) - mark) + 1.f >= uniform_in_1_2(bits);
+      if (!__any_sync(~0u, may)) return;
+      if (may && l > LOWEST && octaves(l) <= farthest && word_of(l, id) >= least) {
+        const float own = score(l, bits);
+        best[1] = larger(best[1], word_of(own, id));
+        lead = fmaxf(lead, own);
+      }
+      lead = warp_max(lead);
+      mark = fminf(lead, 0x1p100f);
+      mark -= fabsf(mark) * 0x1p-20f + 0x1p-15f;  // more than scores are rounded by
+    });
+    best[0] = most > LOWEST ? word_of(most, at) : 0;
+  }
+  // Whether top_p keeps a word, or would if a token had it.
+  DEVICE bool keeps(u64 word, float top_p) {
+    u64 sums[2] = {0, 0};  // above it, and all
+    each([&](float l, int id) {
+      const u64 own = word_of(l, id), mass = own >= within ? mass_of(l) : 0;
+      sums[1] += mass;
+      if (own > word) sums[0] += mass;
+    });
+    exchange<true>(sums);
+    return sums[0] < share(top_p, sums[1]);
+  }
+  DEVICE static u64 share(float top_p, u64 mass) {
+    return larger(1, (u64)ceil((double)top_p * (double)mass));
+  }
+  // Whether the filters keep a token that was drawn; if not, what lies up to it is drawn no more.
+  DEVICE bool accepts(int id, float top_p) {
+    const float l = value(id);
+    if (octaves(l) > farthest) return false;
+    const u64 word = word_of(l, id);
+    if (top_p >= 1.f || keeps(word, top_p)) return true;
+    least = word + 1;
+    return false;
+  }
+  // For tests: the least word that is kept, by asking for one after the other.
+  DEVICE u64 last_kept(u64 high, float top_p) {
+    u64 low = within;
+    while (top_p < 1.f && low < high) {
+      const u64 middle = low + (high - low) / 2;
+      if (keeps(middle, top_p)) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  // ---- a small top_k ----
+  // The first `top_k` tokens are no lower than the k-th of the groups' largest logits, of which
+  // `key` is this thread's, ordered (0: none); also finds the largest of all.
+  DEVICE float lowest_candidate(u32 key, u32 top_k) {
+#pragma unroll
+    for (int o = 1; o < GROUP_LANES; o *= 2) {
+      const u32 other = __shfl_xor_sync(~0u, key, o);
+      key = other > key ? other : key;
+    }
+    if (threadIdx.x % GROUP_LANES == 0)
+      atomicMax(&sh->groups[threadIdx.x / (THREADS / OWN_GROUPS)], key);
+    __syncwarp();
+    cluster_sync();
+    for (int g = threadIdx.x; g < GROUPS; g += THREADS)
+      sh->all_groups[g] = load_in_cluster(&sh->groups[g % OWN_GROUPS], g / OWN_GROUPS);
+    __syncthreads();
+    for (int g = threadIdx.x; g < GROUPS; g += THREADS) {
+      const u32 mine = sh->all_groups[g];
+      u32 above = 0, equal = 0;
+#pragma unroll 8
+      for (int other = 0; other < GROUPS; other++) {
+        above += sh->all_groups[other] > mine;
+        equal += sh->all_groups[other] == mine;
+      }
+      if (above == 0) sh->ends[0] = mine;
+      if (above < top_k && top_k <= above + equal) sh->ends[1] = mine;
+    }
+    __syncthreads();
+    top = from_ordered(sh->ends[0]);
+    return from_ordered(sh->ends[1]);
+  }
+  // How many candidates there are. If not too many, thread i of the first CTA has number i in `word`.
+  DEVICE u32 collect(float lowest, u64& word) {
+    each([&](float l, int id) {
+      if (!(l >= lowest) || l == LOWEST) return;
+      const u32 place = atomicAdd(&sh->listed, 1u);
+      if (place < LIST) sh->list[place] = word_of(l, id);
+    });
+    __syncwarp();
+    cluster_sync();
+    const u32 count = load_in_cluster(&sh->listed, threadIdx.x % CLUSTER);
+    u32 all = 0;
+    word = 0;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) {
+      const u32 there = __shfl_sync(~0u, count, r), place = threadIdx.x - all;
+      if (rank == 0 && threadIdx.x >= all && place < there)
+        word = load_in_cluster(&sh->list[place], r);
+      all += there;
+    }
+    return all;
+  }
+  // The token, in the first thread of the first CTA; false: there are too many candidates.
+  DEVICE bool draw_of_few(u64 own_best, const Asked& asked, u32& token, u64* last) {
+    const u32 top_k = (u32)asked.top_k;
+    u64 word;
+    const u32 count = collect(lowest_candidate((u32)(own_best >> 32), top_k), word);
+    if (count > LIST) return false;
+    if (rank) return true;
+    const float l = from_ordered((u32)(word >> 32));
+    const int id = (int)~(u32)word;
+    const u64 mass = word ? mass_of(l) : 0;
+    sh->candidates[threadIdx.x] = word, sh->masses[threadIdx.x] = mass;
+    __syncthreads();
+    u32 before = 0;
+    u64 mass_before = 0;
+    if (word)
+#pragma unroll 4
+      for (u32 i = 0; i < count; i++)
+        if (sh->candidates[i] > word) before += 1, mass_before += sh->masses[i];
+    if (word && before + 1 == (top_k < count ? top_k : count)) sh->mass = mass_before + mass;
+    __syncthreads();
+    bool kept = word && before < top_k;
+    if (asked.top_p < 1.f) kept = kept && mass_before < share(asked.top_p, sh->mass);
+    u64 found[2] = {0, kept ? ~word : 0};
+    if (kept && octaves(l) <= farthest) found[0] = word_of(score(l, noise.bits(id)), id);
+    join_block<false>(found);
+    token = found[0] ? ~(u32)found[0] : 0;
+    if (last) *last = ~found[1];
+    return true;
+  }
+
+  // ---- a large top_k ----
+  DEVICE u32* cleared() {
     buffer ^= 1;
-    u32* words = (u32*)&sh->histograms[buffer];
-    for (int i = threadIdx.x; i < 3 * BINS; i += THREADS) words[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) sh->histograms[buffer][i] = 0;
     __syncthreads();
     return sh->histograms[buffer];
   }
-  DEVICE static void add(Histogram& h, int bin, u32 mass, bool with_mass) {
-    atomicAdd(&h.count[bin], 1u);
-    if (with_mass && atomicAdd(&h.low[bin], mass) + mass < mass) atomicAdd(&h.high[bin], 1u);
-  }
-  // The cluster's sums of this thread's bins.
-  DEVICE void gather(const Histogram& h, u32 (&counts)[OWN], u64 (&masses)[OWN], bool with_mass) {
+  // The bin in which the cluster's count reaches k; if it never does, any.
+  DEVICE Bin find(const u32* histogram, u64 k) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncwarp();
     cluster_sync();
+    u32 counts[OWN], own = 0;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-      const int bin = threadIdx.x * OWN + i;
-      counts[i] = 0, masses[i] = 0;
+      counts[i] = 0;
 #pragma unroll
-      for (int r = 0; r < CLUSTER; r++) {
-        counts[i] += load_in_cluster(&h.count[bin], r);
-        if (with_mass)
-          masses[i] += (u64)load_in_cluster(&h.high[bin], r) << 32 | load_in_cluster(&h.low[bin], r);
-      }
+      for (int r = 0; r < CLUSTER; r++)
+        counts[i] += load_in_cluster(&histogram[threadIdx.x * OWN + i], r);
+      own += counts[i];
     }
-  }
-  // What all threads before this one have, and all together.
-  DEVICE void scan(const u32 (&counts)[OWN], const u64 (&masses)[OWN], Sums& before, Sums& all) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 own_count = 0;
-    u64 own_mass = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) own_count += counts[i], own_mass += masses[i];
-    u32 count = own_count;
-    u64 mass = own_mass;
-    inclusive(count, mass, lane);
-    if (lane == 31) sh->warp_counts[warp] = count, sh->warp_words[0][warp] = mass;
+    const u32 lanes = inclusive(own, lane);
+    if (lane == 31) sh->warp_counts[warp] = lanes;
     __syncthreads();
-    u32 warps_count = lane < WARPS ? sh->warp_counts[lane] : 0;
-    u64 warps_mass = lane < WARPS ? sh->warp_words[0][lane] : 0;
-    inclusive(warps_count, warps_mass, lane);
-    const u32 count_before = __shfl_sync(~0u, warps_count, (warp + 31) % 32);
-    const u64 mass_before = __shfl_sync(~0u, warps_mass, (warp + 31) % 32);
-    before.count = count - own_count + (warp ? count_before : 0);
-    before.mass = mass - own_mass + (warp ? mass_before : 0);
-    all.count = __shfl_sync(~0u, warps_count, 31), all.mass = __shfl_sync(~0u, warps_mass, 31);
-    __syncthreads();  // warp_words are free again
-  }
-  DEVICE static void inclusive(u32& count, u64& mass, int lane) {
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
-      const u32 c = __shfl_up_sync(~0u, count, o);
-      const u64 m = __shfl_up_sync(~0u, mass, o);
-      if (lane >= o) count += c, mass += m;
-    }
-  }
-  // The bin in which the count (or the mass) first reaches `target`; it must be reached.
-  DEVICE Bound find(const u32 (&counts)[OWN], const u64 (&masses)[OWN], Sums before, u64 target,
-                    bool by_mass) {
+    const u32 warps = inclusive(lane < WARPS ? sh->warp_counts[lane] : 0, lane);
+    const u32 warps_before = __shfl_sync(~0u, warps, (warp + 31) % 32);
+    u32 before = lanes - own + (warp ? warps_before : 0);
+    const u32 all = __shfl_sync(~0u, warps, 31);
+    if (threadIdx.x == 0 && all < k) sh->bin = {0, 0, all};
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-      const u64 sum = by_mass ? before.mass : before.count, here = by_mass ? masses[i] : counts[i];
-      if (sum < target && target <= sum + here)
-        sh->bound = {threadIdx.x * OWN + i, before, masses[i]};
-      before.count += counts[i], before.mass += masses[i];
+      if (before < k && k <= before + counts[i]) sh->bin = {threadIdx.x * OWN + i, before, all};
+      before += counts[i];
     }
     __syncthreads();
-    const Bound found = sh->bound;
+    const Bin found = sh->bin;
     __syncthreads();
     return found;
   }
-
-  // ---- the first histogram: masses in 2^-40 of the largest ----
-  // Bins so fine that the logits' mean comes near the middle of them. `sum`: of l in 2^-16.
-  DEVICE void divide(u64 sum, u64 tokens) {
-    const float mean = (float)((double)(long long)sum / 65536. / (double)tokens);
-    const float range = 2.f * (clamped(top) - mean) * scale;
-    per_octave = COARSEST;
-    while (per_octave < FINEST && range * 2.f * per_octave <= BINS) per_octave *= 2.f;
-    bin_octaves = 1.f / per_octave;
-  }
-  DEVICE static float clamped(float l) { return fminf(fmaxf(l, -32000.f), 32000.f); }
-  DEVICE void survey(bool with_mass) {
-    Histogram& h = cleared();
-    each([&](float l, int id) {
-      if (l > LOWEST && word_of(l, id) >= least) {
-        const float below = octaves(l);
-        const int bin = bin_of(below);
-        add(h, bin, with_mass ? mass_of(l, below, bin) : 0, with_mass);
-      }
-    });
-    gather(h, counts, masses, with_mass);
+  DEVICE static u32 inclusive(u32 count, int lane) {
 #pragma unroll
-    for (int i = 0; i < OWN; i++) masses[i] = (u64)((double)masses[i] * unit_of(threadIdx.x * OWN + i));
-    scan(counts, masses, before, all);
+    for (int o = 1; o < 32; o *= 2) {
+      const u32 other = __shfl_up_sync(~0u, count, o);
+      if (lane >= o) count += other;
+    }
+    return count;
   }
-  DEVICE double unit_of(int bin) const { return exp2_fast(-bin * bin_octaves) * 65536.; }
-
-  // The word of the token within a bin at which the count (or the mass, in the bin's units) reaches
-  // `target`.
-  DEVICE u64 refine(u32 bin, u64 target, bool by_mass) {
-    u64 ends[2] = {0, 0};  // largest, and least turned round
-    each([&](float l, int id) {
-      const u64 word = word_of(l, id);
-      if (l > LOWEST && word >= least && bin_of(octaves(l)) == (int)bin) {
-        ends[0] = larger(ends[0], word), ends[1] = larger(ends[1], ~word);
-      }
-    });
-    while (true) {
-      exchange(ends);
-      const u64 high = ends[0], low = ~ends[1];
-      if (high <= low) return high;
+  // The k-th word, where `high` is the first; 0: there are fewer.
+  DEVICE u64 word_at(u64 k, u64 high) {
+    u64 low = (u64)(ordered(LOWEST) + 1) << 32;
+    while (low < high) {
       const int shift = max(0, 54 - __clzll((long long)(high - low)));
-      Histogram& h = cleared();
+      u32* histogram = cleared();
       each([&](float l, int id) {
         const u64 word = word_of(l, id);
-        if (low <= word && word <= high)
-          add(h, (int)((high - word) >> shift), by_mass ? mass_of(l, octaves(l), bin) : 0, by_mass);
+        if (low <= word && word <= high) atomicAdd(&histogram[(high - word) >> shift], 1u);
       });
-      u32 fine_counts[OWN];
-      u64 fine_masses[OWN];
-      Sums fine_before, whole;
-      gather(h, fine_counts, fine_masses, by_mass);
-      scan(fine_counts, fine_masses, fine_before, whole);
-      target = smaller(target, by_mass ? whole.mass : whole.count);  // after rounding of units
-      const Bound found = find(fine_counts, fine_masses, fine_before, target, by_mass);
-      target -= by_mass ? found.before.mass : found.before.count;
-      ends[0] = ends[1] = 0;
-      each([&](float l, int id) {
-        const u64 word = word_of(l, id);
-        if (low <= word && word <= high && (u32)((high - word) >> shift) == found.bin)
-          ends[0] = larger(ends[0], word), ends[1] = larger(ends[1], ~word);
-      });
+      const Bin at = find(histogram, k);
+      if (at.all < k) return 0;
+      k -= at.before;
+      high -= (u64)at.bin << shift;
+      const u64 width = 1ull << shift;
+      if (high - low >= width) low = high - width + 1;
     }
+    return high;
   }
 
-  // The word of the last token that top_k and top_p keep; 0: they keep all.
-  DEVICE u64 bound(u64 top_k, float top_p) {
-    least = 0;
-#pragma unroll 1
-    for (int by_mass = 0; by_mass < 2; by_mass++) {
-      if (by_mass ? top_p >= 1.f : !top_k) continue;
-      survey(by_mass);  // of top_p: what top_k has left
-      if (!by_mass && top_k >= all.count) continue;
-      u64 target = top_k;
-      if (by_mass) target = (u64)ceil((double)top_p * (double)all.mass);
-      if (by_mass) target = larger(1, smaller(all.mass, target));
-      const Bound at = find(counts, masses, before, target, by_mass);
-      u64 rest = target - at.before.count;
-      if (by_mass) rest = larger(1, (u64)ceil((double)(target - at.before.mass) / unit_of(at.bin)));
-      least = refine(at.bin, rest, by_mass);
+  // The token, which only the first CTA may know; where nothing is allowed, the first one.
+  DEVICE u32 choose(const Asked& asked, u64* last) {
+    u64 best[2];
+    top = 0.f, within = least = 0, farthest = __int_as_float(0x7f800000);  // nothing is known yet
+    bool drawing = asked.random() && !asked.top_k;
+    for (bool begin = true;; begin = false) {
+      look(drawing, best);
+      if (begin) {
+        farthest = asked.farthest();
+        u32 token;
+        if (asked.few() && draw_of_few(best[0], asked, token, last)) return token;
+      }
+      exchange<false>(best);
+      if (!asked.random() || !best[0]) return best[0] ? ~(u32)best[0] : 0;
+      if (begin) {
+        top = from_ordered((u32)(best[0] >> 32));
+        if (asked.top_k) within = least = word_at(asked.top_k, best[0]);
+      }
+      const int id = (int)~(u32)best[1];
+      if (drawing && accepts(id, asked.top_p)) {
+        if (last) *last = last_kept(best[0], asked.top_p);
+        return id;
+      }
+      drawing = true;
     }
-    return least;
   }
 };
 
-// Eight logits from `first` on, as they lie; loaded one chunk ahead.
-struct Chunk { u32 words[2 * BYTES]; };
-DEVICE Chunk load_chunk(const void* logits, size_t at, int first, bool aligned) {
-  Chunk chunk;
-  const char* from = (const char*)logits + at * BYTES;
-  if (aligned && first + 8 <= VOCAB) {
-#pragma unroll
-    for (int i = 0; i < BYTES / 2; i++) *(uint4*)(chunk.words + 4 * i) = ((const uint4*)from)[i];
-  } else {
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      u32 bits = 0;
-      if (first + j < VOCAB) bits = BYTES == 4 ? ((const u32*)from)[j] : ((const u16*)from)[j];
-      if (BYTES == 4) chunk.words[j] = bits;
-      else chunk.words[j / 2] = j % 2 ? chunk.words[j / 2] | bits << 16 : bits;
-    }
-  }
-  return chunk;
-}
-DEVICE float logit(const Chunk& chunk, int j) {
-  return BYTES == 4 ? __uint_as_float(chunk.words[j])
-                    : float_of<TYPE == 1>((u16)(chunk.words[j / 2] >> j % 2 * 16));
-}
-
-// What a row asks to be done to its logits before anything else.
-struct Changes {
-  int at, biases, position;
-  float repetition, presence, frequency;
-  bool penalized;
-  const u8* allowed;  // bits, or null
-  const u8* in_prompt;
-  const int* in_answer;
-
-  DEVICE void bias(const Shared& sh, int first, float (&v)[8]) const {
-    int low = 0;
-    for (int high = biases; low < high;) {
-      const int middle = (low + high) / 2;
-      if (sh.bias_id[middle] < first) low = middle + 1;
-      else high = middle;
-    }
-    for (; low < biases && sh.bias_id[low] < first + 8; low++)
-#pragma unroll
-      for (int j = 0; j < 8; j++)
-        if (sh.bias_id[low] == first + j) v[j] += sh.bias[low];
-  }
-  DEVICE void penalize(int first, float (&v)[8]) const {
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      if (first + j >= VOCAB) continue;
-      const size_t place = (size_t)at * VOCAB + first + j;
-      const int times = in_answer[place];
-      if (times > 0 || in_prompt[place]) v[j] = v[j] > 0.f ? v[j] / repetition : v[j] * repetition;
-      if (times > 0)
-        v[j] = __fadd_rn(__fadd_rn(v[j], -__fmul_rn(frequency, (float)times)), -presence);
-    }
-  }
-  DEVICE void apply(const Shared& sh, int first, float (&v)[8]) const {
-    if (biases) bias(sh, first, v);
-    if (penalized) penalize(first, v);
-    const u32 bits = allowed && first < VOCAB ? allowed[first / 8] : 255;
-#pragma unroll
-    for (int j = 0; j < 8; j++)  // a NaN is never chosen
-      if (first + j >= VOCAB || !(bits >> j & 1) || !(v[j] == v[j])) v[j] = LOWEST;
-  }
-};
-
-// rows [n]: of the table (null: the first n); tokens and lengths are the table's, and lengths count
-// the token to be chosen. masks [.., mask_words] bits of what is allowed, mask_of [n] or −1.
+// rows [n]: of the table (null: the first n); tokens and lengths are the table's. The position that
+// is filled is positions[n] or, where that is null, by `lengths`: with `advance` they do not count
+// the token yet, and get it counted (0: nobody is here), else they do.
+// masks [.., mask_words] bits of what is allowed, mask_of [n] or −1.
 // skip_plain: rows that want nothing but the likeliest token have it already.
 // tokens[row] and chosen[n] get the token, bounds[n] (for tests) the word of the last one kept.
 extern "C" __global__ void __launch_bounds__(THREADS) sample(
-    const void* logits, const u64* rows, u64* tokens, const int* lengths, const float* values,
-    const u64* integers, const u64* bias_ids, const float* bias_values, const u64* bias_ends,
-    const u8* in_prompt, int* in_answer, const u8* masks, const int* mask_of, u64* chosen,
-    u64* bounds, float* scratch, int stride, int capacity, int mask_bytes, int skip_plain) {
+    const void* logits, const u64* rows, u64* tokens, int* lengths, const u64* positions,
+    const float* values, const u64* integers, const u64* bias_ids, const float* bias_values,
+    const u64* bias_ends, const u8* in_prompt, int* in_answer, const u8* masks, const int* mask_of,
+    u64* chosen, u64* bounds, int stride, int capacity, int mask_bytes, int skip_plain,
+    int advance) {
   const int n = blockIdx.x / CLUSTER, at = rows ? (int)rows[n] : n;
+  const int length = lengths[at];
+  if (advance && !length) return;
   auto value = [&](int which) { return values[which * capacity + at]; };
   auto integer = [&](int which) { return integers[which * capacity + at]; };
-  const float temperature = value(TEMPERATURE);
-  const int mask = mask_of ? mask_of[n] : -1;
-  Changes changes = {at, (int)integer(BIASES), lengths[at] - 1, value(REPETITION), value(PRESENCE),
-                     value(FREQUENCY)};
-  changes.penalized =
-      changes.repetition != 1.f || changes.presence != 0.f || changes.frequency != 0.f;
-  changes.allowed = mask < 0 ? nullptr : masks + (size_t)mask * mask_bytes;
-  changes.in_prompt = in_prompt, changes.in_answer = in_answer;
-  if (skip_plain && temperature == 0.f && !changes.penalized && !changes.biases && mask < 0) return;
+  const Asked asked = {value(TEMPERATURE), value(TOP_P), value(MIN_P), integer(TOP_K)};
+  const int position = positions ? (int)positions[n] : length - !advance;
+  const float repetition = value(REPETITION), presence = value(PRESENCE);
+  const float frequency = value(FREQUENCY);
+  const bool penalized = repetition != 1.f || presence != 0.f || frequency != 0.f;
+  const int biases = (int)integer(BIASES), mask = mask_of ? mask_of[n] : -1;
 
   Row row;
+  row.changed = penalized || biases || mask >= 0;
+  if (skip_plain && !asked.random() && !row.changed) return;
   Shared& sh = *(Shared*)raw;
   row.sh = &sh, row.rank = blockIdx.x % CLUSTER, row.slot = row.buffer = 0;
-  row.values = HELD ? (float*)(raw + sizeof(Shared))
-                    : scratch + (size_t)blockIdx.x * (8 * CHUNKS * THREADS);
-  for (int i = threadIdx.x; i < changes.biases; i += THREADS) {
-    const size_t entry = (size_t)at * MOST_BIASES + i;
-    sh.bias_id[i] = (int)bias_ids[entry];
-    sh.bias[i] = (u64)changes.position < bias_ends[entry] ? bias_values[entry] : 0.f;
-  }
-  if (threadIdx.x == 0) {
-    const double scale = 1.4426950408889634 / (temperature == 0.f ? 1.f : temperature);
-    sh.scale[0] = (float)scale, sh.scale[1] = (float)(scale - (float)scale);
+  row.logits = (const char*)logits + (size_t)n * stride * BYTES;
+  row.aligned = ((size_t)logits | (size_t)stride * BYTES) % (2 * BYTES) == 0;
+  row.noise.begin(integer(SEED), (u32)position);
+  row.scale = fminf(1.44269504f / (asked.random() ? asked.temperature : 1.f), 1e30f);
+  for (int i = threadIdx.x; i < OWN_GROUPS; i += THREADS) sh.groups[i] = ordered(LOWEST);
+  if (threadIdx.x == 0) sh.listed = 0;
+  if (row.changed) {
+    Changes& changes = sh.changes;
+    for (int i = threadIdx.x; i < BIAS_WORDS; i += THREADS) changes.biased[i] = 0;
+    if (threadIdx.x == 0) {
+      changes.at = at, changes.position = position;
+      changes.biases = biases, changes.penalized = penalized;
+      changes.repetition = repetition, changes.presence = presence, changes.frequency = frequency;
+      changes.allowed = mask < 0 ? nullptr : masks + (size_t)mask * mask_bytes;
+      changes.in_prompt = in_prompt, changes.in_answer = in_answer;
+    }
+    __syncthreads();
+    changes.read_biases(bias_ids, bias_values, bias_ends);
   }
   __syncthreads();
-  row.scale = sh.scale[0], row.scale_low = sh.scale[1];
+  wait_for_inputs();
 
-  const bool aligned = ((size_t)logits | (size_t)stride * BYTES) % 16 == 0;
-  const size_t start = (size_t)n * stride;
-  u64 first_look[3] = {0, 0, 0}, last = 0;  // the largest word, the number of tokens, their sum
-  Chunk chunk = load_chunk(logits, start + row.first_of(0), row.first_of(0), aligned);
-#pragma unroll 1
-  for (int c = 0; c < CHUNKS; c++) {
-    const int first = row.first_of(c);
-    float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = logit(chunk, j);
-    if (c + 1 < CHUNKS) {
-      const int next = row.first_of(c + 1);
-      chunk = load_chunk(logits, start + next, next, aligned);
-    }
-    changes.apply(sh, first, v);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      row.values[(8 * c + j) * THREADS + threadIdx.x] = v[j];
-      if (v[j] > LOWEST) {
-        first_look[0] = larger(first_look[0], word_of(v[j], first + j));
-        first_look[1] += 1;
-        first_look[2] += (u64)(long long)(int)(Row::clamped(v[j]) * 65536.f);
-      }
-    }
-  }
-  row.exchange<2>(first_look);
-  u64 best[1] = {first_look[0]};
-  if (temperature != 0.f && best[0]) {
-    row.top = from_ordered((u32)(best[0] >> 32));
-    const u64 top_k = integer(TOP_K);
-    const float top_p = value(TOP_P), min_p = value(MIN_P);
-    if (top_k || top_p < 1.f) {
-      row.divide(first_look[2], first_look[1]);
-      last = row.bound(top_k, top_p);
-    }
-    // E lies between 2^-33 and 17, as noise: what is 38 octaves behind cannot win
-    const float farthest = fminf(min_p > 0.f ? -log2f(min_p) : 38.f, 38.f);
-    Noise noise;
-    noise.begin(integer(SEED), (u32)changes.position);
-    best[0] = 0;
-    float lead = 0.f;  // the best of the warp so far
-    row.each([&](float l, int id) {
-      const float below = row.octaves(l), mass = exp2_fast(-below), uniform = noise.uniform(id);
-      // E ≥ uniform: most tokens need no logarithm to be left behind
-      const bool may = l > LOWEST && below <= farthest && word_of(l, id) >= last &&
-                       mass * 1.000001f >= lead * uniform;
-      if (!__any_sync(~0u, may)) return;
-      if (may) {
-        const float score = mass / -log1pf(-uniform);
-        best[0] = larger(best[0], word_of(score, id));
-        lead = fmaxf(lead, score);
-      }
-      lead = warp_max(lead);
-    });
-    row.exchange(best);
-  }
+  u64 last = 0;
+  const u32 token = row.choose(asked, bounds ? &last : nullptr);
   if (row.rank == 0 && threadIdx.x == 0) {
-    const u32 token = best[0] ? ~(u32)best[0] : 0;  // where nothing is allowed: the first
-    tokens[at] = token;
+    if (tokens) tokens[at] = token;
     if (chosen) chosen[n] = token;
     if (bounds) bounds[n] = last;
-    if (changes.penalized) in_answer[(size_t)at * VOCAB + token] += 1;
+    if (advance) lengths[at] = length + 1;
+    if (penalized) in_answer[(size_t)at * VOCAB + token] += 1;
   }
   cluster_sync();  // others may still read what this CTA has told
 }

@@ -29,6 +29,8 @@ struct Scale {
 };
 DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
   if (!GROUPED) return {1.f, 0, 0.f};
+  if (FORMAT == FP8_BLOCKS)
+    return {((const float*)records)[((size_t)tile * GROUPS + column / GROUP) * 4 + row / 8], 0, 0.f};
   const Record record = ((const Record*)records)[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
   if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0, 0.f};  // of twice the codes' values
   return {float_of<SCALE_FP16>((u16)(record & 0xffff)), MINS ? 0 : (int)(record >> 16), MINS ? minimum_of(record) : 0.f};
@@ -132,6 +134,9 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
           pair[i / 2] = word[(half * 2 + i / 4) * 4 + i / 2 % 2 * 2 + j];
         } else if (FORMAT == FP8 || FORMAT == FP8_WIDE) {
           pair[i / 2] = widened_pair(word[half * 4 + 2 * (i / 4) + j] >> (8 * (i % 4)) & 0xffff);
+        } else if (FORMAT == FP8_BLOCKS) {
+          const u32 two = widened_pair(word[half * 4 + 2 * (i / 4) + j] >> (8 * (i % 4)) & 0xffff);
+          pair[i / 2] = pack2(low_float(two) * s.scale, high_float(two) * s.scale);
         } else {
           int q[2];
 #pragma unroll

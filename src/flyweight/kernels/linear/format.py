@@ -52,6 +52,8 @@ class Codes:
     group: int = 64  # inputs that share a scale
     middle: int = 0  # the zero point of codes that have none stored
     exponents: Tensor | None = None  # uint8 [out, groups], of groups that have no other scale
+    # float32 [out, groups], the same for eight neighbouring outputs: of blocks of float8
+    block_scales: Tensor | None = None
 
 
 Matches = Callable[[QuantTensor], bool]
@@ -78,6 +80,7 @@ class WeightFormat:
     needs_float8: bool = False
     widened: bool = False  # float8 codes become 16-bit floats, which x stays
     record_bytes: int = 64  # of 16 outputs: scale and zero point of a group, or its exponent
+    floats: bool = False  # codes are multiplied as 16-bit floats, x as it is
 
     @property
     def quantizes_input(self) -> bool:
@@ -134,6 +137,20 @@ def read_channels(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
 def read_widened(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
     """x is not quantized, so it needs no scale either."""
     return replace(read_channels(tensor, dtype), input_scale=None)
+
+
+def has_float8_blocks(tensor: QuantTensor) -> bool:
+    """Whether tiles of 16 outputs lie within blocks. What the files ask to be done to x is not:
+    its 16 bits are only more precise.
+    """
+    return isinstance(tensor, Float8) and tensor.block is not None and tensor.block % 128 == 0
+
+
+def read_float8_blocks(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
+    assert isinstance(tensor, Float8) and tensor.block is not None
+    codes = tensor.weight.view(torch.uint8)
+    scales = tensor.scales.float().repeat_interleave(tensor.block, 0)[: len(codes)]
+    return Codes(codes, block_scales=scales, group=tensor.block)
 
 
 def is_float4(tensor: QuantTensor) -> bool:
@@ -230,7 +247,7 @@ FEW = EVERYWHERE | {"gemm_small"}
 SLICED = FEW | {"gemv_splitk"}
 INTEGER = SLICED | {"gemv_cluster", "gemv_registers", "gemm_int16"}
 
-PLAIN = WeightFormat("plain", 0, 16, 2048, WORDS, is_plain, read_plain, SLICED)
+PLAIN = WeightFormat("plain", 0, 16, 2048, WORDS, is_plain, read_plain, SLICED, floats=True)
 FORMATS = {
     one.name: one
     for one in (
@@ -290,6 +307,19 @@ FORMATS = {
             read_widened,
             frozenset({"gemm_mma"}),
             widened=True,
+        ),
+        WeightFormat(
+            "fp8-block",
+            7,
+            8,
+            1024,
+            BYTES,
+            has_float8_blocks,
+            read_float8_blocks,
+            EVERYWHERE | {"gemv_splitk"},
+            grouped=True,
+            record_bytes=16,
+            floats=True,
         ),
         WeightFormat(
             "mxfp4", 6, 4, 512, NIBBLES, is_float4, read_float4, grouped=True, record_bytes=16

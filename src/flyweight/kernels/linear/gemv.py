@@ -103,7 +103,7 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     stage = stage_blocks * form.block_bytes + groups * form.record_bytes
     sums = (2 * total if group == 32 else total) * rows * 8 if form.grouped else 8 * rows
     slots = wanted.slots or max(1, min(wanted.tiles, 16 // rows))
-    x_row = total * 128 + 64 if form.bits == 16 else (total | 1) * 64 * (2 if form.grouped else 1)
+    x_row = total * 128 + 64 if form.floats else (total | 1) * 64 * (2 if form.grouped else 1)
     statistics = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8
     partial = slots * warps * 16 * rows * 4
     if wanted.in_registers:

@@ -293,6 +293,8 @@ def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
     """int32 [tiles, groups, 16]: scale bits in the low half, zero point or the bits of a minimum in
     the high half; or as many exponents in bytes.
     """
+    if parts.block_scales is not None:
+        return block_records(parts.block_scales, interleave=interleave)
     if parts.exponents is not None:
         records = parts.exponents
     elif parts.scales is not None:
@@ -309,6 +311,17 @@ def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
     filling = 0 if parts.mins is None else 0x3C00  # a scale of 1: kernels divide by it
     records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16), value=filling)
     return records.view(-1, 16, groups).transpose(1, 2).contiguous()
+
+
+def block_records(scales: Tensor, *, interleave: bool) -> Tensor:
+    """float32 [tiles, groups, 4]: the scales of a tile's first and last eight outputs, and room
+    that makes a record 16 bytes.
+    """
+    rows, groups = scales.shape
+    if interleave:
+        scales = interleave_rows(scales)
+    halves = torch.nn.functional.pad(scales, (0, 0, 0, -rows % 16)).view(-1, 2, 8, groups)[:, :, 0]
+    return torch.nn.functional.pad(halves.transpose(1, 2), (0, 2)).contiguous()
 
 
 def scale_dtype(scales: Tensor) -> torch.dtype:

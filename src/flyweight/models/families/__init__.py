@@ -7,7 +7,17 @@ whoever reads a config knows them all. docs/add-a-model.md adds one.
 from typing import Any
 
 from flyweight.models.config import Family, register
-from flyweight.models.families import gemma, glm, gpt_oss, granite, mistral, olmo, phi, smollm
+from flyweight.models.families import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    mistral,
+    olmo,
+    phi,
+    smollm,
+)
 
 ALL: dict[str, Family] = {
     **olmo.FAMILIES,
@@ -16,6 +26,7 @@ ALL: dict[str, Family] = {
     **phi.FAMILIES,
     **mistral.FAMILIES,
     **glm.FAMILIES,
+    **deepseek.FAMILIES,
     **gemma.FAMILIES,
     **gpt_oss.FAMILIES,
 }
@@ -27,6 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     **phi.PRESETS,
     **mistral.PRESETS,
     **glm.PRESETS,
+    **deepseek.PRESETS,
     **gemma.PRESETS,
     **gpt_oss.PRESETS,
 }

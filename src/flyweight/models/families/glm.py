@@ -20,13 +20,15 @@ from flyweight.models.plan import (
     ModelPlan,
     NormPlan,
     RouterPlan,
+    TurnedHeads,
 )
 from flyweight.models.standard import change_layers, fused_mlp, shared_expert, standard_plan
 
 
 def glm_plan(config: ModelConfig) -> ModelPlan:
-    rows = (config.heads + config.kv_heads) * config.head_dim
-    pairs = Interleaved(rows, config.head_dim, config.rope.rotary_dim)
+    rotary = config.rope.rotary_dim
+    turned = TurnedHeads(config.heads + config.kv_heads, rotary, after=config.head_dim - rotary)
+    pairs = Interleaved((turned,))
 
     def change(layer: LayerPlan) -> LayerPlan:
         assert isinstance(layer.mlp, MlpPlan)

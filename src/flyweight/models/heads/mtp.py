@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyweight.errors import CheckpointError
+from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
@@ -80,6 +80,11 @@ def load(weights: Weights, target: Decoder, *, bits: int | None = None) -> Draft
     layout = layout_of(weights, target.config.layers)
     data = layer_config(weights.config, target.config.layers)
     config = ModelConfig.from_dict(data)
+    if plan_of(config).layers[0].attention.latent is not None:
+        raise UnsupportedError(
+            "the head in this model's files has latent attention, which heads cannot run yet; use "
+            "ngram, model:NAME or eagle3:NAME"
+        )
     device, dtype = target.device, target.dtype
     hidden = config.hidden_size
 

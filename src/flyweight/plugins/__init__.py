@@ -1,0 +1,1 @@
+"""Flyweight's kernels and formats inside other engines, through their plug-in points."""

@@ -1,0 +1,98 @@
+"""One torch op that multiplies with any weight of ours, for engines that compile and capture.
+
+    flyweight::linear(x [..., in], key, outputs) → [..., outputs]
+
+An engine's compiler sees an op of tensors and one integer: `key` is a parameter of one element that
+belongs to a layer, and its address finds the `FusedLinear` which holds the weight. Layers of one
+shape thus trace to the same graph, and a graph that was compiled and stored by an earlier process
+stays right: no number of a layer is part of it. Everything that a launch needs besides (packed
+inputs, partial sums, flags) comes from the workspace of the device, which is filled by the first
+call with so many rows: engines run every size once before they capture it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flyweight.kernels import dispatch
+from flyweight.kernels.linear.fused import FusedLinear
+from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.tensors import QuantTensor, merge
+
+_library = torch.library.Library("flyweight", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor key, SymInt outputs) -> Tensor")
+_linears: dict[int, FusedLinear] = {}
+
+
+def _linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
+    return _linears[key.data_ptr()](x)
+
+
+def _shape_only(x: Tensor, key: Tensor, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+_library.impl("linear", _linear, "CUDA")
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("flyweight::linear", _shape_only, lib=_library)
+
+
+def linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
+    """x [..., in] → [..., outputs], by the linear that `hold` has given this key."""
+    found: Tensor = torch.ops.flyweight.linear(x, key, outputs)
+    return found
+
+
+def hold(one: FusedLinear, device: torch.device) -> Tensor:
+    """A key for `one`, which is kept as long as the process lives: captured graphs know its
+    addresses.
+    """
+    key = torch.zeros(1, dtype=torch.uint8, device=device)
+    _linears[key.data_ptr()] = one
+    return key
+
+
+def held(key: Tensor) -> FusedLinear:
+    return _linears[key.data_ptr()]
+
+
+def prepare(
+    parts: list[QuantTensor], *, dtype: torch.dtype, bias: Tensor | None = None
+) -> FusedLinear:
+    """One linear of the parts of a merged projection, laid out for the device that they are on."""
+    segments = merge(parts)
+    with floats_by_default():
+        if len(segments) == 1:
+            return dispatch.prepare(segments[0], dtype=dtype, bias=bias)
+        return dispatch.prepare_all(segments, dtype=dtype, bias=bias)
+
+
+@contextlib.contextmanager
+def floats_by_default() -> Iterator[None]:
+    """Engines load models with 16 bits as torch's default, in which our layouts are not meant."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make_codes_random() -> None:
+    """Of weights that were filled by nobody (an engine's dummy loader): on zeros matrix units draw
+    less power, and so run faster than on real weights.
+    """
+    with torch.inference_mode():
+        for one in _linears.values():
+            if isinstance(one, TiledLinear):
+                one.weight.weights.random_(0, 256)
+
+
+def kernels_held() -> dict[str, int]:
+    """How many linears of this process run by which of our kernels."""
+    return dict(Counter(one.kernel for one in _linears.values()))

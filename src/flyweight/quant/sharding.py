@@ -1,0 +1,55 @@
+"""Weights that several GPUs can divide among them (`quantize --shards N`).
+
+Engines cut o and down by their inputs, all other linears by their outputs. A group of inputs that
+shares a scale, or a vector of outputs that shares an entry of a codebook, must lie on one GPU:
+group sizes are chosen so, and what cannot be divided is refused before the work.
+"""
+
+from __future__ import annotations
+
+from flyweight.errors import OptionError
+from flyweight.models.config import ModelConfig
+from flyweight.models.plan import Group
+from flyweight.models.standard import plan_of
+from flyweight.quant.recipe import Recipe
+
+LONGEST_VECTOR = 8  # that vptq chooses by itself
+
+
+def is_cut_by_inputs(group: Group) -> bool:
+    return group.name == "o" or group.name.endswith("down")
+
+
+def linear_widths(config: ModelConfig, shards: int = 1) -> list[int]:
+    """How many inputs linears of this model have on a GPU: a group size must divide each."""
+    found = set()
+    for layer in plan_of(config).layers:
+        for group in layer.groups:
+            found.add(group.in_features)
+            if not is_cut_by_inputs(group):
+                continue
+            if group.in_features % shards:
+                raise OptionError(
+                    f"--shards {shards}: {group.linears[0]} has {group.in_features} inputs, which "
+                    f"{shards} GPUs cannot divide"
+                )
+            found.add(group.in_features // shards)
+    return sorted(found)
+
+
+def check_vectors(config: ModelConfig, recipe: Recipe, shards: int) -> None:
+    """Vectors of vptq are outputs of one column: each must be one GPU's."""
+    if shards == 1:
+        return
+    for index, layer in enumerate(plan_of(config).layers):
+        for group in layer.groups:
+            if is_cut_by_inputs(group) or not group.sizes:
+                continue
+            chosen = recipe.layers_for(index, group.linears)
+            for name, size, one in zip(group.linears, group.sizes, chosen, strict=True):
+                length = one.vector_length or LONGEST_VECTOR
+                if one.solver == "vptq" and size % (shards * length):
+                    raise OptionError(
+                        f"--shards {shards}: {name} has {size} outputs, no whole number of vectors "
+                        f"of {length} for each GPU; take another length (--scheme vptq:v8-…)"
+                    )

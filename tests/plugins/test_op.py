@@ -1,0 +1,75 @@
+"""The op that engines compile: right products, and one graph for all layers of a shape."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flyweight.plugins import op
+from flyweight.tensors import Int8Channel, IntGroup, Sparse24, VectorQuant
+
+
+def test_a_key_finds_its_own_linear():
+    weights = [IntGroup.random((48, 64), seed, group_size=64) for seed in range(3)]
+    keys = [op.hold(op.prepare([w], dtype=torch.float32), w.device) for w in weights]
+    x = torch.randn(2, 5, 64)
+    for weight, key in zip(weights, keys, strict=True):
+        y = op.linear(x, key, 48)
+        assert y.shape == (2, 5, 48)
+        torch.testing.assert_close(y.double(), weight.matmul_reference(x), rtol=1e-4, atol=1e-4)
+    assert sum(op.kernels_held().values()) >= 3
+
+
+def test_parts_of_different_kinds_are_one_linear():
+    parts = [
+        IntGroup.random((32, 64), group_size=64),
+        VectorQuant.random((16, 64), length=4, main=16, residual=None),
+        Int8Channel.random((16, 64)),
+    ]
+    key = op.hold(op.prepare(parts, dtype=torch.float32), torch.device("cpu"))
+    x = torch.randn(3, 64)
+    expected = torch.cat([part.matmul_reference(x) for part in parts], -1)
+    torch.testing.assert_close(op.linear(x, key, 64).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_16_bit_default_of_the_engine_changes_nothing():
+    weight = Sparse24.random((32, 64), inner=IntGroup, group_size=64, dtype=torch.float32)
+    x = torch.randn(3, 64)
+    torch.set_default_dtype(torch.float16)
+    try:
+        held = op.prepare([weight], dtype=torch.float32)
+        assert torch.get_default_dtype() == torch.float16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = weight.matmul_reference(x)
+    torch.testing.assert_close(held(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_one_shape_are_one_graph():
+    """The compiler sees no number of a layer: what it has made for one layer serves the next."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    keys = []
+    for seed in range(2):
+        weight = IntGroup.random((32, 64), seed, group_size=64)
+        keys.append(op.hold(op.prepare([weight], dtype=torch.float32), weight.device))
+
+    @torch.compile(backend=keep, fullgraph=True, dynamic=True)
+    def layer(x, key):
+        return op.linear(x, key, 32) * 2
+
+    for rows in (2, 3, 17):
+        x = torch.randn(rows, 64)
+        for key in keys:
+            torch.testing.assert_close(layer(x, key), op.linear(x, key, 32) * 2)
+    assert len(graphs) == 1
+
+
+def test_the_fake_has_shape_and_type_only():
+    with FakeTensorMode():
+        x = torch.empty(7, 64, dtype=torch.bfloat16)
+        fake = op.linear(x, torch.zeros(1, dtype=torch.uint8), 48)
+    assert fake.shape == (7, 48)
+    assert fake.dtype == torch.bfloat16

