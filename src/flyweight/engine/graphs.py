@@ -50,11 +50,8 @@ class Step:
 
     def advance(self) -> None:
         """The rows take their likeliest tokens."""
-        rows = self.rows
-        assert isinstance(rows, Rows), "rows of guesses are sampled from outside of the step"
-        self.greedy(
-            self.decode.padded_logits, rows.tokens[: self.size], rows.lengths[: self.size]
-        )
+        tokens, lengths = self.rows.taken
+        self.greedy(self.decode.padded_logits, tokens[: self.size], lengths[: self.size])
 
     def sample(self) -> None:
         """The rows take tokens by temperature, filters and biases (`Rows.samples_in_step`)."""

@@ -203,7 +203,7 @@ class LLM:
         if self.engine.speculator is not None:
             self.engine.speculator.drafter.warm_up()
             if runner.shared_steps is not None:
-                runner.shared_steps.warm_up(advances=False)
+                runner.shared_steps.warm_up()
 
     @takes_fields_of(SamplingParams)
     def generate(self, prompts: Prompt | Sequence[Prompt],

@@ -126,6 +126,11 @@ class Rows:
         self.lengths[:count].add_(self.lengths[:count] > 0)
 
     @property
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """Where a captured step writes likeliest tokens, and the lengths that count them."""
+        return self.tokens, self.lengths
+
+    @property
     def samples_in_step(self) -> bool:
         """Whether a captured step chooses all tokens itself: some are drawn, and none waits for a mask from the host or needs a
         table that the step was captured without."""

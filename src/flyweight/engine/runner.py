@@ -24,7 +24,7 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.packed import Packed, Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
-from flyweight.engine.sampling import top_logprobs
+from flyweight.engine.sampling import GREEDY, top_logprobs
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
@@ -242,14 +242,14 @@ class Runner:
         assert steps is not None
         self.rows.extend()
         count, outputs = rows.fill(works), sum(work.outputs for work in works)
-        logits = steps.logits(count)
+        logits = steps.advance(count)
 
         def choose() -> Flight:
-            sampled, at, lengths = logits, rows.at[:count], rows.lengths[:count]
+            sampled, at, lengths, likeliest = logits, rows.at[:count], rows.lengths[:count], rows.chosen[:count]
             if outputs < count:
                 kept = rows.sampled[:outputs]
-                sampled, at, lengths = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths))
-            tokens = self._choose(works, sampled, at, lengths.long())
+                sampled, at, lengths, likeliest = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths, likeliest))
+            tokens = self._choose(works, sampled, at, lengths.long(), likeliest)
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
             flight = self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
             if self.follower is not None:  # once the tokens are on their way to the host
@@ -283,14 +283,18 @@ class Runner:
 
         return choose
 
-    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor) -> Tensor:
-        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, and the position that it fills. Where
+    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor,
+                likeliest: Tensor | None = None) -> Tensor:
+        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the position that it fills, and its
+        likeliest token where that is known. Where
         none of them has drafts they are the next step's input; else the host says what is kept (`settle`)."""
         rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
         allowed = allowed_by(requests)
         if any(work.drafts for work in works):
             rows.leave_behind(requests)
+            if rows.mode == GREEDY and likeliest is not None and not allowed:
+                return likeliest
             return choose_after_drafts(masked(logits, allowed) if allowed else logits, rows, works, at, positions)
         rows.lengths.index_copy_(0, at, (positions + 1).int())
         rows.behind.difference_update(request.number for request in requests)

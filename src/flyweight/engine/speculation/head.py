@@ -116,7 +116,8 @@ class HeadDrafter:
             self.skipped(works)
             return
         self._over(works)
-        self.graphs.chosen[: len(tokens)].copy_(tokens)
+        if tokens.data_ptr() != rows.chosen.data_ptr():  # of rows that are not greedy
+            rows.advance(tokens)
         self.graphs.follow(len(tokens))
         self._expect(works, self.graphs.chain(len(works)))
 

@@ -59,7 +59,7 @@ class HeadGraphs:
         device = head.device
         width = head.config.hidden_size
         self.states = target.taps.fixed
-        self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=device)
+        self.chosen = rows.chosen
         blank = len(cache.keys) - 1
         shape = (CAPACITY, rows.tables.shape[1] + 1)
         self.state = ChainState(
@@ -81,7 +81,7 @@ class HeadGraphs:
             self._capture(("chain", size), self._chain(size))
 
     def follow(self, rows: int) -> None:
-        """The step's rows are in `rows`, the tokens chosen after them in `chosen`."""
+        """The step's rows are in `rows`, and so are the tokens chosen after them."""
         size = next(size for size in ROWS if size >= rows)
         self._replay(("follow", size), lambda: self._follow(size))
 

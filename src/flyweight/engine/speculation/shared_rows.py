@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy
 import torch
+from torch import Tensor
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
@@ -33,6 +34,8 @@ class SharedRows:
         self.capacity = CAPACITY
         self.tables = torch.zeros(CAPACITY, rows.pages, dtype=torch.int32, device=rows.device)
         self.adapters = None if rows.adapters is None else rows.adapters.new_empty(CAPACITY)
+        self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=rows.device)  # the likeliest after each row
+        self._uncounted = torch.zeros(CAPACITY, dtype=torch.int32, device=rows.device)
         # what one copy brings: tokens, places in `rows`, sampled rows, first rows, lengths and rows before
         self._staged = torch.zeros(40 * CAPACITY, dtype=torch.uint8, device=rows.device)
         words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
@@ -42,6 +45,15 @@ class SharedRows:
         self.first = words[3 * CAPACITY : 4 * CAPACITY]  # of each sequence
         self.lengths = halves[8 * CAPACITY : 9 * CAPACITY]
         self.before = halves[9 * CAPACITY :]
+
+    @property
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """As of `Rows`. How many of these tokens count is known later."""
+        return self.chosen, self._uncounted
+
+    def advance(self, tokens: Tensor) -> None:
+        """As a captured step does."""
+        self.chosen[: len(tokens)].copy_(tokens)
 
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel takes, which the host knows."""
