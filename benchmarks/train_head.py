@@ -73,14 +73,15 @@ def frequent(sequences: Sequences, count: int, vocabulary: int) -> Tensor:
 class Head(nn.Module):
     """An EAGLE-3 head whose parameters have the names of its files."""
 
-    def __init__(self, target: Decoder, kept: Tensor):
+    def __init__(self, llm: LLM, kept: Tensor):
         super().__init__()
+        target = llm.decoder
         self.config = eagle3.RandomHead(target, len(kept)).config
         self.shape = target.config
         self.register_buffer("kept", kept.to(target.device))
         self.weights = nn.ParameterDict({
             name.replace(".", "/"): nn.Parameter(tensor.float().to(target.device))
-            for name, tensor in first_weights(target, kept, eagle3.shapes(self.config, target.config.hidden_size)).items()})
+            for name, tensor in first_weights(llm, kept, eagle3.shapes(self.config, target.config.hidden_size)).items()})
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[f"{name}.weight".replace(".", "/")]
@@ -143,20 +144,33 @@ class Head(nn.Module):
         (folder / "config.json").write_text(json.dumps(self.config, indent=2))
 
 
-def first_weights(target: Decoder, kept: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """fc takes the last of the model's states as they are; everything else is small noise or ones, lm_head the model's own."""
+def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """fc takes the last of the model's states as they are, the layer is the model's last, which makes nothing of embeddings yet;
+    lm_head and norm are the model's own. What the files name otherwise is small noise or ones."""
+    target = llm.decoder
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, shape in shapes.items():
-        if name in ("d2t", "t2d"):
-            continue
-        found[name] = torch.randn(shape, generator=generator) * 0.02 if len(shape) == 2 else torch.ones(shape)
-    hidden = target.config.hidden_size
+        if name not in ("d2t", "t2d"):
+            found[name] = torch.randn(shape, generator=generator) * 0.02 if len(shape) == 2 else torch.ones(shape)
+    hidden, last = target.config.hidden_size, f"model.layers.{target.config.layers - 1}."
     found["fc.weight"][:, -hidden:] += torch.eye(hidden)
+    for name in list(found):
+        own = name.removeprefix("midlayer.").replace("input_layernorm", "").replace("hidden_norm", "input_layernorm")
+        if name.startswith("midlayer.") and own and llm.weights.has(last + own):
+            stored = llm.weights.tensor(last + own) if "norm" in own else llm.weights.linear(last + own[:-7]).dequantize()
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                if not target.config.qk_norm:  # a head has none, and scores would be far too large
+                    found[name][:, hidden:] = stored.float().cpu()
+            elif stored.shape == found[name].shape:
+                found[name] = stored.float().cpu()
+    norm = target.norm.folded
+    found["norm.weight"] = norm.weight.float().cpu()
     eye = torch.eye(hidden, dtype=target.dtype, device=target.device)
-    rows = [target.head(part)[:, : target.config.vocab_size].float() for part in eye.split(256)]  # [hidden, vocabulary]
-    found["lm_head.weight"] = torch.cat(rows)[:, kept.to(target.device)].T.cpu()
-    return found
+    with torch.inference_mode():
+        rows = [target.head(part)[:, : target.config.vocab_size].float() for part in eye.split(256)]  # [hidden, vocabulary]
+        found["lm_head.weight"] = torch.cat(rows)[:, kept.to(target.device)].T.cpu()
+    return {name: value.clone() for name, value in found.items()}
 
 
 class Lesson:
@@ -202,11 +216,12 @@ def tap(target: Decoder, head: Head) -> None:
     target.taps = Taps(places, target.config.hidden_size, rows=0, dtype=target.dtype, device=target.device)
 
 
-def train_head(target: Decoder, sequences: Sequences, folder: Path, *, vocabulary: int, steps: int, minutes: float = 1e9,
+def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int, steps: int, minutes: float = 1e9,
                batch: int = 8, unroll: int = 3, rate: float = 1e-3, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Train, or go on training, into `folder`; returns losses and shares of right guesses on what was kept back."""
     kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
-    head = Head(target, frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size))
+    target = llm.decoder
+    head = Head(llm, frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size))
     tap(target, head)
 
     def loss_of(tokens: Tensor) -> tuple[Tensor, list[float]]:
@@ -324,7 +339,7 @@ def main() -> None:
     if options.student:
         found = train_student(options.model, llm.decoder, sequences, options.out, layers=options.student, **common)
     else:
-        found = train_head(llm.decoder, sequences, options.out, vocabulary=options.vocabulary, unroll=options.unroll, **common)
+        found = train_head(llm, sequences, options.out, vocabulary=options.vocabulary, unroll=options.unroll, **common)
     print(json.dumps({"model": options.model, "student_layers": options.student or None} | found))
 
 
