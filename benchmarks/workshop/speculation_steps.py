@@ -1,6 +1,6 @@
 """What a step of several rows of one sequence costs against a step of one, and how fast answers come if guesses are right.
 
-    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context 1024] [--head int8]
+    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context 1024] [--head int8] [--many]
 
 Prints JSON lines: `rows_N` with qkv and attention in one kernel where they can be, `rows_N_apart` in two. Weights are random, so no guess would be right: in `answer` rows drafter and verification run in full in every
 step, and only the number of accepted guesses is forced, as the row says, with the drafter's shape and its time.
@@ -24,9 +24,10 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.lengths import Fixed
+from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.drafter import Drafter
 from flyweight.engine.speculation.head import HeadDrafter, tap
+from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.models.decoder import Decoder
@@ -113,11 +114,34 @@ def speed(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
     return (request.generated - 1) / (end - begin), request
 
 
-def make_engine(decoder: Decoder, context: int) -> Engine:
+def make_engine(decoder: Decoder, context: int, sequences: int = 8) -> Engine:
     config = decoder.config
-    shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.dtype)
+    shape = CacheShape.of(config, decoder.dtype)
     return Engine(decoder, shape, vocabulary=config.vocab_size, device=decoder.device, max_model_len=context + 256,
-                  blocks=(context + 256) // PAGE * 2, block_size=PAGE, max_num_seqs=8, max_num_batched_tokens=2048)
+                  blocks=(context + 256) // PAGE * max(2, sequences // 4), block_size=PAGE, max_num_seqs=sequences,
+                  max_num_batched_tokens=2048, prefix_cache=False)
+
+
+def many_answers(decoder: Decoder, sequences: int = 64, prompt: int = 128) -> Iterator[dict[str, object]]:
+    """Throughput of many random prompts, in which there is nothing to find, by turns without speculation and with it."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(10, decoder.config.vocab_size, (sequences, prompt), generator=generator).tolist()
+    engine = make_engine(decoder, 1024, sequences)
+    kinds = {"off": lambda: None, "auto": lambda: Speculator(NgramDrafter(), Measured()),
+             "ngram": lambda: Speculator(NgramDrafter(), Fixed(7))}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn, kind in itertools.product(range(3), kinds):
+        engine.speculator = kinds[kind]()
+        begin = time.perf_counter()
+        requests = [engine.submit(one, GREEDY)[0] for one in prompts]
+        while engine.busy:
+            engine.step()
+        torch.cuda.synchronize()
+        if turn:  # the first compiles and captures
+            found[kind].append(sum(request.generated for request in requests) / (time.perf_counter() - begin))
+    middle = {kind: sorted(speeds)[len(speeds) // 2] for kind, speeds in found.items()}
+    for kind, tok_s in middle.items():
+        yield {"sequences": sequences, "speculate": kind, "tok_s": round(tok_s, 1), "ratio": round(tok_s / middle["off"], 4)}
 
 
 def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -162,6 +186,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="int4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
+    parser.add_argument("--many", action="store_true", help="the throughput of 64 answers at once, too")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
@@ -172,6 +197,8 @@ def main() -> None:
     costs = step_costs(decoder, options.context)
     ratios = {f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3) for count in (4, 8)}
     print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
+    for row in many_answers(decoder) if options.many else ():
+        print(json.dumps(facts | {"what": "throughput", "context": 128} | row), flush=True)
     for row in answers(decoder, options):
         print(json.dumps(facts | {"what": "answer"} | row), flush=True)
 
