@@ -8,7 +8,7 @@ model, number of rows and variant: microseconds of a step, and their ratio to a 
     none      no adapter is loaded
     unused    two are loaded, and no row has one
     used      every row has one, by turns
-    early     the same, the second kernel of delta.cu beginning while the first runs
+    apart     the same with launches of their own (delta.cu), as several rows have it
     by torch  the same without delta.cu: products by torch
 
 `--compile` compiles what the same command will time and measures nothing.
@@ -85,8 +85,10 @@ def capture(decoder: Decoder, caches: list[KVStorage], rows: int, *, used: bool)
         slots = [row % ADAPTERS if used else NOBODY for row in range(table.capacity)]
         table.adapters.copy_(torch.tensor(slots, dtype=torch.int32))
     graphs = DecodeGraphs(decoder, caches, table, sizes=(table.capacity,))
-    graphs.capture(table.capacity, Choice.NONE)  # which takes no token, so that every replay is the same step
     kept.append(graphs)
+    if graphs.unadapted is not None and not used:
+        graphs = graphs.unadapted
+    graphs.capture(table.capacity, Choice.NONE)  # which takes no token, so that every replay is the same step
     return graphs.graphs[table.capacity, Choice.NONE]
 
 
@@ -117,12 +119,13 @@ def measure_model(model: str, options: argparse.Namespace) -> None:
         caches = caches_for(plain, rows)
         graphs = {"none": capture(plain, caches, rows, used=False), "unused": capture(adapted, caches, rows, used=False),
                   "used": capture(adapted, caches, rows, used=True)}
-        Delta.early = True
-        graphs["early"] = capture(adapted, caches, rows, used=True)
-        Delta.early = False
+        alone = Delta.in_the_linear
+        Delta.in_the_linear = lambda self, slots: None  # type: ignore[method-assign]
+        graphs["apart"] = capture(adapted, caches, rows, used=True)
         Delta.takes = lambda self, x: False  # type: ignore[method-assign]
         graphs["by torch"] = capture(adapted, caches, rows, used=True)
         Delta.takes = takes  # type: ignore[method-assign]
+        Delta.in_the_linear = alone  # type: ignore[method-assign]
         times: dict[str, list[float]] = {variant: [] for variant in graphs}
         for _, variant in turns(list(graphs), options.samples):
             times[variant].append(sample(graphs[variant]))
@@ -146,6 +149,8 @@ def wanted_by(model: str, rank: int | None, sizes: list[int], target: ahead.Targ
             steps = DecodeGraphs(decoder, ahead.make_caches(decoder), table, sizes=(table.capacity,))
             with decoder.active():
                 steps.step(table.capacity).launch()
+                if steps.unadapted is not None:
+                    steps.unadapted.step(table.capacity).launch()
     return jit.wanted
 
 

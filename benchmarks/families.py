@@ -41,6 +41,11 @@ TINY = dict(
     num_key_value_heads=2,
     head_dim=64,
     moe_intermediate_size=128,
+    shared_expert_intermediate_size=128,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
 )
 # preset: layers that show all of its kinds
 CHECKED = {
@@ -56,10 +61,12 @@ CHECKED = {
     "glm-4.5-air": 2,
     "deepseek-v2-lite": 2,
     "deepseek-v3": 2,
+    "qwen3-8b": 2,
     "olmo2-7b": 2,
     "ministral-8b": 2,
+    "qwen3-next-80b-a3b": 4,
 }
-EXPERTS = ("num_local_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
 def small_config(preset: str, layers: int, *, tiny: bool) -> dict[str, Any]:
@@ -75,6 +82,7 @@ def small_config(preset: str, layers: int, *, tiny: bool) -> dict[str, Any]:
     for key in EXPERTS:
         if config.get(key):
             config[key] = min(config[key], 8 if tiny else 16)
+            config["num_experts_per_tok"] = min(config["num_experts_per_tok"], config[key] - 2)
     if (config.get("n_group") or 1) > 1:  # whose best two experts are looked at
         config |= dict(n_group=4, topk_group=2, num_experts_per_tok=4)
     if config.get("first_k_dense_replace"):
@@ -170,11 +178,20 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
     return row | dict(seconds=round(time.perf_counter() - started, 1))
 
 
-def speed(name: str) -> dict[str, Any]:
-    """Tokens a second of one sequence, from two runs that differ in their length alone."""
+def speed(name: str, layers: int | None) -> dict[str, Any]:
+    """Tokens a second of one sequence, from two runs that differ in their length alone. `layers`:
+    of a model that has more.
+    """
+    if layers:
+        preset, _, scheme = name.partition(":")
+        config = preset_config(preset) | dict(num_hidden_layers=layers)
+        weights = PresetWeights(config, scheme or "bf16", device=DEVICE)
+        engine.open_model = lambda model, device: (weights, None)  # type: ignore[assignment]
+    begun = time.perf_counter()
     llm = LLM(
         f"preset:{name}", device=DEVICE, max_model_len=2048, max_num_seqs=1, memory_fraction=0.6
     )
+    loaded = time.perf_counter() - begun
     prompt = torch.randint(3, 4096, (64,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def run(count: int) -> float:
@@ -191,6 +208,8 @@ def speed(name: str) -> dict[str, Any]:
     return dict(
         kind="family speed",
         preset=name,
+        layers=llm.config.layers,
+        seconds_to_load=round(loaded, 1),
         batch=1,
         tok_s=round(256 / seconds, 1),
         bytes_a_step=llm.decoder.step_nbytes,
@@ -215,12 +234,13 @@ def main() -> None:
     parser.add_argument("what", choices=("check", "speed"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--shapes", default="tiny,real")
+    parser.add_argument("--layers", type=int, help="speed: so many of the model's layers alone")
     parser.add_argument("--schemes", default="int4,bf16")
     parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
     options = parser.parse_args()
     if options.what == "speed":
         for name in options.names:
-            write(speed(name), options.out)
+            write(speed(name, options.layers), options.out)
         return
     for shapes in options.shapes.split(","):
         for preset in options.names or CHECKED:

@@ -45,6 +45,8 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "w8a16": ("compressed-tensors", {"bits": 8, "group_size": -1}),
     "w8a8": ("compressed-tensors", {"bits": 8, "group_size": -1, "activations": "int8"}),
     "fp8": ("compressed-tensors", {"solver": "fp8"}),
+    # read by our plug-in alone: parts of one layer in several kinds
+    "mixed": ("compressed-tensors", {"bits": 4, "layers": [{"match": "*.v_proj", "bits": 8}]}),
 }
 TIES = 0.1  # natural log
 SLACK = 1.5

@@ -93,18 +93,22 @@ ACTIONS = {"measure": measure, "forced": forced}
 class Engine:
     """One side, as the measuring process sees it."""
 
-    def __init__(self, side: str, order: Row, folder: Path):
+    channel: Connection
+
+    def __init__(self, side: str, folder: Path):
         self.side = side
         self.log = folder / f"{side}.log"
         environment = dict(os.environ, VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
         environment["FLYWEIGHT_VLLM"] = "off" if side == "off" else os.environ.get("FLYWEIGHT_VLLM", "on")
         address = str(folder / f"{side}.socket")
-        listener = Listener(address, "AF_UNIX", authkey=KEY)
+        self.listener = Listener(address, "AF_UNIX", authkey=KEY)
         with self.log.open("w") as log:
             self.process = subprocess.Popen([sys.executable, __file__, "--worker", address], env=environment, stdout=log,
                                             stderr=subprocess.STDOUT)
-        self.channel: Connection = listener.accept()
-        self.channel.send(order | {"side": side})
+
+    def begin(self, order: Row) -> None:
+        self.channel = self.listener.accept()
+        self.channel.send(order | {"side": self.side})
 
     def ask(self, **order: Any) -> Row:
         self.channel.send(order)
@@ -179,7 +183,9 @@ def main() -> None:
     limits = dict(batch=max(options.batch), context=context, tokens=None)
     order = dict(model=options.model, dtype=options.dtype, extra=engine_options(options), limits=limits)
     folder = Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
-    engines = [Engine(side, order, folder) for side in options.sides]
+    engines = [Engine(side, folder) for side in options.sides]
+    for engine in engines:
+        engine.begin(order)
     started = {engine.side: engine.answer() for engine in engines}
     for side, told in started.items():
         print(f"{side}: started in {told['seconds']:.0f} s, linears by {told['kernels']}", flush=True)

@@ -6,7 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyweight.tensors import Float4, Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
+from flyweight.tensors import (
+    Float4,
+    Float8,
+    Int8Channel,
+    IntGroup,
+    Plain,
+    QuantTensor,
+    Sparse24,
+    VectorQuant,
+    merge,
+    reorder_rows,
+)
 from flyweight.tensors.vector import entries as entries_of
 
 RANDOM = {
@@ -32,6 +43,19 @@ def test_random_weights_keep_a_unit_input_near_one(kind):
     assert tensor.shape == weight.shape == (96, 128) and weight.isfinite().all()
     out = tensor.matmul_reference(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)))
     assert out.dtype == torch.float64 and 0.4 < out.std() < 2.5
+
+
+@pytest.mark.parametrize("kind", [*RANDOM, "fp8 blocks"])
+def test_rows_in_another_order_are_those_rows(kind):
+    """Blocks of scales and vectors of a codebook follow where they move as a whole."""
+    plain = Float8.random((96, 128))
+    blocks = dataclasses.replace(plain, scales=torch.rand(3, 4) + 0.5, block=32, activation="none")
+    tensor: QuantTensor = blocks if kind == "fp8 blocks" else RANDOM[kind]((96, 128))
+    parts = torch.arange(96).view(3, 32)[[2, 0, 1]].flatten()
+    for order in (parts, torch.arange(96).flip(0)):
+        moved = reorder_rows(tensor, order)
+        assert torch.equal(moved.dequantize(), tensor.dequantize()[order])
+        assert type(moved) is type(tensor) or order is not parts or kind == "vptq whole"
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

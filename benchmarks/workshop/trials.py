@@ -48,7 +48,7 @@ from flyweight.kernels.linear.tiles import TiledWeight
 
 LINEAR = ("choose", "gemm", "gemm_shape", "gemm_small", "gemv", "gemv_cluster", "gemv_splitk")
 MODULES = {name: f"linear.{name}" for name in LINEAR} | {
-    "rows": "vptq.rows", "linear": "vptq.linear", "qkv": "attention.qkv"}
+    "rows": "vptq.rows", "gather": "vptq.gather", "linear": "vptq.linear", "qkv": "attention.qkv"}
 TABLES = ("steps", "formats")  # of tuned numbers
 INPUT, OUTPUT = 256, 66
 DOTTED = re.compile(r"\.(?=[\w.]+\s*=)")

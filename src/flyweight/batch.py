@@ -4,8 +4,11 @@ where their KV lives.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -31,6 +34,8 @@ class Batch:
     kv_lengths: list[int]  # [sequences]: tokens in the cache once this step's are written
     output_rows: Tensor  # int64 [outputs]: the tokens whose logits are wanted
     adapters: Tensor | None = None  # int32 [tokens]: slots of their adapters; None: nobody has one
+    # int32 [sequences, 7] of `SequenceState`, where layers keep a state; None: none do
+    states: Tensor | None = None
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -39,7 +44,7 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     On a CPU they come from calloc: a page of a large, mostly unused pool costs no memory until it
     is written.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(numpy.zeros(count, dtype=numpy.uint8)).view(dtype).view(shape)
@@ -76,6 +81,91 @@ class EightBits:
         return self.format.decode(codes, scales, self.wide)
 
 
+class SequenceState(NamedTuple):
+    """A sequence's share of a step as layers with a state see it.
+
+    `mark`: once so many of its tokens are in, the state goes to `mark_slot` as well (0: never).
+    """
+
+    begin: int  # of its tokens among those of the step
+    tokens: int
+    start: int  # tokens before them
+    source: int  # the slot where the state is found; −1: it is zero
+    slot: int  # and the one where it goes
+    mark: int = 0
+    mark_slot: int = -1
+
+
+def sequence_states(states: Tensor) -> list[SequenceState]:
+    return [SequenceState(*row) for row in states.tolist()]
+
+
+def fresh_states(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """`Batch.states` of whole sequences, one after the other, in the first slots."""
+    begins = itertools.accumulate(lengths, initial=0)
+    rows = [
+        SequenceState(begin, count, 0, -1, slot)
+        for slot, (begin, count) in enumerate(zip(begins, lengths, strict=False))
+    ]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """What a layer remembers of a sequence in place of keys and values."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int  # of its convolution
+    width: int  # tokens that the convolution sees
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        recurrent = 4 * self.heads * self.key_dim * self.value_dim
+        return recurrent + self.width * self.channels * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateStorage:
+    """The states of one layer by slot.
+
+    A token at position p lies in row p mod width of `conv`: a step writes the one row that it does
+    not read, so no two of its workers can meet. Nothing needs to be cleared.
+    """
+
+    conv: Tensor  # [slots, width, channels]: the last inputs of the convolution
+    recurrent: Tensor  # float32 [slots, heads, key_dim, value_dim]
+
+    @classmethod
+    def zeros(
+        cls, shape: StateShape, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> StateStorage:
+        size = (slots, shape.heads, shape.key_dim, shape.value_dim)
+        return cls(
+            empty_pages((slots, shape.width, shape.channels), dtype, device),
+            empty_pages(size, torch.float32, device),
+        )
+
+    def initial(self, slot: int) -> Tensor:
+        """[heads, key_dim, value_dim] where a sequence goes on; −1: where it begins."""
+        return self.recurrent[slot] if slot >= 0 else torch.zeros_like(self.recurrent[0])
+
+    def history(self, slot: int, position: int) -> Tensor:
+        """[width − 1, channels]: the inputs just before `position`, zeros before the first."""
+        width = self.conv.shape[1]
+        before = torch.arange(position - width + 1, position, device=self.conv.device)
+        if slot < 0:
+            return torch.zeros_like(self.conv[0, 1:])
+        return self.conv[slot, before % width] * (before >= 0)[:, None]
+
+    def keep(self, slot: int, state: Tensor, inputs: Tensor, position: int) -> None:
+        """The state before `position`, and the last inputs, whose last is just before it."""
+        width = self.conv.shape[1]
+        self.recurrent[slot] = state
+        before = torch.arange(position - width + 1, position, device=self.conv.device)
+        self.conv[slot, before % width] = inputs[1 - width :]
+
+
 @dataclass(frozen=True)
 class KVStorage:
     """The paged cache of one layer, as the attention op sees it. Where values are the first numbers
@@ -85,6 +175,8 @@ class KVStorage:
     keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
     values: Tensor
     eight: EightBits | None = None  # keys and values are codes
+    # of a layer that has a state in place of keys and values, which then have no heads
+    state: StateStorage | None = None
 
     @property
     def block_size(self) -> int:

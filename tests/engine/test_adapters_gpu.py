@@ -57,6 +57,31 @@ def test_captured_steps_of_any_mix_give_what_torch_gives(tiny, scheme, monkeypat
     assert found[0][0] != found[2][0] and found[0][2] != found[2][2]
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "int4"])
+def test_one_row_gets_its_adapter_inside_the_linears(tiny, scheme, monkeypatch):
+    """The same answers as by torch's products, again and again, with and without an adapter by turns."""
+    llm = LLM(f"preset:tiny-adapted:{scheme}", device="cuda", blocks=64, adapters=tiny)
+    monkeypatch.setattr(Delta, "in_the_linear", lambda self, slots: None)
+    other = LLM(f"preset:tiny-adapted:{scheme}", device="cuda", blocks=64, adapters=tiny)
+
+    def answer(engine, name):
+        out = engine.generate([PROMPTS[0]], temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, adapter=name)[0]
+        return out.token_ids, [one.logprob for one in out.completions[0].logprobs]
+
+    names = ("red", None, "blue", "blue", "red", None)
+    theirs = [answer(other, name) for name in names]
+    monkeypatch.undo()
+    ours = [answer(llm, name) for name in names]
+    for (tokens, mine), (others, them) in zip(ours, theirs, strict=True):
+        assert abs(mine[0] - them[0]) < 0.15
+        if tokens == others:
+            assert max(abs(a - b) for a, b in zip(mine, them, strict=True)) < 0.3
+    assert ours[0] == ours[4] and ours[1] == ours[5] and ours[2] == ours[3] and ours[0] != ours[1]
+    steps = llm.engine.runner.steps
+    assert steps.steps[1].decode.separate is None, "attention stays behind q, k and v"
+    assert steps.unadapted.steps[1].decode.separate is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("sizes", "inputs", "rows"), [
     ((4096, 1024, 1024), 4096, 1), ((12288, 12288), 4096, 4), ((4096,), 12288, 16)])

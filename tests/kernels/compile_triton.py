@@ -9,6 +9,8 @@ from triton.compiler import ASTSource
 from flyweight.kernels import triton_ops
 from flyweight.kernels.attention import tiles
 from flyweight.kernels.attention import triton as triton_attention
+from flyweight.kernels.gated_delta import prefill
+from flyweight.kernels.gated_delta.shape import DeltaShape
 from flyweight.quant.triton import columns, nearest, vectors
 
 FLOAT, SCALES, TABLE = "*bf16", "*fp32", "*i32"
@@ -56,6 +58,17 @@ CASES = [
     (vectors._pair, PAIR | dict(values_at=None, residual_at=None, BEAM=1, RESIDUALS=0, LENGTH=3, WIDE=4, DESCENT=False)),
     (columns._walk, WALK),
     (triton_attention._add_parts, PARTS | dict(merges=TABLE, out=FLOAT, GROUP=4, HEAD_DIM=128, BLOCK=128, ROWS=16)),
+]
+DELTA = dict(mixed=FLOAT, projected=FLOAT, decay=SCALES, step_bias=SCALES, states=TABLE, inverses=SCALES, recurrent=SCALES,
+             conv=FLOAT, weight=SCALES, sums=SCALES, norm=SCALES, out=FLOAT)
+CHANNELS = DELTA | dict(CHANNELS_ALL=8192, WIDTH=4, TOKENS=prefill.TOKENS, CHANNELS=prefill.CHANNELS)
+CHUNKS = DELTA | prefill.constants_of(DeltaShape(16, 32, 128, 128, 4)) | dict(VALUE_DIM=128)
+CASES += [
+    (prefill._convolve, CHANNELS),
+    (prefill._remember, CHANNELS),
+    (prefill._invert, CHUNKS),
+    (prefill._scan, CHUNKS | dict(VALUES=prefill.VALUES, num_stages=1, out=SCALES)),
+    (prefill._finish, DELTA | dict(HEADS=32, VALUE_DIM=128, GATE=8192, BLOCK=128, num_warps=1)),
 ]
 NUMBERS = dict.fromkeys(("epsilon", "query_scale", "scale", "steps"), "fp32")  # others are int32, pointers without a name None
 

@@ -78,6 +78,10 @@ DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE u32 __vmaxu2(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return a & b | c; }
 DEVICE u32 and_xor(u32 a, u32 b, u32 c) { return a & b ^ c; }
+DEVICE int dot_lower(u32 pair, u32 four, int sum) {
+  return (int)((u32)sum + (u32)((int)(short)pair * (int)(four & 255)) + (u32)((int)(short)(pair >> 16) * (int)(four >> 8 & 255)));
+}
+DEVICE int dot_upper(u32 pair, u32 four, int sum) { return dot_lower(pair, four >> 16, sum); }
 DEVICE int __clzll(long long v) { return v ? __builtin_clzll(v) : 64; }
 DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   const u64 all = (u64)b << 32 | a;

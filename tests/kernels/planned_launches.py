@@ -79,7 +79,7 @@ def families_on(name, models):
         for model in models:
             preset, scheme = model.split(":")
             config = preset_config(preset)
-            config |= {key: min(16, config[key]) for key in ("num_local_experts", "n_routed_experts") if key in config}
+            config |= {key: min(16, config[key]) for key in ("num_local_experts", "n_routed_experts", "num_experts") if key in config}
             weights = PresetWeights(config, scheme)
             decoder = Decoder.load(weights, device=DEVICE, dtype=torch.bfloat16, layers=ahead.layers_of(weights))
             reason = unsupported_reason(decoder, ahead.PAGE)
@@ -103,7 +103,8 @@ def run_steps(decoder, sizes=None):
     """Every size that is captured, or some; each is told before it runs."""
     kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)
     caches, pages = ahead.make_caches(decoder), -(-decoder.config.context_length // ahead.PAGE)
-    rows = Rows(MOST_ROWS, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
+    rows = Rows(MOST_ROWS, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device,
+                states=0 if decoder.config.state_layers else None)
     graphs = DecodeGraphs(decoder, caches, rows)
     assert graphs.sizes == [size for size in SIZES if size <= MOST_ROWS]
     with decoder.active():

@@ -131,8 +131,11 @@ CASES = [
     ("route.cu", dict(FP16=0, KDIM=2880, EXPERTS=32, CHOSEN=4, GATE=0, NORMALIZE=1, ROWS=1, TILE=1, BY_TOKEN=1, BIASED=1)),
     ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=4, BIAS=1, PER_SLOT=0, AHEAD=0, KDIM=2880, NDIM=5760, GROUP=64, SLOTS=2,
                                STAGE_BLOCKS=15)),
+    ("gated_delta.cu", dict(FP16=0, KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128, WIDTH=4, THREADS=512)),
+    ("attention.cu", HEADS | dict(HEADS=16, KV_HEADS=2, HEAD_DIM=256, ROTARY=64, WARPS=4, GATED=1)),
     *(("add_normed.cu", dict(FP16=norm, KDIM=3840, NORM=norm)) for norm in (0, 1)),
-    *(("gather.cu", dict(FP16=norm, KDIM=12288, NORM=norm)) for norm in (0, 1)),
+    ("gather.cu", dict(FP16=0, KDIM=12288)),
+    ("gemv.cu", GEMV | dict(FORMAT=1, INDEXED=1)),
     # float8 in blocks
     ("gemv.cu", GEMV | dict(FORMAT=7, GROUP=128)),
     ("gemm.cu", GEMM | dict(FORMAT=7, GROUP=128)),

@@ -116,6 +116,60 @@ def test_every_launch_gives_the_same_weight(main, residual, doubled):
             assert relative_error(weight, tensor, 1, launch=launch) < 1e-2, launch
 
 
+@pytest.mark.parametrize("options", [dict(shape=(4096, 4096)), dict(shape=(1000, 12288)), dict(shape=(1000, 576), main=4096),
+                                     dict(shape=(520, 1534), main=300, residual=16, permute=True), dict(shape=(64, 512), residual=None)])
+def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
+    options = dict(options)
+    tensor = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", **options)
+    weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True)
+    meant = tensor.with_books(tensor.byte_books())
+    for rows in (1, 2, 3, 40, 130):
+        assert relative_error(weight, meant, rows) < (5e-3 if rows < 3 else 1e-2), f"{rows} rows"
+    device = gpu.of(tensor.device)
+    for copies, resident, warps in [*gather.BYTE_LAUNCHES, (16, 1, 8), (8, 2, 8), (16, 1, 32)]:
+        launch = Launch("bytes", copies=copies, resident=resident, warps=warps)
+        if gather.choose(weight.parts, 1, device, launch):
+            assert relative_error(weight, meant, 1, launch=launch) < 5e-3, launch
+
+
+def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay():
+    """q, k and v with a norm, o behind them: with dependent launches, which share processors."""
+    tensors = [VectorQuant.random((outputs, 4096), seed, device="cuda") for seed, outputs in enumerate((4096, 1024, 1024))]
+    parts = [vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True) for tensor in tensors]
+    qkv, o = vptq.join(parts), parts[0]
+    x, norm = torch.randn(1, 4096, device="cuda").bfloat16(), torch.ones(4096, device="cuda").bfloat16()
+    first, last = torch.empty(1, 6144, device="cuda").bfloat16(), torch.empty(1, 4096, device="cuda").bfloat16()
+
+    def run():
+        qkv.project(x, first, norm=Norm(norm, 1e-6))
+        o.project(first[:, :4096], last, residual=x)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first.fill_(math.nan)
+        for _ in range(4):
+            run()
+    results = []
+    for _ in range(100):
+        graph.replay()
+        results.append(last.clone())
+    assert all(torch.equal(result, results[0]) for result in results) and not results[0].isnan().any()
+    meant = [tensor.with_books(tensor.byte_books()) for tensor in tensors]
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    expected = meant[0].matmul_reference(meant[0].matmul_reference(normed).bfloat16()) + x.double()
+    assert (results[0].double() - expected).norm() / expected.norm() < 1e-2
+
+
+def test_sixteen_lanes_are_ordered_too():
+    bank = torch.randint(0, 16, (5000, 16, 8), device="cuda")
+    order = vptq_layout.schedule((bank | bank << 4).to(torch.uint8)).long()
+    assert torch.equal(order.sort(2).values, torch.arange(8, device="cuda").expand_as(order))
+    fullest = torch.nn.functional.one_hot(bank.gather(2, order), 16).sum(1).amax(-1)
+    print(f"clashes: {fullest.double().mean():.3f}")
+    assert fullest.double().mean() < 2.1
+
+
 @pytest.mark.parametrize("window, doubled, at_most", [(4, False, 1.9), (8, False, 1.7), (16, False, 1.55), (4, True, 1.3),
                                                       (8, True, 1.25)])
 def test_schedule_is_a_permutation_with_few_clashes(window, doubled, at_most):

@@ -223,7 +223,8 @@ def rows_shape(tokens, warps, paired=False):
     ("vptq_pack.cu", dict(WARPS=4, NORM=0, GATED=2, STAGE_STEPS=4, PARTS=1, APART=0, BOOK_BYTES=131072, WHOLE=1)),
     ("vptq_rows.cu", rows_shape(64, 12) | dict(DENSE=1)), ("vptq_rows.cu", rows_shape(128, 8)),
     ("vptq_rows.cu", rows_shape(64, 12, paired=True) | dict(COMING=1)),
-    ("vptq_layout.cu", dict(KERNEL=0)), ("vptq_layout.cu", dict(KERNEL=1)), ("vptq_layout.cu", dict(KERNEL=2))])
+    *(("vptq_bytes.cu", dict(ROWS=rows, WARPS=16, OWN=1, COPIES=16, UNITS=3, NORM=0, GATED=2)) for rows in (1, 2)),
+    ("vptq_layout.cu", dict(KERNEL=0, LANES=16)), ("vptq_layout.cu", dict(KERNEL=1, OWN=1)), ("vptq_layout.cu", dict(KERNEL=2))])
 def test_kernels_compile(file, defines, arch, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("FLYWEIGHT_CACHE", str(tmp_path))

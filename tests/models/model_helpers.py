@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from flyweight.batch import Batch
+from flyweight.batch import Batch, SequenceState
 from flyweight.engine.memory import CacheShape
 from flyweight.errors import CheckpointError
 from flyweight.models.decoder import Decoder
@@ -105,10 +105,14 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
     for i, count in enumerate(needed):
         tables[i, :count] = order[sum(needed[:i]) : sum(needed[: i + 1])]
     shape = CacheShape.of(config, torch.float32)
-    caches = [shape.storage(layer, len(order), block_size, torch.device("cpu")) for layer in range(config.layers)]
+    caches = [shape.storage(layer, len(order), block_size, torch.device("cpu"), slots=len(sequences))
+              for layer in range(config.layers)]
     for cache in caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
+        if cache.state is not None:
+            cache.state.conv.fill_(torch.nan)
+            cache.state.recurrent.fill_(torch.nan)
     done, outputs, step = [0] * len(sequences), [[] for _ in sequences], 0
     while live := [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]:
         width = chunk if isinstance(chunk, int) else chunk[min(step, len(chunk) - 1)]
@@ -123,6 +127,8 @@ def run_paged(decoder, sequences, chunk, *, block_size=4, shuffled=True):
             slots=torch.tensor([int(tables[i, at // block_size]) * block_size + at % block_size for i, at in spans]),
             block_tables=tables[live], query_starts=starts, kv_lengths=[ends[i] for i in live],
             output_rows=torch.arange(len(spans)),
+            states=torch.tensor([SequenceState(starts[row], ends[i] - done[i], done[i], i if done[i] else -1, i)
+                                 for row, i in enumerate(live)], dtype=torch.int32),
         )
         logits = decoder.forward(batch, caches)
         for row, i in enumerate(live):

@@ -94,7 +94,7 @@ def test_mixture_of_experts_is_read():
     (dict(dtype="int8"), UnsupportedError, ["dtype", "int8"]),
     (dict(rope_scaling=dict(rope_type="mrope", factor=2.0)), UnsupportedError, ["mrope", "yarn"]),
     (dict(rope_scaling=dict(rope_type="longrope", short_factor=[1.0])), CheckpointError, ["long_factor"]),
-    (dict(model_type="qwen3_next"), UnsupportedError, ["qwen3_next", "nearest that is: qwen3_moe", "DeltaNet"]),
+    (dict(model_type="olmo_hybrid"), UnsupportedError, ["olmo_hybrid", "nearest that is: olmo3", "DeltaNet"]),
     (dict(model_type="lama"), UnsupportedError, ["'lama'", "nearest that is: llama"]),
     (dict(attn_logit_softcapping=30.0), UnsupportedError, ["attn_logit_softcapping", "30.0", "llama"]),
     (dict(model_type="mistral", attention_bias=True), UnsupportedError, ["attention_bias", "mistral"]),

@@ -79,6 +79,20 @@ GPT_OSS = dict(
     hidden_size=64,
     intermediate_size=96,
 )
+DELTA = dict(
+    max_position_embeddings=192,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+QWEN3_NEXT = DELTA | dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=20,
+)
 MSCALE = dict(mscale=0.7, mscale_all_dim=0.9, beta_fast=32.0, beta_slow=1.0)
 # latent attention has as many keys as queries, and its own head sizes
 DEEPSEEK = dict(
@@ -155,8 +169,16 @@ MODELS = {
         tie_word_embeddings=True, layer_types=TYPES[::-1],
         rope_parameters=YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0))),
     "gpt_oss no biases": ("gpt_oss", GPT_OSS | dict(attention_bias=False)),
+    "qwen3_next": ("qwen3_next", QWEN3_NEXT),
+    "qwen3_next interval, biases": ("qwen3_next", QWEN3_NEXT | dict(
+        layer_types=None, num_hidden_layers=4, attention_bias=True, mlp_only_layers=[1],
+        linear_conv_kernel_dim=3, linear_num_value_heads=2)),
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN3_NEXT),
 }
 LENGTHS = (23, 3, 12)
+HYBRIDS = ("qwen3_next", "qwen3_5")
+LONG = (150, 3, 70)  # sequences of hybrids: more than a chunk of their layers
 
 
 def make(name, folder=None):
@@ -168,10 +190,13 @@ def make(name, folder=None):
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     zero_centred = model_type.startswith("gemma")
+    shifted = model_type.startswith(HYBRIDS)  # all norms are 1 + weight but those of DeltaNet
     with torch.no_grad():
         for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if parameter.dtype == torch.float32 and "inv_freq" not in key and "embed_scale" not in key:
                 centre = float(key.endswith("norm.weight") and not zero_centred)
+                if shifted and "linear_attn" not in key:
+                    centre = 0.0
                 spread = 1.0 if "gate.weight" in key or "router.weight" in key else 0.15
                 parameter.normal_(centre, spread)
     if folder is not None:
@@ -195,7 +220,7 @@ def logits_of(model, tokens):
 
 def test_whole_sequences_give_the_logits_of_transformers(pair):
     model, decoder = pair
-    tokens = tokens_of(LENGTHS[0])
+    tokens = tokens_of(LONG[0] if decoder.config.state_layers else LENGTHS[0])
     found = decoder.forward_whole(torch.tensor([tokens]))[0]
     torch.testing.assert_close(found, logits_of(model, tokens), rtol=1e-4, atol=1e-4)
 
@@ -203,7 +228,10 @@ def test_whole_sequences_give_the_logits_of_transformers(pair):
 @pytest.mark.parametrize("chunk", [64, 5, [9, 1]])
 def test_batches_in_chunks_give_the_logits_of_transformers(pair, chunk):
     model, decoder = pair
-    sequences = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    if decoder.config.state_layers:
+        chunk = {64: 100, 5: 37}[chunk] if isinstance(chunk, int) else [68, *[1] * 9, 64]
+    lengths = LONG if decoder.config.state_layers else LENGTHS
+    sequences = [tokens_of(length, seed) for seed, length in enumerate(lengths)]
     for found, tokens in zip(run_paged(decoder, sequences, chunk), sequences, strict=True):
         assert_same_logits(found, logits_of(model, tokens), 1e-4)
 
@@ -211,7 +239,7 @@ def test_batches_in_chunks_give_the_logits_of_transformers(pair, chunk):
 # -- through the engine, and quantized ---------------------------------------------------------
 
 ONE_EACH = ("olmo3 yarn", "granite", "smollm3", "phi3 partial", "glm4", "glm4_moe", "gemma2", "gemma3",
-            "deepseek_v2", "deepseek_v3", "gpt_oss")
+            "deepseek_v2", "deepseek_v3", "gpt_oss", *HYBRIDS)
 SAMPLES = Samples(
     torch.randint(3, 97, (4, 24), generator=torch.Generator().manual_seed(2)), "random", 0
 )
@@ -261,7 +289,7 @@ def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, sc
     found = decoder.forward_whole(torch.tensor([prompt]))[0]
     original = logits_of(model, prompt)
     # quantized, not scrambled; a router that chooses another expert changes a token much
-    most = 0.9 if name == "gpt_oss" else 0.5
+    most = 0.9 if name in ("gpt_oss", "qwen3_next") else 0.5
     assert 0 < (found - original).norm() / original.norm() < most
     torch.testing.assert_close(run_paged(decoder, [prompt], 6)[0], found, rtol=1e-3, atol=1e-3)
     if name == "gpt_oss":
@@ -278,7 +306,7 @@ def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, sc
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
 
 
-@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn")])
+@pytest.mark.parametrize(("whole", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral yarn"), ("qwen3_5", "qwen3_5")])
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 def test_the_text_model_beside_a_vision_tower_is_read(whole, name, prefix, tmp_path):
     """By the names of transformers 5, and by those of the files on the hub."""

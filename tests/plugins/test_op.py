@@ -1,5 +1,7 @@
 """The op that engines compile: right products, and one graph for all layers of a shape."""
 
+import gc
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,6 +18,17 @@ def test_a_key_finds_its_own_linear():
         assert y.shape == (2, 5, 48)
         torch.testing.assert_close(y.double(), weight.matmul_reference(x), rtol=1e-4, atol=1e-4)
     assert sum(op.kernels_held().values()) >= 3
+
+
+def test_a_linear_goes_with_its_layer():
+    layer = torch.nn.Module()
+    weight = IntGroup.random((48, 64), group_size=64)
+    layer.key = op.hold(op.prepare([weight], dtype=torch.float32), weight.device, owner=layer)
+    place = layer.key.data_ptr()
+    assert place in op._linears
+    del layer
+    gc.collect()
+    assert place not in op._linears
 
 
 def test_parts_of_different_kinds_are_one_linear():

@@ -23,8 +23,8 @@ SCRIPT = """
 import json, sys
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
-    folder, ranks = sys.argv[1], int(sys.argv[2])
-    engine = LLM(folder, dtype="float32", max_model_len=128, max_num_seqs=2, enforce_eager=True,
+    folder, ranks, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    engine = LLM(folder, dtype=dtype, max_model_len=128, max_num_seqs=2, enforce_eager=True,
                  tensor_parallel_size=ranks, skip_tokenizer_init=True)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in ([1, 450, 17, 99], [33, 2048, 7])]
@@ -44,13 +44,13 @@ def site(tmp_path_factory):
     return info.parent
 
 
-def tokens(folder, ranks, site):
+def tokens(folder, ranks, site, dtype):
     path = os.pathsep.join([str(SOURCE), str(site)])
     settings = dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     script = site / "generate.py"
     script.write_text(SCRIPT)
     found = subprocess.run(
-        [sys.executable, str(script), str(folder), str(ranks)],
+        [sys.executable, str(script), str(folder), str(ranks), dtype],
         env=os.environ | settings | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -61,8 +61,14 @@ def tokens(folder, ranks, site):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "form"), [("int4", "compressed-tensors"), ("w8a16", None), ("vptq", None)]
+    ("scheme", "form", "dtype"),
+    [
+        ("int4", "compressed-tensors", "float32"),
+        ("int4", "awq", "float16"),  # the only types that vLLM takes with AWQ have 16 bits
+        ("w8a16", None, "float32"),
+        ("vptq", None, "float32"),
+    ],
 )
-def test_two_processes_say_what_one_says(scheme, form, site, tmp_path):
+def test_two_processes_say_what_one_says(scheme, form, dtype, site, tmp_path):
     folder = write_preset(f"preset:tiny:{scheme}", tmp_path / "model", format=form)
-    assert tokens(folder, 1, site) == tokens(folder, 2, site)
+    assert tokens(folder, 1, site, dtype) == tokens(folder, 2, site, dtype)

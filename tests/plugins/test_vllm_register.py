@@ -43,8 +43,11 @@ def test_the_plug_in_imports_nothing_before_it_is_called():
 
 def test_ours_come_first_and_once(monkeypatch):
     linear = fake_vllm.install(monkeypatch)
+    assert plugin.register() == ["mp", "int8", "formats"]
+    assert not linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CUDA], "only where it is asked for"
+    monkeypatch.setenv(plugin.SETTING, "fp8,int8,mp")
     for _ in range(3):
-        assert {"mp", "int8", "fp8"} <= set(plugin.register())
+        assert plugin.register() == ["fp8", "int8", "mp"]
     for table, name in plugin.TABLES.values():
         listed = [kernel.__name__ for kernel in getattr(linear, table)[PlatformEnum.CUDA]]
         assert listed[0] == name and listed.count(name) == 1

@@ -8,6 +8,9 @@ ROUTER = "mlp.gate.weight"  # never quantized, as little as the gate of the shar
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 ROUTER_CORRECTION = "mlp.gate.e_score_correction_bias"
 
+# families whose q_proj gives a gate beside each query
+GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
 # head_dim of families whose config.json need not state it; of others it is hidden_size / heads
 HEAD_DIMS = {
     "qwen3": 128,
@@ -16,4 +19,7 @@ HEAD_DIMS = {
     "gemma2": 256,
     "gemma3_text": 256,
     "gpt_oss": 64,
+    "qwen3_next": 256,
+    "qwen3_5_text": 256,
+    "qwen3_5_moe_text": 256,
 }

@@ -28,6 +28,7 @@ from flyweight.checkpoint.bare_tokenizer import Bare, read_bare
 from flyweight.checkpoint.config_checks import check_config, check_generation_config
 from flyweight.checkpoint.gguf_blocks import TYPES
 from flyweight.checkpoint.gguf_shard import GgufShard
+from flyweight.checkpoint.names import GATED
 from flyweight.errors import CheckpointError
 from flyweight.tensors import FLOAT8, QuantTensor
 
@@ -163,6 +164,8 @@ class Checkpoint:
     def _next_token_layers(self) -> list[str]:
         """Layers behind the last one guess further tokens ahead; the model itself does not need them."""
         count, layers = self.config.get("num_nextn_predict_layers"), self.config.get("num_hidden_layers")
+        if self.config.get("model_type") in GATED:
+            return ["mtp.*"]
         if type(count) is not int or type(layers) is not int:
             return []
         return [f"model.layers.{layers + index}.*" for index in range(min(count, 16))]

@@ -1,4 +1,4 @@
-"""The text model inside a folder that holds a vision tower too (Gemma 3 from 4B on, Mistral Small).
+"""The text model inside a folder that holds a vision tower too (Gemma 3 from 4B on, Mistral Small, Qwen3.5).
 
 Its config is an object of its own inside config.json, and its tensors have a prefix. Both are
 turned into what the text model alone would have, so that nobody else has to know; what sees images
@@ -13,6 +13,8 @@ from typing import Any
 # model_type of the whole → model_type of the text model inside → its architecture
 WRAPPED: dict[str, dict[str, str]] = {
     "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
+    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "mistral3": {"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"},
 }
 SHARED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -22,7 +24,7 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-SEEING = ("vision_tower.", "multi_modal_projector.", "vision_model.")
+SEEING = ("visual.", "vision_tower.", "multi_modal_projector.", "vision_model.")
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
-from flyweight.engine.llm import DEFAULTS, choose_dtype
 from flyweight.engine.memory import CacheShape
+from flyweight.engine.llm import DEFAULTS, choose_dtype
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real
@@ -95,7 +95,7 @@ def layers_of(weights: PresetWeights | Read) -> list[int]:
             parts = sorted((name.removeprefix(prefix), entry.dtype, entry.shape)
                            for name, entry in weights.checkpoint.entries.items() if name.startswith(prefix))
         dense = not has_experts(config, index)
-        kinds.setdefault((plan.layers[index].attention, dense, *parts), index)
+        kinds.setdefault((plan.layers[index].attention, plan.layers[index].delta, dense, *parts), index)
     return list(kinds.values())
 
 
@@ -118,7 +118,8 @@ def run_steps(decoder: Decoder, target: Target) -> None:
         return
     kinds, decoder.blocks = decoder.blocks, decoder.blocks * min(2, decoder.config.layers)  # neighbours hand over to each other
     caches, pages = make_caches(decoder, target.kv_format), -(-decoder.config.context_length // PAGE)
-    rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device)
+    rows = Rows(target.sequences, pages=pages, vocabulary=decoder.config.vocab_size, device=decoder.device,
+                states=0 if decoder.config.state_layers else None)
     steps = DecodeGraphs(decoder, caches, rows)
     with decoder.active():
         for size in steps.sizes:
@@ -135,15 +136,16 @@ def run_steps(decoder: Decoder, target: Target) -> None:
 def run_pass(decoder: Decoder, tokens: int, kv_format: KVFormat | None = None) -> None:
     """A pass of prompts, and as many rows of logits as it may be asked for."""
     zeros = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
-    batch = Batch(zeros, zeros, zeros, zeros[None].int(), [0, tokens], [tokens], zeros)
+    batch = Batch(zeros, zeros, zeros, zeros[None].int(), [0, tokens], [tokens], zeros,
+                  states=torch.zeros(1, 7, dtype=torch.int32, device=decoder.device))
     decoder.logits(decoder.hidden(batch, make_caches(decoder, kv_format)))
 
 
 def make_caches(decoder: Decoder, kv_format: KVFormat | None = None) -> list[KVStorage]:
-    """One for all layers."""
+    """One for all layers of a kind."""
     config = decoder.config
     shape = CacheShape.of(config, decoder.dtype, kv_format)
-    return [shape.storage(0, -(-config.context_length // PAGE), PAGE, decoder.device)] * config.layers
+    return shape.shared(-(-config.context_length // PAGE), PAGE, decoder.device, slots=1)
 
 
 def load(model: str, dtype: str | None, head: str | None = None) -> Decoder:

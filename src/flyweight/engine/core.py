@@ -31,6 +31,7 @@ from flyweight.engine.runner import Flight, Model, Result, Runner, slots_of
 from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
 from flyweight.engine.speculation.speculator import Speculator
+from flyweight.engine.states import StatePool
 from flyweight.engine.tokenizer import Detokenizer
 from flyweight.errors import RequestError, unknown
 from flyweight.kernels.stall import explain
@@ -44,12 +45,15 @@ class Engine:
     def __init__(self, model: Model, shape: CacheShape, *, vocabulary: int, device: torch.device, max_model_len: int,
                  blocks: int, block_size: int = 16, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
                  prefix_cache: bool = True, decode: Decode | None = None, end_ids: Iterable[int] = (), seed: int = 0,
-                 overlap: bool | None = None, prompt_tokens_beside: int | None = None):
+                 overlap: bool | None = None, prompt_tokens_beside: int | None = None, state_slots: int = 0):
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                                    prompt_tokens_beside=prompt_tokens_beside)
+        if shape.states is not None:
+            self.scheduler.states = StatePool(state_slots)
         self.runner = Runner(model, shape, blocks=blocks, block_size=block_size, vocabulary=vocabulary, device=device,
-                             context=min(max_model_len, blocks * block_size), sequences=max_num_seqs)
+                             context=min(max_model_len, blocks * block_size), sequences=max_num_seqs,
+                             state_slots=state_slots)
         # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
@@ -257,3 +261,5 @@ class Engine:
             self._finish(request, "failed", str(error) or type(error).__name__)
             self._tell(request, Chunk(request.index, "", []))
         self.pool.forget()
+        if self.scheduler.states is not None:
+            self.scheduler.states.forget()

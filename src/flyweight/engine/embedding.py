@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flyweight.batch import Batch
+from flyweight.batch import Batch, fresh_states
 from flyweight.engine.memory import CacheShape
 from flyweight.errors import RequestError
 from flyweight.models.rope import long_rows
@@ -60,9 +60,9 @@ class Embedder:
         lengths = [len(text) for text in texts]
         config = self.decoder.config
         blocks = sum(-(-length // BLOCK) for length in lengths)
-        cache = CacheShape.of(config, self.dtype).storage(0, blocks, BLOCK, self.device)
+        caches = CacheShape.of(config, self.dtype).shared(blocks, BLOCK, self.device, slots=len(texts))
         batch = pack(texts, self.device, [long_rows(config, length) for length in lengths])
-        hidden = self.norm(self.decoder.hidden(batch, [cache] * config.layers).float())  # [tokens, hidden]
+        hidden = self.norm(self.decoder.hidden(batch, caches).float())  # [tokens, hidden]
         pooled = torch.stack([pool(part, pooling) for part in hidden.split(lengths)])
         return torch.nn.functional.normalize(pooled, dim=-1).cpu().tolist()
 
@@ -97,4 +97,5 @@ def pack(texts: Sequence[Sequence[int]], device: torch.device, rope_rows: Sequen
     tokens = torch.tensor([token for text in texts for token in text])
     return Batch(
         tokens=tokens.to(device), positions=positions.to(device), slots=slots.to(device), block_tables=tables.to(device),
-        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1)
+        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1,
+        states=fresh_states(lengths, device))

@@ -4,7 +4,8 @@ What a step launches is `models.decode_step`, then the choice of tokens: the lik
 graph) what each row asks for by temperature, filters and biases. That is data, so no mix of requests
 needs a graph of its own. What needs the host or large tables, masks and penalties, is sampled behind
 the graph of the likeliest tokens (`Rows.choose`). A graph is captured when it is first needed, or by
-`warm_up`, largest first, so that the small ones live in the memory of the large ones.
+`warm_up`, largest first, so that the small ones live in the memory of the large ones. Where adapters are
+loaded, steps in which no row has one have graphs of their own, which do not look for any.
 """
 
 from __future__ import annotations
@@ -72,15 +73,25 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int] = SIZES,
         separate: str | None = None,
+        beside: DecodeGraphs | None = None,
     ):
+        """`beside`: graphs of steps with adapters, of which these are the ones without."""
         self.decoder = decoder
         self.caches = caches
         self.rows = rows
         self.separate = separate
+        self.beside = beside
         self.sizes = [size for size in sizes if size <= rows.capacity]
         self.largest = max(self.sizes)
-        self.pairs = pairs_of(decoder)
-        self.buffers = Buffers(self.largest, dtype=decoder.dtype, device=decoder.device)
+        self.pairs = beside.pairs if beside else pairs_of(decoder)
+        self.buffers = beside.buffers if beside else Buffers(
+            self.largest, dtype=decoder.dtype, device=decoder.device
+        )
+        self.unadapted = None
+        if rows.adapters is not None and beside is None:
+            self.unadapted = DecodeGraphs(
+                decoder, caches, rows, sizes=self.sizes, separate=separate, beside=self
+            )
         self.steps: dict[int, Step] = {}
         self.graphs: dict[tuple[int, Choice], torch.cuda.CUDAGraph] = {}
 
@@ -101,6 +112,8 @@ class DecodeGraphs:
         return self._replay(count, Choice.SAMPLED)
 
     def _replay(self, count: int, choice: Choice) -> Tensor:
+        if self.unadapted is not None and not self.rows.adapted:
+            return self.unadapted._replay(count, choice)
         size = next(size for size in self.sizes if size >= count)
         if (size, choice) not in self.graphs:
             self.capture(size, choice)
@@ -111,6 +124,8 @@ class DecodeGraphs:
 
     def warm_up(self, sizes: Iterable[int] | None = None, *, advances: bool = True) -> None:
         """Capture ahead of the first request, and load what samples."""
+        if self.unadapted is not None:
+            self.unadapted.warm_up(sizes, advances=advances)
         choices = [Choice.GREEDY] if advances else [Choice.NONE]
         if isinstance(self.rows, Rows) and self.rows.sampler is not None:
             self.rows.sampler.prepare(self.decoder.dtype, torch.float32)
@@ -124,9 +139,15 @@ class DecodeGraphs:
         if size not in self.steps:
             rows = self.rows
             before = None if rows.before is None else rows.before[:size]
-            adapters = None if rows.adapters is None else rows.adapters[:size]
+            adapters = None if rows.adapters is None or self.beside else rows.adapters[:size]
+            states = None if rows.states is None else rows.states[:size]
             first = StepRows(
-                rows.tokens[:size], rows.lengths[:size], rows.tables[:size], before, adapters
+                rows.tokens[:size],
+                rows.lengths[:size],
+                rows.tables[:size],
+                before,
+                adapters,
+                states,
             )
             decode = DecodeStep(
                 self.decoder,
@@ -139,6 +160,16 @@ class DecodeGraphs:
             self.steps[size] = Step(decode, rows)
         return self.steps[size]
 
+    def _try(self, step: Step) -> None:
+        """States would move on twice, so this time the rows' are the spare one."""
+        states = self.rows.states
+        if states is None:
+            return step.launch()
+        held = states.clone()
+        states.fill_(self.rows.spare_state or 0)
+        step.launch()
+        states.copy_(held)
+
     @torch.inference_mode()
     def capture(self, size: int, choice: Choice = Choice.GREEDY) -> None:
         """The step is run once before, which compiles what is not compiled yet. The rows may be in
@@ -146,12 +177,13 @@ class DecodeGraphs:
         """
         with self.decoder.active():
             step = self.step(size)
-            step.launch()
+            self._try(step)
             if choice is Choice.SAMPLED and isinstance(self.rows, Rows):
                 self.rows.sampling.bias  # noqa: B018 (made now, for rows that may come with biases)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+            captured = [*self.graphs.values(), *(self.beside.graphs.values() if self.beside else ())]
+            pool = captured[0].pool() if captured else None
             # other threads may go on allocating
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 step.launch()

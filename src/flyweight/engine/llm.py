@@ -21,7 +21,7 @@ from flyweight.cpu import computable
 from flyweight.device import pick_device
 from flyweight.engine.core import Engine
 from flyweight.engine.keywords import checked, refuse_unknown, takes_fields_of
-from flyweight.engine.memory import CacheShape, Memory, count_blocks, graph_bytes, measure_workspace
+from flyweight.engine.memory import CacheShape, Memory, count_blocks, count_states, graph_bytes, measure_workspace
 from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
@@ -127,8 +127,10 @@ class LLM:
         sequences = max_num_seqs or defaults["max_num_seqs"]
         tokens = max_num_batched_tokens or max(sequences, defaults["max_num_batched_tokens"])
         cached = self.decoder.cache_dtype if dtype is None else self.dtype
-        guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
         shape = CacheShape.of(config, cached, scheme.format, scheme.scales)
+        if shape.states is not None:
+            refuse_speculation(wanted, self.name)
+        guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
         shape = replace(shape, beside=guessing.token_bytes if guessing is not None else 0)
         self.kv_dtype = shape.dtype_name
         drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
@@ -141,16 +143,20 @@ class LLM:
                 graphs += graph_bytes(self.decoder, CAPACITY, 0)
             if isinstance(drafter, ModelDrafter):
                 graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
+        slots = count_states(shape, device=self.device, sequences=sequences, memory_fraction=memory_fraction,
+                             reserved=(workspace, graphs))
+        held = slots * shape.state_bytes
         blocks = blocks or count_blocks(shape, block_size=block_size, device=self.device, context=context, sequences=sequences,
-                                        memory_fraction=memory_fraction, reserved=(workspace, graphs))
+                                        memory_fraction=memory_fraction, reserved=(workspace, graphs, held))
         kv_tokens = blocks * block_size
-        self._memory = Memory(self.decoder.nbytes - self._offloaded(), workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens)
+        self._memory = Memory(self.decoder.nbytes - self._offloaded(), workspace, graphs, kv_tokens * shape.token_bytes, kv_tokens,
+                              held, slots)
         self.engine = Engine(
             self.decoder, shape, vocabulary=config.vocab_size, device=self.device, max_model_len=context, blocks=blocks,
             block_size=block_size, max_num_seqs=sequences, prefix_cache=prefix_cache, seed=seed, max_num_batched_tokens=tokens,
             prompt_tokens_beside=prompt_tokens_beside or defaults["prompt_tokens_beside"],
             decode=self.tokenizer.decode if self.tokenizer else None,
-            end_ids=end_ids(config.eos_ids, generation, self.tokenizer),
+            end_ids=end_ids(config.eos_ids, generation, self.tokenizer), state_slots=slots,
         )
         self.engine.scheduler.long_prompts = long_prompts(config)
         if guessing is not None:
@@ -180,6 +186,8 @@ class LLM:
             decoder, _ = load_decoder(weights, self.device, dtype, exact=False, native=None)
         config = decoder.config
         shape = CacheShape.of(config, decoder.cache_dtype)
+        if shape.states is not None:
+            refuse_speculation(wanted, wanted.model)
         longest = min(context, config.context_length)
         blocks = -(-min(DRAFT_TOKENS, longest * sequences) // block_size) + sequences
         return ModelDrafter(decoder, shape, vocabulary=config.vocab_size, device=self.device, context=longest,
@@ -482,6 +490,12 @@ def load_head(wanted: Speculation, weights: Any, target: Decoder) -> DraftHead:
             head = eagle3.load(stored, target, bits=bits_of(target))
     tap(target, head)
     return head
+
+
+def refuse_speculation(wanted: Speculation, name: str) -> None:
+    if wanted.kind != "off":
+        raise OptionError(f"speculate: the layers of {name} keep a state that a wrong guess could not be taken out of again; "
+                          "leave it out")
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

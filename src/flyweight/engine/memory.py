@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from flyweight.batch import Batch, KVStorage
+from flyweight.batch import Batch, KVStorage, StateShape, StateStorage, fresh_states
 from flyweight.errors import ResourceError
 from flyweight.kv_format import SCALE_BYTES, KVFormat
 from flyweight.models.config import ModelConfig
@@ -34,15 +34,26 @@ class CacheShape:
     format: KVFormat | None = None  # of 8-bit codes
     fixed: tuple[tuple[float, float], ...] | None = None  # scales of keys and values by layer, where a checkpoint gives them
     latent: int | None = None  # numbers of a key that are its value: then there are no values beside keys
+    states: StateShape | None = None  # of layers that have a state in place of keys and values
+    state_layers: tuple[int, ...] = ()
     beside: int = 0  # bytes of a token in the cache of a head that guesses
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, format: KVFormat | None = None,
            fixed: tuple[tuple[float, float], ...] | None = None) -> CacheShape:
         """Of a model's layers."""
-        attention = plan_of(config).layers[0].attention
+        layers = plan_of(config).layers
+        attention = layers[0].attention
         latent = attention.latent.rank if attention.latent else None
-        return cls(config.layers, attention.kv_heads, attention.head_dim, dtype, format, fixed, latent)
+        states = {layer.delta.shape.state for layer in layers if layer.delta is not None}
+        assert len(states) <= 1, "layers with states of several shapes"
+        return cls(config.layers, attention.kv_heads, attention.head_dim, dtype, format, fixed, latent,
+                   next(iter(states), None), config.state_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """What one sequence costs beside its tokens."""
+        return 0 if self.states is None else len(self.state_layers) * self.states.nbytes(self.dtype)
 
     @property
     def head_bytes(self) -> int:
@@ -53,17 +64,28 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        return (2 if self.latent is None else 1) * self.layers * self.kv_heads * self.head_bytes + self.beside
+        layers = self.layers - len(self.state_layers)
+        return (2 if self.latent is None else 1) * layers * self.kv_heads * self.head_bytes + self.beside
 
     @property
     def dtype_name(self) -> str:
         return self.format.name if self.format is not None else str(self.dtype).removeprefix("torch.")
 
-    def storage(self, layer: int, blocks: int, block_size: int, device: torch.device) -> KVStorage:
-        """The cache of one layer."""
+    def storage(self, layer: int, blocks: int, block_size: int, device: torch.device, *, slots: int = 0) -> KVStorage:
+        """The cache of one layer; `slots`: of states, where it keeps them."""
+        if self.states is not None and layer in self.state_layers:
+            nothing = KVStorage.zeros((blocks, block_size, 0, self.head_dim), self.dtype, device)
+            return replace(nothing, state=StateStorage.zeros(self.states, slots, self.dtype, device))
         size = (blocks, block_size, self.kv_heads, self.head_dim)
         fixed = self.fixed[layer] if self.fixed else None
         return KVStorage.zeros(size, self.dtype, device, self.format, fixed, latent=self.latent)
+
+
+    def shared(self, blocks: int, block_size: int, device: torch.device, *, slots: int = 0) -> list[KVStorage]:
+        """A cache for each layer, all of one kind the same: for passes of which nothing is read again."""
+        kinds = {layer in self.state_layers: layer for layer in range(self.layers)}
+        made = {kind: self.storage(layer, blocks, block_size, device, slots=slots) for kind, layer in kinds.items()}
+        return [made[layer in self.state_layers] for layer in range(self.layers)]
 
 
 @dataclass(frozen=True)
@@ -75,10 +97,14 @@ class Memory:
     graphs: int
     kv: int
     kv_tokens: int
+    states: int = 0  # of layers without keys and values
+    state_slots: int = 0
 
     def __str__(self) -> str:
         parts = [f"{name} {size / 1e9:.2f} GB" for name, size in (("weights", self.weights), ("graphs", self.graphs),
                                                                   ("workspace", self.workspace)) if size]
+        if self.state_slots:
+            parts.append(f"states {self.states / 1e9:.2f} GB for {self.state_slots} sequences")
         return ", ".join([*parts, f"KV cache {self.kv / 1e9:.2f} GB for {self.kv_tokens:,} tokens"])
 
 
@@ -88,7 +114,8 @@ def graph_bytes(decoder: Decoder, rows: int, tokens: int) -> int:
     Steps: activations, logits in both types, and room to sort them. Passes: activations, in memory that all of them share.
     """
     config = decoder.config
-    widths = 2 * config.hidden_size + 2 * config.intermediate_size + (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    mixed = max(sum(layer.qkv.sizes) + layer.o.in_features for layer in plan_of(config).layers)
+    widths = 2 * config.hidden_size + 2 * config.intermediate_size + mixed
     if config.moe is not None:  # rows of experts, packed and not; as many again may fill up tiles
         widths += 4 * config.moe.experts_per_token * (config.hidden_size + config.moe.intermediate_size)
         widths += config.moe.shared_intermediate_size or 0
@@ -106,22 +133,23 @@ def dummy_batch(tokens: int, *, context: int, block_size: int, device: torch.dev
     blocks = torch.arange(-(-lengths[0] // block_size), dtype=torch.int32, device=device)
     return Batch(
         tokens=torch.zeros_like(positions), positions=positions, slots=positions, block_tables=blocks.repeat(len(lengths), 1),
-        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1)
+        query_starts=starts, kv_lengths=lengths, output_rows=torch.tensor(starts[1:], device=device) - 1,
+        states=fresh_states(lengths, device))
 
 
 def measure_workspace(decoder: Decoder, shape: CacheShape, *, tokens: int, context: int, block_size: int) -> int:
     """Peak bytes of a prefill step of `tokens` tokens on a GPU, weights and cache aside."""
     device = decoder.device
-    cache = shape.storage(0, -(-min(context, tokens) // block_size), block_size, device)
     batch = dummy_batch(tokens, context=min(context, tokens), block_size=block_size, device=device)
-    decoder.forward(batch, [cache] * shape.layers)  # whatever is compiled or allocated once is no part of a step
+    caches = shape.shared(-(-min(context, tokens) // block_size), block_size, device, slots=len(batch.kv_lengths))
+    decoder.forward(batch, caches)  # whatever is compiled or allocated once is no part of a step
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    decoder.forward(batch, [cache] * shape.layers)
+    decoder.forward(batch, caches)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del cache, batch
+    del caches, batch
     torch.cuda.empty_cache()
     return peak
 
@@ -133,11 +161,7 @@ def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, co
     The budget is a share of what is available on a CPU; of the whole device, less what is in use or reserved, on a GPU.
     """
     fraction = DEFAULT_FRACTION[device.type] if memory_fraction is None else memory_fraction
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - fraction) * total) - sum(reserved)
-    else:
-        budget = int(available_memory() * fraction)
+    budget = cache_budget(device, fraction, reserved)
     block_bytes = shape.token_bytes * block_size
     longest = -(-context // block_size)
     if longest * block_bytes > budget:
@@ -146,6 +170,28 @@ def count_blocks(shape: CacheShape, *, block_size: int, device: torch.device, co
                             f"memory_fraction {fraction} leaves {max(budget, 0) / 1e9:.2f} GB, enough for {fits:,} tokens; lower "
                             "max_model_len")
     return min(longest * sequences, budget // block_bytes)
+
+
+def cache_budget(device: torch.device, fraction: float, reserved: Sequence[int]) -> int:
+    if device.type != "cuda":
+        return int(available_memory() * fraction) - sum(reserved)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - fraction) * total) - sum(reserved)
+
+
+def count_states(shape: CacheShape, *, device: torch.device, sequences: int, memory_fraction: float | None,
+                 reserved: Sequence[int] = ()) -> int:
+    """Slots of states: one for each of the sequences and some for copies that prefixes are found by, in at most half of the
+    budget; at least one."""
+    if shape.states is None:
+        return 0
+    fraction = DEFAULT_FRACTION[device.type] if memory_fraction is None else memory_fraction
+    budget = max(0, cache_budget(device, fraction, reserved))
+    slots = min(sequences + sequences // 4 + 4, budget // 2 // shape.state_bytes)
+    if slots < 1:
+        raise ResourceError(f"the state of one sequence needs {shape.state_bytes / 1e9:.2f} GB, but memory_fraction {fraction} leaves "
+                            f"{budget / 1e9:.2f} GB for states and KV cache; raise memory_fraction")
+    return slots
 
 
 def available_memory() -> int:

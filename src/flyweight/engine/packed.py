@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy
 from torch import Tensor
 
-from flyweight.batch import NOBODY, Batch
+from flyweight.batch import NOBODY, Batch, SequenceState
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.transfer import upload
@@ -72,14 +72,16 @@ def pack(works: Sequence[Work], rows: Rows, *, block_size: int, padding: Padding
 
     columns = [numpy.concatenate(column) for column in zip(*pieces, strict=True)]
     adapters = [slots_of(works, counts, len(columns[0]))] if rows.adapters is not None else []
+    states = [states_of(works, starts)] if rows.states is not None else []
     others = [outputs, last_rows, rows_of(sampled_works), unread_at, rows_of(unread)]
-    tokens, positions, slots, *chosen, tables, output_rows, last, at, unread_places, unread_rows, lengths = upload(
-        rows.device, *columns, *adapters, table_of(blocks), *(numpy.array(item, dtype=numpy.int64) for item in others),
+    tokens, positions, slots, *beside, tables, output_rows, last, at, unread_places, unread_rows, lengths = upload(
+        rows.device, *columns, *adapters, *states, table_of(blocks), *(numpy.array(item, dtype=numpy.int64) for item in others),
         numpy.array(next_lengths, dtype=numpy.int32), into=padding.into if padding else None)
     if unread:
         tokens.index_copy_(0, unread_places, rows.tokens.index_select(0, unread_rows))
     batch = Batch(tokens=tokens, positions=positions, slots=slots, block_tables=tables, query_starts=starts,
-                  kv_lengths=kv_lengths, output_rows=output_rows, adapters=chosen[0] if chosen else None)
+                  kv_lengths=kv_lengths, output_rows=output_rows, adapters=beside[0] if adapters else None,
+                  states=beside[-1] if states else None)
     return Packed(batch, spans, last, at, lengths)
 
 
@@ -89,6 +91,15 @@ def slots_of(works: Sequence[Work], counts: Sequence[int], tokens: int) -> numpy
     found = numpy.repeat(numpy.array([work.request.adapter for work in works], dtype=numpy.int32), counts)
     slots[: len(found)] = found
     return slots
+
+
+def states_of(works: Sequence[Work], starts: Sequence[int]) -> numpy.ndarray:
+    """`Batch.states`; the padding has none."""
+    uses = [work.state for work in works]
+    rows = [SequenceState(begin, work.count, work.start, use.source, use.slot, use.mark, use.mark_slot)
+            for work, begin, use in zip(works, starts, uses, strict=False) if use is not None]
+    assert len(rows) == len(works), "the scheduler has given no slots"
+    return numpy.array(rows, dtype=numpy.int32)
 
 
 def begins_alone(works: Sequence[Work]) -> bool:

@@ -215,8 +215,8 @@ class Constraint(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence in flight. The scheduler owns `state`, `rope_row`, `blocks`, `digests`, `registered` and
-    `computed`."""
+    """One sequence in flight. The scheduler owns `state`, `rope_row`, `blocks`, `digests`, `registered`,
+    `computed`, `state_slot` and `state_source`."""
 
     number: int  # by arrival, the order of service
     prompt: list[int]
@@ -241,6 +241,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
     registered: int = 0  # blocks that the pool knows by their digests
+    state_slot: int = -1  # of the state pool, where layers keep states
+    state_source: int = -1  # where its next tokens find their state; -1: it is zero
     preemptions: int = 0
     drafted: int = 0  # tokens that a drafter guessed
     accepted: int = 0  # of those, the right ones

@@ -26,13 +26,18 @@ class Rows:
     before: Tensor | None = None  # every row is a sequence of its own
     blank: int | None = None  # what tables hold where a sequence has no block, if anybody reads that far
 
-    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False):
+    def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False,
+                 states: int | None = None):
+        """`states`: slots of the state pool, the spare one aside, where layers keep states."""
         self.device, self.pages = device, pages
         self.capacity = rows = next((size for size in SIZES if size >= sequences), sequences)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # the last sampled, not yet in the cache
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)  # that token counted; 0: nobody is here
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.adapters = torch.full((rows,), NOBODY, dtype=torch.int32, device=device) if adapted else None  # their slots
+        self.spare_state = states
+        # the slots of their states; rows of nobody have the spare one
+        self.states = None if states is None else torch.full((rows,), states, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(rows, vocabulary, device)
         self.sampler = Sampler(vocabulary, device) if unsupported_reason(device) is None else None  # None: by torch's ops
         self.mode = GREEDY  # joined over all rows
@@ -44,6 +49,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether some row has an adapter."""
+        return any(request.adapter != NOBODY for request in self.requests)
 
     def retain(self) -> None:
         """Drop the rows of requests that will sample nothing more, or start over."""
@@ -66,7 +76,7 @@ class Rows:
 
     def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = upload(self.device, *numpy.array(pairs, dtype=numpy.int64).T)
-        for tensor in (self.tokens, self.lengths, self.tables, self.adapters):
+        for tensor in (self.tokens, self.lengths, self.tables, self.adapters, self.states):
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
         self.sampling.move(sources, targets, pairs)
@@ -85,6 +95,9 @@ class Rows:
         if self.adapters is not None:
             (slots,) = upload(self.device, numpy.array([request.adapter for request in requests], dtype=numpy.int32))
             self.adapters[first : first + len(requests)].copy_(slots)
+        if self.states is not None:
+            (held,) = upload(self.device, numpy.array([request.state_slot for request in requests], dtype=numpy.int32))
+            self.states[first : first + len(requests)].copy_(held)
         self._join_modes()
 
     def extend(self) -> None:

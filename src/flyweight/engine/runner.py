@@ -145,15 +145,17 @@ class Runner:
     """`launch` starts a step and returns at once (on a GPU); nothing in it waits for the device."""
 
     def __init__(self, model: Model, shape: CacheShape, *, blocks: int, block_size: int, vocabulary: int, device: torch.device,
-                 context: int, sequences: int):
+                 context: int, sequences: int, state_slots: int = 0):
         self.model = model
         self.device = device
         self.follower: Follower | None = None
         self.block_size = block_size
         self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
-                         adapted=bool(slots_of(model)))
+                         adapted=bool(slots_of(model)), states=None if shape.states is None else state_slots)
         self.spare = blocks  # a block that no sequence gets: the padding of a pass writes there
-        self.caches = [shape.storage(layer, blocks + 1, block_size, device) for layer in range(shape.layers)]
+        # and a spare slot, where steps that are only captured leave their states
+        self.caches = [shape.storage(layer, blocks + 1, block_size, device, slots=state_slots + 1)
+                       for layer in range(shape.layers)]
 
     @functools.cached_property
     def steps(self) -> DecodeSteps | None:
@@ -186,7 +188,7 @@ class Runner:
     @functools.cached_property
     def passes(self) -> Passes | None:
         """Captured passes, where decode steps are captured and Triton is there."""
-        if self.steps is None or not isinstance(self.model, Decoder):
+        if self.steps is None or not isinstance(self.model, Decoder) or self.rows.states is not None:
             return None
         from flyweight.engine.passes import PassGraphs, unsupported_reason
 

@@ -27,11 +27,23 @@ from dataclasses import dataclass
 from flyweight.engine.kv_cache import BlockPool, digests
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, State
+from flyweight.engine.states import StatePool
 from flyweight.errors import OptionError
 from flyweight.models.config import ModelConfig
 from flyweight.models.rope import long_border
 
 PROMPT_LOGITS = 1024  # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
+
+
+@dataclass(frozen=True)
+class StateUse:
+    """Slots of the state pool (`states.py`): the state comes from `source` (−1: from nothing) and goes to `slot`; once `mark`
+    tokens of the work are in, a copy goes to `mark_slot`, unless `mark` is 0."""
+
+    source: int
+    slot: int
+    mark: int = 0
+    mark_slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class Work:
     count: int
     samples: bool
     drafts: Sequence[int] = ()
+    state: StateUse | None = None  # of models whose layers keep states
 
     @property
     def known(self) -> int:
@@ -109,6 +122,7 @@ class Scheduler:
         self.answers = 0  # in the latest step
         self.pace: Pace | None = None  # a server's, where steps are slow: bounds the share by time as well
         self.long_prompts: LongPrompts | None = None  # of models whose rope differs for them
+        self.states: StatePool | None = None  # of models whose layers keep states
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
 
@@ -133,6 +147,8 @@ class Scheduler:
         `drafts`: by request number, guesses of what comes next. They take what is free of tokens and blocks, and never
         another request's place; `settle` such work before the next step.
         """
+        if self.states is not None:
+            self.states.begin_step()
         answering = any(request.missing == 1 and not request.complete for request in self.running)
         beside = self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
         budget = Budget(self.max_num_batched_tokens, beside if answering else self.max_num_batched_tokens, PROMPT_LOGITS)
@@ -173,9 +189,17 @@ class Scheduler:
         # The last token is computed in any case: its logits are wanted.
         reusable = request.digests[: (len(request.tokens) - 1) // self.pool.block_size]
         found = self.pool.find(reusable) if request.params.prompt_logprobs is None else []
+        source = -1
+        if self.states is not None:
+            count, source = self.states.find(request.digests[: len(found)])
+            found = found[:count]
         free = self.pool.available - sum(self.pool.references[block] == 0 for block in found)
         if self.pool.blocks_for(len(request.tokens)) - len(found) > free:
             return None  # room for the whole prompt, though chunks come one by one: else it would soon be a victim
+        if self.states is not None:
+            if (slot := self.states.take()) is None:
+                return None
+            request.state_slot, request.state_source = slot, source
         self.pool.hold(found)
         request.blocks, request.registered, request.computed = found, len(found), len(found) * self.pool.block_size
         if request.cached is None:
@@ -218,10 +242,24 @@ class Scheduler:
 
     def _work(self, request: Request, count: int, drafts: Sequence[int] = ()) -> Work:
         samples = count == request.missing
-        work = Work(request, request.computed, count + len(drafts), samples, drafts)
+        work = Work(request, request.computed, count + len(drafts), samples, drafts, self._use_state(request, count))
         request.computed += work.count
         self._register(request)
         return work
+
+    def _use_state(self, request: Request, count: int) -> StateUse | None:
+        """Prompts leave a copy at the last border of a block that leaves a token to compute; answers leave none."""
+        if self.states is None:
+            return None
+        size, source, mark, mark_slot = self.pool.block_size, request.state_source, 0, None
+        request.state_source = request.state_slot
+        border = min(request.computed + count, len(request.tokens) - 1) // size * size
+        if count > 1 and request.salt is not None and border > request.computed:
+            self._hash(request, border)
+            mark, mark_slot = border - request.computed, self.states.keep(request.digests[border // size - 1])
+        if mark_slot is None:
+            return StateUse(source, request.state_slot)
+        return StateUse(source, request.state_slot, mark, mark_slot)
 
     def settle(self, work: Work, accepted: int) -> None:
         """So many of the work's drafts were right: the others' slots are free for what comes instead."""
@@ -258,8 +296,13 @@ class Scheduler:
         self._register(request)
         self.pool.release(request.blocks)
         request.blocks, request.registered, request.computed = [], 0, 0
+        if self.states is not None and request.state_slot >= 0:
+            self.states.release(request.state_slot)
+            request.state_slot = -1
 
     def check_integrity(self) -> None:
         self.pool.check_integrity([request.blocks for request in self.running])
         if any(request.blocks for request in self.waiting):
             raise AssertionError("a waiting request holds blocks")
+        if self.states is not None:
+            self.states.check_integrity([request.state_slot for request in self.running])

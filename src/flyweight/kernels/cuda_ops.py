@@ -12,6 +12,7 @@ from flyweight.kernels import residual, triton_ops
 from flyweight.kernels.attention.plan import plan_attention
 from flyweight.kernels.attention.rope import attention_scales, rope_norm_write
 from flyweight.kernels.attention.triton import paged_attention
+from flyweight.kernels.gated_delta.prefill import delta_paged, delta_whole
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.reference import causal_attention, rope_rows, rotate, split_heads, write_kv
 from flyweight.kernels.triton_ops import gate, normalize, rms_norm, silu_mul
@@ -20,6 +21,8 @@ __all__ = [
     "add_normed",
     "attention_scales",
     "causal_attention",
+    "delta_paged",
+    "delta_whole",
     "gate",
     "normalize",
     "paged_attention",

@@ -6,7 +6,6 @@ fits, its `why` says so by name and reason: never a silent slow path.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flyweight import gpu
+from flyweight.errors import OptionError, unknown
 from flyweight.kernels import cpu, imitation, reference
 from flyweight.kernels.linear import prompts
 from flyweight.kernels.linear.fused import FusedLinear, Segments, TorchLinear
@@ -31,6 +31,8 @@ from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
 from flyweight.tensors import Float8, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
+
+VPTQ_BOOKS = "FLYWEIGHT_VPTQ_BOOKS"  # int8: rounded to bytes; stored: as the files have them
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +76,15 @@ def sorted_tiles(request: Request) -> FusedLinear | None:
     tensor = request.tensor
     if not isinstance(tensor, IntGroup) or tensor.device.type != "cuda" or request.exact:
         return None
-    if (found := sort_columns(tensor)) is None:
+    activation = request.activation if request.activation in ACTIVATIONS else None
+    found = sort_columns(tensor)
+    if found is None or format_of(found[0], request.dtype) is None:
         return None
-    inner = tiles(dataclasses.replace(request, tensor=found[0]))
-    if not isinstance(inner, TiledLinear):
+    if activation and tensor.matrix_shape[0] % 32:
         return None
-    return PermutedLinear(inner, found[1], request.ops)
+    return PermutedLinear(
+        *found, dtype=request.dtype, ops=request.ops, bias=request.bias, activation=activation
+    )
 
 
 def vectors(request: Request) -> FusedLinear | None:
@@ -92,7 +97,21 @@ def vectors(request: Request) -> FusedLinear | None:
         or tensor.experts is not None
     ):
         return None
-    return vptq.prepare(tensor, dtype=request.dtype, ops=request.ops, bias=request.bias)
+    return vptq.prepare(
+        tensor,
+        dtype=request.dtype,
+        ops=request.ops,
+        byte_books=books_in_bytes(),
+        bias=request.bias,
+    )
+
+
+def books_in_bytes() -> bool:
+    """Whether VPTQ's codebooks are rounded to 8 bits as they are loaded."""
+    asked = os.environ.get(VPTQ_BOOKS, "stored")
+    if asked not in ("int8", "stored"):
+        raise OptionError(unknown(VPTQ_BOOKS, asked, ["int8", "stored"]))
+    return asked == "int8"
 
 
 def on_cpu(request: Request) -> FusedLinear | None:

@@ -8,16 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from flyweight.batch import KVStorage
+from flyweight.batch import Batch, KVStorage, StateStorage
 from flyweight.kernels import residual
 from flyweight.kernels.attention.prefill import Heads, takes
 from flyweight.kernels.attention.rope import attention_scales, rope_norm_write
+from flyweight.kernels.gated_delta.shape import DeltaWeights
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.reference import rope_rows
 
 __all__ = [
     "add_normed",
     "attention_scales",
+    "delta_paged",
     "gate",
     "normalize",
     "paged_attention",
@@ -47,6 +49,12 @@ def add_normed(
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
     return gate_up.chunk(2, dim=-1)[0]
+
+
+def delta_paged(
+    projected: Tensor, cache: StateStorage, batch: Batch, weights: DeltaWeights
+) -> Tensor:
+    return projected[:, : weights.shape.outputs]
 
 
 def plan_attention(*args: Any) -> None:

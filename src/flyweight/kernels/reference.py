@@ -17,6 +17,8 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.errors import unknown
+from flyweight.kernels.gated_delta.reference import delta_paged as delta_paged
+from flyweight.kernels.gated_delta.reference import delta_whole as delta_whole
 from flyweight.kernels.linear.fused import Norm
 from flyweight.values import has_values
 

@@ -67,6 +67,13 @@ class Adapters:
         return Delta(a.to(device), b, group.sizes, decoder_ops(device))
 
 
+def link(deltas: Sequence[Delta | None]) -> None:
+    """Tell each which is launched before it in a step: the order of the list, round and round."""
+    there = [delta for delta in deltas if delta is not None]
+    for index, delta in enumerate(there):
+        delta.before = there[index - 1]
+
+
 def check_places(adapter: Adapter, plan: ModelPlan) -> None:
     """Every module of an adapter has a linear of its shape, or the error names it."""
     left = set(adapter.modules)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.kernels import reference
+from flyweight.kernels.gated_delta.shape import DeltaWeights
 from flyweight.models.kv_scheme import KVScheme
 from flyweight.models.latent import Latent
 from flyweight.models.plan import ROPE
@@ -52,6 +53,13 @@ def values_of(block: Block, qkv: Tensor) -> Tensor:
     return qkv[..., (plan.heads + plan.kv_heads) * plan.head_dim :]
 
 
+def split_gate(block: Block, projected: Tensor) -> tuple[Tensor, Tensor]:
+    """The gates of all heads, and q, k and v."""
+    plan = block.plan.attention
+    width = plan.heads * plan.head_dim
+    return projected[..., :width], projected[..., width:].contiguous()
+
+
 class PromptStage:
     """What the two stages have in common: q/k/v, and the rows of the rope tables."""
 
@@ -70,10 +78,18 @@ class PromptStage:
 
     def mix(self, block: Block, qkv: Tensor) -> Tensor:
         """q/k norm, rope and attention: [..., (heads + 2 · kv_heads) · head_dim] → [..., heads ·
-        head_dim]
+        head_dim]; or what a layer with a state does in its place.
         """
+        if block.delta is not None:
+            return self.attend_state(block, block.delta, qkv)
         if block.latent is not None:
             return self.attend_latent(block, block.latent, qkv).flatten(-2)
+        if block.plan.attention.gated:
+            gate, qkv = split_gate(block, qkv)
+            return self.mix_heads(block, qkv) * gate.sigmoid()
+        return self.mix_heads(block, qkv)
+
+    def mix_heads(self, block: Block, qkv: Tensor) -> Tensor:
         if block.whole_norms is not None:
             qkv = torch.cat([*normed_projections(block, qkv), values_of(block, qkv)], -1)
         heads = qkv.view(*qkv.shape[:-1], -1, block.plan.attention.head_dim)
@@ -81,6 +97,10 @@ class PromptStage:
 
     def attend_heads(self, block: Block, qkv: Tensor) -> Tensor:
         """[..., tokens, heads + 2 · kv_heads, head_dim] → [..., tokens, heads, head_dim]"""
+        raise NotImplementedError
+
+    def attend_state(self, block: Block, weights: DeltaWeights, projected: Tensor) -> Tensor:
+        """[..., tokens, projected] → [..., tokens, outputs]"""
         raise NotImplementedError
 
     def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
@@ -104,6 +124,11 @@ class Paged(PromptStage):
         self.adapters = batch.adapters
         self.caches = caches
         self.plans: Plans = {} if plans is None else plans
+
+    def attend_state(self, block: Block, weights: DeltaWeights, projected: Tensor) -> Tensor:
+        storage = self.caches[block.index].state
+        assert storage is not None
+        return self.ops.delta_paged(projected, storage, self.batch, weights)
 
     @functools.cached_property
     def pieces(self) -> list[reference.Piece]:
@@ -162,6 +187,9 @@ class Whole(PromptStage):
         self.scheme = scheme or KVScheme()
         device = next(iter(by_name(tables).values()))[0].device
         super().__init__(tables, torch.arange(first, first + tokens, device=device), ops)
+
+    def attend_state(self, block: Block, weights: DeltaWeights, projected: Tensor) -> Tensor:
+        return self.ops.delta_whole(projected, weights)
 
     def attend_latent(self, block: Block, latent: Latent, projected: Tensor) -> Tensor:
         plan = block.plan.attention

@@ -41,3 +41,4 @@ class StepRows:
     # int32 [rows]: how many rows just before are of the same sequence; None: every row has its own
     before: Tensor | None = None
     adapters: Tensor | None = None  # int32 [rows]: their slots, where any are loaded
+    states: Tensor | None = None  # int32 [rows]: slots of what layers without keys remember

@@ -96,6 +96,8 @@ class Family:
     head_dim: int | str | None = None
     # of layers with a window, where they have a rope table of their own: the key of its base
     local_rope: str | None = None
+    # which layers have a state in place of attention; None: none do
+    state_layers: Callable[[Data, int], tuple[int, ...]] | None = None
     experts: Experts | None = None
     activation_key: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "gelu_tanh")  # that the family may have
@@ -184,6 +186,7 @@ class ModelConfig:
     activation: str = "silu"
     local_rope: RopeConfig | None = None  # of layers with a window, where they have their own
     extra: tuple[tuple[str, Any], ...] = ()  # what the family's plan alone reads
+    state_layers: tuple[int, ...] = ()  # layers with a state in place of attention
 
     @property
     def attention_scale(self) -> float:
@@ -254,6 +257,7 @@ class ModelConfig:
             extra=tuple(
                 (key, values.extra(data, key, default)) for key, default in family.extras.items()
             ),
+            state_layers=family.state_layers(data, layers) if family.state_layers else (),
         )
 
     def __getitem__(self, key: str) -> Any:
@@ -315,6 +319,10 @@ class ModelConfig:
         if family.window == "all":
             return {"sliding_window": width}
         kinds = [values.SLIDING if window else values.FULL for window in self.windows]
+        if family.state_layers is not None:
+            for index in self.state_layers:
+                kinds[index] = values.LINEAR
+            return {"layer_types": kinds}
         if family.window == "types":
             return {"sliding_window": width, "layer_types": kinds}
         if family.window == "never" or width is None:

@@ -43,6 +43,7 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
 OLD_NAMES = {"su": "longrope"}  # of Phi-3's first files
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 
 
 def need(data: Data, key: str, default: Any = None) -> Any:
@@ -215,13 +216,23 @@ def read_ropes(
 # -- windows ---------------------------------------------------------------------------------
 
 
-def layer_types(data: Data, default: Sequence[str], layers: int) -> list[str]:
+def layer_types(
+    data: Data, default: Sequence[str], layers: int, other: str = SLIDING
+) -> list[str]:
     kinds = data.get("layer_types") or list(default)
-    if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+    if len(kinds) != layers or set(kinds) - {FULL, other}:
         raise CheckpointError(
-            f"config.json: 'layer_types' must hold {layers} of full_attention or sliding_attention"
+            f"config.json: 'layer_types' must hold {layers} of full_attention or {other}"
         )
     return kinds
+
+
+def state_layers(data: Data, layers: int) -> tuple[int, ...]:
+    """As Qwen3-Next has it: every so many layers one of attention."""
+    interval = count(data, "full_attention_interval", 4)
+    usual = [LINEAR if (index + 1) % interval else FULL for index in range(layers)]
+    kinds = layer_types(data, usual, layers, LINEAR)
+    return tuple(index for index, kind in enumerate(kinds) if kind == LINEAR)
 
 
 def windows_of(data: Data, kinds: Sequence[str]) -> tuple[int | None, ...]:

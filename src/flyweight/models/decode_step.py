@@ -28,8 +28,11 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.attention.qkv import chunk_of, mailbox_cycle, qkv_attention
+from flyweight.kernels.attention.qkv import Mailbox, chunk_of, mailbox_cycle, qkv_attention
 from flyweight.kernels.attention.qkv import unsupported_reason as separate_reason
+from flyweight.kernels.gated_delta import decode as states
+from flyweight.kernels.gated_delta.decode import DeltaRows
+from flyweight.kernels.gated_delta.shape import DeltaWeights
 from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
 from flyweight.kernels.token import embed
 from flyweight.models import latent_step
@@ -54,7 +57,9 @@ def unsupported_reason(decoder: Decoder, page: int) -> str | None:
     for block in decoder.blocks:
         if block.mlp.uncaptured_reason:
             return f"layer {block.index}: {block.mlp.uncaptured_reason}"
-        if block.latent is not None:
+        if block.delta is not None:
+            reason = states.unsupported_reason(block.delta.shape)
+        elif block.latent is not None:
             reason = latent_step.unsupported_reason(block, page)
         else:
             reason = head_shape(block, decoder.ropes, page).unsupported_reason()
@@ -75,6 +80,7 @@ def head_shape(block: Block, ropes: RopeTables, page: int) -> HeadShape:
         plan.window,
         soft_cap=plan.soft_cap,
         sinks=plan.sinks is not None,
+        gated=plan.gated,
     )
 
 
@@ -105,31 +111,42 @@ class DecodeAttention:
         self.size = len(rows.tokens)
         device = buffers.device
         page = caches[0].block_size
-        eight = caches[0].eight is not None
+        attending = [block for block in blocks if block.delta is None]
+        eight = any(cache.eight is not None for cache in caches)
         self.layers = {
-            id(block): attention_layer(block, ropes, page, eight_bits=eight) for block in blocks
+            id(block): attention_layer(block, ropes, page, eight_bits=eight) for block in attending
         }
+        self.delta_rows: DeltaRows | None = None
+        if rows.states is not None:
+            self.delta_rows = DeltaRows(rows.lengths, rows.states)
         self.rows = {
             name: Rows(table, rows.lengths, rows.tables, rows.before)
             for name, table in pairs.items()
         }
+        self.mailboxes: list[Mailbox] = []
+        self.place = 0  # of the next layer in the cycle
         self.chunk = chunk_of(self.size, shared=rows.before is not None)
-        first = self.layers[id(blocks[0])].shape
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
+        if not attending:
+            return
+        first = self.layers[id(attending[0])].shape
         self.workspace = Workspace.make(first, self.size, device)
-        self.mailboxes = []
         if self.separate is None:
             self.mailboxes = mailbox_cycle(
                 first, self.size, len(blocks), dtype=buffers.dtype, device=device
             )
-        self.place = 0  # of the next layer in the cycle
 
     def _separate_reason(self, blocks: Sequence[Block], device: gpu.Gpu) -> str | None:
         if len(blocks) < 2:
             return "a single layer has nobody to empty its mailbox"
         if any(block.plan.before_attention is None for block in blocks):
             return "no norm before attention"
-        if self.adapters is not None and any(block.qkv.delta is not None for block in blocks):
+        if any(block.delta is not None or block.plan.attention.gated for block in blocks):
+            return "results of attention are gated, or layers have a state in its place"
+        if self.adapters is not None and any(
+            block.qkv.delta is not None and block.qkv.adapted_row(self.adapters) is None
+            for block in blocks
+        ):
             return "adapters add to queries, keys and values"
         if any(block.whole_norms is not None for block in blocks):
             return "queries and keys are normed over all heads together"
@@ -142,11 +159,13 @@ class DecodeAttention:
         return next((reason for reason in reasons if reason), None)
 
     def attend(self, block: Block, hidden: Tensor) -> Tensor | PackedInput:
-        plan = block.plan.attention
-        layer = self.layers[id(block)]
         place = self.place
         self.place += 1
-        cache = self.caches[place]
+        cache = self.caches[block.index]
+        if block.delta is not None:
+            return self._move_states(block, block.delta, hidden, cache)
+        plan = block.plan.attention
+        layer = self.layers[id(block)]
         rows = self.rows[plan.rope]
         attended = self.buffers.take("attended", plan.heads * plan.head_dim, self.size)
         norm = block.norm(block.plan.before_attention)
@@ -158,7 +177,7 @@ class DecodeAttention:
                 hidden,
                 attended,
                 cache,
-                rows,
+                replace(rows, adapted=block.qkv.adapted_row(self.adapters)),
                 layer=layer,
                 norm=norm,
                 mailboxes=boxes,
@@ -175,6 +194,20 @@ class DecodeAttention:
             qkv, attended, cache, rows, layer=layer, workspace=self.workspace, to=packed
         )
         return packed or attended
+
+
+    def _move_states(
+        self, block: Block, weights: DeltaWeights, hidden: Tensor, cache: KVStorage
+    ) -> Tensor:
+        """The step of a layer with a state in place of attention."""
+        shape = weights.shape
+        rows = self.delta_rows
+        assert cache.state is not None and rows is not None
+        projected = self.buffers.take("projected", shape.projected, self.size)
+        out = self.buffers.take("attended", shape.outputs, self.size)
+        norm = block.norm(block.plan.before_attention)
+        block.qkv.project(hidden, projected, norm=norm, adapters=self.adapters)
+        return states.delta_step(projected, out, cache.state, rows, weights)
 
 
 def _norm_projections(block: Block, qkv: Tensor) -> None:

@@ -21,7 +21,7 @@ from flyweight.kernels.dispatch import decoder_ops
 from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.offload import Offload, spread
 from flyweight.kernels.workspace import Workspace
-from flyweight.models.adapters import Adapters
+from flyweight.models.adapters import Adapters, link
 from flyweight.models.attention import Paged, Plans, Whole
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import KVScheme
@@ -140,6 +140,7 @@ class Decoder:
             offload=host,
         )
         decoder.adapters = adapters
+        link([linear.delta for block in blocks for linear in block.linears.values()])
         return decoder
 
     @property

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels.dispatch import decoder_ops
+from flyweight.kernels.gated_delta.shape import DeltaWeights
 from flyweight.kernels.linear.fused import Norm, PackedInput
 from flyweight.models.adapters import Adapters
 from flyweight.models.buffers import Buffers
 from flyweight.models.config import ModelConfig
+from flyweight.models.delta_net import load_delta
 from flyweight.models.latent import Latent
 from flyweight.models.layers import Linear, Weights, load_tensor
 from flyweight.models.mlp import GatedMlp
@@ -66,6 +68,8 @@ class Block:
         self.head_norm = head_norm  # its weight [heads + kv_heads, head_dim]
         self.whole_norms = whole_norms  # of all queries and of all keys of a token
         self.sinks = sinks  # [heads]
+        # of a layer with a state in the place of attention
+        self.delta: DeltaWeights | None = None
         # of attention whose heads share their keys and values
         self.latent: Latent | None = None
         self.qkv = linears[plan.qkv.name]
@@ -115,10 +119,12 @@ class Block:
             norms=norms,
             mlp=mlp,
             ops=ops,
-            head_norm=_head_norm(plan, tensor),
+            head_norm=None if plan.delta else _head_norm(plan, tensor),
             whole_norms=_whole_norms(plan, tensor),
             sinks=sinks,
         )
+        if plan.delta is not None:
+            block.delta = load_delta(weights, plan, plan.delta, device)
         block.latent = Latent.load(plan, linears, tensor, device=device, dtype=dtype)
         return block
 

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from flyweight.errors import CheckpointError
 from flyweight.kernels import dispatch
-from flyweight.kernels.linear.delta import Delta
-from flyweight.kernels.linear.fused import FusedLinear, Handover, PackedInput, TorchLinear, plainly
+from flyweight.kernels.linear.delta import AdaptedRow, Delta
+from flyweight.kernels.linear.fused import (
+    FusedLinear,
+    Handover,
+    KvPrefetch,
+    Norm,
+    PackedInput,
+    TorchLinear,
+    plainly,
+)
 from flyweight.models.adapters import Adapters
 from flyweight.models.plan import Group
 from flyweight.tensors import Plain, QuantTensor, merge, reorder_rows
@@ -184,6 +192,10 @@ class Linear:
         """`FusedLinear.project`; one by one where somebody watches or the bias is left over.
         `adapters`: the slot of each row's adapter.
         """
+        if self.delta is not None and isinstance(x, Tensor):
+            alone = self._project_row(x, out, adapters, **fusion)
+            if alone is not None:
+                return alone
         if self.delta is not None and adapters is not None:
             assert isinstance(x, Tensor)
             return self._with_adapters(self.delta, x, out, adapters, **fusion)
@@ -193,6 +205,43 @@ class Linear:
         fusion.pop("handover", None)
         fusion.pop("prefetch", None)
         return plainly(self.fused, x, out, call=self, **fusion)
+
+    def adapted_row(self, slots: Tensor | None) -> AdaptedRow | None:
+        """What the kernel of one row needs to add its adapter by itself; None where it does not."""
+        if self.delta is None or slots is None or slots.numel() != 1:
+            return None
+        return self.delta.in_the_linear(slots) if self.takes_row(1) else None
+
+    def takes_row(self, rows: int, activation: str | None = None) -> bool:
+        """Whether one launch does all of a row (`FusedLinear.project_row`)."""
+        plain = self.watch is None and self.bias is None
+        return plain and self.fused.adapts(rows, activation)
+
+    def _project_row(
+        self,
+        x: Tensor,
+        out: Tensor | None,
+        slots: Tensor | None,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        handover: Handover | None = None,
+        prefetch: KvPrefetch | None = None,
+    ) -> Tensor | None:
+        """One row in one launch, the adapter and what gate/up has left to this linear included;
+        None where that is not possible, or where `project` does the same.
+        """
+        late = None if handover is None else handover.late
+        adapted = self.adapted_row(slots)
+        if (adapted is None and (slots is not None or late is None)) or (activation and not late):
+            return None
+        gated = late if activation is None else None
+        if not self.takes_row(1, gated):
+            return None
+        return self.fused.project_row(
+            x, out, norm=norm, residual=residual, gated=gated, adapted=adapted
+        )
 
     def _with_adapters(
         self,
@@ -223,8 +272,10 @@ class Linear:
         self, before: Linear, rows: int, activation: str, *, adapted: bool = False
     ) -> Handover:
         """`adapted`: some rows may have an adapter."""
-        if adapted and self.delta is not None and before.delta is not None:
-            return Handover(late=activation)
+        if self.delta is not None and before.delta is not None:
+            alone = before.takes_row(rows) and self.takes_row(rows, activation)
+            if adapted or alone:
+                return Handover(late=activation)
         if not (self.hands_over and before.hands_over):
             return Handover()
         return self.fused.negotiate(before.fused, rows, activation)

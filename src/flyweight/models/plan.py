@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flyweight.kernels.gated_delta.shape import DeltaShape
+
 ROPE = "rope"  # the name of a model's only rope table
 LOCAL = "local"  # that of layers with a window, where they have their own
 
@@ -83,6 +85,46 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
+class HeadParts:
+    """Outputs that files hold head by head, each head with its parts one after the other; here all
+    heads of one part come before the next, the parts in the order `wanted`.
+    """
+
+    heads: int
+    parts: tuple[int, ...]  # their rows, as the files have them
+    wanted: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.heads * sum(self.parts)
+
+    def order(self) -> list[int]:
+        head = sum(self.parts)
+        begins = [sum(self.parts[:part]) for part in range(len(self.parts))]
+        return [
+            index * head + begins[part] + row
+            for part in self.wanted
+            for index in range(self.heads)
+            for row in range(self.parts[part])
+        ]
+
+
+@dataclass(frozen=True)
+class ByParts:
+    """`HeadParts` of the first linears of a group, one each; the others stay as they are."""
+
+    linears: tuple[HeadParts, ...]
+
+    def order(self, outputs: int) -> list[int]:
+        """Which stored row comes at each place."""
+        found: list[int] = []
+        for linear in self.linears:
+            begin = len(found)
+            found += [begin + row for row in linear.order()]
+        return [*found, *range(len(found), outputs)]
+
+
+@dataclass(frozen=True)
 class Group:
     """Linears that share one input and are merged into one call, and what makes that input.
 
@@ -98,7 +140,8 @@ class Group:
     in_features: int = 0
     bias: bool = False  # whether the config promises one
     activation: str | None = None  # of a merged gate/up
-    interleaved: Interleaved | None = None  # of queries and keys that rope turns by neighbours
+    # outputs in another order than that of the files: rope turns neighbours, or heads hold parts
+    interleaved: Interleaved | ByParts | None = None
 
     @property
     def routed(self) -> bool:
@@ -162,6 +205,8 @@ class AttentionPlan:
     soft_cap: float | None = None  # scores become cap · tanh(score / cap)
     # a logit for each head that takes its share of the softmax and gives nothing
     sinks: str | None = None
+    # results are multiplied by σ(gate); the group qkv gives the gates of all heads before queries
+    gated: bool = False
     latent: LatentPlan | None = None  # keys and values are made of one row for all heads
 
     @property
@@ -184,6 +229,30 @@ class AttentionPlan:
     def plain(self) -> bool:
         """Whether fused kernels know all of it."""
         return self.soft_cap is None and self.sinks is None
+
+
+@dataclass(frozen=True)
+class DeltaPlan:
+    """Gated DeltaNet in the place of attention (`kernels/gated_delta`): the group qkv projects to
+    [q | k | v | z | b | a], and a state for each sequence takes the place of keys and values.
+    """
+
+    shape: DeltaShape
+    conv: str  # [channels, 1, width]
+    decay: str  # [value_heads]
+    step_bias: str  # [value_heads]
+    norm: NormPlan  # over each value head, before the gate
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """All but the linears."""
+        heads = (self.shape.value_heads,)
+        return {
+            self.conv: (self.shape.channels, 1, self.shape.width),
+            self.decay: heads,
+            self.step_bias: heads,
+            f"{self.norm.name}.weight": (self.shape.value_dim,),
+        }
 
 
 @dataclass(frozen=True)
@@ -254,6 +323,7 @@ class LayerPlan:
     after_attention: NormPlan | None = None
     after_mlp: NormPlan | None = None
     residual_scale: float = 1.0  # of what attention and MLP add to the hidden state
+    delta: DeltaPlan | None = None  # takes the place of `attention`, which nobody then reads
 
     @property
     def prefix(self) -> str:

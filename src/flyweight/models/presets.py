@@ -20,7 +20,7 @@ from torch import Tensor
 from flyweight.errors import OptionError, unknown
 from flyweight.models import families
 from flyweight.models.config import ModelConfig, sizes
-from flyweight.models.plan import ExpertsPlan, LayerPlan
+from flyweight.models.plan import AttentionPlan, ExpertsPlan, LayerPlan
 from flyweight.models.standard import plan_of
 from flyweight.tensors import (
     Float4,
@@ -309,8 +309,26 @@ def plus_one_norms(config: ModelConfig) -> set[str]:
     norms = [(plan.norm, "")]
     for layer in plan.layers:
         heads = (layer.attention.query_norm, layer.attention.key_norm)
+        if layer.delta is not None:
+            heads = (layer.delta.norm, None)
         norms += [(norm, layer.prefix) for norm in (*layer.norms, *heads) if norm is not None]
     return {f"{prefix}{norm.name}.weight" for norm, prefix in norms if norm.plus_one}
+
+
+def attention_shapes(attention: AttentionPlan) -> dict[str, tuple[int, ...]]:
+    """Norms of queries and keys, and sinks."""
+    found: dict[str, tuple[int, ...]] = {}
+    if attention.latent is not None:
+        found |= {f"{norm.name}.weight": (width,) for norm, width in attention.latent.norms}
+    for norm, heads in (
+        (attention.query_norm, attention.heads),
+        (attention.key_norm, attention.kv_heads),
+    ):
+        width = attention.head_dim * (heads if attention.whole_norms else 1)
+        found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
+    if attention.sinks is not None:
+        found[attention.sinks] = (attention.heads,)
+    return found
 
 
 def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
@@ -319,17 +337,7 @@ def layer_shapes(layer: LayerPlan) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {
         f"{norm.name}.weight": (layer.hidden_size,) for norm in layer.norms
     }
-    whole = attention.whole_norms
-    for norm, heads in (
-        (attention.query_norm, attention.heads),
-        (attention.key_norm, attention.kv_heads),
-    ):
-        width = attention.head_dim * (heads if whole else 1)
-        found |= {} if norm is None else {f"{norm.name}.weight": (width,)}
-    if attention.latent is not None:
-        found |= {f"{norm.name}.weight": (width,) for norm, width in attention.latent.norms}
-    if attention.sinks is not None:
-        found[attention.sinks] = (attention.heads,)
+    found |= attention_shapes(attention) if layer.delta is None else layer.delta.tensors
     if isinstance(mlp, ExpertsPlan):
         found[mlp.router.weight] = (mlp.router.experts, layer.hidden_size)
         found |= {} if mlp.router.bias is None else {mlp.router.bias: (mlp.router.experts,)}

@@ -13,8 +13,10 @@ call with so many rows: engines run every size once before they capture it.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,12 +50,12 @@ def linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
     return found
 
 
-def hold(one: FusedLinear, device: torch.device) -> Tensor:
-    """A key for `one`, which is kept as long as the process lives: captured graphs know its
-    addresses.
-    """
+def hold(one: FusedLinear, device: torch.device, *, owner: Any = None) -> Tensor:
+    """A key for `one`, which is kept as long as its owner (a layer) lives, or the process."""
     key = torch.zeros(1, dtype=torch.uint8, device=device)
     _linears[key.data_ptr()] = one
+    if owner is not None:
+        weakref.finalize(owner, _linears.pop, key.data_ptr(), None)
     return key
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,6 +14,22 @@ from flyweight.packing import pack, unpack
 from flyweight.tensors.base import QuantTensor, generator_on
 
 FEW = 16  # entries of a book: its residual one, often, where three bits are stored
+MOST_SUM = 255  # of a code of the main book and one of the residual book: bytes that never carry
+
+
+@dataclass(frozen=True, eq=False)
+class ByteBooks:
+    """Codebooks in bytes whose sums are bytes again: entry = step · (main + residual) + least.
+
+    So a kernel adds four codes in one 32-bit addition, and multiplies bytes. Each of the `length`
+    places of an entry has a step of its own.
+    """
+
+    main: Tensor  # uint8 [groups, entries, length]
+    residual: Tensor | None  # uint8 [groups, residual entries, length]
+    step: Tensor  # float32 [groups, 1, length]
+    least: Tensor  # float32 [groups, 1, length], of the main book
+    residual_least: Tensor  # the same, of the residual book; zero where there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +106,26 @@ class VectorQuant(QuantTensor):
         if self.scale is not None:
             columns = columns * self.scale.float()
         return columns if self.bias is None else columns + self.bias.float()
+
+    def byte_books(self) -> ByteBooks:
+        """The codebooks rounded to bytes: a range as wide as both together in 255 steps."""
+        books = [book.float() for book in (self.codebook, self.residual) if book is not None]
+        least = [book.amin(-2, keepdim=True) for book in books]
+        width = sum(book.amax(-2, keepdim=True) - low for book, low in zip(books, least, strict=True))
+        # one less than there are: either book may be rounded up
+        step = (width / (MOST_SUM - 1)).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = [((book - low) / step).round().to(torch.uint8) for book, low in zip(books, least, strict=True)]
+        extra = len(books) > 1
+        return ByteBooks(codes[0], codes[1] if extra else None, step, least[0],
+                         least[1] if extra else torch.zeros_like(least[0]))
+
+    def with_books(self, books: ByteBooks) -> VectorQuant:
+        """The same weight with the codebooks that these bytes stand for."""
+        main = (books.main * books.step + books.least).to(self.codebook.dtype)
+        residual = None
+        if self.residual is not None and books.residual is not None:
+            residual = (books.residual * books.step + books.residual_least).to(self.residual.dtype)
+        return replace(self, codebook=main, residual=residual)
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyweight.checkpoint.formats.base import FLOATS, Format, Source, fault, notice, type_name
-from flyweight.checkpoint.names import HEAD_DIMS
+from flyweight.checkpoint.names import GATED, HEAD_DIMS
 from flyweight.checkpoint.stacked import read_expert
 from flyweight.errors import CheckpointError
 from flyweight.tensors import Float4, Float8, Int8Channel, IntBlock, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant, merge
@@ -112,9 +112,10 @@ def implied_shape(config: dict[str, Any], prefix: str) -> tuple[int | None, int 
     elif ".shared_experts." in prefix:
         middle = None  # as many as all of them have together
     groups = heads_of(number("num_key_value_heads") or heads)
+    asking = heads_of(2 * heads if heads and config.get("model_type") in GATED else heads)
     if number("kv_lora_rank"):  # latent attention: attention's own shapes are not head_dim's
-        groups = head = None
-    return {"q_proj": (heads_of(heads), hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden),
+        asking = groups = head = None
+    return {"q_proj": (asking, hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden),
             "o_proj": (hidden, heads_of(heads)), "gate_proj": (middle, hidden), "up_proj": (middle, hidden),
             "down_proj": (hidden, middle)}.get(name, (None, None))
 

@@ -29,6 +29,9 @@ SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
 
 
 class SharedRows:
+    states: Tensor | None = None  # models whose layers keep states take no guesses
+    spare_state: int | None = None
+
     def __init__(self, rows: Rows):
         self.rows = rows
         self.capacity = CAPACITY
@@ -54,6 +57,10 @@ class SharedRows:
     def advance(self, tokens: Tensor) -> None:
         """As a captured step does."""
         self.chosen[: len(tokens)].copy_(tokens)
+
+    @property
+    def adapted(self) -> bool:
+        return self.rows.adapted
 
     def takes(self, works: Sequence[Work]) -> bool:
         """Whether such a step fits: answers alone, each with no more new tokens than a kernel takes, which the host knows."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.batch import KVStorage
 from flyweight.kernels import jit
+from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import PackedInput
 
 RESIDENT = 16  # warps that an SM holds
@@ -38,6 +39,7 @@ class HeadShape:
     eight_bits: bool = False  # the cache is one of codes
     soft_cap: float | None = None  # scores become cap · tanh(score / cap)
     sinks: bool = False  # a logit for each head that takes its share of the softmax
+    gated: bool = False  # a row of q, k and v has the gates of all results before it
 
     @property
     def bent(self) -> bool:
@@ -67,12 +69,13 @@ class HeadShape:
     @property
     def width(self) -> int:
         """Of a row of q, k and v."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        gates = self.heads if self.gated else 0
+        return (gates + self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def defines(self) -> dict[str, int]:
         several = {"ITEMS": self.items_of_kv_head} if self.items_of_kv_head > 1 else {}
-        bends = {"SOFT_CAP": self.soft_cap is not None, "SINKS": self.sinks}
+        bends = {"SOFT_CAP": self.soft_cap is not None, "SINKS": self.sinks, "GATED": self.gated}
         return {
             "HEADS": self.heads,
             "KV_HEADS": self.kv_heads,
@@ -140,6 +143,8 @@ class Rows:
     # int32 [sequences]: how many rows just before are earlier tokens of the same sequence, up to
     # CHUNK − 1; None: every row is a sequence of its own
     before: Tensor | None = None
+    # what an adapter adds to q, k and v, of a step of one row (qkv_attention.cu)
+    adapted: AdaptedRow | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +192,7 @@ def decode_attention(
     workspace: Workspace,
     to: PackedInput | None = None,
 ) -> Tensor:
-    """qkv [sequences, (heads + 2 · kv_heads) · head_dim] → out [sequences, heads · head_dim];
+    """qkv [sequences, width] → out [sequences, heads · head_dim];
     writes the new K and V.
 
     `to`: results are the next linear's x, and written there instead of to `out`.

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.batch import KVStorage
+from flyweight.gpu import KB
 from flyweight.kernels import jit
 from flyweight.kernels.attention.decode import Rows
 from flyweight.kernels.linear.fused import Norm
 
-SHORTEST = 64  # tokens worth a CTA of their own
+SHORTEST = 32  # tokens worth a CTA of their own: one tile
 MOST_SPLITS = 64  # that release merges
 TOGETHER = 16  # heads of a CTA of attend
 STEP_ROWS = 8  # rows of a CTA of absorb and release
@@ -140,8 +141,11 @@ def latent_attention(
     kernels = jit.load("latent.cu", defines=shape.defines(queries.dtype))
     blocks = -(-count // STEP_ROWS)
     width = rows.tables.shape[1]
+    # The linears around have half of an SM each and want every SM alike: see route.cu.
+    filled = device.processors if blocks == 1 else 1
+    reserved = device.shared_least + 2 * KB if blocks == 1 else 0
     kernels.kernel("absorb").launch(
-        (shape.heads * (shape.rank // 64) + 1, blocks),
+        (max(shape.heads * (shape.rank // 64) + 1 + shape.groups, filled), blocks),
         256,
         (
             queries,
@@ -159,6 +163,7 @@ def latent_attention(
             width,
             count,
         ),
+        shared=reserved,
         pdl=True,
     )
     splits = workspace.splits
@@ -172,9 +177,10 @@ def latent_attention(
         pdl=True,
     )
     kernels.kernel("release").launch(
-        (shape.heads * (shape.value // 32), blocks),
+        (max(shape.heads * (shape.value // 32), filled), blocks),
         256,
         (workspace.states, layer.values, rows.lengths, out, count, splits),
+        shared=reserved,
         pdl=True,
     )
     return out

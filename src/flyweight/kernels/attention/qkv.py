@@ -75,24 +75,33 @@ def head_ctas(shape: HeadShape, device: Gpu) -> int:
     return min(device.processors // shape.kv_heads, (shape.group + 2) * shape.head_dim // 16)
 
 
+def most_tiles(shape: HeadShape, device: Gpu) -> int:
+    """Of the linear that one CTA has."""
+    return math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
+
+
+def chunk_of(rows: int, *, shared: bool) -> int:
+    """Rows of a step that may be of one sequence."""
+    return min(rows, CHUNK) if shared else 1
+
+
+def chunk_bytes(shape: HeadShape, chunk: int) -> int:
+    """Of the keys and values of new tokens in shared memory, beyond those of one."""
+    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0)
+
+
 def linear_plan(
-    weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu, chunk: int = 1
+    weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu, more: int = 0
 ) -> Plan | None:
-    """`chunk`: rows that may be of one sequence; keys and values of each lie in shared memory."""
-    tiles = math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
-    new = 4 * shape.head_dim + (32 if chunk > 1 else 0)
-    own = shape.group * (shape.head_dim + 8) * 2 + chunk * new + 128
+    """`more`: bytes of shared memory that are needed besides."""
+    tiles = most_tiles(shape, device)
+    own = more + shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
         own += shape.group * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
     return gemv.fitting_plan(weight.matrix, rows, device, tiles=tiles, more=own, alone=alone)
-
-
-def chunk_of(rows: int, *, shared: bool) -> int:
-    """Rows of a step that may be of one sequence."""
-    return min(rows, CHUNK) if shared else 1
 
 
 def unsupported_reason(
@@ -129,7 +138,7 @@ def unsupported_reason(
             f"rope turns {shape.rotary} of {shape.head_dim} dimensions, no multiple of "
             f"{shape.head_dim // 16}"
         )
-    if linear_plan(weight, shape, rows, device, chunk) is None:
+    if linear_plan(weight, shape, rows, device, chunk_bytes(shape, chunk)) is None:
         return (
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory beside "
             f"attention"
@@ -159,15 +168,21 @@ def qkv_attention(
     device = gpu.of(x.device)
     count = x.shape[0]
     ctas = head_ctas(shape, device)
+    tiles = most_tiles(shape, device)
+    adapted = rows.adapted
     chunk = chunk_of(count, shared=rows.before is not None)
-    chosen = linear_plan(weight, shape, count, device, chunk)
+    more = chunk_bytes(shape, chunk) + (adapted.shared_bytes(tiles) if adapted else 0)
+    chosen = linear_plan(weight, shape, count, device, more)
     assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
-    norm = norm.folded
+    x, arranged = linear.arranged(x, norm)
+    assert arranged is not None
+    norm = arranged.folded
     defines = (
         gemv.defines(weight, count, chosen, device, norm=True)
         | shape.defines
         | {"HEAD_CTAS": ctas, "SHORTEST": SHORTEST}
         | eight_bit_defines(cache)
+        | (adapted.defines(tiles, shape.kv_heads * ctas) if adapted else {})
         | ({"CHUNK": chunk} if chunk > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
@@ -175,7 +190,7 @@ def qkv_attention(
     args = (
         weight.weights,
         weight.records,
-        weight.channel_scale,
+        gemv.channels(weight, count),
         x,
         norm.weight,
         weight.bias,
@@ -197,8 +212,10 @@ def qkv_attention(
         gemv.tickets(weight, count, x.device),
         *((rows.before,) if chunk > 1 else ()),
         *eight_bit_arguments(cache),
+        *(adapted.arguments if adapted else ()),
     )
     # one on every SM, so that all offer the same room
     grid = max(shape.kv_heads * ctas, device.processors)
-    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=True)
+    warps = chosen.warps + 1 + (adapted is not None)
+    kernel.launch(grid, 32 * warps, args, shared=chosen.shared, pdl=True)
     return out

@@ -42,8 +42,10 @@
 // SOFT_CAP: scores become cap · tanh(score / cap). SINKS: a logit for each query head takes its share of the softmax and gives
 // nothing, so it only counts in the last sum.
 //
+// GATED: a row of qkv begins with a gate for each result, which is multiplied by σ(gate).
+//
 // defines: FP16, HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE, QK_NORM, WINDOW, WARPS, SHORTEST, ITEMS (1), PACKED (0), ORDER (0),
-// VECTORS (0), KV8 (0), CHUNK (1), SOFT_CAP (0), SINKS (0)
+// VECTORS (0), KV8 (0), CHUNK (1), SOFT_CAP (0), SINKS (0), GATED (0)
 #ifndef CHUNK
 #define CHUNK 1
 #endif
@@ -59,6 +61,9 @@
 #endif
 #ifndef SINKS
 #define SINKS 0
+#endif
+#ifndef GATED
+#define GATED 0
 #endif
 #if SOFT_CAP || SINKS
 #define BEND_ARGUMENTS , float soft_cap, const u16* sinks
@@ -79,6 +84,7 @@ constexpr int PIECES = (HEAD_DIM + 31) / 32;  // 16-byte words of a key in one l
 constexpr int PARTS = (HEAD_DIM + 63) / 64;   // and of a value
 constexpr int PRODUCTS = HEAD_DIM / 16;
 constexpr int QUERY_ROW = HEAD_DIM / 64 * 64 + 32;  // two rows lie in different banks
+constexpr int GATES = GATED * HEADS * HEAD_DIM, QKV_ROW = GATES + (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int STATE = HEAD_DIM + 4;        // a partial result: accumulator, maximum, sum; whole 16-byte words
 constexpr int OUT_WORDS = G * HEAD_DIM / 4, MOST_TEAMS = THREADS / OUT_WORDS < WARPS ? THREADS / OUT_WORDS : WARPS;
 constexpr int TEAMS = MOST_TEAMS > 1 ? MOST_TEAMS : 1;  // of threads, which share out the runs that are merged
@@ -347,7 +353,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   for (int i = 0; i < ROUNDS; i++) {  // all of them are asked for before the first is looked at
     const int task = warp + i * WARPS, side = (task - own) % 2;
     const int column = task < own ? head * SHARING + item * G + task : HEADS + side * KV_HEADS + head;
-    const u16* row = qkv + (size_t)(sequence - back + token_of(task)) * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+    const u16* row = qkv + (size_t)(sequence - back + token_of(task)) * QKV_ROW + GATES;
 #pragma unroll
     for (int j = 0; j < PER; j++)
       v[i][j] = task < tasks && in_head(lane + 32 * j) ? to_float(row[column * HEAD_DIM + lane + 32 * j]) : 0.f;
@@ -473,6 +479,7 @@ attention(const u16* qkv, const u16* query_norm, const u16* key_norm, const floa
   auto write = [&](int i, float value) {
     if (ITEMS > 1 && i >= own * HEAD_DIM) return;
     const int n = (head * SHARING + item * G) * HEAD_DIM + i;
+    if (GATED) value /= 1.f + __expf(-to_float(qkv[(size_t)sequence * QKV_ROW + n]));
 #if VECTORS
     const u32 scale_and_bias = affine_here[i];
     const float rounded = to_float(to_bits(value));

@@ -69,6 +69,17 @@ DEVICE u32 and_xor(u32 a, u32 b, u32 c) {
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
+// sum + two signed 16-bit numbers of `pair` times the lower (upper) two unsigned bytes of `four`
+DEVICE int dot_lower(u32 pair, u32 four, int sum) {
+  int r;
+  asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(four), "r"(sum));
+  return r;
+}
+DEVICE int dot_upper(u32 pair, u32 four, int sum) {
+  int r;
+  asm("dp2a.hi.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(four), "r"(sum));
+  return r;
+}
 DEVICE float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

@@ -7,11 +7,9 @@
 // Work split: shrink has a CTA for each (o, row), whose threads share the inputs; expand has as many CTAs as the GPU has
 // processors for each row, one warp each, with neighbouring outputs, 8 a lane.
 // Limit: latency. So shrink fetches A, and brings B to L2, before it waits for x; expand fetches the first of B before it waits
-// for shrink, and, since its CTAs leave every processor alike, lets the product that follows begin at once. EARLY: so does
-// shrink let expand begin, whose CTAs may then lie two on a processor.
+// for shrink, and, since its CTAs leave every processor alike, lets the product that follows begin at once.
 //
-// defines: FP16, INPUTS, OUTPUTS, RANK, PARTS, END1, END2 (where the first and second part end), NORM, GATED, RESIDUAL, EARLY,
-// THREADS
+// defines: FP16, INPUTS, OUTPUTS, RANK, PARTS, END1, END2 (where the first and second part end), NORM, GATED, RESIDUAL, THREADS
 #include "common.cuh"
 
 #define VECTORS ((INPUTS / 8 + THREADS - 1) / THREADS)
@@ -51,7 +49,6 @@ DEVICE uint4 gate_product(uint4 gate, uint4 up) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 shrink(const u16* a, const u16* b, const u16* x, const u16* weight, const int* slots, float* low, u16* gated, float epsilon) {
   __shared__ float sums[2][WARPS];
-  if (EARLY) launch_dependents();
   const int which = blockIdx.x, row = blockIdx.y, slot = slots[row], thread = threadIdx.x;
   const bool writes = GATED && which == 0;  // one CTA of the row
   if (slot < 0 && !writes) {  // after those before it all the same: the kernel that follows waits for this one alone

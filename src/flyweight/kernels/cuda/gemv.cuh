@@ -26,8 +26,10 @@
 //
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
+// LoRA adapters of one row are added by a warp of their own: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
+//
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0)
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -37,9 +39,17 @@
 #ifndef SLICES
 #define SLICES 1
 #endif
+#ifndef INDEXED  // one row whose inputs lie in another order: channel_scale says where, 16 bits each
+#define INDEXED 0
+#endif
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
 #endif
+#ifndef GATED_INPUT
+#define GATED_INPUT 0
+#endif
+static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
+#define ALL_THREADS (THREADS + (ADAPTER_RANK ? 64 : 32))  // with those that fetch, and that add an adapter
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -64,10 +74,26 @@ constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
+static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
 static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
 static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
               "a stage holds whole groups, or a group whole stages");
+
+DEVICE void gate_inputs(float (&v)[8], uint4 up) {
+  float other[8];
+  widen(other, up);
+#if GATED_INPUT
+#pragma unroll
+  for (int j = 0; j < 8; j++) v[j] = gated<GATED_INPUT>(v[j], other[j]);
+#endif
+}
+#if ADAPTER_RANK
+#include "gemv_delta.cuh"
+#else
+#define ADAPTER_ARGUMENTS
+#define ADAPTER_GIVEN
+#endif
 
 struct __align__(128) LinearShared {
   u8 ring[STAGES][STAGE_BYTES];
@@ -86,6 +112,9 @@ struct __align__(128) LinearShared {
   float2 row_most[ROWS];          // the norm's factor, maximum
 #endif
   u64 full[STAGES], empty[STAGES];
+#if ADAPTER_RANK
+  AdapterShared adapter;
+#endif
 };
 
 // Which blocks of a tile this CTA has.
@@ -194,6 +223,9 @@ DEVICE void begin_linear(LinearShared& sh) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
     }
+#if ADAPTER_RANK
+    barrier_init(&sh.adapter.ready, 1);
+#endif
     fence_barriers();
   }
   __syncthreads();
@@ -247,11 +279,11 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
   ring = {slot, parity};
 }
 
-// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear. The producer warp comes back with false and is done;
+// This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear; it is `index` of `workers`. The producer warp comes back with false and is done;
 // for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
 // ahead of the kernel before this one.
 template <typename TileAt, typename Early>
-DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early) {
+DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int index, int workers) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Slice whole = slice_at(0);
   begin_linear(sh);
@@ -259,6 +291,12 @@ DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at,
     produce(sh, a, whole, count, tile_at, early, lane);
     return false;
   }
+#if ADAPTER_RANK
+  if (warp > WARPS) {
+    adapt(sh.adapter, a, count, tile_at, index, workers, lane);
+    return false;
+  }
+#endif
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
   Ring ring = {0, 0};
   Rounds<TileAt> rounds = {a, tile_at, count};

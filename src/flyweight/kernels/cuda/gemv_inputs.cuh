@@ -42,23 +42,45 @@ DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piec
 DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp, int lane) {
   constexpr int PER_LANE = (PIECES + THREADS - 1) / THREADS;
   const int row = warp / WARPS, part = warp % WARPS;  // 0 and warp: what the compiler then knows spares tests
-  uint4 x[PER_LANE], weight[NORM ? PER_LANE : 1];
+  uint4 x[PER_LANE], up[GATED_INPUT ? PER_LANE : 1], weight[NORM ? PER_LANE : 1];
 #pragma unroll
   for (int i = 0; i < (NORM ? PER_LANE : 0); i++) {
     const int piece = (i * WARPS + part) * 32 + lane;
     weight[i] = piece < KDIM / 8 ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
   }
+  uint4 places[INDEXED ? PER_LANE : 1];
+#pragma unroll
+  for (int i = 0; i < (INDEXED ? PER_LANE : 0); i++)
+    places[i] = ((const uint4*)a.channel_scale)[min((i * WARPS + part) * 32 + lane, KDIM / 8 - 1)];
   float squares = 0, most = STATIC ? a.channel_scale[NDIM] : 0.f, inverse = 1;
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int piece = (i * WARPS + part) * 32 + lane;
     x[i] = piece < KDIM / 8 ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+    if (GATED_INPUT) up[GATED_INPUT ? i : 0] = piece < KDIM / 8 ? ((const uint4*)(a.x + KDIM))[piece] : make_uint4(0, 0, 0, 0);
+  }
+  if constexpr (INDEXED) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const int piece = (i * WARPS + part) * 32 + lane;
+      if (piece < KDIM / 8) ((uint4*)sh.x)[piece] = x[i];
+    }
+    named_barrier(1, THREADS);
+    const u16* const natural = (const u16*)sh.x;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      auto two = [&](u32 at) { return natural[at & 0xffff] | (u32)natural[at >> 16] << 16; };
+      if ((i * WARPS + part) * 32 + lane < KDIM / 8)
+        x[i] = make_uint4(two(places[i].x), two(places[i].y), two(places[i].z), two(places[i].w));
+    }
+    named_barrier(1, THREADS);
   }
   float v[PER_LANE][8];
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     widen(v[i], x[i]);
+    if (GATED_INPUT) gate_inputs(v[i], up[GATED_INPUT ? i : 0]);
     if (NORM) weigh(v[i], weight[i], squares);
     if (QUANTIZED && !STATIC) {
 #pragma unroll

@@ -32,7 +32,7 @@ template <typename TileAt> struct Rounds {
     o.mine = o.slot < min(count - first, SLOTS) && n < WIDTH;
     if (o.mine) fetch_ends(o, a, tile);
   }
-  DEVICE void end(const LinearShared& sh, int first, int last) {
+  DEVICE void end(LinearShared& sh, int first, int last) {
     static_assert(SLICES > 1 || SLOTS * OUTPUTS * ROWS <= THREADS, "one output a thread");
     if (!o.mine) return;
     const float factor = row_factor(sh, o.token, a.epsilon);
@@ -40,6 +40,12 @@ template <typename TileAt> struct Rounds {
 #pragma unroll
     for (int half = 0; half < PARTS; half++)
       v[half] = __fmul_rn(add_warps(sh, o.slot, o.row + 8 * half, o.token), QUANTIZED ? factor * o.scale[half] : factor);
+#if ADAPTER_RANK
+    barrier_wait(&sh.adapter.ready, 0);
+    const float inverse = NORM ? inverse_norm(sh, o.token, a.epsilon) : 1.f;
+#pragma unroll
+    for (int half = 0; half < PARTS; half++) v[half] += inverse * sh.adapter.added[(first + o.slot) * 16 + o.row + 8 * half];
+#endif
     write_output(o, v, a.y);
   }
 };

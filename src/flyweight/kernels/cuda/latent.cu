@@ -19,7 +19,7 @@
 // Runs are cut from the length on the device, because a captured grid is fixed: `splits` of them, none shorter than SHORTEST.
 // Rows of one sequence (speculation) need nothing special: all rows of a step are stored before any of them is read.
 // Limit: absorb and release bytes of K and V; attend bytes of the cache, and for short contexts the latency of one tile.
-// Before the wait only weights, lengths and tables are read, and what of the cache is to be fetched goes to L2.
+// Before the wait weights, lengths and tables are read, and of the cache what earlier steps stored.
 //
 // defines: FP16, HEADS, PLAIN, RANK, ROPE, VALUE, PAGE, SHORTEST
 #include "common.cuh"
@@ -32,7 +32,7 @@ constexpr int SCORES = TILE + 8;                  // pitch of a head's scores
 constexpr int GROUPS = (HEADS + 15) / 16;         // of heads
 constexpr int OWN = RANK / WARPS;                 // numbers that a warp sums up
 constexpr int STATE = 16 * RANK;                  // a run's sums
-constexpr int MOST_RUNS = 64;
+constexpr int FRESH = 8;                          // tokens of a sequence that one step may store
 static_assert(PLAIN % 32 == 0 && RANK % 64 == 0 && ROPE % 32 == 0 && VALUE % 32 == 0, "whole fragments");
 static_assert(SHORTEST % TILE == 0, "runs are of whole tiles");
 
@@ -77,18 +77,30 @@ DEVICE void store_row(const u16* from, const u16* norm, const float2* rope, u16*
 extern "C" __global__ void __launch_bounds__(256)
 absorb(const u16* queries, const u16* latents, const u16* norm, const u16* keys, const float2* rope, const int* lengths,
        const int* tables, u16* cache, u16* inside, float epsilon, int query_pitch, int latent_pitch, int table_width, int rows) {
-  constexpr int SLICES = RANK / 64, PER = PLAIN / 32;
-  __shared__ float query[ROWS][PLAIN];
+  constexpr int SLICES = RANK / 64, PER = PLAIN / 32, TURNED = 16 * (ROPE / 2);
   __shared__ float sums[ROWS][8][64];  // of each warp
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, first = blockIdx.y * ROWS, count = min(ROWS, rows - first);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, piece = threadIdx.x % 8, part = threadIdx.x / 8;
+  const int more = blockIdx.x - HEADS * SLICES;  // CTAs without weights
   launch_dependents();
-  if (head == HEADS) {  // the rows themselves
+  if (more == 0) {  // the rows themselves
     const int row = first + warp, length = warp < count ? lengths[row] : 0;
+    u16* const to = cache + (length ? slot_of(tables + (size_t)row * table_width, length - 1) : 0) * WIDTH;
     wait_for_inputs();
-    if (length == 0) return;
-    u16* to = cache + slot_of(tables + (size_t)row * table_width, length - 1) * WIDTH;
-    store_row(latents + (size_t)row * latent_pitch, norm, rope + (size_t)(length - 1) * (ROPE / 2), to, epsilon, lane);
+    if (length) store_row(latents + (size_t)row * latent_pitch, norm, rope + (size_t)(length - 1) * (ROPE / 2), to, epsilon, lane);
+    return;
+  }
+  if (more > 0) {  // what rope turns of 16 heads; beyond those, CTAs that only fill the GPU
+    wait_for_inputs();
+    for (int i = threadIdx.x; i < (more <= GROUPS ? count * TURNED : 0); i += 256) {
+      const int row = first + i / TURNED, h = (more - 1) * 16 + i % TURNED / (ROPE / 2), at = i % (ROPE / 2);
+      if (h >= HEADS) continue;
+      const int position = max(0, lengths[row] - 1);
+      const u16* from = queries + (size_t)row * query_pitch + h * QUERY + PLAIN;
+      const float2 pair = turned(to_float(from[at]), to_float(from[ROPE / 2 + at]), rope[(size_t)position * (ROPE / 2) + at]);
+      u16* to = inside + ((size_t)row * HEADS + h) * WIDTH + RANK;
+      to[at] = to_bits(pair.x), to[ROPE / 2 + at] = to_bits(pair.y);
+    }
     return;
   }
   uint4 weights[PER];
@@ -96,18 +108,18 @@ absorb(const u16* queries, const u16* latents, const u16* norm, const u16* keys,
   for (int i = 0; i < PER; i++)
     weights[i] = constant_load(keys + ((size_t)head * PLAIN + part + 32 * i) * RANK + slice * 64 + piece * 8);
   wait_for_inputs();
-  for (int i = threadIdx.x; i < count * PLAIN; i += 256)
-    query[i / PLAIN][i % PLAIN] = to_float(queries[(size_t)(first + i / PLAIN) * query_pitch + head * QUERY + i % PLAIN]);
-  __syncthreads();
   for (int row = 0; row < count; row++) {
+    const u16* query = queries + (size_t)(first + row) * query_pitch + head * QUERY + part;
+    u16 q[PER];
+#pragma unroll
+    for (int i = 0; i < PER; i++) q[i] = query[32 * i];
     float sum[8] = {};
 #pragma unroll
     for (int i = 0; i < PER; i++) {
       float w[8];
       unpack(weights[i], w);
-      const float q = query[row][part + 32 * i];
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum[j] += q * w[j];
+      for (int j = 0; j < 8; j++) sum[j] += to_float(q[i]) * w[j];
     }
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -123,14 +135,6 @@ absorb(const u16* queries, const u16* latents, const u16* norm, const u16* keys,
 #pragma unroll
     for (int w = 0; w < 8; w++) sum += sums[row][w][column];
     inside[((size_t)(first + row) * HEADS + head) * WIDTH + slice * 64 + column] = to_bits(sum);
-  }
-  if (slice > 0) return;
-  for (int i = threadIdx.x; i < count * (ROPE / 2); i += 256) {
-    const int row = first + i / (ROPE / 2), at = i % (ROPE / 2), position = max(0, lengths[row] - 1);
-    const u16* from = queries + (size_t)row * query_pitch + head * QUERY + PLAIN;
-    const float2 pair = turned(to_float(from[at]), to_float(from[ROPE / 2 + at]), rope[(size_t)position * (ROPE / 2) + at]);
-    u16* to = inside + ((size_t)row * HEADS + head) * WIDTH + RANK;
-    to[at] = to_bits(pair.x), to[ROPE / 2 + at] = to_bits(pair.y);
   }
 }
 
@@ -157,30 +161,33 @@ attend(const u16* inside, const u16* cache, const int* lengths, const int* table
   }
   const int* table = tables + (size_t)row * table_width;
   const int begin = split * cut.each, end = min(length, begin + cut.each), tiles = (end - begin + TILE - 1) / TILE;
-  for (int i = warp; i < TILE && begin + i < end; i += WARPS)
-    if (lane * 64 < WIDTH) prefetch_l2(cache + slot_of(table, begin + i) * WIDTH + lane * 64);
-  wait_for_inputs();
 
-  auto fetch = [&](int tile) {
+  const int settled = length - FRESH;  // tokens before this one were stored by earlier steps
+  auto fetch = [&](int tile, int from_token, int to_token) {  // those of a tile that lie between two tokens; beyond the end zeros
     for (int i = warp; i < TILE; i += WARPS) {
       const int token = begin + tile * TILE + i;
+      if (token < from_token || token >= to_token) continue;
       const u16* from = cache + slot_of(table, min(token, end - 1)) * WIDTH;
       for (int j = lane; j < WIDTH / 8; j += 32)
         copy16_or_zeros(shared_address(&sh.rows[tile % 2][i][j * 8]), from + j * 8, token < end);
     }
-    copy_group();
   };
+  constexpr int ALL = 1 << 30;
+  fetch(0, 0, settled);
+  wait_for_inputs();
+  fetch(0, settled, ALL);
   for (int i = warp; i < 16; i += WARPS) {
     const int head = group * 16 + i;
     const u16* from = inside + ((size_t)row * HEADS + min(head, HEADS - 1)) * WIDTH;
     for (int j = lane; j < WIDTH / 8; j += 32) copy16_or_zeros(shared_address(&sh.query[i][j * 8]), from + j * 8, head < HEADS);
   }
-  fetch(0);
+  copy_group();
   float acc[OWN / 8][4] = {}, most[2] = {LOWEST, LOWEST}, sum[2] = {};
   for (int tile = 0; tile < tiles; tile++) {
     copy_wait<0>();
     __syncthreads();
-    if (tile + 1 < tiles) fetch(tile + 1);
+    if (tile + 1 < tiles) fetch(tile + 1, 0, ALL);
+    copy_group();
     const u16(*here)[PITCH] = sh.rows[tile % 2];
 
     float score[2][4] = {};  // two sums, so that products need not wait for each other
@@ -256,7 +263,6 @@ attend(const u16* inside, const u16* cache, const int* lengths, const int* table
 extern "C" __global__ void __launch_bounds__(256)
 release(const float* states, const u16* values, const int* lengths, u16* out, int rows, int splits) {
   constexpr int SLICES = VALUE / 32, PER = (RANK / 8 + 31) / 32;
-  __shared__ float share[ROWS][MOST_RUNS];
   __shared__ __align__(16) float mixed[ROWS][RANK];
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, first = blockIdx.y * ROWS, count = min(ROWS, rows - first);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = head / 16, place = head % 16;
@@ -266,39 +272,42 @@ release(const float* states, const u16* values, const int* lengths, u16* out, in
   for (int i = 0; i < 4; i++)
 #pragma unroll
     for (int j = 0; j < PER; j++) {
-      const int value = slice * 32 + warp * 4 + i, piece = min(lane + 32 * j, RANK / 8 - 1);
-      weights[i][j] = constant_load(values + ((size_t)head * VALUE + value) * RANK + piece * 8);
+      const int value = min(head, HEADS - 1) * VALUE + slice * 32 + warp * 4 + i, piece = min(lane + 32 * j, RANK / 8 - 1);
+      weights[i][j] = constant_load(values + (size_t)value * RANK + piece * 8);
     }
+  int length = lengths[first];
   wait_for_inputs();
-  auto states_of = [&](int row) { return states + (size_t)((first + row) * GROUPS + group) * splits * (STATE + 32); };
-  if (warp < count) {
-    const int used = cut_of(lengths[first + warp], splits).used;
-    float most[2], sums[2], top = LOWEST, total = 0;
+  if (head >= HEADS) return;  // a CTA that only fills the GPU
+#pragma unroll 1
+  for (int row = 0; row < count; row++) {
+    const int used = cut_of(length, splits).used;
+    if (row + 1 < count) length = lengths[first + row + 1];
+    for (int at = threadIdx.x; at < RANK / 2; at += 256) {
+      const float* from = states + (size_t)((first + row) * GROUPS + group) * splits * (STATE + 32);
+      float2 sum = make_float2(0, 0);
+      float most = LOWEST, total = 0;
+      for (int run = 0; run < used; run += 8) {  // eight at a time: one wait for memory
+        float2 pair[8];
+        float top[8], weight[8], next = most;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int run = lane + 32 * i;
-      const float* end = states_of(warp) + (size_t)min(run, splits - 1) * (STATE + 32) + STATE + place;
-      most[i] = run < used ? __ldcg(end) : LOWEST, sums[i] = run < used ? __ldcg(end + 16) : 0;
-      top = fmaxf(top, most[i]);
+        for (int i = 0; i < 8; i++) {
+          const float* state = from + (size_t)min(run + i, used - 1) * (STATE + 32);
+          pair[i] = *(const float2*)(state + place * RANK + 2 * at);
+          top[i] = state[STATE + place], weight[i] = state[STATE + 16 + place];
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) next = fmaxf(next, top[i]);
+        const float fade = exp2_fast(most - next);
+        sum.x *= fade, sum.y *= fade, total *= fade, most = next;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const float share = run + i < used ? exp2_fast(top[i] - next) : 0.f;
+          sum.x += share * pair[i].x, sum.y += share * pair[i].y, total += share * weight[i];
+        }
+      }
+      const float inverse = used ? 1.f / total : 0.f;
+      *(float2*)&mixed[row][2 * at] = make_float2(sum.x * inverse, sum.y * inverse);
     }
-    top = warp_max(top);
-#pragma unroll
-    for (int i = 0; i < 2; i++) most[i] = lane + 32 * i < used ? exp2_fast(most[i] - top) : 0, total += most[i] * sums[i];
-    total = warp_sum(total);
-#pragma unroll
-    for (int i = 0; i < 2; i++) share[warp][lane + 32 * i] = used > 0 ? most[i] / total : 0;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < count * (RANK / 2); i += 256) {
-    const int row = i / (RANK / 2), at = i % (RANK / 2), used = cut_of(lengths[first + row], splits).used;
-    const float* from = states_of(row) + place * RANK + 2 * at;
-    float2 sum = make_float2(0, 0);
-#pragma unroll 8
-    for (int run = 0; run < used; run++) {
-      const float2 pair = *(const float2*)(from + (size_t)run * (STATE + 32));
-      sum.x += share[row][run] * pair.x, sum.y += share[row][run] * pair.y;
-    }
-    *(float2*)&mixed[row][2 * at] = sum;
   }
   __syncthreads();
   for (int row = 0; row < count; row++) {

@@ -1,4 +1,7 @@
 // A linear as the host gives it, and how one of its outputs ends: bias, residual or act(gate)·up. Needs linear.cuh's names.
+#ifndef ADAPTER_RANK
+#define ADAPTER_RANK 0
+#endif
 // What a linear is made of, as the host gives it; pointers to what its format or its call has not are null.
 struct Linear {
   const u8* weights;
@@ -8,6 +11,12 @@ struct Linear {
   u16* y;
   float epsilon;
   u32* turns = nullptr;  // of each SM: linears that have begun there, and that have asked for the last of their weights
+#if ADAPTER_RANK
+  const u16 *adapter_a, *adapter_b;  // [slots][parts][rank][inputs], [slots][rank][outputs]: gemv_delta.cuh
+  const int* slots;                  // of each row; -1: nothing is added
+  float *low, *low_before;           // words of this launch and of the one before it
+  int words_before;
+#endif
 };
 
 // Where a tile lies among the weights, where its outputs lie in a row of y, and which row is the first. A linear alone has

@@ -3,7 +3,8 @@
 // after ten seconds the wait ends in a trap, with a word left for the host that says which kernel it was (kernels/stall.py).
 //
 // One register: polls in the low 14 bits, and above them the clock (units of 2^28 ns) when they were first full, with its top bit set.
-#ifndef ON_THE_HOST
+#if !defined(ON_THE_HOST) && !defined(PATIENCE)
+#define PATIENCE
 __device__ u32* stalled;  // in the host's memory, which outlives the trap; null where nobody asked
 
 struct Patience {

@@ -432,11 +432,11 @@ DEVICE void empty(u16* qkv, float* states) {
 }
 
 // Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, G, STATE]; the next launch's are emptied.
-extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
               Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS) {
+              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS ADAPTER_ARGUMENTS) {
 
   extern __shared__ __align__(128) u8 raw[];
   Shared& sh = *(Shared*)raw;
@@ -453,7 +453,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     return;
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
-  const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns};
+  const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns ADAPTER_GIVEN};
   const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width
 #if KV8
                        , key_scales, value_scales
@@ -462,7 +462,8 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto early = [&] { prefetch(a, cta / SPLITS, split, head, lane); };
   const int own = cta / SPLITS < ROWS ? lengths[cta / SPLITS] : 0;  // in a register before it is needed
-  if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early)) return;
+  if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
+              blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
 
   empty(next_qkv, next_states);
   for (int sequence = cta / SPLITS; sequence < ROWS; sequence += HEAD_CTAS / SPLITS) {

@@ -9,11 +9,12 @@
 // A token's place in that order is one 64-bit word (l in an order that integers share, id turned
 // round). Nothing is sorted, and top_p's border is never looked for:
 //
-//   draw first   The token is drawn from all, in the pass that finds the largest logit. If the
-//                filters keep it, it is the argmax over what they keep, too. min_p asks for one
-//                comparison; top_p for the mass of the words above it, one more pass. If they do not
-//                keep it, nothing up to its word is kept, and the draw is repeated above it: with
-//                top_p 0.9 once in ten times, and log(1 / top_p) times for flat logits.
+//   draw first   The token is drawn from all, in the pass that finds the largest logit. If top_p
+//                keeps it, it is the argmax over what top_p keeps, too; that asks for the mass of
+//                the words above it, one more pass. If it is not kept, nothing up to its word is,
+//                and the draw is repeated above it: with top_p 0.9 once in ten times, and
+//                log(1 / top_p) times for flat logits.
+//   min_p        The largest logit gives its border: the draw is a second pass, above that.
 //   few          A small top_k compares the largest logits of GROUPS groups of tokens: the k-th of
 //                them is a bound below which no kept token can lie, and hardly more than k tokens
 //                are above it. The first CTA takes these, ranks all pairs and does the rest alone.
@@ -240,7 +241,7 @@ struct Row {
   template <class F> DEVICE void each(F f) const {  // f(l, id) of this thread's tokens
     int first = (rank * THREADS + (int)threadIdx.x) * 2;
     Pair next = load(first);
-#pragma unroll 1
+#pragma unroll 2
     for (int i = 0; i < ROUNDS; i++) {
       const Pair pair = next;
       if (i + 1 < ROUNDS) next = load(first + STEP);
@@ -296,17 +297,26 @@ struct Row {
   }
 
   // ---- draw first ----
+  // No logit below it is drawn, and few above are not.
+  DEVICE float lowest_drawn() const {
+    const float nearest = top - farthest / scale * 1.00001f;
+    const float by_word = least ? from_ordered((u32)(least >> 32)) : LOWEST;
+    return nearest > by_word ? nearest : by_word;  // of −∞ or a NaN: by the word
+  }
   // This thread's largest word, and (drawing) the best score of what may be drawn.
   DEVICE void look(bool drawing, u64 (&best)[2]) const {
+    const float lowest = lowest_drawn();
     float most = LOWEST, lead = LOWEST, mark = LOWEST;
     int at = 0;
     best[1] = 0;
     each([&](float l, int id) {
       if (l > most) most = l, at = id;
-      if (!drawing) return;
+      // where few are kept, most warps have none of them
+      if (!drawing || !__any_sync(~0u, l >= lowest)) return;
       // E ≥ uniform: most tokens need no logarithm to be left behind the warp's best
       const u32 bits = noise.bits(id);
-      const bool may = exp2_fast(scaled(l) - mark) + 1.f >= uniform_in_1_2(bits);
+      const bool may =
+          l >= lowest && exp2_fast(scaled(l) - mark) + 1.f >= uniform_in_1_2(bits);
       if (!__any_sync(~0u, may)) return;
       if (may && l > LOWEST && octaves(l) <= farthest && word_of(l, id) >= least) {
         const float own = score(l, bits);
@@ -333,12 +343,11 @@ struct Row {
   DEVICE static u64 share(float top_p, u64 mass) {
     return larger(1, (u64)ceil((double)top_p * (double)mass));
   }
-  // Whether the filters keep a token that was drawn; if not, what lies up to it is drawn no more.
+  // Whether top_p keeps a token that was drawn; if not, what lies up to it is drawn no more.
   DEVICE bool accepts(int id, float top_p) {
-    const float l = value(id);
-    if (octaves(l) > farthest) return false;
-    const u64 word = word_of(l, id);
-    if (top_p >= 1.f || keeps(word, top_p)) return true;
+    if (top_p >= 1.f) return true;
+    const u64 word = word_of(value(id), id);
+    if (keeps(word, top_p)) return true;
     least = word + 1;
     return false;
   }
@@ -384,7 +393,7 @@ struct Row {
     top = from_ordered(sh->ends[0]);
     return from_ordered(sh->ends[1]);
   }
-  // How many candidates there are. If not too many, thread i of the first CTA has number i in `word`.
+  // How many candidates there are. If not too many, thread i of the first CTA has the i-th in `word`.
   DEVICE u32 collect(float lowest, u64& word) {
     each([&](float l, int id) {
       if (!(l >= lowest) || l == LOWEST) return;
@@ -506,7 +515,7 @@ struct Row {
   DEVICE u32 choose(const Asked& asked, u64* last) {
     u64 best[2];
     top = 0.f, within = least = 0, farthest = __int_as_float(0x7f800000);  // nothing is known yet
-    bool drawing = asked.random() && !asked.top_k;
+    bool drawing = asked.random() && !asked.top_k && asked.min_p <= 0.f;
     for (bool begin = true;; begin = false) {
       look(drawing, best);
       if (begin) {

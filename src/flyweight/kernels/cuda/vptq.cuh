@@ -4,10 +4,16 @@
 // column_lane(l), in whose word its position stands. Lane L owns the columns 64 i + 2 L and 64 i + 2 L + 1: they are one
 // word of x, in bank L. Step p takes the first or second of them, p = 2 i or 2 i + 1, for the natural order.
 //
-// defines: MAIN_BITS, RES_BITS, POS_BITS, ITEM_BYTES (3 or 4), PIECES (of 16 bytes, of an entry), FP16
+// OWN: an item has the position of its own column, and lies in two pieces: 16 bits, the position below the main index, and 8 bits,
+// the residual index. So the main index is an offset in a book of 8-byte entries as it stands (vptq_bytes.cu).
+//
+// defines: MAIN_BITS, RES_BITS, POS_BITS, ITEM_BYTES (3 or 4), PIECES (of 16 bytes, of an entry), FP16, OWN (0; POS_BITS is 3)
 #define FORMAT 0
 #ifndef PAIRED
 #define PAIRED 0
+#endif
+#ifndef OWN
+#define OWN 0
 #endif
 #define CLUSTER (1 + PAIRED)
 #include "common.cuh"
@@ -36,6 +42,8 @@ template <int S>
 DEVICE u32 item(const u32 (&w)[WORDS]) {  // bits above the fields may be anything
   if constexpr (ITEM_BYTES == 4) {
     return w[S];
+  } else if constexpr (OWN) {
+    return __byte_perm(w[S / 2], w[4 + S / 4], (S % 2 ? 0x32 : 0x10) | (4 + S % 4) << 8);
   } else {
     constexpr int word = 3 * S / 4, byte = 3 * S % 4;
     if constexpr (byte == 0) return w[word];
@@ -47,9 +55,9 @@ DEVICE void all_items(u32 (&v)[CHUNK], const u32 (&w)[WORDS]) {
   v[0] = item<0>(w), v[1] = item<1>(w), v[2] = item<2>(w), v[3] = item<3>(w);
   v[4] = item<4>(w), v[5] = item<5>(w), v[6] = item<6>(w), v[7] = item<7>(w);
 }
-DEVICE u32 main_index(u32 v) { return v & (ENTRIES - 1); }
-DEVICE u32 residual_index(u32 v) { return (v >> MAIN_BITS) & ((1u << RES_BITS) - 1); }
-DEVICE u32 position(u32 v) { return (v >> (MAIN_BITS + RES_BITS)) & (WINDOW - 1); }
+DEVICE u32 main_index(u32 v) { return (OWN ? v >> POS_BITS : v) & (ENTRIES - 1); }
+DEVICE u32 residual_index(u32 v) { return (v >> (OWN ? 16 : MAIN_BITS)) & ((1u << RES_BITS) - 1); }
+DEVICE u32 position(u32 v) { return (OWN ? v : v >> (MAIN_BITS + RES_BITS)) & (WINDOW - 1); }
 
 // Bits g2 g1 g0 t1 t0 of a lane that supplies x become g1 g2 t1 t0 g0 of the lane that gathers: how ldmatrix and
 // mma.m16n8k16 number rows and columns. This is the inverse.
@@ -57,7 +65,7 @@ DEVICE int column_lane(int l) { return (l >> 3 & 1) << 4 | (l >> 4 & 1) << 3 | (
 DEVICE int column_of(int step, int lane) { return (step >> 1) * 64 + 2 * lane + (step & 1); }
 // The column of the entry this lane gathers in step `step` of its row block.
 DEVICE int gathered_column(u32 v, int step, int lane) {
-  const u32 owner = __shfl_sync(~0u, v, column_lane(lane));
+  const u32 owner = OWN ? v : __shfl_sync(~0u, v, column_lane(lane));
   return column_of((step & ~(WINDOW - 1)) + position(owner), column_lane(lane));
 }
 
@@ -72,11 +80,20 @@ DEVICE void load_span(Words& words, const char* from, int lane) {
   for (int c = 0; c < SPAN / CHUNK; c++) load_chunk(words[c], from + c * CHUNK_BYTES, lane);
 }
 // Of the eight items that this lane looks up in a chunk the steps within their windows, four bits each.
-DEVICE u32 places_of(const u32 (&v)[CHUNK], int lane) {
+DEVICE u32 stored_places(const u32 (&v)[CHUNK]) {
   u32 places = 0;
 #pragma unroll
   for (int s = 0; s < CHUNK; s++) places |= position(v[s]) << 4 * s;
-  return __shfl_sync(~0u, places, column_lane(lane));
+  return places;
+}
+DEVICE u32 places_of(const u32 (&v)[CHUNK], int lane) {
+  const u32 places = stored_places(v);
+  return OWN ? places : __shfl_sync(~0u, places, column_lane(lane));
+}
+// The same of the items whose x this lane supplies.
+DEVICE u32 supplied_places(const u32 (&v)[CHUNK], int lane) {
+  const u32 places = stored_places(v);
+  return OWN ? __shfl_sync(~0u, places, address_lane(lane)) : places;
 }
 DEVICE void unfold(u32* to, const Words& words, int lane) {
 #pragma unroll

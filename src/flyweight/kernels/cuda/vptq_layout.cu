@@ -1,15 +1,15 @@
 // Into the layout of vptq.cu and out of it again: the order of the items in a window, and the dense matrix.
 //
-// SCHEDULE. Eight lanes gather at once and 8 bank groups serve one entry each: a step of a window takes as many cycles
-// as items share its fullest bank. A lane may take its items in any order, and where the codebook is stored twice, from
-// either copy. One thread anneals one window of eight lanes: it swaps two steps of a lane, or takes the other copy, and
+// SCHEDULE. Eight lanes gather at once and 8 bank groups serve one entry each (entries of 8 bytes: 16 and 16, LANES): a step of a
+// window takes as many cycles as items share its fullest bank. A lane may take its items in any order, and where the codebook is stored twice, from
+// either copy. One thread anneals one window of so many lanes: it swaps two steps of a lane, or takes the other copy, and
 // keeps what lowers 20 · (fullest bank) + sum of squares over the two steps, or, while it is hot, what raises it a
 // little. Cycles a step for random entries, windows of 4, 8, 16 steps, counted over 4000 windows: 2.6 unordered; annealed
 // 1.82, 1.58, 1.42, with a second copy 1.15, 1.07, 1.04. No order of one copy is below 1.76, 1.53, 1.37.
 // DEQUANTIZE. W[n][stored column] · scale + bias, for many rows of x: a CTA decodes a piece of one row block into
 // shared memory and writes it out row by row. The codebook is read through L1 and L2.
 //
-// defines: KERNEL, those of vptq.cuh; SCHEDULE needs only POS_BITS
+// defines: KERNEL, those of vptq.cuh; SCHEDULE needs only POS_BITS and LANES (8 or 16)
 #define SCHEDULE 0
 #define DEQUANTIZE 1
 #define DEQUANTIZE_SLICED 2
@@ -18,59 +18,71 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 constexpr int W = 1 << POS_BITS, THREADS = 64;
-constexpr int STRIDE = W + 4 * W + 1;  // words of a thread; odd, so that threads start in different banks
+// words of a thread; odd, so that threads start in different banks
+constexpr int STRIDE = LANES / 8 * W + LANES / 2 * W + 1;
 
-__device__ __forceinline__ int fullest(u32 counts) {  // counts: a nibble a bank
+// counts: a nibble a bank, in one word for each eight. Where 16 lanes take the same entry one carries: the order is worse, no more.
+struct Counts { u32 word[LANES / 8]; };
+__device__ __forceinline__ int fullest(u32 counts) {
   u32 m = __vmaxu4(counts & 0x0f0f0f0f, counts >> 4 & 0x0f0f0f0f);
   m = __vmaxu4(m, m >> 16);
   return max(m & 0xff, m >> 8 & 0xff);
 }
-__device__ __forceinline__ int energy(u32 counts) {
-  int squares = 0;
+__device__ __forceinline__ int energy(const Counts& counts) {
+  int squares = 0, most = 0;
 #pragma unroll
-  for (int b = 0; b < 8; b++) squares += (counts >> 4 * b & 15) * (counts >> 4 * b & 15);
-  return 20 * fullest(counts) + squares;
+  for (int i = 0; i < LANES / 8; i++) {
+#pragma unroll
+    for (int b = 0; b < 8; b++) squares += (counts.word[i] >> 4 * b & 15) * (counts.word[i] >> 4 * b & 15);
+    most = max(most, fullest(counts.word[i]));
+  }
+  return 20 * most + squares;
 }
-// banks [groups][8 lanes][W]: bank of the entry, and of its copy (or the same) in the high half.
+__device__ __forceinline__ Counts moved(Counts counts, u32 from, u32 to) {
+  counts.word[from / 8] -= 1u << 4 * (from % 8);
+  counts.word[to / 8] += 1u << 4 * (to % 8);
+  return counts;
+}
+// banks [groups][LANES][W]: bank of the entry, and of its copy (or the same) in the high half.
 // order, same shape: at each step the item that is taken, and 128 where from the copy.
 extern "C" __global__ void __launch_bounds__(THREADS) vptq_schedule(const u8* banks, u8* order, int groups, int iterations) {
   __shared__ u32 memory[THREADS * STRIDE];
   const int group = blockIdx.x * THREADS + threadIdx.x;
   if (group >= groups) return;
-  u32* const counts = memory + threadIdx.x * STRIDE;  // [W]
-  u16* const items = (u16*)(counts + W);              // [8][W]: index | bank << 4 | other bank << 7 | from the copy << 10
-  for (int s = 0; s < W; s++) counts[s] = 0;
-  for (int i = 0; i < 8 * W; i++) {
-    const u32 b = banks[(size_t)group * 8 * W + i];
-    items[i] = i % W | (b & 7) << 4 | (b >> 4 & 7) << 7;
-    counts[i % W] += 1u << 4 * (b & 7);
+  Counts* const counts = (Counts*)(memory + threadIdx.x * STRIDE);  // [W]
+  u16* const items = (u16*)(counts + W);  // [LANES][W]: index | bank << 4 | other bank << 8 | from the copy << 12
+  for (int s = 0; s < W; s++) counts[s] = {};
+  for (int i = 0; i < LANES * W; i++) {
+    const u32 b = banks[(size_t)group * LANES * W + i];
+    items[i] = i % W | (b & 15) << 4 | (b >> 4 & 15) << 8;
+    counts[i % W].word[(b & 15) / 8] += 1u << 4 * (b & 7);
   }
   u32 random = group * 2654435761u + 12345;
   for (int it = 0; it < iterations; it++) {
     random ^= random << 13, random ^= random >> 17, random ^= random << 5;
-    const int lane = random & 7, s = random >> 3 & (W - 1);
+    const int lane = random & (LANES - 1), s = random >> 4 & (W - 1);
     const float heat = 6.f * (iterations - it) / iterations;
     const float allowed = -heat * __logf(((random >> 9) + 1) * 1.2e-7f);
     u16 &a = items[lane * W + s];
-    const u32 bank = a >> 4 & 7, other = a >> 7 & 7;
+    const u32 bank = a >> 4 & 15, other = a >> 8 & 15;
     if (bank != other && random >> 31) {
-      const u32 changed = counts[s] - (1u << 4 * bank) + (1u << 4 * other);
+      const Counts changed = moved(counts[s], bank, other);
       if (energy(changed) - energy(counts[s]) > allowed) continue;
       counts[s] = changed;
-      a = (a & 15) | other << 4 | bank << 7 | ((a & 1024) ^ 1024);
+      a = (a & 15) | other << 4 | bank << 8 | ((a & 4096) ^ 4096);
     } else {
       const int t = (s + 1 + (random >> 20) % (W - 1)) & (W - 1);
       u16 &b = items[lane * W + t];
-      const u32 here = 1u << 4 * bank, there = 1u << 4 * (b >> 4 & 7);
-      if (here == there) continue;
-      const u32 at_s = counts[s] - here + there, at_t = counts[t] - there + here;
+      const u32 there = b >> 4 & 15;
+      if (bank == there) continue;
+      const Counts at_s = moved(counts[s], bank, there), at_t = moved(counts[t], there, bank);
       if (energy(at_s) + energy(at_t) - energy(counts[s]) - energy(counts[t]) > allowed) continue;
       counts[s] = at_s, counts[t] = at_t;
-      const u16 moved = a;
-      a = b, b = moved;
+      const u16 taken = a;
+      a = b, b = taken;
     }
   }
-  for (int i = 0; i < 8 * W; i++) order[(size_t)group * 8 * W + i] = (items[i] & 15) | (items[i] & 1024 ? 128 : 0);
+  for (int i = 0; i < LANES * W; i++) order[(size_t)group * LANES * W + i] = (items[i] & 15) | (items[i] & 4096 ? 128 : 0);
 }
 #else
 #include "vptq.cuh"

@@ -69,10 +69,10 @@ DEVICE void take(Accumulators& acc, u32 v, u32 x_at, const Tables& t) {
 }
 template <int S>
 DEVICE void take_chunk(Accumulators& acc, const u32 (&w)[WORDS], u32 first, const Tables& t, int lane) {
-  if constexpr (TURNED) {
+  if constexpr (TURNED || OWN) {
     u32 v[CHUNK];
     all_items(v, w);
-    const u32 places = places_of(v, lane);
+    const u32 places = TURNED ? places_of(v, lane) : supplied_places(v, lane);
 #pragma unroll
     for (int s = 0; s < CHUNK; s++) take(acc, v[s], x_offset(((first + s) & ~(WINDOW - 1)) + (places >> 4 * s & 15), lane), t);
   } else if constexpr (S < CHUNK) {

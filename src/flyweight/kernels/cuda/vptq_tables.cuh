@@ -18,20 +18,20 @@ DEVICE void gather(u32 (&a)[4], u32 v, u32 book, u32 residual) {
 }
 
 // Every thread calls this before it waits for inputs, and `book_ready` after the __syncthreads that follows.
-DEVICE void stage_book(char* to, const char* book, u64* barrier) {
+template <u32 BYTES = BOOK_BYTES> DEVICE void stage_book(char* to, const char* book, u64* barrier) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
     barrier_init(barrier, 1);
     fence_barriers();
-    copy_begin(barrier, BOOK_BYTES, 0);
-    constexpr u32 PIECE = BOOK_BYTES < 16384 ? BOOK_BYTES : 16384, COUNT = BOOK_BYTES / PIECE;
+    copy_begin(barrier, BYTES, 0);
+    constexpr u32 PIECE = BYTES < 16384 ? BYTES : 16384, COUNT = BYTES / PIECE;
     for (u32 i = 0; i < COUNT; i++) {  // CTAs begin at different places: not all at once in the same lines of L2
       const u32 at = (i + blockIdx.x) % COUNT * PIECE;
       bulk_copy(to + at, book + at, PIECE, barrier);
     }
   }
 #else
-  for (u32 i = threadIdx.x; i < BOOK_BYTES / 16; i += THREADS) ((uint4*)to)[i] = ((const uint4*)book)[i];
+  for (u32 i = threadIdx.x; i < BYTES / 16; i += THREADS) ((uint4*)to)[i] = ((const uint4*)book)[i];
 #endif
 }
 // The residual book on its way to shared memory: held while other loads start, so that their latencies overlap.

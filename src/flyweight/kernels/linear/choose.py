@@ -21,7 +21,7 @@ from flyweight.kernels.linear import (
     gemv_cluster,
     gemv_splitk,
 )
-from flyweight.kernels.linear.tiles import Matrix, TiledWeight
+from flyweight.kernels.linear.tiles import Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Route
 
 # What each kernel is, for `flyweight info` and docs/kernels.md.
@@ -108,6 +108,11 @@ def within_attention(matrix: Matrix, rows: int, device: Gpu) -> bool:
 
 
 def choose(weight: TiledWeight, rows: int, device: Gpu, fusion: Fusion = PLAIN) -> Choice:
+    return _choose(weight.outline, rows, device, fusion)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion) -> Choice:
     wanted = route(weight.matrix, rows, device, residual=fusion.residual, gated=weight.interleaved)
     for kernel in NEXT[wanted.kernel]:
         found = _runnable(kernel, weight, rows, device, fusion)
@@ -122,7 +127,7 @@ def choose(weight: TiledWeight, rows: int, device: Gpu, fusion: Fusion = PLAIN) 
 
 
 def _runnable(
-    kernel: str, weight: TiledWeight, rows: int, device: Gpu, fusion: Fusion
+    kernel: str, weight: Outline, rows: int, device: Gpu, fusion: Fusion
 ) -> str | None:
     """The name of what runs if `kernel` is asked for, or None where it takes neither the weight nor
     the device.
@@ -145,7 +150,7 @@ def _runnable(
     if "gemm" not in matrix.format.kernels:
         return None
     if kernel == "gemm_dequantized":
-        matrix = weight.in_sixteen_bits().matrix
+        matrix = matrix.in_sixteen_bits
     if gemm.unsupported_reason(matrix, rows, device, interleaved=weight.interleaved) is not None:
         return None
     return kernel if kernel == "gemm_dequantized" else "gemm"
@@ -159,7 +164,7 @@ def runnable(weight: TiledWeight, rows: int, device: Gpu) -> dict[str, str]:
     for kernel in NEXT:
         if kernel in ("cublas", "gemm_dequantized", "gemm_int16", "gemv_or_cluster"):
             continue  # gemm with another x, which its own plan decides on; and one of two others
-        name = _runnable(kernel, weight, rows, device, PLAIN)
+        name = _runnable(kernel, weight.outline, rows, device, PLAIN)
         if name is not None:
             found[kernel] = name
     return found | {"cublas": "cublas"}

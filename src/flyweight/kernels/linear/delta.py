@@ -7,16 +7,20 @@ device: one launch serves any mix of adapters and of rows without one, so captur
 capture of their own. Projections that are one linear here (q/k/v, gate/up) have an A each and the
 columns of B that belong to them.
 
-The result goes into the linear as its residual (`FusedLinear.project`), before any activation. So
-no kernel of a format knows of adapters. The few rows of decode steps on a GPU go through delta.cu;
-everything else is two products by torch.
+One row of tiles is added to by a warp of the linear's own kernel (`AdaptedRow`, gemv_delta.cuh), so
+that a step has no launch more. Of several rows the result goes into the linear as its residual
+(`FusedLinear.project`), before any activation: then no kernel of a format knows of adapters. Few of
+them go through delta.cu on a GPU; everything else is two products by torch.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +34,12 @@ FEW_ROWS = 16  # of delta.cu: beyond, products by matrix units are faster than o
 THREADS = 256
 MOST_VECTORS = 16  # of 8 inputs that a thread of delta.cu holds
 MOST_PARTS = 3
+MOST_RANK = 64  # of gemv_delta.cuh: one warp does all that is added to a CTA's outputs
+MOST_SPLITS = 8  # of the inputs of a rank
 
 
 class Delta:
     """The adapters of one linear, whose outputs are `sizes` side by side."""
-
-    early = False  # expand begins while shrink runs (delta.cu)
 
     def __init__(self, a: Tensor, b: Tensor, sizes: Sequence[int], ops: ModuleType):
         self.a = a  # [slots, parts, rank, in]
@@ -43,10 +47,32 @@ class Delta:
         self.ends = [0, *itertools.accumulate(sizes)]
         self.ops = ops
         self.numbers = torch.arange(len(a), dtype=torch.int32, device=a.device)
+        # the one of the launch before, in a step of one row: whose words this one empties
+        self.before: Delta | None = None
 
     @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
+
+    @functools.cached_property
+    def words(self) -> Tensor:
+        """Where thread blocks of one launch leave their parts of A x. All ones: nothing is there,
+        a NaN that no arithmetic makes.
+        """
+        count = self.a.shape[1] * self.a.shape[2] * MOST_SPLITS
+        empty = torch.full((count,), -1, dtype=torch.int32, device=self.a.device)
+        return empty.view(torch.float32)
+
+    def in_the_linear(self, slots: Tensor) -> AdaptedRow | None:
+        """What the kernel of one row needs to add this by itself; None where it cannot."""
+        sizes = (self.a.shape[2], self.a.shape[3], *self.ends)
+        parts = len(self.ends) - 1
+        fits = self.a.shape[2] <= MOST_RANK and parts <= MOST_PARTS
+        if self.before is None or self.before is self or any(size % 8 for size in sizes):
+            return None
+        if self.a.device.type != "cuda" or not fits:
+            return None
+        return AdaptedRow(self, slots)
 
     def add(
         self,
@@ -132,7 +158,6 @@ class Delta:
             "NORM": int(norm is not None),
             "GATED": int(gated is not None),
             "RESIDUAL": int(residual is not None),
-            "EARLY": int(self.early),
             "THREADS": THREADS,
         }
         low = torch.empty(rows, parts * rank, dtype=torch.float32, device=x.device)
@@ -158,3 +183,45 @@ class Delta:
         low = low.masked_fill_(others, 0)
         for part, (begin, end) in enumerate(itertools.pairwise(self.ends)):
             y[:, begin:end].addmm_(low[:, :, part].flatten(1), self.b[..., begin:end].flatten(0, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedRow:
+    """What gemv_delta.cuh is compiled for and handed."""
+
+    delta: Delta
+    slots: Tensor  # int32 [1]
+
+    @property
+    def lows(self) -> int:
+        return self.delta.a.shape[1] * self.delta.a.shape[2]
+
+    def shared_bytes(self, tiles: int) -> int:
+        return 4 * (self.lows + 16 * tiles) + 16
+
+    def splits(self, workers: int) -> int:
+        """As many pieces of the inputs as thread blocks can take one each."""
+        found = MOST_SPLITS
+        while found > 1 and found * self.lows > workers:
+            found //= 2
+        return found
+
+    def defines(self, tiles: int, workers: int) -> dict[str, int]:
+        """For thread blocks of up to so many tiles, of which so many have some."""
+        ends = self.delta.ends
+        parts = len(ends) - 1
+        return {
+            "ADAPTER_RANK": self.delta.a.shape[2],
+            "ADAPTER_PARTS": parts,
+            "ADAPTER_SPLITS": self.splits(workers),
+            "ADAPTER_END1": ends[1],
+            "ADAPTER_END2": ends[min(2, parts)],
+            "ADAPTER_TILES": tiles,
+        }
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        before = self.delta.before
+        assert before is not None
+        words = before.words
+        return (self.delta.a, self.delta.b, self.slots, self.delta.words, words, words.numel())

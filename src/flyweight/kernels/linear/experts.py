@@ -102,7 +102,7 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
     """None, or why these experts' linears (all gate/up, or all down) cannot be one."""
     scheme = set()
     for linear in linears:
-        if not isinstance(linear, TiledLinear):
+        if not isinstance(linear, TiledLinear) or linear.weight.order is not None:
             return "some expert's format has no kernel for few rows"
         weight = linear.weight
         scheme.add(
@@ -198,8 +198,9 @@ class GroupedExperts:
         if router.device.type != "cuda":
             return "no CUDA device"
         device = gpu.of(router.device)
-        if shared and not all(isinstance(linear, TiledLinear) for linear in shared):
-            return "the shared expert's format has no kernel for few rows"
+        for linear in shared or ():
+            if not isinstance(linear, TiledLinear) or linear.weight.order is not None:
+                return "the shared expert's format has no kernel for few rows"
         for part in (gate_up, down):
             if reason := unsupported_reason(part, device):
                 return reason

@@ -126,6 +126,25 @@ class FusedLinear:
         """The kernel that multiplies so many rows."""
         return self.kernel
 
+    def adapts(self, rows: int, activation: str | None = None) -> bool:
+        """Whether `project_row` takes so many rows, and gate and up of that activation."""
+        return False
+
+    def project_row(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        gated: str | None = None,
+        adapted: Any = None,
+    ) -> Tensor:
+        """`project` of one row, which has an adapter (`delta.AdaptedRow`), or is gate and up that
+        the activation `gated` makes x of.
+        """
+        raise NotImplementedError
+
     def narrow_prompts(self, kind: str) -> bool:
         """From now on many rows are multiplied in 8 bits (linear/prompts.py), where this linear can
         do so; whether it can.

@@ -19,8 +19,9 @@ from torch import Tensor
 from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
+from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import Norm
-from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, TiledWeight
+from flyweight.kernels.linear.tiles import ACTIVATIONS, EPILOGUES, Matrix, TiledWeight
 
 ROWS = (1, 2, 4, 8)
 # Bytes that a CTA leaves of what it could have: beside another kernel, and alone on an SM (for the
@@ -39,6 +40,17 @@ class Plan:
     shared: int
     warps: int
     in_registers: bool = False  # x, or in shared memory
+
+
+@dataclass(frozen=True, eq=False)
+class OneRow:
+    """What one row may have besides: an adapter, or gate and up for x, which `gated` multiplies."""
+
+    adapted: AdaptedRow | None = None
+    gated: str | None = None
+
+
+PLAIN_ROW = OneRow()
 
 
 @dataclass(frozen=True)
@@ -219,7 +231,13 @@ def defines(
         "SLOTS": chosen.slots,
         "HELD": min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
+        **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
     }
+
+
+def channels(weight: TiledWeight, rows: int) -> Tensor | None:
+    """What the kernels get as scales of outputs, or (INDEXED) as places of inputs."""
+    return weight.order if weight.order is not None and rows == 1 else weight.channel_scale
 
 
 def multiply(
@@ -231,17 +249,19 @@ def multiply(
     residual: Tensor | None = None,
     pdl: bool = True,
     alone: bool = False,
+    one: OneRow = PLAIN_ROW,
 ) -> Tensor:
     """x [rows, in], rows 1, 2, 4 or 8 → [rows, out] (half of it for an interleaved gate/up:
     act(gate) · up).
     """
+    adapted = one.adapted
     rows = x.shape[0]
     device = gpu.of(x.device)
     out = weight.empty_result(rows, x.device) if out is None else out
     grid = device.processors
-    chosen = fitting_plan(
-        weight.matrix, rows, device, tiles=math.ceil(weight.matrix.tiles / grid), alone=alone
-    )
+    tiles = math.ceil(weight.matrix.tiles / grid)
+    more = adapted.shared_bytes(tiles) if adapted else 0
+    chosen = fitting_plan(weight.matrix, rows, device, tiles=tiles, more=more, alone=alone)
     if chosen is None:
         raise ValueError(
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory"
@@ -249,11 +269,15 @@ def multiply(
     flags = defines(
         weight, rows, chosen, device, norm=norm is not None, epilogue=weight.epilogue(residual)
     )
+    if one.gated is not None:
+        flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
+    if adapted is not None:
+        flags |= adapted.defines(tiles, min(weight.matrix.tiles, grid))
     kernel = jit.load("gemv.cu", defines=flags).kernel("gemv")
     args = (
         weight.weights,
         weight.records,
-        weight.channel_scale,
+        channels(weight, rows),
         x,
         norm and norm.weight,
         weight.bias,
@@ -261,6 +285,8 @@ def multiply(
         out,
         norm.epsilon if norm else 0.0,
         tickets(weight, rows, x.device),
+        *(adapted.arguments if adapted else ()),
     )
-    kernel.launch(grid, 32 * (chosen.warps + 1), args, shared=chosen.shared, pdl=pdl)
+    warps = chosen.warps + 1 + (adapted is not None)
+    kernel.launch(grid, 32 * warps, args, shared=chosen.shared, pdl=pdl)
     return out

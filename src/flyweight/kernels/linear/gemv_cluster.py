@@ -14,7 +14,7 @@ from flyweight import gpu
 from flyweight.gpu import KB, Gpu
 from flyweight.kernels import jit, tuned, workspace
 from flyweight.kernels.linear.gemv import RESERVED_BESIDE
-from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, TiledWeight
+from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, Outline, TiledWeight
 from flyweight.kernels.tuned import Ring
 
 CLUSTER = 2
@@ -90,14 +90,15 @@ def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
 
 
 def unsupported_reason(
-    weight: TiledWeight, rows: int, device: Gpu, *, norm: bool = False
+    weight: TiledWeight | Outline, rows: int, device: Gpu, *, norm: bool = False
 ) -> str | None:
     """None, or why these rows do not go through few.cu."""
     if not device.has_warpgroups:
         return "needs Hopper's clusters"
-    form = weight.format
+    matrix = weight.matrix
+    form = matrix.format
     fits = "gemv_cluster" in form.kernels and (
-        weight.group == 128 if form.grouped else not weight.static
+        matrix.group == 128 if form.grouped else not weight.static
     )
     most = 8 * max(
         (ring.sets for ring in tuned.of(device).formats[form.name].cluster_rings), default=0
@@ -108,9 +109,9 @@ def unsupported_reason(
             "for each, "
             "without a norm before or act(gate)·up after"
         )
-    if choose(weight.matrix, rows, device) is None:
+    if choose(matrix, rows, device) is None:
         return (
-            f"{weight.in_features} inputs and {weight.out_features} outputs do not fit into whole "
+            f"{matrix.in_features} inputs and {matrix.out_features} outputs do not fit into whole "
             f"stages of pairs of CTAs"
         )
     return None

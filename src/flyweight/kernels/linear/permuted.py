@@ -1,6 +1,7 @@
 """A linear whose groups are of scattered inputs (GPTQ's act-order): its columns are sorted by group
-once, and x is brought into their order for each call, by one small kernel that norms it, too: host
-side of cuda/gather.cu.
+once, and x comes in their order. One row is brought into it by gemv.cu itself, on its way through
+shared memory; several by a small kernel in front (cuda/gather.cu). The norm before it has weights
+in that order, too.
 """
 
 from __future__ import annotations
@@ -40,57 +41,62 @@ def sort_columns(tensor: IntGroup) -> tuple[IntGroup, Tensor] | None:
     return dataclasses.replace(tensor, codes=codes, g_idx=None), order
 
 
-def gather(x: Tensor, order: Tensor, norm: Norm | None) -> Tensor:
-    """norm(x)[:, order] of x [rows, inputs], few of them in a place that the next call takes again;
-    order in 16 bits.
+def gather(x: Tensor, order: Tensor) -> Tensor:
+    """x[:, order] of x [rows, inputs], few of them in a place that the next call takes again; order
+    in 16 bits.
     """
     rows, width = x.shape
     device = gpu.of(x.device)
-    defines = {
-        "FP16": int(x.dtype == torch.float16),
-        "KDIM": width,
-        "NORM": int(norm is not None),
-    }
-    kernel = jit.load("gather.cu", defines=defines).kernel("gather")
-    norm = norm and norm.folded
+    kernel = jit.load("gather.cu", defines={"FP16": 0, "KDIM": width}).kernel("gather")
     if rows <= STEP_ROWS:
         size = 2 * rows * width
         held = workspace.current(x.device).bytes(f"gathered {width}", size)
         out = held[:size].view(x.dtype).view(rows, width)
     else:
         out = torch.empty_like(x)
-    args = (x, norm and norm.weight, order, out, rows, norm.epsilon if norm else 0.0)
     reserved = device.shared_least + 2 * KB if rows <= ALONE_ROWS else 0
     grid = max(rows, device.processors)
-    kernel.launch(grid, THREADS, args, shared=max(2 * width, reserved), pdl=True)
+    shared = max(2 * width, reserved)
+    kernel.launch(grid, THREADS, (x, order, out, rows), shared=shared, pdl=True)
     return out
 
 
-class PermutedLinear(FusedLinear):
-    """`inner` over inputs in another order."""
+class PermutedLinear(TiledLinear):
+    """Over inputs in the order `order`, which `tensor` has already."""
 
-    adds_bias = True
-
-    def __init__(self, inner: TiledLinear, order: Tensor, ops: ModuleType):
-        self.inner = inner
-        self.order = order.to(torch.int16)
-        self.ops = ops
-        self.shape = inner.shape
-        self.kernel = f"{inner.kernel}, inputs sorted by group"
-        self.why = inner.why
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        return self.inner.nbytes + self.order.nbytes
+    def __init__(
+        self,
+        tensor: IntGroup,
+        order: Tensor,
+        *,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ):
+        note = "inputs sorted by group: "
+        super().__init__(
+            tensor, dtype=dtype, ops=ops, bias=bias, activation=activation, note=note
+        )
+        self.weight = dataclasses.replace(self.weight, order=order.to(torch.int16))
+        self._norms: dict[int, tuple[Norm, Norm]] = {}  # as they come, and in the order
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.inner(self._sorted(x, None))
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        if not self._takes_row(flat) or self.weight.interleaved:
+            flat = self._gathered(flat)
+        return super().__call__(flat).view(*x.shape[:-1], -1)
 
-    def kernel_for(self, rows: int) -> str:
-        return self.inner.kernel_for(rows)
+    def negotiate(self, before: FusedLinear, rows: int, activation: str) -> Handover:
+        return Handover()
 
-    def narrow_prompts(self, kind: str) -> bool:
-        return self.inner.narrow_prompts(kind)
+    def packed_input(self, rows: int, items: int) -> PackedInput | None:
+        return None
+
+    def arranged(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        if not self._takes_row(x, norm=norm is not None):
+            x = self._gathered(x)
+        return x, None if norm is None else self._ordered(norm)
 
     def project(
         self,
@@ -104,9 +110,32 @@ class PermutedLinear(FusedLinear):
         prefetch: KvPrefetch | None = None,
     ) -> Tensor:
         assert isinstance(x, Tensor)
-        there = self._sorted(x, norm)
-        return self.inner.project(there, out, activation=activation, residual=residual)
-
-    def _sorted(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if activation is not None and activation != self.weight.activation:
+            y = self.ops.gate(self.project(x, norm=norm), activation)
+            return y if out is None else out.copy_(y)
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        return gather(flat, self.order, norm).view(x.shape)
+        flat, norm = self.arranged(flat, norm)
+        return super().project(
+            flat.view(x.shape),
+            out,
+            norm=norm,
+            activation=activation,
+            residual=residual,
+            handover=handover,
+        )
+
+    def _takes_row(self, x: Tensor, *, norm: bool = False) -> bool:
+        """Whether the kernel brings x into the order itself."""
+        return len(x) == 1 and self.choose(1, norm=norm).kernel == "gemv"
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        assert self.weight.order is not None
+        return gather(x, self.weight.order)
+
+    def _ordered(self, norm: Norm) -> Norm:
+        found = self._norms.get(id(norm.weight))
+        if found is None:
+            assert self.weight.order is not None
+            weight = norm.folded.weight[self.weight.order.long()].contiguous()
+            found = self._norms[id(norm.weight)] = norm, Norm(weight, norm.epsilon)
+        return found[1]

@@ -24,6 +24,7 @@ from flyweight.kernels.linear import (
     tiles,
 )
 from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
+from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import FusedLinear, Handover, KvPrefetch, Norm, PackedInput
 from flyweight.kernels.linear.untile import recode, untile, via_cublas
 from flyweight.tensors import QuantTensor
@@ -121,6 +122,46 @@ class TiledLinear(FusedLinear):
         if self.choose(rows, residual=True).kernel != "gemm":
             return None
         return gemm.packed_input(weight, rows, device, residual=True)
+
+    def arranged(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """x and the norm before it in the order of the columns, as far as kernels for one row do
+        not see to it.
+        """
+        return x, norm
+
+    # -- one row with an adapter -----------------------------------------------------------
+
+    def adapts(self, rows: int, activation: str | None = None) -> bool:
+        weight = self.weight
+        if activation is not None and activation not in tiles.ACTIVATIONS:
+            return False
+        ready = rows == 1 and not weight.interleaved and weight.in_features % 8 == 0
+        ready = ready and weight.order is None
+        return ready and self.choose(rows, norm=True, residual=True).kernel == "gemv"
+
+    def project_row(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        gated: str | None = None,
+        adapted: AdaptedRow | None = None,
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        target = None if out is None else out.view(-1, out.shape[-1])
+        added = target if residual is out and out is not None else residual
+        added = None if added is None else added.reshape(-1, added.shape[-1])
+        y = gemv.multiply(
+            self.weight,
+            flat,
+            target,
+            norm=norm and norm.folded,
+            residual=added,
+            one=gemv.OneRow(adapted, gated),
+        )
+        return y.view(*x.shape[:-1], -1) if out is None else out
 
     # -- multiplying -----------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ as records of 16 outputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +50,21 @@ class Matrix:
         return math.ceil(self.in_features / 64)
 
     @property
+    def in_sixteen_bits(self) -> Matrix:
+        return Matrix(PLAIN, self.out_features, self.in_features, 64)
+
+    @property
     def deep(self) -> bool:
         return self.in_features >= self.out_features
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the choice of a kernel depends on of a weight; the same linear of all layers has one."""
+
+    matrix: Matrix
+    interleaved: bool
+    static: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +86,10 @@ class TiledWeight:
     mins: bool = False  # records hold minima instead of zero points
     # 16-bit tiles as untile.cu and vptq_decode.cu write them: for gemm.cu alone
     by_rows: bool = False
-    # launches of gemm.cu made ready, by rows and fusion
+    # int16 [in]: which input of x each column is for, where that is not their order (permuted.py)
+    order: Tensor | None = None
+    # Kernels loaded once, by rows and fusion: prompts launch from Python, and should not wait for
+    # that. No addresses.
     calls: dict[tuple, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -96,6 +113,10 @@ class TiledWeight:
         """Whether outputs of gate and up lie by turns."""
         return self.activation is not None
 
+    @functools.cached_property
+    def outline(self) -> Outline:
+        return Outline(self.matrix, self.interleaved, self.static)
+
     @property
     def width(self) -> int:
         """Of a result: half of the outputs where gate and up are multiplied."""
@@ -103,7 +124,7 @@ class TiledWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.weights, self.records, self.channel_scale, self.bias)
+        parts = (self.weights, self.records, self.channel_scale, self.bias, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -131,18 +152,20 @@ class TiledWeight:
 
     def in_sixteen_bits(self) -> TiledWeight:
         """The same linear with weights in 16 bits, which are written for each call."""
-        matrix = Matrix(PLAIN, self.out_features, self.in_features, 64)
-        return dataclasses.replace(
-            self,
-            matrix=matrix,
-            weights=self.weights[:0],
-            records=None,
-            scale_fp16=False,
-            symmetric=False,
-            mins=False,
-            by_rows=True,
-            calls={},
-        )
+        key = ("sixteen bits",)
+        if key not in self.calls:
+            self.calls[key] = dataclasses.replace(
+                self,
+                matrix=self.matrix.in_sixteen_bits,
+                weights=self.weights[:0],
+                records=None,
+                scale_fp16=False,
+                symmetric=False,
+                mins=False,
+                by_rows=True,
+                calls={},
+            )
+        return self.calls[key]
 
     def in_eight_bits(self, form: WeightFormat, largest: Tensor) -> TiledWeight:
         """The same linear in 8-bit codes that are written for each call, x in 8 bits too.
@@ -161,7 +184,7 @@ class TiledWeight:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"calls": {}}  # a copy has weights at other addresses
+        return vars(self) | {"calls": {}}  # kernels cannot be copied
 
 
 def format_of(tensor: QuantTensor, dtype: torch.dtype) -> WeightFormat | None:

@@ -25,19 +25,10 @@ def untile(weight: TiledWeight, *, tiles: bool = False) -> Tensor:
     type.
     """
     matrix = weight.matrix
-    defines = {
-        **weight.format.defines(),
-        **weight.type_defines,
-        "KDIM": weight.in_features,
-        "NDIM": weight.out_features,
-        "GROUP": weight.group,
-        "INTERLEAVED": int(weight.interleaved),
-        **({"IN_TILES": 1} if tiles else {}),
-    }
     units = matrix.tiles * matrix.blocks
     count = 1024 * units if tiles else matrix.weights
     out = workspace.current(weight.weights.device).dequantized(count, weight.dtype)
-    kernel = jit.load("untile.cu", defines=defines).kernel("untile")
+    kernel = _kernel(weight, "untile", {"IN_TILES": 1} if tiles else {})
     kernel.launch(math.ceil(units / 8), 256, (weight.weights, weight.records, out))
     return out if tiles else out.view(weight.out_features, weight.in_features)
 
@@ -47,22 +38,28 @@ def recode(weight: TiledWeight, into: TiledWeight) -> Tensor:
     a scale each.
     """
     matrix = weight.matrix
-    defines = {
-        **weight.format.defines(),
-        **weight.type_defines,
-        "KDIM": weight.in_features,
-        "NDIM": weight.out_features,
-        "GROUP": weight.group,
-        "INTERLEAVED": int(weight.interleaved),
-        "INTO": into.format.code,
-    }
     units = matrix.tiles * matrix.blocks
     out = workspace.current(weight.weights.device).dequantized(1024 * units, torch.uint8)
-    kernel = jit.load("untile.cu", defines=defines).kernel("recode")
-    kernel.launch(
+    _kernel(weight, "recode", {"INTO": into.format.code}).launch(
         math.ceil(units / 8), 256, (weight.weights, weight.records, into.channel_scale, out)
     )
     return out
+
+
+def _kernel(weight: TiledWeight, name: str, own: dict[str, int]) -> jit.Kernel:
+    key = (name, *own.items())
+    if key not in weight.calls:
+        defines = {
+            **weight.format.defines(),
+            **weight.type_defines,
+            "KDIM": weight.in_features,
+            "NDIM": weight.out_features,
+            "GROUP": weight.group,
+            "INTERLEAVED": int(weight.interleaved),
+            **own,
+        }
+        weight.calls[key] = jit.load("untile.cu", defines=defines).kernel(name)
+    return weight.calls[key]
 
 
 def via_cublas(

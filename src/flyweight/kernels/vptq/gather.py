@@ -1,5 +1,5 @@
 """One or two rows straight from the codebook, up to 8 without warpgroup products: host side of
-cuda/vptq.cu.
+cuda/vptq.cu and, for codebooks in bytes, of cuda/vptq_bytes.cu.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from flyweight.tensors import VectorQuant
 
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
 FEW_ROWS = 8  # of vptq.cu at once
+BYTE_ROWS = 2  # of vptq_bytes.cu
+# (copies of the residual book, launches on a processor, warps), of which the first that fits is
+# taken. Two launches first: the next one's codebook comes while this one works.
+BYTE_LAUNCHES = ((16, 2, 16), (16, 1, 16), (8, 1, 16), (4, 1, 16), (2, 1, 16), (1, 1, 16))
 MILLION = 1 << 20
 
 # Borders in lookups (weights / vector length), from benchmarks/h200/000-vptq.jsonl and
@@ -81,8 +85,19 @@ def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
         (rows == 1 and items <= CROWDED_ITEMS, Launch("staged", resident=2, copies=4)),
         (plain and items <= HALF_ITEMS, Launch("staged", share=2)),
     ]
+    small = [launch for fits, launch in table[:1] if fits]
+    if layout.byte_book is not None and rows <= BYTE_ROWS:
+        return small + byte_candidates(rows)
     return [launch for fits, launch in table if fits] + [
         Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
+    ]
+
+
+def byte_candidates(rows: int) -> list[Launch]:
+    return [
+        Launch("bytes", copies=copies, resident=resident, warps=warps)
+        for copies, resident, warps in BYTE_LAUNCHES
+        if rows == 1 or resident == 1
     ]
 
 
@@ -91,6 +106,8 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
     bytes.
     """
     layout = parts[0]
+    if launch.kernel == "bytes":
+        return byte_plan(parts, launch, rows, count=count, limit=limit)
     halves = layout.halves
     form = layout.form
     books = (
@@ -126,6 +143,20 @@ def plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> 
     return Plan(launch, rows, ctas, fixed + 2 * rows * x_columns, phase, x_columns)
 
 
+def byte_plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int) -> Plan | None:
+    """`plan` of vptq_bytes.cu, which stages all of x."""
+    layout = parts[0]
+    form = layout.form
+    blocks = tuple(part.row_blocks for part in parts)
+    ctas = share_out(blocks, count // launch.share)
+    here = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True))
+    residual = launch.copies << form.residual if form.residual else 0
+    books = math.ceil(8 * ((1 << form.main) + residual) / 512) * 512
+    shared = books + 512 * rows * layout.chunks + 4 * rows * 8 * (launch.warps + here)
+    static = math.ceil((64 + 16 * rows * (launch.warps + 2)) / 512) * 512  # the kernel's variables
+    return Plan(launch, rows, ctas, shared) if shared + static <= limit else None
+
+
 def choose(
     parts: Parts, rows: int, device: Gpu, launch: Launch | None = None, *, plain: bool = True
 ) -> Plan | None:
@@ -146,6 +177,9 @@ def run(
     """
     layout = parts[0]
     launch = chosen.launch
+    if launch.kernel == "bytes":
+        run_bytes(parts, chosen, x, out, ends, pdl=pdl)
+        return
     defines = (
         layout.form.defines()
         | ends.defines
@@ -212,6 +246,44 @@ def run(
             layout.dense_steps,
         )
     kernel.launch(sum(chosen.ctas), 32 * launch.warps, args, shared=chosen.shared, pdl=pdl)
+
+
+def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *, pdl: bool) -> None:
+    """One launch of vptq_bytes.cu."""
+    layout = parts[0]
+    launch = chosen.launch
+    threads = 32 * launch.warps
+    defines = (
+        layout.form.defines()
+        | ends.defines
+        | {
+            "PIECES": 1,
+            "COPIES": launch.copies,
+            "ROWS": chosen.rows,
+            "FP16": int(layout.dtype == torch.float16),
+            "WARPS": launch.warps,
+            "RESIDENT": launch.resident,
+            "UNITS": math.ceil(32 * layout.chunks / threads),
+        }
+    )
+    # the most that x may be, so that the sums of a lane's products fit into 32 bits
+    most = min(32767, (1 << 31) // (255 * CHUNK * layout.chunks))
+    args = (
+        *part_arguments(parts, chosen.ctas, byte_books=True),
+        x,
+        ends.norm,
+        ends.bias,
+        ends.residual,
+        out,
+        float(ends.epsilon),
+        float(most),
+        x.shape[0],
+        layout.in_features,
+        out.shape[1],
+        layout.chunks,
+    )
+    kernel = jit.load("vptq_bytes.cu", defines=defines).kernel("vptq_bytes")
+    kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl)
 
 
 def worth_doubling(tensor: VectorQuant) -> bool:

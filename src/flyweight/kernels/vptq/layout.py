@@ -2,8 +2,9 @@
 
 An item (one codebook lookup) becomes 3 bytes where main index, residual index and a position fit
 into 24 bits, else 4. A lane of a warp owns 2 of 64 columns and takes its items in an order that
-lets few lookups clash in shared memory. Where there is room a codebook is stored twice, the copy
-rotated, so that each item can choose between two banks. Codebooks above 8192 entries, and one
+lets few lookups clash in shared memory. Where the codebooks are also kept in bytes (vptq_bytes.cu)
+the fields lie such that an index is an offset. Where there is room a codebook is stored twice, the
+copy rotated, so that each item can choose between two banks. Codebooks above 8192 entries, and one
 codebook per group of columns, are cut into slices, with the items of each slice in lists of their
 own. Outlier columns (about one in a hundred) are expanded to dense matrix fragments: cheaper in
 time than a third codebook, and in memory hardly more.
@@ -12,7 +13,7 @@ time than a third codebook, and in memory hardly more.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from flyweight.values import has_values, known
 CHUNK = 8  # steps of 32 items that a lane loads at once
 SLICE_BITS = 13  # 8192 entries of 16 bytes: what shared memory holds beside residuals and x
 BANKS = 8  # groups of banks that serve 16 bytes each
+BYTE_BANKS = 16  # the same of entries in bytes, 8 each
+MOST_BYTE_COLUMNS = 16384  # that vptq_bytes.cu stages in a few registers of each thread
+OWN_POSITION = 3  # bits of a position beside a main index of 13 bits
 RANGE_BITS = 11  # a range of columns of a sliced weight is decoded in shared memory at once
 
 # Lane → the lane that supplies x for the entry it fetches: how ldmatrix and mma.m16n8k16 number
@@ -44,6 +48,13 @@ class ItemFormat:
     residual: int
     position: int
     item_bytes: int
+    # the position is of the item's own column, and lies below the main index: 16 bits, then 8 bits
+    own: bool = False
+
+    @property
+    def banks(self) -> int:
+        """Lanes that look up at once, and banks that serve them."""
+        return BYTE_BANKS if self.own else BANKS
 
     @property
     def window(self) -> int:
@@ -63,7 +74,7 @@ class ItemFormat:
             "RES_BITS": self.residual,
             "POS_BITS": self.position,
             "ITEM_BYTES": self.item_bytes,
-        }
+        } | ({"OWN": 1} if self.own else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +100,10 @@ class Layout:
     slices: int = 1
     ranges: int = 0
     width: int = 0  # columns of a range
+    # uint8 [entries · 8 + 64]: the main book in bytes, step and least of its places; and the
+    # residual book in bytes. `book` and `residual` hold the same values.
+    byte_book: Tensor | None = None
+    byte_residual: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +116,8 @@ class Layout:
             self.affine,
             self.pairs,
             self.source,
+            self.byte_book,
+            self.byte_residual,
         )
         return sum(t.nbytes for t in parts if t is not None)
 
@@ -135,20 +152,21 @@ class Layout:
 
 
 def schedule(banks: Tensor) -> Tensor:
-    """The order in which 8 lanes take the items of a window, such that few of them meet in a bank.
+    """The order in which 8 or 16 lanes take the items of a window, such that few of them meet in a
+    bank.
 
-    banks uint8 [groups, 8, window]: the bank of an entry, and of its copy (or the same) in the
-    upper four bits → order uint8, same shape: which item, plus 128 where it is read from the copy.
-    Without a GPU the natural order.
+    banks uint8 [groups, lanes, window]: the bank of an entry (there are as many as lanes), and of
+    its copy (or the same) in the upper four bits → order uint8, same shape: which item, plus 128
+    where it is read from the copy. Without a GPU the natural order.
     """
-    groups, _, window = banks.shape
+    groups, lanes, window = banks.shape
     if banks.device.type != "cuda":
         return torch.arange(window, dtype=torch.uint8, device=banks.device).expand_as(banks)
     order = torch.empty_like(banks)
-    kernel = jit.load(
-        "vptq_layout.cu", defines={"KERNEL": 0, "POS_BITS": window.bit_length() - 1}
-    ).kernel("vptq_schedule")
-    kernel.launch(math.ceil(groups / 64), 64, (banks.contiguous(), order, groups, 96 * 8 * window))
+    defines = {"KERNEL": 0, "POS_BITS": window.bit_length() - 1, "LANES": lanes}
+    kernel = jit.load("vptq_layout.cu", defines=defines).kernel("vptq_schedule")
+    tries = 96 * lanes * window
+    kernel.launch(math.ceil(groups / 64), 64, (banks.contiguous(), order, groups, tries))
     return order
 
 
@@ -178,13 +196,16 @@ def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> Tensor:
     position = torch.arange(window, device=device).expand_as(items)
     if form.position:
         doubled = form.main > main_bits
-        banks = main % BANKS | (rotated(main) if doubled else main) % BANKS << 4
-        order = schedule(banks.to(torch.uint8).reshape(-1, 8, window)).view(items.shape)
+        count = form.banks
+        banks = main % count | (rotated(main) if doubled else main) % count << 4
+        order = schedule(banks.to(torch.uint8).reshape(-1, count, window)).view(items.shape)
         position = (order & 127).long()
         main = main.gather(3, position)
         extra = extra.gather(3, position)
         if doubled:
             main = torch.where(order > 127, rotated(main) | 1 << main_bits, main)
+    if form.own:
+        return own_pieces(main << form.position | position, extra)
     # A lane's word holds the indices of the entry it fetches and the position of the x it supplies.
     position = position[:, :, torch.tensor(ADDRESS_LANE, device=device)]
     words = (
@@ -199,6 +220,14 @@ def stream(joint: Tensor, form: ItemFormat, *, main_bits: int) -> Tensor:
         .flatten(3)
     )
     return torch.cat([octets[..., :16].flatten(2), octets[..., 16:].flatten(2)], 2)
+
+
+def own_pieces(halves: Tensor, extra: Tensor) -> Tensor:
+    """Items [row blocks, windows, lane, 8 steps] in two pieces: of a lane 8 × 16 bits, and behind
+    those of all lanes 8 × 8 bits.
+    """
+    octets = torch.stack([halves & 0xFF, halves >> 8], -1).flatten(2)  # [block, chunk, bytes]
+    return torch.cat([octets, extra.flatten(2)], 2).to(torch.uint8)
 
 
 def lists(
@@ -349,12 +378,15 @@ def lay_out(
     *,
     dtype: torch.dtype,
     doubled: bool = False,
+    byte_books: bool = False,
     form: ItemFormat | None = None,
     batch: int = 1 << 23,
 ) -> Layout:
     """The layout of a weight that has a kernel; `batch` bounds the items that are in the works at
-    once.
+    once. `byte_books`: with the codebooks rounded to bytes.
     """
+    if byte_books:
+        return _with_byte_books(tensor, dtype=dtype, batch=batch)
     halves = math.ceil(tensor.length / 8)
     dense = None
     if tensor.outlier_indices is not None and tensor.outlier_codebook is not None:
@@ -369,6 +401,30 @@ def lay_out(
     if sliced:
         return _sliced(tensor, dense, dtype=dtype, step=step)
     return _staged(tensor, dense, dtype=dtype, step=step, doubled=doubled, form=form)
+
+
+def takes_byte_books(tensor: VectorQuant) -> bool:
+    """Whether vptq_bytes.cu can multiply with this weight, its codebooks rounded to bytes."""
+    main, residual = tensor.index_bits
+    fields = 6 <= main <= SLICE_BITS and residual <= 8
+    plain = tensor.length == 8 and tensor.codebook.shape[0] == 1 and not tensor.outliers
+    return fields and plain and tensor.in_features <= MOST_BYTE_COLUMNS
+
+
+def _with_byte_books(tensor: VectorQuant, *, dtype: torch.dtype, batch: int) -> Layout:
+    books = tensor.byte_books()
+    main, residual = tensor.index_bits
+    form = ItemFormat(main, residual, OWN_POSITION, 3, own=True)
+    layout = lay_out(tensor.with_books(books), dtype=dtype, form=form, batch=batch)
+    numbers = torch.stack([books.step, books.least + books.residual_least]).float().contiguous()
+    codes = torch.cat([_filled(books.main, main), numbers.view(torch.uint8).flatten()])
+    extra = None if books.residual is None else _filled(books.residual, residual)
+    return replace(layout, byte_book=codes, byte_residual=extra)
+
+
+def _filled(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [1, entries, 8] → [2^bits · 8], with zeros behind."""
+    return pad(codes[0], (0, 0, 0, (1 << bits) - codes.shape[1])).flatten()
 
 
 def _staged(

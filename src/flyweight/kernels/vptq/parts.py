@@ -69,14 +69,16 @@ def share_out(work: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(ctas)
 
 
-def part_arguments(parts: Parts, ctas: Sequence[int]) -> tuple[Any, ...]:
+def part_arguments(
+    parts: Parts, ctas: Sequence[int], *, byte_books: bool = False
+) -> tuple[Any, ...]:
     """What PART of cuda/vptq.cuh stands for, three times."""
     args: list[Any] = []
     for part, count in zip(parts, ctas, strict=True):
         args += [
             part.stream,
-            part.book,
-            part.residual,
+            part.byte_book if byte_books else part.book,
+            part.byte_residual if byte_books else part.residual,
             part.dense,
             part.affine,
             part.source,

@@ -16,6 +16,7 @@ from flyweight.models.families import (
     mistral,
     olmo,
     phi,
+    qwen_next,
     smollm,
 )
 
@@ -29,6 +30,7 @@ ALL: dict[str, Family] = {
     **deepseek.FAMILIES,
     **gemma.FAMILIES,
     **gpt_oss.FAMILIES,
+    **qwen_next.FAMILIES,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -41,6 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     **deepseek.PRESETS,
     **gemma.PRESETS,
     **gpt_oss.PRESETS,
+    **qwen_next.PRESETS,
 }
 
 for _name, _family in ALL.items():

@@ -3,6 +3,7 @@
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Nothing of vLLM
 is imported before, and nothing is registered with a version whose inner names have not been read.
 FLYWEIGHT_VLLM says what is: `off`, or some of `mp`, `int8`, `fp8`, `formats`, with commas between.
+`fp8` must be asked for: no rows say yet that ours are faster than vLLM's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 SETTING = "FLYWEIGHT_VLLM"
 VERSIONS = ("0.32", "0.33")
 PARTS = ("mp", "int8", "fp8", "formats")
+USUAL = ("mp", "int8", "formats")
 TABLES = {  # part → (table of vLLM's kernels.linear, class of ours)
     "mp": ("_POSSIBLE_KERNELS", "FlyweightLinearKernel"),
     "int8": ("_POSSIBLE_INT8_KERNELS", "FlyweightInt8Kernel"),
@@ -28,7 +30,7 @@ def wanted_parts(setting: str) -> list[str]:
     """Of FLYWEIGHT_VLLM. A word that is none of PARTS is an error: it would be left out quietly."""
     words = [word.strip() for word in setting.split(",") if word.strip()]
     if words in ([], ["on"]):
-        return list(PARTS)
+        return list(USUAL)
     if words == ["off"]:
         return []
     wrong = [word for word in words if word not in PARTS]

@@ -149,7 +149,7 @@ class FlyweightLinearMethod(LinearMethodBase):
         bias = folded_bias(layer)
         found = op.prepare(parts, dtype=self.dtype, bias=bias)
         self.adds_bias = found.adds_bias and bias is not None
-        key = op.hold(found, self.device)
+        key = op.hold(found, self.device, owner=layer)
         layer.register_parameter(KEY, torch.nn.Parameter(key, requires_grad=False))
 
     def _shards(self, rank: int, ranks: int) -> list[QuantTensor]:

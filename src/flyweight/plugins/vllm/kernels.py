@@ -65,7 +65,7 @@ class Taken:
         found = op.prepare([tensor], dtype=dtype, bias=bias)
         self.outputs = tensor.matrix_shape[0]
         self.adds_bias = found.adds_bias and bias is not None
-        key = op.hold(found, tensor.device)
+        key = op.hold(found, tensor.device, owner=layer)
         layer.register_parameter(KEY, torch.nn.Parameter(key, requires_grad=False))
 
     def apply_weights(
@@ -163,7 +163,7 @@ class Scaled(Taken):
         reason = limits._gpu_reason(device)
         return reason is None, reason
 
-    def read(self, layer: torch.nn.Module) -> tuple[Wanted, QuantTensor]:
+    def read(self, layer: Any) -> tuple[Wanted, QuantTensor]:
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -202,7 +202,7 @@ class FlyweightInt8Kernel(Scaled, Int8ScaledMMLinearKernel):
             return False, "activations with a zero point"
         return True, None
 
-    def read(self, layer: torch.nn.Module) -> tuple[Wanted, QuantTensor]:
+    def read(self, layer: Any) -> tuple[Wanted, QuantTensor]:
         weight, scales, input_scale = self._get_layer_params(layer)[:3]
         widths = layer.logical_widths
         if not self.config.is_channelwise and len(widths) > 1:  # a scale for each part of it
@@ -231,7 +231,7 @@ class FlyweightFp8Kernel(Scaled, FP8ScaledMMLinearKernel):
             return False, "weights with scales for blocks"
         return True, None
 
-    def read(self, layer: torch.nn.Module) -> tuple[Wanted, QuantTensor]:
+    def read(self, layer: Any) -> tuple[Wanted, QuantTensor]:
         weight, scales, input_scale, bound = self._get_layer_params(layer)
         if bound is not None:
             raise UnsupportedError("activations with an upper bound of their scale")

@@ -1,0 +1,229 @@
+// y as in vptq.cu for one row or two, with the codebooks in bytes (tensors/vector.py: ByteBooks):
+//
+//      y[n] = step[n % 8] · sum_k (C[i(n / 8, k)][n % 8] + R[r(n / 8, k)][n % 8]) · x[k]  +  least[n % 8] · sum_k x[k]  +  biases
+//
+// An entry is 8 bytes, so shared memory serves 16 lanes at once where it served 8, a book takes half the room and half the time to
+// fetch, and two launches fit on an SM: the next one's book comes while this one multiplies. The sum of both entries is two additions
+// of 32 bits (ByteBooks: no byte ever carries). x is rounded to 16-bit integers, one step a row, so that dp2a multiplies and adds
+// exactly what it is given; a lane looks up whole items and multiplies them by their own x, and lanes meet once a row block.
+//
+//      chunk of a lane   | 8 × (main index · 8 + position), 16 bits each | 8 × residual index, 8 bits each |      vptq.cuh, OWN
+//      step              | book + (half & ~7) → 8 bytes    + residuals + 128 · byte + 8 · (lane % 16) → 8 bytes    x of its column
+//
+// Limit: shared memory. Of 32 items entries take 2 cycles if no two of 16 lanes meet in a bank (3.1 times that for random entries,
+// about 1.75 as the host orders them within windows of 8 steps), residuals 2 (16 copies: no two meet), x one; about 20 instructions
+// in four schedulers are five cycles beside that.
+//
+// defines: those of vptq_tables.cuh (OWN, COPIES 16, 8, 4, 2 or 1), ROWS (1, 2), RESIDENT, UNITS (eights of columns a thread stages), NORM, GATED
+#define KERNEL 3
+#include "vptq_step.cuh"
+
+constexpr u32 BYTE_BOOK = 8 * ENTRIES, BYTE_RESIDUAL = RES_BITS ? 8 * COPIES << RES_BITS : 0;
+constexpr u32 X_AT = (BYTE_BOOK + BYTE_RESIDUAL + 511) / 512 * 512;
+constexpr u32 CHUNK_X = ROWS == 1 ? 512 : 1024;  // bytes of the x of a chunk
+static_assert(OWN && POS_BITS == 3 && PIECES == 1 && ITEM_BYTES == 3 && ROWS <= 2, "what vptq.cuh says of OWN");
+
+typedef int Products[ROWS][8];
+
+// Shared addresses of the books and, of this chunk and lane, of x; the copy of the residual book is this lane's.
+struct Places { u32 book, residual, x; };
+template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
+  const u32 half = S % 2 ? w[S / 2] >> 16 : w[S / 2];
+  uint2 entry = shared_load2(at.book + (half & (ENTRIES - 1) << 3));
+  if constexpr (RES_BITS > 0) {
+    const u32 index = __byte_perm(w[4 + S / 4], 0, 0x4440 + S % 4);
+    const uint2 more = shared_load2(index * (8 * COPIES) + at.residual);
+    entry.x += more.x, entry.y += more.y;
+  }
+  // Both rows of x lie in one word; of one row two columns do, and the position's bits go to 1, 7 and 8.
+  const u32 x = ROWS == 1 ? shared_load16(and_or((half & 7) * 0x42, 0x182, at.x)) : shared_load((half & 7) * 128 + at.x);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const u32 even = ROWS == 1 ? x : r ? x >> 16 : x & 0xffff, odd = r ? x & 0xffff0000u : x << 16;
+    int (&a)[8] = acc[r];
+    a[0] = dot_lower(even, entry.x, a[0]), a[1] = dot_lower(odd, entry.x, a[1]);
+    a[2] = dot_upper(even, entry.x, a[2]), a[3] = dot_upper(odd, entry.x, a[3]);
+    a[4] = dot_lower(even, entry.y, a[4]), a[5] = dot_lower(odd, entry.y, a[5]);
+    a[6] = dot_upper(even, entry.y, a[6]), a[7] = dot_upper(odd, entry.y, a[7]);
+  }
+}
+DEVICE void take_chunk_of_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
+  take_bytes<0>(acc, w, at), take_bytes<1>(acc, w, at), take_bytes<2>(acc, w, at), take_bytes<3>(acc, w, at);
+  take_bytes<4>(acc, w, at), take_bytes<5>(acc, w, at), take_bytes<6>(acc, w, at), take_bytes<7>(acc, w, at);
+}
+// Adds up over the warp, writes the eight sums of each row and clears them; halves of the lanes keep halves of the outputs.
+DEVICE void flush_bytes(Products& acc, float* to, int lane) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = (float)acc[r][j], acc[r][j] = 0;
+#pragma unroll
+    for (int kept = 4; kept; kept /= 2)
+#pragma unroll
+      for (int j = 0; j < kept; j++) {
+        const bool upper = lane & 4 * kept;
+        const float other = __shfl_xor_sync(~0u, upper ? v[j] : v[j + kept], 4 * kept);
+        v[j] = (upper ? v[j + kept] : v[j]) + other;
+      }
+    v[0] += __shfl_xor_sync(~0u, v[0], 2);
+    v[0] += __shfl_xor_sync(~0u, v[0], 1);
+    if (lane % 4 == 0) to[r * 8 + lane / 4] = v[0];
+  }
+}
+
+// x in integers, and what is the same for every output.
+struct Staged {
+  Totals totals;             // of bias · x, and the norm's factor
+  float steps[ROWS], whole[ROWS];  // of the integers; the sum of what they stand for
+  float peaks[WARPS][ROWS], sums[WARPS][ROWS];
+};
+DEVICE void stage_integers(Staged& s, char* to, const Inputs& in, int units, float most, float epsilon) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float value[ROWS][UNITS][8], peak[ROWS] = {};
+  Sums sums[ROWS] = {};
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    const int unit = threadIdx.x + u * THREADS;
+    if (unit >= units) break;
+    const Eight e = load_eight(in, 8 * unit);
+    if (u == 0) wait_for_inputs();
+    Loaded l[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) l[r] = load_x(in, e, r, 8 * unit);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        value[r][u][j] = scaled(l[r], e, j, sums[r]);
+        peak[r] = largest(peak[r], fabsf(value[r][u][j]));
+      }
+  }
+  wait_for_inputs();  // every thread must, also one without a column
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    peak[r] = warp_largest(peak[r]);
+    if (lane == 0) s.peaks[warp][r] = peak[r];
+  }
+  s.totals.collect(sums);
+  __syncthreads();
+  s.totals.total(in.in_features, epsilon);
+  float inverse[ROWS], sum[ROWS] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const float all = warp_largest(lane < WARPS ? s.peaks[lane][r] : 0.f);
+    const float step = all == 0 ? 1.f : all / most;
+    inverse[r] = 1.f / step;
+    if (threadIdx.x == 0) s.steps[r] = step;
+  }
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {
+    const int unit = threadIdx.x + u * THREADS;
+    if (unit >= units) break;
+    u32 w[8] = {};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const int code = (int)rintf(value[r][u][j] * inverse[r]);
+        sum[r] += (float)code;
+        if (ROWS == 1) w[j / 2] |= (u32)(code & 0xffff) << 16 * (j % 2);
+        else w[j] |= (u32)(code & 0xffff) << 16 * r;
+      }
+    if constexpr (ROWS == 1) {
+      *(uint4*)(to + 16 * unit) = make_uint4(w[0], w[1], w[2], w[3]);
+    } else {
+      char* const at = to + unit / 8 * 256 + unit % 8 * 16;
+      *(uint4*)at = make_uint4(w[0], w[2], w[4], w[6]);
+      *(uint4*)(at + 128) = make_uint4(w[1], w[3], w[5], w[7]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const float here = warp_sum(sum[r]);
+    if (lane == 0) s.sums[warp][r] = here;
+  }
+  __syncthreads();
+  for (int r = warp; r < ROWS; r += WARPS) {
+    const float all = warp_sum(lane < WARPS ? s.sums[lane][r] : 0.f);
+    if (lane == 0) s.whole[r] = all * s.steps[r];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
+    PART(0), PART(1), PART(2), const u16* x, const u16* norm, const u16* bias, const u16* rest, u16* y, float epsilon, float most,
+    int rows, int in_features, int width, int chunks) {
+  extern __shared__ __align__(512) u8 raw[];
+  __shared__ u64 barrier;
+  __shared__ Staged staged;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
+  launch_dependents();
+  stage_book<BYTE_BOOK>((char*)raw, part.book, &barrier);
+
+  const int row_blocks = (part.outputs + 7) / 8;
+  const int block0 = (int)((long long)row_blocks * part.cta / part.ctas);
+  const int here = (int)((long long)row_blocks * (part.cta + 1) / part.ctas) - block0;
+  float* const partial = (float*)(raw + X_AT + chunks * CHUNK_X);  // [WARPS + here][ROWS][8]
+  const Inputs in = {x, norm, part.affine, part.source, in_features, rows};
+  const Outputs out = {bias, rest, y, width, part.first, part.outputs, 8, rows};
+
+  // This warp's run of chunks. Two are on their way before we wait: they depend on no other kernel.
+  const int total = here * chunks, begin = total * warp / WARPS, end = total * (warp + 1) / WARPS;
+  const char* next = part.stream + ((size_t)block0 * chunks + begin) * CHUNK_BYTES;
+  u32 words[2][WORDS];
+  const auto fetch = [&](int slot, int at) {
+    if (at >= end) return;
+    load_chunk(words[slot], next, lane);
+    next += CHUNK_BYTES;
+  };
+  fetch(0, begin);
+  fetch(1, begin + 1);
+  if constexpr (RES_BITS > 0) {
+    constexpr int COUNT = 1 << RES_BITS;
+    for (int i = threadIdx.x; i < COUNT * 2; i += THREADS) {  // two threads an entry; neighbours begin with different copies
+      const uint2 entry = ((const uint2*)part.residual)[i % COUNT];
+      for (int c = i / COUNT; c < COPIES; c += 2)
+        *(uint2*)(raw + BYTE_BOOK + (i % COUNT) * COPIES * 8 + (c + i) % COPIES * 8) = entry;
+    }
+  }
+  stage_integers(staged, (char*)raw + X_AT, in, 32 * chunks, most, epsilon);
+  float added = 0;  // to this thread's first output: on its way while products run
+  constexpr int SUMS_HERE = 8 * ROWS;
+  if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * here * SUMS_HERE)
+    added = out.added(out.place(block0 + threadIdx.x / (4 * SUMS_HERE), threadIdx.x / 4 % SUMS_HERE));
+  book_ready(&barrier);
+
+  Products acc = {};
+  const u32 shared = shared_address(raw), own_x = shared + X_AT + column_lane(lane) * 4;
+  const u32 residual = shared + BYTE_BOOK + lane % COPIES * 8;
+  int block = begin / chunks, chunk = begin % chunks;
+#pragma unroll 1
+  for (int at = begin; at < end; at += 2) {
+#pragma unroll
+    for (int slot = 0; slot < 2; slot++) {
+      if (at + slot >= end) break;
+      take_chunk_of_bytes(acc, words[slot], {shared, residual, own_x + chunk * CHUNK_X});
+      fetch(slot, at + slot + 2);
+      const bool finished = ++chunk == chunks;
+      if (finished || at + slot == end - 1) flush_bytes(acc, partial + (warp + block) * SUMS_HERE, lane);
+      if (finished) chunk = 0, block++;
+    }
+  }
+  __syncthreads();
+
+  // Runs are contiguous, so slot warp + block is unique; four threads add the warps of a block, always in one order.
+  const float* const numbers = (const float*)(part.book + BYTE_BOOK);  // [step, least][8]
+  for (int i = threadIdx.x; i < 4 * here * SUMS_HERE; i += THREADS) {
+    const int b = i / (4 * SUMS_HERE), inner = i / 4 % SUMS_HERE, row = inner / 8;
+    float sum = 0;
+    for (int w = b * WARPS / here + i % 4; w < WARPS && total * w / WARPS < (b + 1) * chunks; w += 4)
+      if (total * (w + 1) / WARPS > max(b * chunks, total * w / WARPS)) sum += partial[(w + b) * SUMS_HERE + inner];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int at = out.place(block0 + b, inner);
+    if (i % 4 || at < 0) continue;
+    const float product = sum * staged.steps[row] * __ldg(numbers + inner % 8) + staged.whole[row] * __ldg(numbers + 8 + inner % 8);
+    y[at] = to_bits(staged.totals.finish(product, row) + (i == threadIdx.x ? added : out.added(at)));
+  }
+}
