@@ -34,13 +34,13 @@ class Arrival:
 class LateDrafts(Sequence[int]):
     """The first guesses of one sequence. Whoever looks at one waits for all."""
 
-    def __init__(self, arrival: Arrival, column: int, count: int):
+    def __init__(self, arrival: Arrival, column: int, length: int):
         self.arrival = arrival
         self.column = column
-        self.count = count
+        self.length = length
 
     def __len__(self) -> int:
-        return self.count
+        return self.length
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -50,11 +50,11 @@ class LateDrafts(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice):
-            begin, end, step = index.indices(self.count)
+            begin, end, step = index.indices(self.length)
             if begin == 0 and step == 1:  # fewer of them: nobody has to know them for that
                 return LateDrafts(self.arrival, self.column, max(0, end))
-        return self.arrival.columns[self.column][: self.count][index]
+        return self.arrival.columns[self.column][: self.length][index]
 
     def put(self, tokens: Tensor) -> None:
         """Into as many places on the device."""
-        tokens.copy_(self.arrival.found[: self.count, self.column])
+        tokens.copy_(self.arrival.found[: self.length, self.column])
