@@ -25,7 +25,7 @@ from flyweight.bench import replay
 from flyweight.bench.kernels import FORMATS, Case, reference, relative_error
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import percentile
-from flyweight.kernels import dispatch, jit
+from flyweight.kernels import dependent_launch, dispatch, jit
 from flyweight.kernels.linear import gemm, gemm_mma, gemm_small, gemv, gemv_cluster, gemv_splitk
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
@@ -61,7 +61,8 @@ class Recorder:
         self.wanted: set[tuple] = set()
 
     def __call__(self, file: str, *, defines: dict | None = None, registers: int | None = None) -> Recorder:
-        self.wanted.add((file, tuple(sorted((defines or {}).items())), registers, gpu.of(DEVICE).architecture))
+        flags = {**(defines or {}), **dependent_launch.defines(file, gpu.of(DEVICE))}
+        self.wanted.add((file, tuple(sorted(flags.items())), registers, jit.current_architecture()))
         return self
 
     def kernel(self, name: str) -> Recorder:

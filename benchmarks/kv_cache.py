@@ -28,6 +28,7 @@ from flyweight.engine.llm import LLM
 
 OUTPUT = 34  # tokens of an answer, as in `bench step`
 REPEATS = 5
+MANY = 256
 SHOWN = ("kv_dtype", "batch", "input", "decode_tok_s", "step_us", "attention_us", "kv_tokens")
 
 
@@ -52,6 +53,20 @@ def engine(model: str, kv: str, works: list[Workload], *, decoder: Any, step_tok
     )
 
 
+def tokens_that_fit(model: str, kv: str, *, decoder: Any, step_tokens: int) -> tuple[int, Any]:
+    """Beside the model, where nothing but memory limits them; and the decoder, for the next."""
+    most = MANY if torch.cuda.is_available() else 1  # requests as long as the model allows
+    llm = LLM(
+        model,
+        kv_dtype=kv,
+        decoder=decoder,
+        max_num_seqs=most,
+        max_num_batched_tokens=step_tokens,
+        native=False,
+    )
+    return llm.memory().kv_tokens, llm.decoder
+
+
 def measure(llm: LLM, work: Workload) -> dict[str, Any]:
     """Tokens a second of all sequences together, the median of a few runs; on a GPU the
     microseconds of a step and of the attention in it.
@@ -59,15 +74,12 @@ def measure(llm: LLM, work: Workload) -> dict[str, Any]:
     profiler = Profiler(llm, work)
     seconds = [profiler.decode(contextlib.nullcontext) for _ in range(1 + REPEATS)][1:]
     latency = statistics.median(seconds)
-    memory = llm.memory()
     row = {
         "batch": work.batch,
         "input": work.input,
         "output": work.output,
         "latency_s": latency,
         "decode_tok_s": work.batch * (work.output - 2) / latency,
-        "kv_tokens": memory.kv_tokens,
-        "kv_gb": memory.kv / 1e9,
     }
     if llm.device.type == "cuda":
         parts = {part["operator"]: part["self_us"] for part in measure_steps(llm, work)}
@@ -92,10 +104,15 @@ def main(arguments: list[str] | None = None) -> None:
     file = ResultFile(options.out)
     decoder = None
     for kv in options.kv:
+        fit, decoder = tokens_that_fit(
+            options.model, kv, decoder=decoder, step_tokens=options.step_tokens
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
         llm = engine(options.model, kv, works, decoder=decoder, step_tokens=options.step_tokens)
-        decoder = llm.decoder
         for work in works:
-            fields = rounded(facts | {"kv_dtype": llm.kv_dtype} | measure(llm, work))
+            seen = {"kv_dtype": llm.kv_dtype, "kv_tokens": fit}
+            fields = rounded(facts | seen | measure(llm, work))
             file.add(environment, make_row("latency", environment["id"], **fields))
             print({name: fields[name] for name in SHOWN if name in fields}, flush=True)
         del llm

@@ -29,7 +29,7 @@ from flyweight.bench.facts import Variant, facts_of
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import batch_figures, random_prompts
 
-SIDES = {"on": "vllm", "off": "vllm-alone"}  # the plug-in → backend
+SIDES = {"on": "vllm-plugin", "off": "vllm"}  # the plug-in → backend
 KEY = b"flyweight"
 WARM = 24  # tokens
 

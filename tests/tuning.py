@@ -5,9 +5,9 @@ from dataclasses import replace
 from flyweight.kernels import tuned
 
 
-def retune(monkeypatch, *, formats=None, **steps):
-    """Other numbers for every GPU: of steps, and of formats by their names. Choices that are kept
-    by shape stay as they were.
+def retune(monkeypatch, *, formats=None, gemv=None, **steps):
+    """Other numbers for every GPU: of steps, gemv, and of formats by their names. Choices that are
+    kept by shape stay as they were.
     """
     real = tuned.of
 
@@ -17,6 +17,7 @@ def retune(monkeypatch, *, formats=None, **steps):
             name: replace(numbers, **(formats or {}).get(name, {}))
             for name, numbers in found.formats.items()
         }
-        return replace(found, steps=replace(found.steps, **steps), formats=changed)
+        few = replace(found.gemv, **(gemv or {}))
+        return replace(found, steps=replace(found.steps, **steps), gemv=few, formats=changed)
 
     monkeypatch.setattr(tuned, "of", of)

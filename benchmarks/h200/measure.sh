@@ -110,14 +110,19 @@ piece() {
     prefill-4b) script prefill-4b 120 prefill.jsonl prefill_passes.py --zeros --model $q4:w8a8 $q4:bf16 $q4:w8a16 --cases 2048 16384 ;;
     real-model) script real-model 300 real-model.jsonl real_model.py --model "${MODEL:-smollm2-135m}" --text "$TEXT" \
       --work "${TMPDIR:-/tmp}/real-model" "${real[@]}" ;;
-    older) # FLYWEIGHT_PRETEND=sm_80 or sm_89: the code and the limits of cards that are not here; their rows name the card
+    older) for name in steps experts chain rows vptq; do piece older-$name; done ;;
+    older-*) # FLYWEIGHT_PRETEND=sm_80 or sm_89: the code and the limits of cards that are not here; their rows name the card
       : "${FLYWEIGHT_PRETEND:?name the GPU to imitate, such as sm_80}"
-      flyweight older-steps 120 older-gpus.jsonl bench step $q8:bf16 $q8:w8a16 $q8:int4 $moe:int4 --batch 1
-      flyweight older-chain 90 older-gpus.jsonl bench kernel --chain $chain --format bf16,w8a16,w4a16 --rows 1
-      flyweight older-rows 200 older-gpus.jsonl bench kernel --format bf16,w4a16,w8a16,w8a8 --symmetric --shapes $shapes \
-        --rows $older
-      for shapes in $first $second; do flyweight older-$shapes 120 older-gpus.jsonl bench kernel --format vptq --shapes $shapes
-      done ;;
+      local file=older-gpus.jsonl one=
+      case ${1#older-} in
+        steps) flyweight $1 60 $file bench step $q8:bf16 $q8:w8a16 $q8:int4 --batch 1 ;;
+        experts) flyweight $1 90 $file bench step $moe:int4 --batch 1 ;;
+        chain) flyweight $1 60 $file bench kernel --chain $chain --format bf16,w8a16,w4a16 --rows 1 ;;
+        rows) # sm_80:132 beside vLLM's Marlin, where it is installed
+          flyweight $1 200 $file bench kernel --format bf16,w4a16,w8a16,w8a8 --symmetric --shapes $shapes --rows $older ;;
+        vptq) for one in $first $second; do flyweight $1-$one 120 $file bench kernel --format vptq --shapes $one; done ;;
+        *) echo "no piece $1"; return 1 ;;
+      esac ;;
     warm) # compiles what the others run, many processes at once: beside tests, never beside a measurement
       at_once=${AT_ONCE:-6} warm=(--repeats 1 --no-check) scratch=$(mktemp -d)
       for model in $q8:{vptq,int4,bf16,w8a8} $q4:{w8a16,w8a8,bf16,sparse-w8a16,sparse-w8a8}; do

@@ -6,8 +6,10 @@ r"""What a kernel could do otherwise, before it becomes the rule: linears cut in
     python benchmarks/workshop/trials.py steps preset:qwen3-8b:w8a8 --rows 16 32 --try "formats.w8a8.gemm_team_tokens=(0, 64)" \
         "gemm_shape.RESERVED_BESIDE=8192"
 
-`cuts` (FORMAT OUTPUTSxINPUTS) forces parts of the cut (`gemm_shape.Forced`) and prints each one's relative error; `steps`
-sets numbers of kernels/tuned (`formats.FORMAT.NAME`, `steps.NAME`) or constants of modules (one that a module has imported is
+    FLYWEIGHT_PRETEND=sm_80 python benchmarks/workshop/trials.py chain w4a16 qwen3-8b --rows 1 --try "gemv.stage_bytes=4096"
+
+`chain` times the linears of a layer, one after the other as decoding runs them. `cuts` (FORMAT OUTPUTSxINPUTS) forces parts of the cut (`gemm_shape.Forced`) and prints each one's relative error; `steps`
+sets numbers of kernels/tuned (`formats.FORMAT.NAME`, `steps.NAME`, `gemv.NAME`) or constants of modules (one that a module has imported is
 that module's own). What is chosen now comes first. All take
 turns; medians in microseconds. A linear that is faster by itself often makes steps slower: what runs beside it counts.
 
@@ -33,8 +35,10 @@ import torch
 
 from flyweight import gpu
 from flyweight.bench import replay
+from flyweight.bench.chain import EPSILON, fused_step, lay_out, run_layers
 from flyweight.bench.kernels import FORMATS, Case, copied, reference, relative_error
 from flyweight.bench.profile import Profiler, Workload
+from flyweight.bench.shapes import linears
 from flyweight.bench.steps import timed
 from flyweight.bench.timing import turns
 from flyweight.engine import ahead
@@ -42,15 +46,19 @@ from flyweight.engine.llm import LLM
 from flyweight.kernels import dispatch, jit, precompile, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run
 from flyweight.kernels.linear import gemm
+from flyweight.kernels.linear.fused import Norm
 from flyweight.kernels.linear.gemm_shape import Forced
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
+from flyweight.machine import copy_bandwidth
 
 LINEAR = ("choose", "gemm", "gemm_shape", "gemm_small", "gemv", "gemv_cluster", "gemv_splitk")
 MODULES = {name: f"linear.{name}" for name in LINEAR} | {
-    "rows": "vptq.rows", "gather": "vptq.gather", "linear": "vptq.linear", "qkv": "attention.qkv"}
-TABLES = ("steps", "formats")  # of tuned numbers
+    "rows": "vptq.rows", "gather": "vptq.gather", "linear": "vptq.linear", "qkv": "attention.qkv",
+    "dependent_launch": "dependent_launch"}
+TABLES = ("steps", "gemv", "formats")  # of tuned numbers
 INPUT, OUTPUT = 256, 66
+LAYERS = 12  # of a chain
 DOTTED = re.compile(r"\.(?=[\w.]+\s*=)")
 
 
@@ -99,8 +107,8 @@ def retuned(measured: Callable[[gpu.Gpu], tuned.Tuning], numbers: dict[str, Any]
     for name, value in numbers.items():
         table, *place, number = name.split(".")
         try:
-            if table == "steps":
-                found = dataclasses.replace(found, steps=dataclasses.replace(found.steps, **{number: value}))
+            if table != "formats":
+                found = dataclasses.replace(found, **{table: dataclasses.replace(getattr(found, table), **{number: value})})
             else:
                 changed = dataclasses.replace(found.formats[place[0]], **{number: value})
                 found = dataclasses.replace(found, formats=found.formats | {place[0]: changed})
@@ -156,6 +164,51 @@ def steps(options: argparse.Namespace) -> None:
             print(f"{rows} rows  {statistics.median(times):9.1f} us  {text or 'now'}", flush=True)
 
 
+def replayed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        found.append(run())
+    graph.replay()
+    torch.cuda.synchronize()
+    return found[0].clone()
+
+
+def chain(options: argparse.Namespace) -> None:
+    device, constants = torch.device("cuda"), Constants()
+    bandwidth = copy_bandwidth(device)
+    for name in options.formats.split(","):
+        for rows in options.rows:
+            constants.set({})
+            chain_of(Case(name, rows, 1, 1, torch.bfloat16, zero_points=not options.symmetric), options, constants, bandwidth)
+
+
+def chain_of(case: Case, options: argparse.Namespace, constants: Constants, bandwidth: float) -> None:
+    """What is replayed must give the bits of what is run one by one."""
+    device, shapes, make = torch.device("cuda"), linears(options.model), FORMATS[case.format]
+    layers = [lay_out({name: make(case, shape, device) for name, shape in shapes.items()}, case) for _ in range(LAYERS)]
+    nbytes = sum(one.nbytes for one in layers[0].values())
+    norm = Norm(torch.ones(shapes["o"][0], device=device, dtype=torch.bfloat16), EPSILON)
+    x, samplers, results = torch.randn(case.rows, shapes["o"][0], device=device).bfloat16(), {}, {}
+    runs = []  # graphs write into their buffers
+    for text in ("", *options.tries):
+        constants.set(assignments(text))
+        run = functools.partial(run_layers, fused_step(case, shapes, norm=norm), layers, x)
+        runs.append(run)
+        results[text] = run().clone()
+        samplers[text] = replay.graph_sampler(run, LAYERS)
+        again = replayed(run)
+        if not torch.equal(again, results[text]):
+            print(f"replayed differs: {relative_error(again, results[text].double()):.1e}  {text or 'now'}", flush=True)
+    times: dict[str, list[float]] = {text: [] for text in samplers}
+    for _, text in turns(list(samplers), options.samples):
+        times[text].append(samplers[text]())
+    for text, found in times.items():
+        us, error = statistics.median(found), relative_error(results[text], results[""].double())
+        share = 100 * nbytes / us / 1e3 / bandwidth
+        print(f"{case.format} {case.rows} rows  {us:9.2f} us a layer  {share:5.1f} % of copies  error {error:.1e}  {text or 'now'}",
+              flush=True)
+
+
 def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
     target = ahead.Target(gpu.GPUS["sm_90a"], sequences=max(options.rows))
     with dry_run(target.gpu):
@@ -176,12 +229,15 @@ def wanted_by(options: argparse.Namespace) -> set[jit.Wanted]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
-    cut, step = commands.add_parser("cuts"), commands.add_parser("steps")
+    cut, step, linked = (commands.add_parser(name) for name in ("cuts", "steps", "chain"))
     cut.add_argument("format", choices=FORMATS)
     cut.add_argument("shape")
     cut.add_argument("--symmetric", action="store_true", help="without zero points")
     step.add_argument("model")
-    for one in (cut, step):
+    linked.add_argument("formats", help="with commas")
+    linked.add_argument("model", help="a preset's name: its four linears, one after the other")
+    linked.add_argument("--symmetric", action="store_true", help="without zero points")
+    for one in (cut, step, linked):
         one.add_argument("--rows", type=int, nargs="+", default=[16])
         one.add_argument("--try", dest="tries", nargs="+", default=[], metavar="NAME=VALUE,…")
         one.add_argument("--samples", type=int, default=7)
@@ -191,7 +247,7 @@ def main() -> None:
         found = precompile.precompile([functools.partial(wanted_by, options)], "sm_90a", listen=lambda *_: None)
         print(f"{found.kernels} kernels, {found.fresh} of them compiled now")
     else:
-        (cuts if options.what == "cuts" else steps)(options)
+        {"cuts": cuts, "steps": steps, "chain": chain}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Sequences:
         self.tables = torch.randperm(count * pages, device=self.device).view(count, pages).int()
         size = (count * pages, shape.page, shape.kv_heads, shape.head_dim)
         self.cache = KVStorage(self.random(*size), self.random(*size))
-        self.qkv = self.random(count, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        self.qkv = self.random(count, shape.width // shape.head_dim, shape.head_dim)
         self.norms = None
         if shape.qk_norm:
             self.norms = tuple(1 + 0.1 * self.random(shape.head_dim) for _ in range(2))
@@ -96,8 +96,8 @@ class Sequences:
     def reference(self, row, sides):
         """float64 [heads, head_dim] and the new key and value; `sides`: what the cache held."""
         shape, length = self.shape, self.lengths[row]
-        heads = [shape.heads, shape.kv_heads, shape.kv_heads]
-        query, key, value = self.qkv[row].double().split(heads)
+        heads = [shape.heads if shape.gated else 0, shape.heads, shape.kv_heads, shape.kv_heads]
+        gate, query, key, value = self.qkv[row].double().split(heads)
         if self.norms:
             query = normed(query, self.norms[0].double())
             key = normed(key, self.norms[1].double())
@@ -109,7 +109,8 @@ class Sequences:
             torch.cat([side[older].double(), new[None]])[first:].repeat_interleave(shape.group, 1)
             for side, new in zip(sides, (key, value), strict=True))
         scores = torch.einsum("hd,thd->ht", query, keys) * shape.head_dim**-0.5
-        return torch.einsum("ht,thd->hd", scores.softmax(-1), values), key, value
+        result = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+        return result * gate.sigmoid() if shape.gated else result, key, value
 
     def check(self, out, before):
         """Results and new tokens as in float64; padding and the rest of the cache as they were."""

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import pytest
 import torch
 
+from flyweight import gpu
 from flyweight.kernels import reference, workspace
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.tensors import Float4, Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
@@ -81,6 +83,20 @@ def replayed(multiply, weights, start, *, replays: int) -> list[torch.Tensor]:
             if replay % 100 == 0:
                 results.append(buffers[(len(weights) - 1) % 2].clone())
     return results
+
+
+def expected(tensor, x):
+    """Float64. Without matrix units for float8 x is not quantized."""
+    if isinstance(tensor, Float8) and not gpu.of(0).has_float8:
+        return x.double() @ tensor.dequantize().double().T
+    return tensor.matmul_reference(x)
+
+
+def taken_by_gemv(weight):
+    """`weight`, or no test: float8 is widened by another kernel where there are no matrix units for it."""
+    if "gemv" not in weight.format.kernels:
+        pytest.skip(f"gemv.cu does not take {weight.format.name}")
+    return weight
 
 
 def relative_error(got, want):

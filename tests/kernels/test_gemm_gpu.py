@@ -247,6 +247,7 @@ def test_float8_sums_of_one_sign_keep_their_size():
     assert relative_error(fast, want) > 0.1
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kind", ["w8a8", "sparse-w8a8"])
 def test_w8a8_is_the_same_function_at_every_number_of_rows(kind):
     tensor = make(kind, (1536, 2048), 2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, linear_of, make, relative_error, replayed
+from gpu_linears import FORMATS, FUSED_KINDS, KINDS, TOLERANCE, expected, linear_of, make, relative_error, replayed, taken_by_gemv
 
 from flyweight import gpu
 from flyweight.kernels.linear import gemv, tiles
@@ -18,7 +18,7 @@ def test_rows_1_to_8_on_ragged_shapes(kind, dtype):
     thorough = kind in FORMATS and dtype == torch.bfloat16
     for seed, shape in enumerate(SHAPES if thorough else SHAPES[:2]):
         tensor = make(kind, shape, seed, dtype)
-        prepared = tiles.prepare(tensor, dtype=dtype)
+        prepared = taken_by_gemv(tiles.prepare(tensor, dtype=dtype))
         for rows in (1, 2, 4, 8) if thorough and seed == 0 else (4,) if seed == 0 else (1,):
             x = torch.randn(rows, shape[1], device="cuda").to(dtype)
             out = torch.full((rows, shape[0]), float("nan"), device="cuda", dtype=dtype)
@@ -50,7 +50,7 @@ def test_norm_bias_residual_and_silu_are_fused(kind, dtype):
         x, residual = (torch.randn(rows, width, device="cuda").to(dtype) for width in (1536, 512))
         normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.float()).to(dtype)
         want = tensor.matmul_reference(normed) + bias.double()
-        linear = tiles.prepare(tensor, dtype=dtype, bias=bias)
+        linear = taken_by_gemv(tiles.prepare(tensor, dtype=dtype, bias=bias))
         # W8A8 and float8 quantize the float32 result of the norm, the reference one that was rounded to 16 bits first
         bound = TOLERANCE[dtype] * (3 if kind.endswith("w8a8") else 1) if not kind.startswith("fp8") else 4e-2
         got = gemv.multiply(linear, x, norm=Norm(norm, 1e-6), residual=residual)
@@ -65,7 +65,7 @@ def test_many_rows_compute_the_same_function_as_few(kind):
     tensor = make(kind, (256, 1536), 1)
     bias = torch.randn(256, device="cuda").bfloat16()
     x = torch.randn(33, 1536, device="cuda").bfloat16()
-    want = tensor.matmul_reference(x) + bias.double()
+    want = expected(tensor, x) + bias.double()
     for gated in (False, True):
         linear = linear_of(tensor, bias=bias, activation="silu" if gated else None)
         assert relative_error(linear(x), want) < 1e-2

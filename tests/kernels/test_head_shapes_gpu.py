@@ -29,6 +29,7 @@ def test_a_group_of_more_than_eight_query_heads(group):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changes", [
     dict(heads=32, kv_heads=2),
+    dict(heads=16, kv_heads=2, head_dim=256, rotary=64, gated=True),
     dict(heads=24, kv_heads=2, head_dim=64, rotary=64, window=100),
     dict(heads=18, kv_heads=2, head_dim=64, rotary=24, page=8, qk_norm=False),
     dict(heads=71, kv_heads=1, head_dim=64, rotary=64, qk_norm=False),

@@ -38,6 +38,7 @@ def test_a_group_of_more_than_eight_query_heads(group):
     dict(heads=32, kv_heads=2, head_dim=128, rotary=128, window=60),
     dict(heads=18, kv_heads=2, rotary=24, page=8, qk_norm=False),
     dict(heads=17, kv_heads=1, head_dim=256, qk_norm=False, window=20),
+    dict(rotary=16, gated=True),
 ], ids=str)
 def test_groups_of_several_kv_heads_with_windows_pages_and_part_of_rope(changes):
     attend(replace(SHAPE, **changes), LENGTHS, 2, torch.bfloat16)

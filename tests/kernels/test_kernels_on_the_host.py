@@ -7,6 +7,7 @@ import pytest
 import torch
 from tuning import retune
 
+from flyweight import gpu
 from flyweight.kernels import reference, residual, workspace
 from flyweight.kernels.linear import experts, format, gemm, gemv, tiles
 from flyweight.kernels.linear.experts import GroupedExperts, Routing
@@ -26,6 +27,9 @@ pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for t
 def host(monkeypatch, folder):
     torch.manual_seed(0)
     host_cuda.pretend(monkeypatch, folder)
+
+
+OLDER = gpu.Gpu(8, 0, 5, 166912, 167936)  # before Hopper: each warp copies its own weights
 
 
 def make(kind, shape, seed=0):
@@ -76,12 +80,35 @@ def test_few_rows_are_multiplied(kind, rows, shape):
     assert error(gemv.multiply(weight, x, out), tensor.matmul_reference(x)) < 1e-2
 
 
+@pytest.mark.parametrize(("kind", "rows", "shape"), [CASES[i] for i in (0, 1, 2, 3, 8, 9, 11, 13)])
+def test_few_rows_are_multiplied_with_weights_that_each_warp_copies(kind, rows, shape, monkeypatch):
+    monkeypatch.setattr(gpu, "of", lambda _: OLDER)
+    test_few_rows_are_multiplied(kind, rows, shape)
+
+
 @pytest.mark.parametrize("held", [1, 9])
 def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monkeypatch):
     weight, x = tiles.prepare(make("int4:128", (136, 640), 1), dtype=torch.bfloat16), torch.randn(1, 640).bfloat16()
     want = gemv.multiply(weight, x)
     retune(monkeypatch, formats={"int4": dict(gemv_late_stages=held)})
     assert torch.equal(gemv.multiply(weight, x), want)
+
+
+# 5 CTAs: of 9 tiles and 18 stages or more, so that most begin and end inside of tiles.
+@pytest.mark.parametrize(("kind", "rows", "activation"), [("int4:128", 1, None), ("w8a8", 2, "silu"), ("plain", 1, "silu")])
+@pytest.mark.parametrize("device", [host_cuda.HOST, OLDER], ids=["producer", "own copies"])
+def test_ctas_that_share_tiles_hand_their_sums_over(kind, rows, activation, device, monkeypatch):
+    tensor, x = make(kind, (144, 1280), 1), torch.randn(rows, 1280).bfloat16()
+    norm, bias = Norm((1 + 0.1 * torch.randn(1280)).bfloat16(), 1e-6), torch.randn(144).bfloat16()
+    weight = tiles.prepare(tensor, dtype=torch.bfloat16, bias=bias, activation=activation)
+    whole = gemv.multiply(weight, x, norm=norm)
+    retune(monkeypatch, gemv=dict(balance_margin=1.0, stage_bytes=2048, slots=2))
+    monkeypatch.setattr(gpu, "of", lambda _: device)
+    gemv.fitting_plan.cache_clear()
+    assert gemv.is_balanced(weight.matrix, device)
+    found = gemv.multiply(weight, x, norm=norm)
+    gemv.fitting_plan.cache_clear()
+    assert error(found, whole.double()) < 4e-3 and mailboxes_are_empty()
 
 
 def test_norm_bias_and_silu_of_a_gated_float8_weight_are_fused():

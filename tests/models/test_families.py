@@ -161,6 +161,8 @@ MODELS = {
     "deepseek_v2 queries, groups": ("deepseek_v2", DEEPSEEK | GROUPED | dict(
         q_lora_rank=20, topk_method="group_limited_greedy", rope_parameters=LINEAR)),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPED | dict(q_lora_rank=20)),
+    "glm4_moe_lite": ("glm4_moe_lite", DEEPSEEK | dict(
+        q_lora_rank=20, mlp_layer_types=["dense", "sparse", "dense"], rope_parameters=LINEAR)),
     "deepseek_v3 halves, tied": ("deepseek_v3", DEEPSEEK | GROUPED | dict(
         rope_interleave=False, tie_word_embeddings=True, norm_topk_prob=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e3))),

@@ -73,3 +73,10 @@ def test_the_engine_runs_with_a_narrow_head():
     assert (
         len(llm.generate([[1, 2, 3]], max_tokens=4, temperature=0)[0].completions[0].token_ids) == 4
     )
+
+
+def test_a_folder_may_ask_for_a_narrow_head_and_the_user_for_the_stored_one():
+    weights = PresetWeights(TINY | {"served_head": "int8"})
+    assert narrow_head(weights, None).linear("lm_head").bits_per_weight < 8.3
+    assert narrow_head(weights, "stored") is weights
+    assert narrow_head(weights, "int4").linear("lm_head").bits_per_weight < 4.5

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import fake_vllm
 import pytest
 import torch
+from vllm_parameters import assert_near
 
 from flyweight.checkpoint import formats
 from flyweight.checkpoint.writer import CheckpointWriter
@@ -91,10 +92,10 @@ def test_a_merged_projection_is_its_parts(model):
     layer, method = load(model, f"{LAYER}.qkv_proj", list(HEADS.values()), 128)
     x = torch.randn(5, 128)
     expected = torch.cat([model.weights[f"{LAYER}.{p}"].matmul_reference(x) for p in HEADS], 1)
-    torch.testing.assert_close(method.apply(layer, x).double(), expected, rtol=1e-4, atol=1e-4)
+    assert_near(method.apply(layer, x).double(), expected)
     bias = torch.randn(256)
     found = method.apply(layer, x, bias)
-    torch.testing.assert_close(found.double(), expected + bias, rtol=1e-4, atol=1e-4)
+    assert_near(found.double(), expected + bias)
 
 
 def test_two_ranks_cut_it_by_outputs(model):
@@ -106,7 +107,7 @@ def test_two_ranks_cut_it_by_outputs(model):
     for i, part in enumerate(HEADS):
         expected = model.weights[f"{LAYER}.{part}"].matmul_reference(x)
         both = torch.cat([one[i] for one in found], 1)
-        torch.testing.assert_close(both.double(), expected, rtol=1e-4, atol=1e-4)
+        assert_near(both.double(), expected)
 
 
 def test_more_ranks_than_key_heads_share_them(model):
@@ -117,7 +118,7 @@ def test_more_ranks_than_key_heads_share_them(model):
         layer, method = load(model, f"{LAYER}.qkv_proj", [32, 32, 32], 128, rank, 4)
         found = method.apply(layer, x)[:, 64:]
         half = expected[:, rank // 2 * 32 :][:, :32]
-        torch.testing.assert_close(found.double(), half, rtol=1e-4, atol=1e-4)
+        assert_near(found.double(), half)
 
 
 def test_two_ranks_cut_it_by_inputs(model):
@@ -127,7 +128,7 @@ def test_two_ranks_cut_it_by_inputs(model):
         layer, method = load(model, f"{LAYER}.o_proj", [128], 64, rank, 2)
         added = added + method.apply(layer, x[:, 64 * rank :][:, :64])
     expected = model.weights[f"{LAYER}.o_proj"].matmul_reference(x)
-    torch.testing.assert_close(added.double(), expected, rtol=1e-4, atol=1e-4)
+    assert_near(added.double(), expected)
 
 
 def test_a_group_across_two_ranks_is_refused(model):

@@ -11,7 +11,7 @@ import fake_vllm
 import pytest
 import torch
 from fake_vllm import LayerConfig, PlatformEnum
-from vllm_parameters import inputs_first
+from vllm_parameters import assert_near, inputs_first
 
 from flyweight.plugins import vllm as plugin
 from flyweight.plugins.vllm.layer import folded_bias
@@ -120,7 +120,7 @@ def test_a_layer_is_taken_and_its_originals_let_go(monkeypatch, zero_points, wit
     x = torch.randn(3, 128)
     expected = weight.matmul_reference(x) + (0 if bias is None else bias)
     found = kernel.apply_weights(layer, x, layer.bias)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert_near(found.double(), expected)
 
 
 def test_a_layer_that_cannot_be_laid_out_goes_to_the_next_kernel_unharmed(monkeypatch, caplog):
@@ -153,6 +153,23 @@ def test_what_ours_cannot_do_is_left_with_the_reason(monkeypatch, caplog, config
         done, why = kernel_of(monkeypatch).can_implement(config)
     assert not done and reason in why
     assert reason in caplog.text and "leaves" in caplog.text
+
+
+def test_linears_are_counted_by_who_multiplies(monkeypatch):
+    ours = kernel_of(monkeypatch)
+    model = torch.nn.Module()
+    given = ours(LayerConfig((128, 48)), "qweight", "scales")
+    passed_on = ours(LayerConfig((128, 48)), "qweight", "scales")
+    passed_on.other = fake_vllm.TheirKernel(LayerConfig((128, 48)), "qweight", "scales")
+    for i, kernel in enumerate([given, given, passed_on]):
+        layer = torch.nn.Module()
+        layer.input_size = 128
+        layer.skip_bias_add = False
+        layer.quant_method = SimpleNamespace(kernel=kernel)
+        model.add_module(str(i), layer)
+    model.embedding = torch.nn.Module()
+    model.embedding.quant_method = object()
+    assert plugin.kernels_of(model) == {"FlyweightLinearKernel": 2, "TheirKernel": 1}
 
 
 def test_a_bias_that_one_rank_adds_is_not_folded():

@@ -94,13 +94,23 @@ def make_codes_random(model: Any) -> None:
         op.make_codes_random()
 
 
+def set_parts(parts: str | None) -> None:
+    """What of our plug-in processes register that are started from now on."""
+    if parts is not None:
+        os.environ[plugin.SETTING] = parts
+    elif os.environ.get(plugin.SETTING) == "off":
+        del os.environ[plugin.SETTING]
+
+
 class Vllm:
     name: str = "vllm"
     sized: ClassVar[bool] = False
     warm_output: ClassVar[int | None] = WARM_OUTPUT
     temperature: float = 0
+    parts: ClassVar[str | None] = "off"  # of our plug-in, for all processes; None: as the user has set it
 
     def __init__(self, model: str, options: EngineOptions):
+        set_parts(self.parts)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if options.tensor_parallel == 1 else "1")
         need("vllm")
@@ -125,8 +135,9 @@ class Vllm:
         self.tokens = 0
 
     def plug_in(self) -> None:
-        """Also where this package is not installed and vLLM finds no entry point of it."""
-        plugin.register()
+        """Nothing of ours: rows of this backend are what vLLM does by itself."""
+        if "flyweight.plugins.vllm.kernels" in sys.modules:
+            plugin.withdraw()
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
         """What `LLM.generate` does, with a look at the clock after every step."""
@@ -170,22 +181,24 @@ def external(request: str, known: dict[str, Any]) -> str:
     return request if request in known else request.rsplit("-", 1)[0]
 
 
-class VllmAlone(Vllm):
-    """The same engine with nothing of ours in it."""
+class VllmPlugin(Vllm):
+    """The same engine with our kernels and formats in it."""
 
-    name = "vllm-alone"
-
-    def __init__(self, model: str, options: EngineOptions):
-        os.environ[plugin.SETTING] = "off"  # for its processes
-        super().__init__(model, options)
+    name = "vllm-plugin"
+    parts: ClassVar[str | None] = None
 
     def plug_in(self) -> None:
-        plugin.withdraw()
+        """Also where this package is not installed and vLLM finds no entry point of it."""
+        plugin.register()
 
 
 class VllmServer(Server):
     name = "vllm-server"
     package = "vllm"
+
+    def __init__(self, model: str, options: EngineOptions):
+        set_parts("off")
+        super().__init__(model, options)
 
     def command(self, folder: str, limits: Limits, port: int) -> list[str]:
         return serve_command(folder, self.options, limits=limits, port=port)

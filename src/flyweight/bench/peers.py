@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -182,22 +183,23 @@ def marlin(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
     packed = (
         pack(tensor.values(), tensor.bits).t().contiguous()
     )  # GPTQ's order: [in · bits / 32, out]
-    weight = package("vllm._custom_ops").gptq_marlin_repack(
-        packed, empty, inputs, outputs, tensor.bits
-    )
+    repack = package("vllm._custom_ops").gptq_marlin_repack
+    weight = accepted(
+        repack, b_q_weight=packed, perm=empty, size_k=inputs, size_n=outputs, num_bits=tensor.bits
+    )()
     group = tensor.group_size if tensor.group_size < inputs else -1
     scales = utils.marlin_permute_scales(
         tensor.scales.t().to(dtype).contiguous(), inputs, outputs, group
     )
-    return functools.partial(
-        _run_marlin,
-        apply=utils.apply_gptq_marlin_linear,
+    blocks = getattr(utils, "MARLIN_MAX_BLOCKS_PER_SM", 1)
+    return accepted(
+        utils.apply_gptq_marlin_linear,
         weight=weight,
         weight_scale=scales,
         weight_zp=empty,
         g_idx=empty,
         g_idx_sort_indices=empty,
-        workspace=utils.marlin_make_workspace_new(device),
+        workspace=utils.marlin_make_workspace_new(device, blocks),
         wtype=types.uint4b8 if tensor.bits == 4 else types.uint8b128,
         output_size_per_partition=outputs,
         input_size_per_partition=inputs,
@@ -205,8 +207,10 @@ def marlin(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
     )
 
 
-def _run_marlin(x: Tensor, *, apply: Any, **options: Any) -> Tensor:
-    return apply(input=x, **options)
+def accepted(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`call` with those of the options that this version of it has: act-order went in 0.33."""
+    known = inspect.signature(call).parameters
+    return functools.partial(call, **{name: options[name] for name in known if name in options})
 
 
 def machete(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:

@@ -53,7 +53,10 @@ def compile(
         str | None, typer.Option(help="Of the KV cache: fp8, int8 or model, the default.")
     ] = None,
     head: Annotated[
-        str | None, typer.Option(help="Bits of the head: int8, int4 or stored, the default.")
+        str | None,
+        typer.Option(
+            help="Bits of the head: int8, int4 or stored; default: as the model asks for."
+        ),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; default: one for each core.")

@@ -31,7 +31,7 @@ def evaluate(
     tokens: Annotated[int | None, typer.Option(min=2, help="Only the first so many tokens of the text.")] = None,
     served: Annotated[bool, typer.Option("--served", help="With the kernels of serving instead of the exact ones.")] = False,
     head: Annotated[str | None, typer.Option(
-        help="Bits of the head of every model but the original: int8, int4 or stored; as stored.")] = None,
+        help="Bits of the head of every model but the original: int8, int4 or stored; default: as each asks for, else as stored.")] = None,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,

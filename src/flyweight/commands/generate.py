@@ -28,7 +28,7 @@ Threads = Annotated[int | None, typer.Option(min=1, callback=use_threads,
                                              help="Of a CPU; the cores that this process may use.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU, else the model's own. A "
                                             "CPU without 16-bit arithmetic computes in float32.")]
-Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; as stored.")]
+Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or stored; default: as the model asks for, else as stored.")]
 KvDtype = Annotated[str | None, typer.Option(help="Of the KV cache: fp8 or int8 (half the memory), model (the type of activations) "
                                              "or auto, as the model's files ask for: the default.")]
 Speculate = Annotated[str | None, typer.Option(help="Guess tokens and check several in one step: ngram (from the text so far), "

@@ -1,11 +1,12 @@
 """Decode steps of a whole model as CUDA graphs, one for each number of rows: capture and replay.
 
 What a step launches is `models.decode_step`, then the choice of tokens: the likeliest, or (another
-graph) what each row asks for by temperature, filters and biases. That is data, so no mix of requests
-needs a graph of its own. What needs the host or large tables, masks and penalties, is sampled behind
-the graph of the likeliest tokens (`Rows.choose`). A graph is captured when it is first needed, or by
-`warm_up`, largest first, so that the small ones live in the memory of the large ones. Where adapters are
-loaded, steps in which no row has one have graphs of their own, which do not look for any.
+graph) what each row asks for by temperature, filters and biases. That is data, so no mix of
+requests needs a graph of its own. What needs the host or large tables, masks and penalties, is
+sampled behind the graph of the likeliest tokens (`Rows.choose`). A graph is captured when it is
+first needed, or by `warm_up`, largest first, so that the small ones live in the memory of the large
+ones. Where adapters are loaded, steps in which no row has one have graphs of their own, which do not
+look for any.
 """
 
 from __future__ import annotations
@@ -83,11 +84,14 @@ class DecodeGraphs:
         self.beside = beside
         self.sizes = [size for size in sizes if size <= rows.capacity]
         self.largest = max(self.sizes)
-        self.pairs = beside.pairs if beside else pairs_of(decoder)
-        self.buffers = beside.buffers if beside else Buffers(
-            self.largest, dtype=decoder.dtype, device=decoder.device
-        )
-        self.unadapted = None
+        self.pairs: dict[str | None, Tensor]
+        self.buffers: Buffers
+        if beside is not None:
+            self.pairs, self.buffers = beside.pairs, beside.buffers
+        else:
+            self.pairs = pairs_of(decoder)
+            self.buffers = Buffers(self.largest, dtype=decoder.dtype, device=decoder.device)
+        self.unadapted: DecodeGraphs | None = None
         if rows.adapters is not None and beside is None:
             self.unadapted = DecodeGraphs(
                 decoder, caches, rows, sizes=self.sizes, separate=separate, beside=self

@@ -78,7 +78,7 @@ class LLM:
                        smaller, and first tokens later
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
-    head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the file has it
+    head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the folder asks for, else as stored
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
                        None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
     offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step

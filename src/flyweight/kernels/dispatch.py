@@ -30,6 +30,7 @@ from flyweight.kernels.linear.permuted import PermutedLinear, sort_columns
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import ACTIVATIONS, format_of
 from flyweight.kernels.vptq import linear as vptq
+from flyweight.kernels.vptq.layout import takes_byte_books
 from flyweight.tensors import Float8, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
 VPTQ_BOOKS = "FLYWEIGHT_VPTQ_BOOKS"  # int8: rounded to bytes; stored: as the files have them
@@ -173,6 +174,8 @@ def prepare(
     activation: str | None = None,
 ) -> FusedLinear:
     """Choose a kernel and lay the weight out for it."""
+    if isinstance(tensor, VectorQuant) and books_in_bytes() and takes_byte_books(tensor):
+        tensor = tensor.with_books(tensor.byte_books())
     request = Request(tensor, dtype, exact, bias, activation, decoder_ops(tensor.device))
     return next(
         (found for preparer in PREPARERS if (found := preparer(request))), None

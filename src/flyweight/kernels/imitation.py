@@ -60,7 +60,7 @@ class Launched:
         each = min(
             device.resident_threads // self.threads,
             device.shared_memory_per_multiprocessor // (self.shared + RESERVED_SHARED),
-            REGISTERS // max(1, self.registers * self.threads),
+            REGISTERS // max(1, -(-self.registers // 8) * 8 * self.threads),  # given out by eights
         )
         return each * device.processors
 

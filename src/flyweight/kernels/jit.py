@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.errors import FlyweightError, MissingPackageError
-from flyweight.kernels import imitation, library, stall, together
+from flyweight.kernels import dependent_launch, imitation, library, stall, together
 
 SOURCES = Path(__file__).parent / "cuda"
 UNASKED_SHARED = 48 * 1024  # bytes of shared memory that every kernel may have
@@ -190,6 +190,7 @@ class Kernel:
         self.name = name
         self._shared: dict[int, int] = {}  # bytes that each device has been asked to allow
         self.waits = False  # for other blocks of its launch, perhaps
+        self.counts = False  # and waits for counters of other launches: cuda/dependent_launch.cuh
         self._together: set[tuple[int, int]] = set()  # launches whose blocks all run at once
         # a CUkernel may stand for a CUfunction
         self._driver = driver
@@ -210,6 +211,16 @@ class Kernel:
     def _check_together(self, config: Any, grid: tuple[int, ...], device: int) -> None:
         together.check(self._driver, self.name, int(self._handle), config, grid, device)
         self._together.add((id(config), device))  # configurations are kept
+
+    def _link(
+        self, stream: int, device: int, grid: tuple[int, ...], block: int, shared: int
+    ) -> dependent_launch.Link | None:
+        if not _overlap.get():
+            return None
+        launched = dependent_launch.launched(
+            self.name, int(self._handle), device, grid, block, shared
+        )
+        return dependent_launch.link(stream, device, launched, gpu.of(device))
 
     def _lay_out(self, args: Sequence[Any]) -> struct.Struct:
         """Eight bytes an argument, as many as it has of bytes, and the addresses of all of them, as
@@ -255,9 +266,15 @@ class Kernel:
         config = _launch_config(grids, block, shared, overlapping, cluster or 1, stream)
         if self.waits and (id(config), device) not in self._together:
             self._check_together(config, grids, device)
+        link = None
+        if self.counts:
+            args = (*args, None, None)
+            link = self._link(stream, device, grids, block, shared) if pdl else None
         values = [
             0 if a is None else a if type(a) in (int, float, bytes) else a.data_ptr() for a in args
         ]
+        if link is not None:
+            values[-2:] = link.arguments
         with self._lock:  # the driver takes its copy of the arguments before it returns
             (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
             (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._address, 0)
@@ -270,6 +287,8 @@ class Kernel:
                 f"shared memory, "
                 f"cluster {cluster}): {status}"
             )
+        if link is not None:
+            link.close()
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> bytes:
@@ -347,7 +366,10 @@ class Module:
 
     kernel_class = Kernel
 
-    def __init__(self, file: str, code: bytes, registers: int | None = None) -> None:
+    def __init__(
+        self, file: str, code: bytes, registers: int | None = None, *, counts: bool = False
+    ) -> None:
+        self._counts = counts
         self._library = library.load(file, code, registers)
         self._waits = stall.watch(self._library, file)
 
@@ -355,6 +377,7 @@ class Module:
     def kernel(self, name: str) -> Kernel:
         found = self.kernel_class(library.handle(self._library, name), name)
         found.waits = self._waits
+        found.counts = self._counts
         return found
 
 
@@ -371,7 +394,7 @@ def _load(
     torch.zeros(1, device="cuda")
     code = compile_cubin(file, dict(flags), arch, registers)
     kind = ImitatedModule if is_virtual(arch) else Module
-    return kind(file, code, registers)
+    return kind(file, code, registers, counts=dependent_launch.DEFINE.items() <= set(flags))
 
 
 def current_architecture() -> str:
@@ -411,8 +434,10 @@ def load(
     """The module of a source file under these defines for the current GPU; compiled or read from
     disk once.
     """
-    if gpu.is_pretended():
-        wanted.add(Wanted(file, tuple(sorted((defines or {}).items())), registers))
+    pretended = gpu.is_pretended()
+    device = gpu.of(0 if pretended else torch.cuda.current_device())
+    flags = tuple(sorted({**(defines or {}), **dependent_launch.defines(file, device)}.items()))
+    if pretended:
+        wanted.add(Wanted(file, flags, registers))
         return Unlaunched()
-    arch = current_architecture()
-    return _load(file, tuple(sorted((defines or {}).items())), arch, registers)
+    return _load(file, flags, current_architecture(), registers)

@@ -116,8 +116,6 @@ class Linear:
         one.
         """
         tensors = []
-        biases = []
-        given = False
         begin = 0
         order = _order(group, device)
         for name, size in zip(group.linears, group.sizes, strict=True):
@@ -128,25 +126,15 @@ class Linear:
                 tensor = reorder_rows(tensor, order[begin : begin + size] - begin)
             tensors.append(tensor)
             begin += size
-            there = weights.has(f"{prefix}{name}.bias")
-            given = given or there
-            if group.bias or there:
-                biases.append(
-                    load_tensor(
-                        weights, f"{prefix}{name}.bias", (size,), device=device, dtype=dtype
-                    )
-                )
-            else:
-                biases.append(torch.zeros(size, device=device, dtype=dtype))
-        joined = torch.cat(biases)
-        joined = joined if order is None else joined[order]
-        used = known(joined.any(), otherwise=given)
+        bias = _read_bias(weights, prefix, group, device=device, dtype=dtype)
+        if bias is not None and order is not None:
+            bias = bias[order]
         delta = None
         if adapters is not None:
             delta = adapters.delta(prefix, group, device=device, dtype=dtype, order=order)
         linear = cls(
             tensors,
-            joined if used else None,
+            bias,
             names=group.linears,
             dtype=dtype,
             exact=exact,
@@ -297,6 +285,27 @@ class Linear:
     @property
     def nbytes(self) -> int:
         return self.fused.nbytes
+
+
+def _read_bias(
+    weights: Weights, prefix: str, group: Group, *, device: torch.device | str, dtype: torch.dtype
+) -> Tensor | None:
+    """Of all linears of a group; None where there is none, or nothing but zeros. Mixtures ask tens
+    of thousands of times, so nothing is made for those without one.
+    """
+    names = [f"{prefix}{name}.bias" for name in group.linears]
+    there = [group.bias or weights.has(name) for name in names]
+    if not any(there):
+        return None
+    joined = torch.cat(
+        [
+            load_tensor(weights, name, (size,), device=device, dtype=dtype)
+            if found
+            else torch.zeros(size, device=device, dtype=dtype)
+            for name, size, found in zip(names, group.sizes, there, strict=True)
+        ]
+    )
+    return joined if known(joined.any(), otherwise=True) else None
 
 
 def _order(group: Group, device: torch.device | str) -> Tensor | None:

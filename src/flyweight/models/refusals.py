@@ -79,7 +79,6 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 MISSING = {
     "deepseek_v32": ("deepseek_v3", "sparse attention and its indexer"),
     "deepseek_v4": ("deepseek_v3", "compressed attention of several kinds"),
-    "glm4_moe_lite": ("deepseek_v3", "which of its layers are dense"),
     "kimi_linear": ("deepseek_v3", "linear attention layers"),
     "ministral3": ("mistral", "queries that grow with their position"),
     "mistral4": ("deepseek_v3", "queries that grow with their position"),

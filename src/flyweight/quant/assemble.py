@@ -14,6 +14,7 @@ from torch import Tensor
 from flyweight.checkpoint.formats import Format
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
 from flyweight.models.config import ModelConfig
+from flyweight.models.narrow_head import AS_STORED, SERVED
 from flyweight.models.plan import ExpertsPlan
 from flyweight.models.standard import plan_of
 from flyweight.quant.calibrate import block_name, tuned_name
@@ -55,6 +56,8 @@ class Assembly:
         if self.recipe.embeddings != "keep":
             config.pop("torch_dtype", None)
             config["dtype"] = self.recipe.embeddings
+        if self.recipe.served_head != AS_STORED and "lm_head" not in quantized:
+            config[SERVED] = self.recipe.served_head
         with CheckpointWriter(output, SHARD_BYTES, overwrite=overwrite) as writer:
             for name, tensor in self.tensors(form):
                 writer.add(name, tensor)

@@ -2,7 +2,7 @@
 the same form.
 
 name = "mine" base = "gptq-int4"            # start from a named scheme smooth = 0.8
-# keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, embeddings
+# keys of the whole model: smooth, scale_search, sparse, learn_*, tune_*, embeddings, served_head
 
 [[layers]]                    # the last line that fits a layer's full name wins, key by key
 match = "*.mlp.down_proj"
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from flyweight.errors import OptionError, unknown
+from flyweight.models.narrow_head import AS_STORED, BITS
 from flyweight.quant.fp8 import FP8
 from flyweight.quant.gptq import GPTQ
 from flyweight.quant.grid import Integers
@@ -137,6 +138,7 @@ class Recipe:
     # an error counts by its share of the hidden state that it is added to, token by token
     relative: bool = False
     embeddings: str = "keep"  # or a dtype to store embeddings and norms in
+    served_head: str = "stored"  # or bits that the head is rounded to when the model is loaded
 
     def __post_init__(self) -> None:
         if isinstance(self.smooth, str) and self.smooth != "search":
@@ -147,6 +149,11 @@ class Recipe:
             raise OptionError(
                 f"recipe {self.name!r}: "
                 + unknown("embeddings", self.embeddings, ("keep", "float16", "bfloat16"))
+            )
+        if self.served_head not in (AS_STORED, *BITS):
+            raise OptionError(
+                f"recipe {self.name!r}: "
+                + unknown("served_head", self.served_head, (AS_STORED, *BITS))
             )
 
     @property

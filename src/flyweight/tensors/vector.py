@@ -12,24 +12,36 @@ from torch import Tensor
 
 from flyweight.packing import pack, unpack
 from flyweight.tensors.base import QuantTensor, generator_on
+from flyweight.values import known
 
 FEW = 16  # entries of a book: its residual one, often, where three bits are stored
-MOST_SUM = 255  # of a code of the main book and one of the residual book: bytes that never carry
+MOST_SUM = 255  # of the codes of both books that an item adds
+AT_ONCE = 1 << 22  # items that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
 class ByteBooks:
-    """Codebooks in bytes whose sums are bytes again: entry = step · (main + residual) + least.
+    """Codebooks as integers whose sums are bytes: entry = step · (main + residual) + least.
 
-    So a kernel adds four codes in one 32-bit addition, and multiplies bytes. Each of the `length`
-    places of an entry has a step of its own.
+    So a kernel keeps a book as bytes, adds four codes in one 32-bit addition, and multiplies bytes.
+    Only sums that some item has need be bytes; a code by itself may be below zero (`packed`). Each
+    of the `length` places of an entry has a step of its own.
     """
 
-    main: Tensor  # uint8 [groups, entries, length]
-    residual: Tensor | None  # uint8 [groups, residual entries, length]
+    main: Tensor  # int16 [groups, entries, length]
+    residual: Tensor | None  # int16 [groups, residual entries, length]
     step: Tensor  # float32 [groups, 1, length]
-    least: Tensor  # float32 [groups, 1, length], of the main book
-    residual_least: Tensor  # the same, of the residual book; zero where there is none
+    least: Tensor  # float32 [groups, 1, length]
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Codes [..., 8] as bytes of two 32-bit numbers, uint8 [..., 8]: one below zero borrows from its
+    neighbour, which the sum with another book's gives back.
+    """
+    places = torch.tensor([1 << 8 * i for i in range(4)], device=codes.device)
+    words = (codes.long().unflatten(-1, (-1, 4)) * places).sum(-1)
+    octets = torch.stack([words >> 8 * i & 0xFF for i in range(4)], -1)
+    return octets.flatten(-2).to(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,23 +120,39 @@ class VectorQuant(QuantTensor):
         return columns if self.bias is None else columns + self.bias.float()
 
     def byte_books(self) -> ByteBooks:
-        """The codebooks rounded to bytes: a range as wide as both together in 255 steps."""
+        """The codebooks rounded to bytes: what items add up to, in 255 steps."""
         books = [book.float() for book in (self.codebook, self.residual) if book is not None]
-        least = [book.amin(-2, keepdim=True) for book in books]
-        width = sum(book.amax(-2, keepdim=True) - low for book, low in zip(books, least, strict=True))
-        # one less than there are: either book may be rounded up
-        step = (width / (MOST_SUM - 1)).clamp(min=torch.finfo(torch.float32).tiny)
-        codes = [((book - low) / step).round().to(torch.uint8) for book, low in zip(books, least, strict=True)]
-        extra = len(books) > 1
-        return ByteBooks(codes[0], codes[1] if extra else None, step, least[0],
-                         least[1] if extra else torch.zeros_like(least[0]))
+        least, most = self._range(books)
+        # two steps fewer than there are: both books are rounded
+        step = ((most - least) / (MOST_SUM - 2)).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = [(book / step).round() for book in books]
+        lowest, highest = self._range(codes)
+        if known((highest - lowest > MOST_SUM).any(), otherwise=False):
+            raise ValueError("codebooks do not fit into bytes")
+        codes[0] -= lowest
+        whole = [code.to(torch.int16) for code in codes]
+        return ByteBooks(whole[0], whole[1] if len(whole) > 1 else None, step, step * lowest)
+
+    def _range(self, books: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The least and the most that items make of these books, [groups, 1, length]."""
+        found: list[tuple[Tensor, Tensor]] = []
+        blocks = max(1, AT_ONCE // self.group_columns)
+        for part in self.indices.split(blocks, 1):
+            main, extra = replace(self, indices=part).split_indices()
+            sums = entries(books[0], main)
+            if extra is not None:
+                sums = sums + entries(books[1], extra)
+            found.append((sums.amin((1, 2)), sums.amax((1, 2))))
+        least = torch.stack([low for low, _ in found]).amin(0)
+        most = torch.stack([high for _, high in found]).amax(0)
+        return least[:, None], most[:, None]
 
     def with_books(self, books: ByteBooks) -> VectorQuant:
         """The same weight with the codebooks that these bytes stand for."""
         main = (books.main * books.step + books.least).to(self.codebook.dtype)
         residual = None
         if self.residual is not None and books.residual is not None:
-            residual = (books.residual * books.step + books.residual_least).to(self.residual.dtype)
+            residual = (books.residual * books.step).to(self.residual.dtype)
         return replace(self, codebook=main, residual=residual)
 
     @property

@@ -216,6 +216,6 @@ def qkv_attention(
     )
     # one on every SM, so that all offer the same room
     grid = max(shape.kv_heads * ctas, device.processors)
-    warps = chosen.warps + 1 + (adapted is not None)
-    kernel.launch(grid, 32 * warps, args, shared=chosen.shared, pdl=True)
+    threads = chosen.threads + 32 * (adapted is not None)
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=True)
     return out

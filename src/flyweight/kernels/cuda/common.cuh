@@ -383,19 +383,39 @@ DEVICE void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+// BY_COUNTERS: the same by memory, before Hopper; LAUNCH_ARGUMENTS then end the kernel's parameters, and begin_launch begins it.
+#ifndef BY_COUNTERS
+#define BY_COUNTERS 0
+#endif
+#if BY_COUNTERS
+#include "dependent_launch.cuh"
+#define BEGIN_LAUNCH begin_launch(launch_before, launch_own)
+#else
+#define LAUNCH_ARGUMENTS
+#define BEGIN_LAUNCH
+DEVICE void count_launch() {}
 DEVICE void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+#endif
 // A CTA without work. Where it left at once, two CTAs of the next kernel would share its SM and another SM would get none.
 DEVICE void stay() {
   launch_dependents();
   wait_for_inputs();
   const u32 begin = cycles();  // by then the next kernel has taken the room that the one before this left
   while (cycles() - begin < 1200) {}
+  count_launch();
 }
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// The end of a CTA of which `threads` have written results: all of them call it.
+DEVICE void end_launch(int threads) {
+#if BY_COUNTERS
+  named_barrier(1, threads);
+  count_launch();
+#endif
+}
 DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 DEVICE float warp_sum(float v) {

@@ -19,10 +19,11 @@
 static_assert(sizeof(LinearShared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
 static_assert(NDIM % 16 == 0, "no tile belongs to two experts");
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 2)
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 2)
 experts(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
-        u16* Y, const int* expert_of, const int* slots, float epsilon) {
+        u16* Y, const int* expert_of, const int* slots, float epsilon LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
+  BEGIN_LAUNCH;
   LinearShared& sh = *(LinearShared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_linear(sh);
@@ -37,12 +38,18 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   };
   Linear a = {weights, records, channel_scale, X, norm, bias, nullptr, Y, epsilon};
   const Slice whole = slice_at(0);
+#if OWN_COPIES
+  OwnRing<decltype(tile_at)> ring = {sh, a, whole, tile_at, stages_of(whole, count), warp, lane};
+  ring.fill();
+#else
   if (warp == WARPS) return produce(sh, a, whole, count, tile_at, [] {}, lane);
-  Ring ring = {0, 0};
-  Rounds<decltype(tile_at)> rounds = {a, tile_at, count};
+  Ring ring = {sh};
+#endif
+  Rounds<decltype(tile_at)> rounds = {a, tile_at, count, whole};
   if (!PER_SLOT) {
     const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
-    return consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
+    consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
+    return end_launch(THREADS);
   }
   for (int done = 0, end; done < count; done = end) {
     const int slot = (first + done) / TILES;
@@ -53,4 +60,5 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
     rounds.count = end;
     consume(sh, inputs, whole, done, end, rounds, ring, warp, lane);
   }
+  end_launch(THREADS);
 }

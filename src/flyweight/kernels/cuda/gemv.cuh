@@ -24,12 +24,22 @@
 //
 // Eight rows stay in registers instead where there is room for them (IN_REGISTERS): gemv_registers.cuh.
 //
+// BALANCED: CTAs own runs of stages instead of whole tiles, so that all have the same share however few tiles there are:
+//
+//      | tile 0  |  tile 1  |  tile 2  |  tile 3  |       a CTA that begins inside a tile multiplies that part first, and leaves its
+//      |   CTA 0     |    CTA 1     |    CTA 2    |       sums for the CTA before it (mail.cuh), which ends with that tile
+//
+// OWN_COPIES (before Hopper): no producer. A warp copies the blocks that it will multiply itself, and waits for its own copies: nobody
+// polls a barrier, which older hardware does in a loop that takes the place of other warps' instructions. A stage then is OWN_UNITS
+// units of each warp, and a tile's ends may leave some of them without.
+//
 // Here: sizes, the ring, and the order of things. gemv_inputs.cuh brings x, gemv_products.cuh multiplies, gemv_outputs.cuh ends.
 //
 // LoRA adapters of one row are added by a warp of their own: gemv_delta.cuh. GATED_INPUT: x is act(gate) · up of a row with both.
 //
 // defines: FORMAT, SPARSE (0), SYMMETRIC (0), STATIC (0), FP16, SCALE_FP16, KDIM, NDIM, ROWS, GROUP, NORM, EPILOGUE, BIAS, WARPS, STAGES,
-// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0)
+// STAGE_BLOCKS, SLOTS, SLICES (1), HELD, IN_REGISTERS (0), INDEXED (0), GATED_INPUT (0, or an activation: ROWS is 1), ADAPTER_RANK (0),
+// BALANCED (0), PREFETCHED (0), OWN_COPIES (0), OWN_UNITS
 #include "common.cuh"
 #include "linear.cuh"
 #include "piece.cuh"
@@ -45,11 +55,25 @@
 #ifndef IN_REGISTERS
 #define IN_REGISTERS 0
 #endif
+#ifndef BALANCED
+#define BALANCED 0
+#endif
+#ifndef OWN_COPIES
+#define OWN_COPIES 0
+#define OWN_UNITS 1
+#endif
+#ifndef PREFETCHED
+#define PREFETCHED 0  // stages that are brought to L2: so many ahead of what is fetched, or, by a producer, while it waits for inputs
+#endif
+#if BALANCED
+#include "patience.cuh"
+#include "mail.cuh"
+#endif
 #ifndef GATED_INPUT
 #define GATED_INPUT 0
 #endif
 static_assert(!GATED_INPUT || ROWS == 1, "one row has both in registers");
-#define ALL_THREADS (THREADS + (ADAPTER_RANK ? 64 : 32))  // with those that fetch, and that add an adapter
+#define ALL_THREADS (THREADS + (OWN_COPIES ? 0 : 32) + (ADAPTER_RANK ? 32 : 0))  // with those that fetch, and that add an adapter
 constexpr int BLOCKS = (KDIM + 63) / 64;                           // blocks of 64 inputs in a tile
 constexpr int TILES = (NDIM + 15) / 16;
 constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
@@ -60,13 +84,16 @@ constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of
 constexpr int UNITS = !GROUPED || FLOATS ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
-constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
+constexpr int OWN_BLOCKS = OWN_UNITS * UNIT_BLOCKS;                 // of a stage, in a warp
+constexpr int OWN_GROUPS = !GROUPED ? 0 : (OWN_BLOCKS * 64 + GROUP - 1) / GROUP;
+constexpr int OWN_BYTES = OWN_BLOCKS * BLOCK_BYTES + OWN_GROUPS * GROUP_BYTES;
+constexpr int STAGE_BYTES = OWN_COPIES ? WARPS * OWN_BYTES : STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
 constexpr int COLUMN_TILES = (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
 constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
-constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // kernels that registers leave room for
+constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // threads that multiply; kernels that registers leave room for
 constexpr bool FULL = CUTS % SLICES == 0 && SLICE % STAGE_BLOCKS == 0 && STAGE_BLOCKS % (UNIT_BLOCKS * WARPS) == 0;  // no warp is ever idle
 constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
@@ -74,10 +101,14 @@ constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
 constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
+static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTERS), "a stage is a share of each warp");
+static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,
+              "a share holds whole groups, or a group whole shares");
+static_assert(!BALANCED || (SLICES == 1 && !IN_REGISTERS), "what balanced runs are for");
 static_assert(!INDEXED || (ROWS == 1 && !CHANNELS && X_BYTES >= 2 * KDIM), "a row has room where it is converted");
 static_assert(SLICES == 1 || !QUANTIZED, "the row's maximum is not known to a slice");
-static_assert((TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
-static_assert(!GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
+static_assert(OWN_COPIES || (TILE_STAGES - 1) * STAGE_BLOCKS < CUTS / SLICES * CUT - (CUTS * CUT - BLOCKS), "no stage of any slice is empty");
+static_assert(OWN_COPIES || !GROUPED || GROUP >= KDIM || (STAGE_BLOCKS * 64) % GROUP == 0 || GROUP % (STAGE_BLOCKS * 64) == 0 || TILE_STAGES == 1,
               "a stage holds whole groups, or a group whole stages");
 
 DEVICE void gate_inputs(float (&v)[8], uint4 up) {
@@ -117,9 +148,9 @@ struct __align__(128) LinearShared {
 #endif
 };
 
-// Which blocks of a tile this CTA has.
+// Which blocks of a tile this CTA has. BALANCED: stages of its first tile that it has not, and of its last tile that it has.
 struct Slice {
-  int first, blocks;
+  int first, blocks, skipped = 0, last = TILE_STAGES;
 };
 DEVICE Slice slice_at(int i) {
   if (SLICES == 1) return {0, BLOCKS};
@@ -136,6 +167,7 @@ DEVICE Slice slice_at(int i) {
 #endif
 #include "gemv_outputs.cuh"
 
+DEVICE int stages_of(Slice slice, int tiles) { return tiles * TILE_STAGES - (BALANCED ? slice.skipped + TILE_STAGES - slice.last : 0); }
 DEVICE int slice_groups(Slice slice) { return min(((slice.first + slice.blocks) * 64 + GROUP - 1) / GROUP, GROUPS); }  // up to its end
 
 // Where stage `start` of a slice of a tile lies, and how much of it there is.
@@ -155,18 +187,82 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
   return s;
 }
 
+#if OWN_COPIES
+// A warp's part of the ring: STAGES shares, fetched STAGES stages ahead.
+template <typename TileAt> struct OwnRing {
+  LinearShared& sh;
+  const Linear& a;
+  Slice slice;
+  TileAt tile_at;
+  int stages, warp, lane;  // stages of the whole CTA
+  int next = 0, slot = 0;
+
+  DEVICE int place(int i) const { return i + (BALANCED ? slice.skipped : 0); }
+  // The share of stage i: where it begins among the slice's blocks, and in memory.
+  DEVICE int first_block(int i) const { return place(i) % TILE_STAGES * STAGE_BLOCKS + warp * OWN_BLOCKS; }
+  DEVICE void fetch() {  // the next stage, into the slot that it will be taken from
+    const int i = next++, block = first_block(i);
+    if (i < stages && (FULL || block < slice.blocks)) {
+      const int tile = place_of(tile_at(place(i) / TILE_STAGES)).weights, bytes = FULL ? OWN_BLOCKS * BLOCK_BYTES : min(OWN_BLOCKS, slice.blocks - block) * BLOCK_BYTES;
+      const u8* from = a.weights + ((size_t)tile * BLOCKS + slice.first + block) * BLOCK_BYTES;
+      const u32 to = shared_address(sh.ring[i % STAGES] + warp * OWN_BYTES);
+#pragma unroll
+      for (int at = 0; at < OWN_BLOCKS * BLOCK_BYTES; at += 512)
+        if ((FULL && at + 512 <= OWN_BLOCKS * BLOCK_BYTES) || at + lane * 16 < bytes) copy16(to + at + lane * 16, from + at + lane * 16);
+      if constexpr (GROUPED) {
+        const int group = (slice.first + block) * 64 / GROUP, last = SLICES == 1 ? GROUPS : slice_groups(slice);
+        const u8* records = (const u8*)((const Record*)a.records + ((size_t)tile * GROUPS + group) * 16);
+        if (lane * 16 < min(OWN_GROUPS, last - group) * GROUP_BYTES) copy16(to + OWN_BLOCKS * BLOCK_BYTES + lane * 16, records + lane * 16);
+      }
+    }
+    copy_group();  // of no copies, where there are none: groups are counted
+    if (PREFETCHED) prefetch(i + PREFETCHED);
+  }
+  DEVICE void prefetch(int i) const {
+    if (i >= stages || lane * 128 >= OWN_BLOCKS * BLOCK_BYTES || first_block(i) >= slice.blocks) return;
+    const int tile = place_of(tile_at(place(i) / TILE_STAGES)).weights;
+    prefetch_l2(a.weights + ((size_t)tile * BLOCKS + slice.first + first_block(i)) * BLOCK_BYTES + lane * 128);
+  }
+  DEVICE void fill() {
+    for (int i = 0; i < STAGES; i++) fetch();
+  }
+  DEVICE const u8* wait() const {
+    copy_wait<STAGES - 1>();
+    __syncwarp();
+    return sh.ring[slot] + warp * OWN_BYTES;
+  }
+  DEVICE void release() {
+    __syncwarp();
+    fetch();
+    if (++slot == STAGES) slot = 0;
+  }
+};
+#endif
+
 // The ring is filled before this kernel's inputs are there, but for its last HELD stages: those come while x is prepared, when there
 // would be nothing to fetch otherwise. `early` runs ahead of the wait.
 template <typename TileAt, typename Early>
 DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, TileAt tile_at, Early early, int lane) {
-  const int stages = count * TILE_STAGES;
+  const int skipped = BALANCED ? slice.skipped : 0, stages = stages_of(slice, count);
   int slot = 0, parity = 1;
+  auto stage_of = [&](int i) {
+    return stage_at(a, slice, place_of(tile_at((i + skipped) / TILE_STAGES)).weights, (i + skipped) % TILE_STAGES * STAGE_BLOCKS);
+  };
+  auto await_inputs = [&](int next) {
+    early();
+    for (int i = next; i < min(stages, next + PREFETCHED); i++) {
+      const Stage s = stage_of(i);
+      for (int line = lane * 128; line < s.bytes; line += 32 * 128) prefetch_l2(s.weights + line);
+      for (int line = lane * 128; line < s.record_bytes; line += 32 * 128) prefetch_l2((const u8*)s.records + line);
+    }
+    wait_for_inputs();
+  };
   u32* const turns = a.turns ? a.turns + 2 * processor() : nullptr;  // asked once: a preempted CTA may go on elsewhere
   if (turns) await_turn(turns, lane);
   for (int i = 0; i < stages; i++) {
-    if (i == STAGES - HELD) early(), wait_for_inputs();
+    if (i == STAGES - HELD) await_inputs(i);
     if (i >= STAGES) barrier_wait(&sh.empty[slot], parity);
-    const Stage s = stage_at(a, slice, place_of(tile_at(i / TILE_STAGES)).weights, i % TILE_STAGES * STAGE_BLOCKS);
+    const Stage s = stage_of(i);
     copy_begin(&sh.full[slot], s.bytes + s.record_bytes, lane);
     copy_bytes(sh.ring[slot], s.weights, s.bytes, &sh.full[slot], lane);
     if (GROUPED) copy_bytes(sh.ring[slot] + STAGE_BLOCKS * BLOCK_BYTES, s.records, s.record_bytes, &sh.full[slot], lane);
@@ -174,44 +270,74 @@ DEVICE void produce(LinearShared& sh, const Linear& a, Slice slice, int count, T
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   if (turns && lane == 0) count_up(turns + 1);
-  if (stages <= STAGES - HELD) early(), wait_for_inputs();
+  if (stages <= STAGES - HELD) await_inputs(stages);
 }
 
 DEVICE float as_float(float v) { return v; }
 DEVICE float as_float(int v) { return __int_as_float(v); }
 
 struct Ring {  // the stage that comes next
-  int slot;
-  u32 parity;
+  LinearShared& sh;
+  int slot = 0;
+  u32 parity = 0;
+  DEVICE const u8* wait() const {
+    barrier_wait(&sh.full[slot], parity);
+    return sh.ring[slot];
+  }
+  DEVICE void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&sh.empty[slot]);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
 };
 
 #if !IN_REGISTERS
-// One stage of one tile, this warp's units of it: into `whole`, or scaled group by group into `total`.
+// A unit of a tile, of which `block` is the first of its slice's blocks: into `whole`, or scaled into `total`.
+DEVICE void multiply_unit(const LinearShared& sh, Slice slice, const u8* weights, const Record* records, const Inputs& inputs, int block,
+                          float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
+  const u8* xs = inputs.x + block * XBLOCK;
+  if constexpr (!GROUPED) {
+    multiply_block(weights, xs, whole, lane);
+  } else {
+    group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
+#pragma unroll
+    for (int b = 0; b < UNIT_BLOCKS; b++)
+      if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || block + b < slice.blocks) multiply_block(weights + b * BLOCK_BYTES, xs + b * XBLOCK, acc, lane);
+#if FORMAT == FP8_BLOCKS
+    add_scaled(whole, acc, *(const float2*)records);
+#else
+    add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, lane / 4, lane % 4);
+#endif
+  }
+}
+#endif
+
+#if OWN_COPIES
+// This warp's share of a stage that begins with block `start` of the slice.
+DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* own, const Inputs& inputs, int start,
+                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int warp, int lane) {
+  const int first = start + warp * OWN_BLOCKS;
+  const Record* records = (const Record*)(own + OWN_BLOCKS * BLOCK_BYTES);
+#pragma unroll
+  for (int unit = 0; unit < OWN_BLOCKS; unit += UNIT_BLOCKS) {
+    const int block = first + unit, group = GROUPED ? block * 64 / GROUP - first * 64 / GROUP : 0;
+    if (!FULL && block >= slice.blocks) break;
+    multiply_unit(sh, slice, own + unit * BLOCK_BYTES, records + group * 16, inputs, block, total, whole, lane);
+  }
+}
+#elif !IN_REGISTERS
+// One stage of one tile, this warp's units of it.
 // `turn`: which of the stage's units this warp begins with; it moves on from stage to stage where units and warps do not match.
 DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, const Inputs& inputs, int start,
                            float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int turn, int lane) {
-  const u8* xs = inputs.x;
-  const int g = lane / 4, t = lane % 4, blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, slice.blocks - start);
+  const int blocks = FULL ? STAGE_BLOCKS : min(STAGE_BLOCKS, slice.blocks - start);
+  const Record* records = (const Record*)(ring + STAGE_BLOCKS * BLOCK_BYTES);
 #pragma unroll
   for (int unit = turn * UNIT_BLOCKS, n = 0; n < (STAGE_BLOCKS + UNIT_BLOCKS * WARPS - 1) / (UNIT_BLOCKS * WARPS);
        n++, unit += WARPS * UNIT_BLOCKS) {
     if (!FULL && unit >= blocks) break;
-    const int block = start + unit;
-    if constexpr (!GROUPED) {
-      multiply_block(ring + unit * BLOCK_BYTES, xs + block * XBLOCK, whole, lane);
-    } else {
-      group_sum acc[SETS + SUMS][COLUMN_TILES][4] = {};
-#pragma unroll
-      for (int b = 0; b < UNIT_BLOCKS; b++)
-        if (UNIT_BLOCKS == 1 || BLOCKS % UNIT_BLOCKS == 0 || unit + b < blocks)
-          multiply_block(ring + (unit + b) * BLOCK_BYTES, xs + (block + b) * XBLOCK, acc, lane);
-      const Record* records = (const Record*)(ring + STAGE_BLOCKS * BLOCK_BYTES) + (block * 64 / GROUP - start * 64 / GROUP) * 16;
-#if FORMAT == FP8_BLOCKS
-      add_scaled(whole, acc, *(const float2*)records);
-#else
-      add_unit(total, acc, records, sh.groups[GROUP == 32 ? 2 * block : block / UNIT_BLOCKS], (slice.first + block) * 2 + 1 < GROUPS, g, t);
-#endif
-    }
+    const int block = start + unit, group = GROUPED ? block * 64 / GROUP - start * 64 / GROUP : 0;
+    multiply_unit(sh, slice, ring + unit * BLOCK_BYTES, records + group * 16, inputs, block, total, whole, lane);
   }
 }
 #endif
@@ -219,7 +345,7 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
 // Barriers, and the start of the kernel after this one.
 DEVICE void begin_linear(LinearShared& sh) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < (OWN_COPIES ? 0 : STAGES); i++) {
       barrier_init(&sh.full[i], COPY_ARRIVALS);
       barrier_init(&sh.empty[i], WARPS);
     }
@@ -233,23 +359,20 @@ DEVICE void begin_linear(LinearShared& sh) {
 }
 
 // Tiles tile_at(done) … tile_at(count - 1) as they come through the ring, times the rows that are loaded; `rounds` ends them.
-template <typename Rounds>
+template <typename Rounds, typename Ring>
 DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int done, int count, Rounds& rounds, Ring& ring, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
   rounds.begin(done);
-  int slot = ring.slot, turn = warp;
-  u32 parity = ring.parity;
+  int turn = warp;
   for (int tile = done; tile < count; tile++) {
     float total[COLUMN_TILES][2] = {};  // of the tile
     accumulator whole[SETS + SUMS][COLUMN_TILES][4] = {};
 #pragma unroll(IN_REGISTERS ? TILE_STAGES : 1)
-    for (int stage = 0; stage < TILE_STAGES; stage++) {
-      barrier_wait(&sh.full[slot], parity);
-      multiply_stage(sh, slice, sh.ring[slot], inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
-      if (!FULL && !IN_REGISTERS) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&sh.empty[slot]);
-      if (++slot == STAGES) slot = 0, parity ^= 1;
+    for (int stage = BALANCED && tile == 0 ? slice.skipped : 0; stage < (BALANCED && tile + 1 == count ? slice.last : TILE_STAGES); stage++) {
+      const u8* here = ring.wait();
+      multiply_stage(sh, slice, here, inputs, stage * STAGE_BLOCKS, total, whole, turn, lane);
+      if (!FULL && !IN_REGISTERS && !OWN_COPIES) turn = (turn + WARPS - STAGE_UNITS % WARPS) % WARPS;
+      ring.release();
     }
     auto& partial = sh.partial[tile - done][warp];
     if constexpr (GROUPED && !FLOATS && !IN_REGISTERS) {
@@ -266,7 +389,8 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
           partial[g + 8 * (j / 2)][token] = as_float(SETS == 1 ? inputs.sized(whole[0][n][j], n, j & 1) : whole[0][n][j] + whole[SETS - 1][n][j]);
       }
     }
-    if (tile + 1 == count || tile + 1 - done == SLOTS) {
+    // sums for the CTA before this one are left at once
+    if (tile + 1 == count || tile + 1 - done == SLOTS || (BALANCED && tile == 0 && slice.skipped)) {
       named_barrier(1, THREADS);
       rounds.end(sh, done, tile + 1);
       done = tile + 1;
@@ -276,30 +400,35 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       }
     }
   }
-  ring = {slot, parity};
 }
 
 // This CTA's tiles tile_at(0) … tile_at(count - 1) of the linear; it is `index` of `workers`. The producer warp comes back with false and is done;
 // for the others the ring is free, and what they wrote to y is on its way. Before its first use of x, everything here is
 // ahead of the kernel before this one.
 template <typename TileAt, typename Early>
-DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int index, int workers) {
+DEVICE bool linear(LinearShared& sh, const Linear& a, int count, TileAt tile_at, Early early, int index, int workers,
+                   Slice whole = slice_at(0), float* mail = nullptr) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Slice whole = slice_at(0);
   begin_linear(sh);
-  if (warp == WARPS) {
-    produce(sh, a, whole, count, tile_at, early, lane);
-    return false;
-  }
 #if ADAPTER_RANK
-  if (warp > WARPS) {
+  if (warp >= WARPS + !OWN_COPIES) {
     adapt(sh.adapter, a, count, tile_at, index, workers, lane);
     return false;
   }
 #endif
+#if OWN_COPIES
+  OwnRing<TileAt> ring = {sh, a, whole, tile_at, stages_of(whole, count), warp, lane};
+  ring.fill();
+  if (warp == WARPS - 1) early();
+#else
+  if (warp == WARPS) {
+    produce(sh, a, whole, count, tile_at, early, lane);
+    return false;
+  }
+  Ring ring = {sh};
+#endif
   const Inputs inputs = load_rows(sh, a, whole, ROWS, warp, lane);
-  Ring ring = {0, 0};
-  Rounds<TileAt> rounds = {a, tile_at, count};
+  Rounds<TileAt> rounds = {a, tile_at, count, whole, mail};
   consume(sh, inputs, whole, 0, count, rounds, ring, warp, lane);
   return true;
 }

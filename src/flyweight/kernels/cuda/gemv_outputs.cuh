@@ -1,19 +1,20 @@
 // What becomes of the sums of a round of SLOTS tiles, where a CTA has all inputs of its tiles; needs gemv.cuh's sizes.
 
 // The warps' sums of one output of a tile.
-DEVICE float add_warps(const LinearShared& sh, int slot, int row, int token) {
-  if constexpr (FORMAT == W8A8) {
-    int sum = 0;
+DEVICE void partial_of(float word, float& sum) { sum += word; }
+DEVICE void partial_of(float word, int& sum) { sum += __float_as_int(word); }
+template <typename Sum> DEVICE Sum add_partials(const LinearShared& sh, int slot, int row, int token) {
+  Sum sum = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += __float_as_int(sh.partial[slot][w][row][token]);
-    return (float)sum;
-  } else {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += sh.partial[slot][w][row][token];
-    return sum;
-  }
+  for (int w = 0; w < WARPS; w++) partial_of(sh.partial[slot][w][row][token], sum);
+  return sum;
 }
+#if FORMAT == W8A8
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+DEVICE float add_warps(const LinearShared& sh, int slot, int row, int token) { return (float)add_partials<Sum>(sh, slot, row, token); }
 
 // A CTA that has all inputs of its tiles: every thread has at most one output of a round. What its end needs is read when the
 // round begins, so that nothing waits for it between the last multiplication and the next kernel.
@@ -21,6 +22,8 @@ template <typename TileAt> struct Rounds {
   const Linear& a;
   TileAt tile_at;
   int count;
+  Slice slice;
+  float* mail;  // BALANCED: [CTA, 16, row]
   Output o;
   DEVICE void begin(int first) {
     o = {};
@@ -34,12 +37,24 @@ template <typename TileAt> struct Rounds {
   }
   DEVICE void end(LinearShared& sh, int first, int last) {
     static_assert(SLICES > 1 || SLOTS * OUTPUTS * ROWS <= THREADS, "one output a thread");
-    if (!o.mine) return;
+    if (!o.mine || (BALANCED && first + o.slot >= last)) return;
+    Sum sums[2];
+#pragma unroll
+    for (int half = 0; half < PARTS; half++) sums[half] = add_partials<Sum>(sh, o.slot, o.row + 8 * half, o.token);
+#if BALANCED
+    const bool given = first + o.slot == 0 && slice.skipped, shared = first + o.slot + 1 == count && slice.last < TILE_STAGES;
+#pragma unroll
+    for (int half = 0; half < PARTS; half++) {
+      float* word = mail + (blockIdx.x * 16 + o.row + 8 * half) * ROWS + o.token;
+      if (given) leave(word, sums[half]);
+      else if (shared) sums[half] += take<Sum>(word + 16 * ROWS, 0);
+    }
+    if (given) return;
+#endif
     const float factor = row_factor(sh, o.token, a.epsilon);
     float v[2];
 #pragma unroll
-    for (int half = 0; half < PARTS; half++)
-      v[half] = __fmul_rn(add_warps(sh, o.slot, o.row + 8 * half, o.token), QUANTIZED ? factor * o.scale[half] : factor);
+    for (int half = 0; half < PARTS; half++) v[half] = __fmul_rn((float)sums[half], QUANTIZED ? factor * o.scale[half] : factor);
 #if ADAPTER_RANK
     barrier_wait(&sh.adapter.ready, 0);
     const float inverse = NORM ? inverse_norm(sh, o.token, a.epsilon) : 1.f;

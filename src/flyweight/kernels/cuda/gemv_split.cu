@@ -74,10 +74,11 @@ struct SplitRounds {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, ON_SM)
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm, const u16* bias, const u16* residual, u16* Y,
-           float* mail, float epsilon, int rows, u32* turns) {
+           float* mail, float epsilon, int rows, u32* turns LAUNCH_ARGUMENTS) {
   extern __shared__ __align__(128) u8 raw[];
+  BEGIN_LAUNCH;
   LinearShared& sh = *(LinearShared*)raw;
   const int groups = gridDim.x / SLICES, group = blockIdx.x / SLICES, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = group * TILES / groups, count = (group + 1) * TILES / groups - first;
@@ -85,12 +86,19 @@ gemv_split(const u8* weights, const u32* records, const u16* X, const u16* norm,
   const Linear a = {weights, records, nullptr, X, norm, bias, residual, Y, epsilon, turns};
   const Slice slice = slice_at(blockIdx.x % SLICES);
   begin_linear(sh);
-  if (warp == WARPS) return produce(sh, a, slice, count, [=](int i) { return first + i; }, [] {}, lane);
+  const auto tile_at = [=](int i) { return first + i; };
+#if OWN_COPIES
+  OwnRing<decltype(tile_at)> ring = {sh, a, slice, tile_at, stages_of(slice, count), warp, lane};
+  ring.fill();
+#else
+  if (warp == WARPS) return produce(sh, a, slice, count, tile_at, [] {}, lane);
+  Ring ring = {sh};
+#endif
   const Inputs inputs = load_rows(sh, a, slice, rows, warp, lane);
-  Ring ring = {0, 0};
   float* sums = mail + gridDim.x * SLICES * ROWS;
   SplitRounds rounds = {a, sh, mail, sums, group, (int)(blockIdx.x % SLICES), first, rows, 0};
   consume(sh, inputs, slice, 0, count, rounds, ring, warp, lane);
   named_barrier(1, THREADS);  // the norm's factors are there
   rounds.take_tiles(count);
+  end_launch(THREADS);
 }

@@ -262,7 +262,7 @@ attend(const u16* inside, const u16* cache, const int* lengths, const int* table
 // out [rows][HEADS · VALUE]; rows of length 0 become zeros
 extern "C" __global__ void __launch_bounds__(256)
 release(const float* states, const u16* values, const int* lengths, u16* out, int rows, int splits) {
-  constexpr int SLICES = VALUE / 32, PER = (RANK / 8 + 31) / 32;
+  constexpr int SLICES = VALUE / 32, PER = (RANK / 8 + 31) / 32, AT_ONCE = 16;  // runs that are merged at a time
   __shared__ __align__(16) float mixed[ROWS][RANK];
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, first = blockIdx.y * ROWS, count = min(ROWS, rows - first);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = head / 16, place = head % 16;
@@ -286,21 +286,21 @@ release(const float* states, const u16* values, const int* lengths, u16* out, in
       const float* from = states + (size_t)((first + row) * GROUPS + group) * splits * (STATE + 32);
       float2 sum = make_float2(0, 0);
       float most = LOWEST, total = 0;
-      for (int run = 0; run < used; run += 8) {  // eight at a time: one wait for memory
-        float2 pair[8];
-        float top[8], weight[8], next = most;
+      for (int run = 0; run < used; run += AT_ONCE) {  // one wait for memory
+        float2 pair[AT_ONCE];
+        float top[AT_ONCE], weight[AT_ONCE], next = most;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
           const float* state = from + (size_t)min(run + i, used - 1) * (STATE + 32);
           pair[i] = *(const float2*)(state + place * RANK + 2 * at);
           top[i] = state[STATE + place], weight[i] = state[STATE + 16 + place];
         }
 #pragma unroll
-        for (int i = 0; i < 8; i++) next = fmaxf(next, top[i]);
+        for (int i = 0; i < AT_ONCE; i++) next = fmaxf(next, top[i]);
         const float fade = exp2_fast(most - next);
         sum.x *= fade, sum.y *= fade, total *= fade, most = next;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
           const float share = run + i < used ? exp2_fast(top[i] - next) : 0.f;
           sum.x += share * pair[i].x, sum.y += share * pair[i].y, total += share * weight[i];
         }

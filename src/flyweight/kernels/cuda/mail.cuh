@@ -1,3 +1,5 @@
+#ifndef MAIL_CUH
+#define MAIL_CUH
 // Sums that the CTAs of one grid hand to each other: SLICES words to an output, each its own flag (common.cuh). Whoever takes a word
 // empties it again, before the wait of the next kernel is over, so one mail serves all launches of a stream.
 DEVICE u32 letter(float sum) { return __float_as_uint(sum); }
@@ -34,3 +36,4 @@ template <typename Sum> DEVICE Sum take(float* mail, int step) {
   }
   return sum;
 }
+#endif

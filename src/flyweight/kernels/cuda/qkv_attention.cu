@@ -436,9 +436,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
               Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS ADAPTER_ARGUMENTS) {
+              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
 
   extern __shared__ __align__(128) u8 raw[];
+  BEGIN_LAUNCH;
   Shared& sh = *(Shared*)raw;
   const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS, split = cta % SPLITS;
   if (head >= KV_HEADS) {  // stays until the next kernel has surely taken the room that the one before this left on every SM
@@ -450,7 +451,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
         patience.poll();
         load_relaxed(qkv + NDIM - 2, last);
       } while (missing<true>(last));
-    return;
+    return count_launch();
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
   const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns ADAPTER_GIVEN};
@@ -516,4 +517,5 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     if (run.used > 1) gather(mine - (size_t)split * G * STATE, target, split, run.used, warp, lane);
     if (sequence + HEAD_CTAS / SPLITS < ROWS) named_barrier(1, THREADS);  // before others fetch over the states
   }
+  end_launch(THREADS);
 }

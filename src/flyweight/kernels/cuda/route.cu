@@ -202,7 +202,9 @@ struct RouteShared {
 // arrived [token groups + 1] is zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, PER_LANE <= 16 ? 2 : 1)
 route(const u16* X, const u16* norm, const float* router, float* logits, int* chosen, float* shares, float* gates, int* place, int* source,
-      int* expert_of, int* tiles, u32* arrived, const int* lengths, const float* bias, int tokens, float epsilon, float scale) {
+      int* expert_of, int* tiles, u32* arrived, const int* lengths, const float* bias, int tokens, float epsilon, float scale
+      LAUNCH_ARGUMENTS) {
+  BEGIN_LAUNCH;
   extern __shared__ __align__(128) u8 raw[];
   RouteShared& sh = *(RouteShared*)raw;
   __shared__ float squares_of[WARPS], sums[2][WARPS];
@@ -222,7 +224,7 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   if (blockIdx.x >= OUTPUTS) {  // here, and to the end, only so that the next kernel finds all SMs alike
     Patience patience;
     while (BY_TOKEN && threadIdx.x == 0 && !load_acquire(tiles)) patience.poll();
-    return;
+    return count_launch();
   }
   uint4 x[PER_LANE];
   float squares = 0;
@@ -271,7 +273,7 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
       logits[(size_t)(blockIdx.y * ROWS + threadIdx.x) * OUTPUTS + output] = sum;
     }
   }
-  if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return;
+  if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return count_launch();
   const int own = blockIdx.y * ROWS + warp;
   __shared__ u64 keys[ROWS][EXPERTS];
   if (warp < ROWS && own < tokens && lengths && own && !lengths[own]) {
@@ -281,12 +283,14 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     choose(logits + (size_t)own * OUTPUTS, bias, scale, keys[warp], chosen + own * CHOSEN, shares + own * CHOSEN, gates + own, lane);
   __syncthreads();
   if (gridDim.y == 1 || is_last(arrived + gridDim.y, gridDim.y)) arrange(chosen, place, source, expert_of, tiles, tokens * CHOSEN);
+  end_launch(THREADS);
 }
 
 // Two outputs a thread, CTAs striding over all of them.
 extern "C" __global__ void __launch_bounds__(THREADS)
 combine(const u16* y, const int* place, const float* shares, const u16* shared, const float* gates, const u16* residual, u16* out,
-        int* tiles, int tokens) {
+        int* tiles, int tokens LAUNCH_ARGUMENTS) {
+  BEGIN_LAUNCH;
   launch_dependents();
   wait_for_inputs();
   if (blockIdx.x == 0 && threadIdx.x == 0) tiles[0] = 0;
@@ -307,4 +311,5 @@ combine(const u16* y, const int* place, const float* shares, const u16* shared, 
     }
     ((u32*)out)[i] = pack2(low_float(old) + low, high_float(old) + high);
   }
+  end_launch(THREADS);
 }

@@ -3,7 +3,7 @@
 //      y[n] = step[n % 8] · sum_k (C[i(n / 8, k)][n % 8] + R[r(n / 8, k)][n % 8]) · x[k]  +  least[n % 8] · sum_k x[k]  +  biases
 //
 // An entry is 8 bytes, so shared memory serves 16 lanes at once where it served 8, a book takes half the room and half the time to
-// fetch, and two launches fit on an SM: the next one's book comes while this one multiplies. The sum of both entries is two additions
+// fetch, and two launches fit on an SM: the next one's book comes while this one multiplies (gather.py: `spread`). The sum of both entries is two additions
 // of 32 bits (ByteBooks: no byte ever carries). x is rounded to 16-bit integers, one step a row, so that dp2a multiplies and adds
 // exactly what it is given; a lane looks up whole items and multiplies them by their own x, and lanes meet once a row block.
 //
@@ -72,13 +72,19 @@ DEVICE void flush_bytes(Products& acc, float* to, int lane) {
   }
 }
 
-// x in integers, and what is the same for every output.
-struct Staged {
-  Totals totals;             // of bias · x, and the norm's factor
-  float steps[ROWS], whole[ROWS];  // of the integers; the sum of what they stand for
-  float peaks[WARPS][ROWS], sums[WARPS][ROWS];
+// What is the same for every output of a row, in shared memory behind the sums of the warps.
+struct __align__(32) Row {
+  float bias[ROWS], factor[ROWS], steps[ROWS];  // Σ bias · x, the norm's factor, what an integer of x stands for
+  int whole[ROWS];                              // the sum of those integers
+  u64 barrier;
 };
-DEVICE void stage_integers(Staged& s, char* to, const Inputs& in, int units, float most, float epsilon) {
+static_assert(sizeof(Row) == 32 * ROWS, "what the host reserves");
+struct Staging {  // in the place of the sums, which nobody has yet
+  Sums sums[WARPS][ROWS];
+  float peaks[WARPS][ROWS];
+};
+// x as integers, the largest of a row the largest that there may be.
+DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int units, float most, float epsilon) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float value[ROWS][UNITS][8], peak[ROWS] = {};
   Sums sums[ROWS] = {};
@@ -102,20 +108,23 @@ DEVICE void stage_integers(Staged& s, char* to, const Inputs& in, int units, flo
   wait_for_inputs();  // every thread must, also one without a column
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
+    const Sums sum = {warp_sum(sums[r].bias), NORM ? warp_sum(sums[r].squares) : 0.f};
     peak[r] = warp_largest(peak[r]);
-    if (lane == 0) s.peaks[warp][r] = peak[r];
+    if (lane == 0) s.sums[warp][r] = sum, s.peaks[warp][r] = peak[r];
+    if (threadIdx.x == 0) all.whole[r] = 0;
   }
-  s.totals.collect(sums);
   __syncthreads();
-  s.totals.total(in.in_features, epsilon);
-  float inverse[ROWS], sum[ROWS] = {};
+  float inverse[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const float all = warp_largest(lane < WARPS ? s.peaks[lane][r] : 0.f);
-    const float step = all == 0 ? 1.f : all / most;
+    const float highest = warp_largest(lane < WARPS ? s.peaks[lane][r] : 0.f), step = highest == 0 ? 1.f : highest / most;
     inverse[r] = 1.f / step;
-    if (threadIdx.x == 0) s.steps[r] = step;
+    if (warp != r) continue;
+    const Sums mine = lane < WARPS ? s.sums[lane][r] : Sums{0.f, 0.f};
+    const float sum = warp_sum(mine.bias), squares = NORM ? warp_sum(mine.squares) : 0.f;
+    if (lane == 0) all.bias[r] = sum, all.factor[r] = NORM ? rsqrtf(squares / in.in_features + epsilon) : 1.f, all.steps[r] = step;
   }
+  int whole[ROWS] = {};
 #pragma unroll
   for (int u = 0; u < UNITS; u++) {
     const int unit = threadIdx.x + u * THREADS;
@@ -126,7 +135,7 @@ DEVICE void stage_integers(Staged& s, char* to, const Inputs& in, int units, flo
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
         const int code = (int)rintf(value[r][u][j] * inverse[r]);
-        sum[r] += (float)code;
+        whole[r] += code;
         if (ROWS == 1) w[j / 2] |= (u32)(code & 0xffff) << 16 * (j % 2);
         else w[j] |= (u32)(code & 0xffff) << 16 * r;
       }
@@ -140,31 +149,26 @@ DEVICE void stage_integers(Staged& s, char* to, const Inputs& in, int units, flo
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const float here = warp_sum(sum[r]);
-    if (lane == 0) s.sums[warp][r] = here;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) whole[r] += __shfl_xor_sync(~0u, whole[r], o);
+    if (lane == 0) atomicAdd(&all.whole[r], whole[r]);  // integers: in any order
   }
   __syncthreads();
-  for (int r = warp; r < ROWS; r += WARPS) {
-    const float all = warp_sum(lane < WARPS ? s.sums[lane][r] : 0.f);
-    if (lane == 0) s.whole[r] = all * s.steps[r];
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
     PART(0), PART(1), PART(2), const u16* x, const u16* norm, const u16* bias, const u16* rest, u16* y, float epsilon, float most,
-    int rows, int in_features, int width, int chunks) {
-  extern __shared__ __align__(512) u8 raw[];
-  __shared__ u64 barrier;
-  __shared__ Staged staged;
+    int rows, int in_features, int width, int chunks, int most_blocks) {
+  extern __shared__ __align__(512) u8 raw[];  // nothing else is shared: every byte counts where two launches lie on an SM
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Part part = own_part(GIVEN(0), GIVEN(1), GIVEN(2));
-  launch_dependents();
-  stage_book<BYTE_BOOK>((char*)raw, part.book, &barrier);
-
   const int row_blocks = (part.outputs + 7) / 8;
   const int block0 = (int)((long long)row_blocks * part.cta / part.ctas);
   const int here = (int)((long long)row_blocks * (part.cta + 1) / part.ctas) - block0;
-  float* const partial = (float*)(raw + X_AT + chunks * CHUNK_X);  // [WARPS + here][ROWS][8]
+  float* const partial = (float*)(raw + X_AT + chunks * CHUNK_X);  // [WARPS + most - 1][ROWS][8]
+  Row& all = *(Row*)(partial + (WARPS + most_blocks - 1) * 8 * ROWS);
+  launch_dependents();
+  stage_book<BYTE_BOOK>((char*)raw, part.book, &all.barrier);
   const Inputs in = {x, norm, part.affine, part.source, in_features, rows};
   const Outputs out = {bias, rest, y, width, part.first, part.outputs, 8, rows};
 
@@ -187,12 +191,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
         *(uint2*)(raw + BYTE_BOOK + (i % COUNT) * COPIES * 8 + (c + i) % COPIES * 8) = entry;
     }
   }
-  stage_integers(staged, (char*)raw + X_AT, in, 32 * chunks, most, epsilon);
+  stage_integers(all, *(Staging*)partial, (char*)raw + X_AT, in, 32 * chunks, most, epsilon);
   float added = 0;  // to this thread's first output: on its way while products run
   constexpr int SUMS_HERE = 8 * ROWS;
   if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * here * SUMS_HERE)
     added = out.added(out.place(block0 + threadIdx.x / (4 * SUMS_HERE), threadIdx.x / 4 % SUMS_HERE));
-  book_ready(&barrier);
+  book_ready(&all.barrier);
 
   Products acc = {};
   const u32 shared = shared_address(raw), own_x = shared + X_AT + column_lane(lane) * 4;
@@ -223,7 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int at = out.place(block0 + b, inner);
     if (i % 4 || at < 0) continue;
-    const float product = sum * staged.steps[row] * __ldg(numbers + inner % 8) + staged.whole[row] * __ldg(numbers + 8 + inner % 8);
-    y[at] = to_bits(staged.totals.finish(product, row) + (i == threadIdx.x ? added : out.added(at)));
+    const float products = sum * __ldg(numbers + inner % 8) + (float)all.whole[row] * __ldg(numbers + 8 + inner % 8);
+    const float value = (products * all.steps[row] + all.bias[row]) * all.factor[row];
+    y[at] = to_bits(value + (i == threadIdx.x ? added : out.added(at)));
   }
 }

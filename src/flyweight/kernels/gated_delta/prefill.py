@@ -51,7 +51,7 @@ def _chunk(states, index, chunk, count, SIZE: tl.constexpr):
     return first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["states"])
 def _convolve(
     projected, conv, weight, states, out, stride, CHANNELS_ALL: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
@@ -81,7 +81,7 @@ def _convolve(
     tl.store(place, sums.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["states"])
 def _remember(
     projected, conv, states, stride, CHANNELS_ALL: tl.constexpr, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr
@@ -140,7 +140,7 @@ def _unit(mixed, rows, live, first, stride, epsilon, SIZE: tl.constexpr, BLOCK: 
     return x * tl.rsqrt(tl.sum(x * x, 1) + epsilon)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["states"])
 def _invert(
     mixed, projected, decay, step_bias, states, inverses, stride, epsilon, HEADS: tl.constexpr,
     SHARING: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, CHANNELS_ALL: tl.constexpr,
@@ -161,7 +161,7 @@ def _invert(
     )
     sums, beta = _decays(projected, decay, step_bias, rows, live, head, stride, HEADS, GATES)
     # transposed, so that a row of L lies along the tokens that it multiplies
-    products = tl.dot(key, tl.trans(key), input_precision="tf32x3")
+    products = tl.dot(key, tl.trans(key), input_precision="tf32")
     lower = token[:, None] < token[None, :]
     between = tl.exp(tl.where(lower, sums[None, :] - sums[:, None], 0.0))
     system = tl.where(lower, products * between * beta[None, :], 0.0)
@@ -175,7 +175,7 @@ def _invert(
     tl.store(place + token[:, None] * SIZE + token[None, :], found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["states"])
 def _scan(
     mixed, projected, decay, step_bias, states, inverses, recurrent, out, chunks, stride, epsilon,
     scale, HEADS: tl.constexpr, SHARING: tl.constexpr, KEY_DIM: tl.constexpr,

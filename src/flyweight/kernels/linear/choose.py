@@ -180,7 +180,7 @@ def whole_or_split(matrix: Matrix, rows: int, device: Gpu) -> str | None:
     if split is None or rows == 1:
         return "gemv" if whole else None
     at_once = gemv_splitk.estimate(matrix, rows, 1, device)
-    margin = tuned.of(device).gemv_split_margin
+    margin = tuned.of(device).gemv.split_margin
     good = (
         whole and gemv.fits_beside(matrix, rows, device) and at_once <= margin * split.microseconds
     )

@@ -402,7 +402,7 @@ def few_rows(weight: TiledWeight, x: Tensor, routed: Routed, *, norm: Norm | Non
         routed.tiles,
         norm.epsilon if norm else 0.0,
     )
-    kernel.launch(device.processors, 32 * (plan.warps + 1), args, shared=plan.shared, pdl=True)
+    kernel.launch(device.processors, plan.threads, args, shared=plan.shared, pdl=True)
     return out
 
 

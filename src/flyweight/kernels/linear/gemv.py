@@ -40,6 +40,11 @@ class Plan:
     shared: int
     warps: int
     in_registers: bool = False  # x, or in shared memory
+    own_units: int = 0  # of a stage, that a warp copies for itself; 0: a producer warp copies
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + (not self.own_units))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +70,29 @@ class Wanted:
     fewest: int = 2  # stages
     slots: int | None = None
     in_registers: bool = False
+    own_bytes: int = 0  # that a warp copies at a time for itself; 0: a producer warp copies
+
+
+def own_bytes(device: Gpu) -> int:
+    """0 where a copy engine and dependent launches make a producer warp the better choice."""
+    return 0 if device.has_dependent_launch else tuned.of(device).gemv.own_bytes
+
+
+def _own_units(matrix: Matrix, wanted: Wanted) -> int:
+    """Units of about `own_bytes` together, whose groups lie within them or around them."""
+    form = matrix.format
+    if not wanted.own_bytes or wanted.in_registers:
+        return 0
+    unit = _unit_blocks(matrix)
+    units = max(1, wanted.own_bytes // (unit * form.block_bytes))
+    inputs = units * unit * 64
+    fits = not form.grouped or inputs % matrix.group == 0 or matrix.group % inputs == 0
+    return units if fits or matrix.group >= matrix.in_features else 1
+
+
+def _unit_blocks(matrix: Matrix) -> int:
+    """Blocks of 64 inputs between two scalings."""
+    return 2 if matrix.format.grouped and matrix.group % 128 == 0 else 1
 
 
 def slice_blocks(matrix: Matrix, slices: int) -> tuple[int, int, int]:
@@ -74,7 +102,7 @@ def slice_blocks(matrix: Matrix, slices: int) -> tuple[int, int, int]:
     total = matrix.blocks
     grouped = matrix.format.grouped
     group = matrix.group
-    unit = 2 if grouped and group % 128 == 0 else 1
+    unit = _unit_blocks(matrix)
     cut = group // 64 if grouped and 64 * unit < group < matrix.in_features else unit
     cuts = math.ceil(total / cut)
     return (
@@ -110,8 +138,12 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     group = matrix.group
     warps = wanted.warps
     _, total, shortest = slice_blocks(matrix, wanted.slices)
+    own = _own_units(matrix, wanted)
     stage_blocks = _stage_blocks(matrix, total, shortest, wanted.stage_bytes)
-    groups = math.ceil(stage_blocks * 64 / group) if form.grouped else 0
+    if own:
+        stage_blocks = warps * own * _unit_blocks(matrix)
+    parts = warps if own else 1
+    groups = math.ceil(stage_blocks // parts * 64 / group) * parts if form.grouped else 0
     stage = stage_blocks * form.block_bytes + groups * form.record_bytes
     sums = (2 * total if group == 32 else total) * rows * 8 if form.grouped else 8 * rows
     slots = wanted.slots or max(1, min(wanted.tiles, 16 // rows))
@@ -130,9 +162,8 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     stages = min(16, (limit - fixed) // stage)
     if stages < wanted.fewest:
         return None
-    return Plan(
-        stage_blocks, stages, slots, max(fixed + stages * stage, least), warps, wanted.in_registers
-    )
+    shared = max(fixed + stages * stage, least)
+    return Plan(stage_blocks, stages, slots, shared, warps, wanted.in_registers, own)
 
 
 def plan_beside(matrix: Matrix, rows: int, wanted: Wanted, device: Gpu) -> Plan | None:
@@ -165,15 +196,25 @@ def fitting_plan(
 
     Several rows leave less room: three smaller stages keep memory busier than two large ones.
     """
-    wanted = Wanted(tiles, tuned.of(device).formats[matrix.format.name].gemv_warps, more=more)
+    numbers = tuned.of(device)
+    wanted = Wanted(
+        tiles,
+        numbers.formats[matrix.format.name].gemv_warps,
+        more=more,
+        stage_bytes=numbers.gemv.stage_bytes,
+        slots=max(1, min(tiles, numbers.gemv.slots // rows)),
+        own_bytes=own_bytes(device),
+    )
     if alone:
         return _exclusive_plan(matrix, rows, wanted, device)
     several: list[dict[str, Any]] = [
         dict(fewest=3),
-        dict(fewest=3, stage_bytes=8192),
-        dict(fewest=3, stage_bytes=8192, slots=1),
+        dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes)),
+        dict(fewest=3, stage_bytes=min(8192, wanted.stage_bytes), slots=1),
     ]
-    for options in [*(several if rows > 1 else []), {}]:
+    if wanted.own_bytes:  # shares of fewer warps rather than two of each
+        several = [*several[:1], dict(fewest=3, warps=wanted.warps // 2), *several[-1:]]
+    for options in [*(several if rows > 1 or wanted.own_bytes else []), {}]:
         if found := plan_beside(matrix, rows, dataclasses.replace(wanted, **options), device):
             return found
     return plan_alone(matrix, rows, wanted, device)
@@ -192,7 +233,7 @@ def late_stages(matrix: Matrix, device: Gpu) -> int:
     """Stages of the first filling that are fetched only when the inputs are there."""
     numbers = tuned.of(device)
     found = numbers.formats[matrix.format.name].gemv_late_stages
-    return numbers.gemv_late_stages if found is None else found
+    return numbers.gemv.late_stages if found is None else found
 
 
 def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | None:
@@ -201,6 +242,24 @@ def tickets(weight: TiledWeight, rows: int, device: torch.device) -> Tensor | No
     """
     most = tuned.of(gpu.of(device)).formats[weight.format.name].ticket_rows
     return workspace.current(device).tickets() if rows <= most else None
+
+
+def _prefetch(matrix: Matrix, chosen: Plan, device: Gpu) -> dict[str, int]:
+    """Stages that come to L2 while the ring is full and x is not there."""
+    size = chosen.stage_blocks * matrix.format.block_bytes
+    stages = tuned.of(device).gemv.prefetch_bytes // size
+    ahead = chosen.stages if chosen.own_units else 0
+    return {"PREFETCHED": ahead + stages} if stages else {}
+
+
+def is_balanced(matrix: Matrix, device: Gpu) -> bool:
+    """Whether CTAs get runs of stages rather than of tiles: where some would have a tile more than
+    others, and that takes longer than handing sums over.
+    """
+    grid = device.processors
+    tiles = matrix.tiles
+    longest = math.ceil(tiles / grid) * grid / tiles
+    return tiles >= grid and longest > tuned.of(device).gemv.balance_margin
 
 
 def defines(
@@ -231,6 +290,8 @@ def defines(
         "SLOTS": chosen.slots,
         "HELD": min(late_stages(weight.matrix, device), chosen.stages - 1),
         **({"IN_REGISTERS": 1} if chosen.in_registers else {}),
+        **({"OWN_COPIES": 1, "OWN_UNITS": chosen.own_units} if chosen.own_units else {}),
+        **_prefetch(weight.matrix, chosen, device),
         **({"INDEXED": 1} if weight.order is not None and rows == 1 else {}),
     }
 
@@ -259,7 +320,8 @@ def multiply(
     device = gpu.of(x.device)
     out = weight.empty_result(rows, x.device) if out is None else out
     grid = device.processors
-    tiles = math.ceil(weight.matrix.tiles / grid)
+    balanced = is_balanced(weight.matrix, device)
+    tiles = math.ceil(weight.matrix.tiles / grid) + balanced
     more = adapted.shared_bytes(tiles) if adapted else 0
     chosen = fitting_plan(weight.matrix, rows, device, tiles=tiles, more=more, alone=alone)
     if chosen is None:
@@ -269,6 +331,10 @@ def multiply(
     flags = defines(
         weight, rows, chosen, device, norm=norm is not None, epilogue=weight.epilogue(residual)
     )
+    mail = None
+    if balanced and not chosen.in_registers:
+        flags["BALANCED"] = 1
+        mail = workspace.current(x.device).mailbox(16 * rows * grid)
     if one.gated is not None:
         flags["GATED_INPUT"] = ACTIVATIONS[one.gated]
     if adapted is not None:
@@ -285,8 +351,9 @@ def multiply(
         out,
         norm.epsilon if norm else 0.0,
         tickets(weight, rows, x.device),
+        mail,
         *(adapted.arguments if adapted else ()),
     )
-    warps = chosen.warps + 1 + (adapted is not None)
-    kernel.launch(grid, 32 * warps, args, shared=chosen.shared, pdl=pdl)
+    threads = chosen.threads + 32 * (adapted is not None)
+    kernel.launch(grid, threads, args, shared=chosen.shared, pdl=pdl)
     return out

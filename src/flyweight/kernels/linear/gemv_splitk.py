@@ -96,6 +96,7 @@ def _cut(matrix: Matrix, padded: int, slices: int, device: Gpu) -> Choice | None
             stage_bytes=stage_bytes,
             slices=slices,
             fewest=fewest,
+            own_bytes=gemv.own_bytes(device),
         )
         plan = plan_beside(matrix, padded, wanted, device)
         if plan is not None:
@@ -155,6 +156,6 @@ def multiply(
         tickets(weight, rows, x.device),
     )
     kernel.launch(
-        device.processors, 32 * (chosen.plan.warps + 1), args, shared=chosen.plan.shared, pdl=pdl
+        device.processors, chosen.plan.threads, args, shared=chosen.plan.shared, pdl=pdl
     )
     return out

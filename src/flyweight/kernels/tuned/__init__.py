@@ -88,6 +88,18 @@ class FormatNumbers:
 
 
 @dataclass(frozen=True, eq=False)
+class GemvNumbers:
+    source: str
+    late_stages: int
+    split_margin: float
+    stage_bytes: int
+    slots: int  # tiles of one row between two meetings of the warps
+    own_bytes: int  # that a warp copies for itself at a time; 0: a producer warp copies
+    prefetch_bytes: int  # to L2 by each SM, while a linear waits for its inputs
+    balance_margin: float  # tiles of the busiest CTA by the mean from which on CTAs share tiles
+
+
+@dataclass(frozen=True, eq=False)
 class SplitkNumbers:
     source: str
     weight_byte: float
@@ -177,8 +189,7 @@ class Tuning:
     processors: int
     clock: int
     steps: StepNumbers
-    gemv_late_stages: int
-    gemv_split_margin: float
+    gemv: GemvNumbers
     splitk: SplitkNumbers
     small: SmallNumbers
     gemm: GemmNumbers
@@ -259,8 +270,7 @@ def read(path: Path) -> Tuning:
         processors=data["gpu"]["processors"],
         clock=data["gpu"]["clock"],
         steps=StepNumbers(**data["steps"]),
-        gemv_late_stages=data["gemv"]["late_stages"],
-        gemv_split_margin=data["gemv"]["split_margin"],
+        gemv=GemvNumbers(**data["gemv"]),
         splitk=SplitkNumbers(**_frozen(data["gemv_splitk"])),
         small=SmallNumbers(**data["gemm_small"]),
         gemm=GemmNumbers(**gemm),

@@ -5,7 +5,7 @@ cuda/vptq.cu and, for codebooks in bytes, of cuda/vptq_bytes.cu.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Launch:
     # 2: small enough that the next launch stages its codebook while this one ends
     resident: int = 1
     share: int = 1  # 2: one thread block for every second multiprocessor
+    # more shared memory than half of a multiprocessor's, so that no two of its thread blocks meet
+    spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Plan:
     shared: int  # bytes of dynamic shared memory
     phase: int = 0  # chunks whose x is staged at once
     x_columns: int = 0  # columns that the staged x has room for
+    most_blocks: int = 0  # row blocks of a thread block
 
 
 def shared_limit(device: Gpu, resident: int) -> int:
@@ -66,7 +69,9 @@ def shared_limit(device: Gpu, resident: int) -> int:
     return min(device.shared_most, device.shared_memory_per_multiprocessor // resident - KB)
 
 
-def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
+def candidates(
+    parts: Parts, rows: int, *, plain: bool = True, normed: bool = False
+) -> list[Launch]:
     """Launches for this weight, the fastest first. `plain`: nothing but the product."""
     layout = parts[0]
     items = sum(part.row_blocks for part in parts) * 256 * layout.chunks
@@ -87,15 +92,25 @@ def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
     ]
     small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
-        return small + byte_candidates(rows)
+        return small + byte_candidates(rows, normed=normed)
     return [launch for fits, launch in table if fits] + [
         Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
     ]
 
 
-def byte_candidates(rows: int) -> list[Launch]:
+def byte_candidates(rows: int, *, normed: bool) -> list[Launch]:
+    """Two launches fit on a multiprocessor, but not two thread blocks of one: the others would have
+    nothing to do. So of two launches that follow each other one (without a norm: o, down) is
+    `spread`, and while it is everywhere, the next one's thread blocks find one place each.
+    """
     return [
-        Launch("bytes", copies=copies, resident=resident, warps=warps)
+        Launch(
+            "bytes",
+            copies=copies,
+            resident=resident,
+            warps=warps,
+            spread=resident > 1 and not normed,
+        )
         for copies, resident, warps in BYTE_LAUNCHES
         if rows == 1 or resident == 1
     ]
@@ -152,21 +167,36 @@ def byte_plan(parts: Parts, launch: Launch, rows: int, *, count: int, limit: int
     here = max(math.ceil(b / c) for b, c in zip(blocks, ctas, strict=True))
     residual = launch.copies << form.residual if form.residual else 0
     books = math.ceil(8 * ((1 << form.main) + residual) / 512) * 512
-    shared = books + 512 * rows * layout.chunks + 4 * rows * 8 * (launch.warps + here)
-    static = math.ceil((64 + 16 * rows * (launch.warps + 2)) / 512) * 512  # the kernel's variables
-    return Plan(launch, rows, ctas, shared) if shared + static <= limit else None
+    shared = books + 512 * rows * layout.chunks + 32 * rows * (launch.warps + here)
+    return Plan(launch, rows, ctas, shared, most_blocks=here) if shared <= limit else None
 
 
 def choose(
-    parts: Parts, rows: int, device: Gpu, launch: Launch | None = None, *, plain: bool = True
+    parts: Parts,
+    rows: int,
+    device: Gpu,
+    launch: Launch | None = None,
+    *,
+    plain: bool = True,
+    normed: bool = False,
 ) -> Plan | None:
     """The first candidate that fits, or the given one."""
-    tried = [launch] if launch else candidates(parts, rows, plain=plain)
+    tried = [launch] if launch else candidates(parts, rows, plain=plain, normed=normed)
     plans = (
-        plan(parts, one, rows, count=device.processors, limit=shared_limit(device, one.resident))
+        plan(
+            parts,
+            one,
+            rows,
+            count=device.processors,
+            limit=shared_limit(device, 1 if one.spread else one.resident),
+        )
         for one in tried
     )
-    return next((found for found in plans if found), None)
+    found = next((found for found in plans if found), None)
+    if found is None or not found.launch.spread:
+        return found
+    alone = device.shared_memory_per_multiprocessor // 2 - KB + 128
+    return replace(found, shared=min(max(found.shared, alone), device.shared_most))
 
 
 def run(
@@ -281,6 +311,7 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
         layout.in_features,
         out.shape[1],
         layout.chunks,
+        chosen.most_blocks,
     )
     kernel = jit.load("vptq_bytes.cu", defines=defines).kernel("vptq_bytes")
     kernel.launch(sum(chosen.ctas), threads, args, shared=chosen.shared, pdl=pdl)
@@ -313,7 +344,10 @@ def gather(
     step = 1 << (min(x.shape[0], FEW_ROWS) - 1).bit_length()
     if step == 4 and not parts[0].sliced:
         step = FEW_ROWS  # which brings x in a better order
-    while (chosen := choose(parts, step, device, launch, plain=not ends.some)) is None:
+    normed = ends.norm is not None
+    while (
+        chosen := choose(parts, step, device, launch, plain=not ends.some, normed=normed)
+    ) is None:
         if step == 1:
             raise ValueError(
                 f"{parts[0].in_features} inputs do not fit into the shared memory of {x.device}"

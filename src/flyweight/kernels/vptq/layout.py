@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from flyweight.kernels import jit
 from flyweight.packing import unpack
 from flyweight.tensors import VectorQuant
+from flyweight.tensors.vector import packed
 from flyweight.values import has_values, known
 
 CHUNK = 8  # steps of 32 items that a lane loads at once
@@ -416,15 +417,15 @@ def _with_byte_books(tensor: VectorQuant, *, dtype: torch.dtype, batch: int) -> 
     main, residual = tensor.index_bits
     form = ItemFormat(main, residual, OWN_POSITION, 3, own=True)
     layout = lay_out(tensor.with_books(books), dtype=dtype, form=form, batch=batch)
-    numbers = torch.stack([books.step, books.least + books.residual_least]).float().contiguous()
+    numbers = torch.stack([books.step, books.least]).contiguous()
     codes = torch.cat([_filled(books.main, main), numbers.view(torch.uint8).flatten()])
     extra = None if books.residual is None else _filled(books.residual, residual)
     return replace(layout, byte_book=codes, byte_residual=extra)
 
 
 def _filled(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [1, entries, 8] → [2^bits · 8], with zeros behind."""
-    return pad(codes[0], (0, 0, 0, (1 << bits) - codes.shape[1])).flatten()
+    """Codes [1, entries, 8] → uint8 [2^bits · 8], with zeros behind."""
+    return pad(packed(codes[0]), (0, 0, 0, (1 << bits) - codes.shape[1])).flatten()
 
 
 def _staged(

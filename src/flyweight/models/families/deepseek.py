@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V2-Lite, V3, R1 and Kimi K2, which is built like them: latent attention, the first
-layers dense, experts beside shared ones.
+"""DeepSeek-V2, V2-Lite, V3, R1, and what is built like them (Kimi K2, GLM-4.7-Flash): latent
+attention, the first layers dense, experts beside shared ones.
 
     V2-Lite  queries straight from the hidden state, router: softmax, the largest
     V2       queries through a latent of their own, router: softmax in the best groups
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyweight.checkpoint.names import ROUTER, ROUTER_CORRECTION
-from flyweight.errors import UnsupportedError
+from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.models.config import Experts, Family, ModelConfig, MoeConfig, sizes
 from flyweight.models.families.glm import read_experts, write_experts
 from flyweight.models.plan import (
@@ -164,6 +164,19 @@ def checked_experts(methods: tuple[str, ...], scores: str, *, normalizes: bool) 
     return Experts(read, write_experts)
 
 
+def read_typed_experts(data: Mapping[str, Any], layers: int) -> MoeConfig:
+    """GLM-4.7-Flash's: a list may say which layers are dense."""
+    kinds = data.get("mlp_layer_types")
+    if kinds is None:
+        return read_experts(data, layers)
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise CheckpointError(
+            f"config.json: 'mlp_layer_types' must hold {layers} of dense or sparse"
+        )
+    dense = tuple(index for index, kind in enumerate(kinds) if kind == "dense")
+    return replace(read_experts(data, layers), dense_layers=dense)
+
+
 LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128)
 READS = ("n_routed_experts", "first_k_dense_replace", "moe_layer_freq")
 V3 = Family(
@@ -183,34 +196,51 @@ V3 = Family(
     reads=READS,
     plan=deepseek_plan,
 )
+GLM_LITE = replace(
+    V3,
+    architecture="Glm4MoeLiteForCausalLM",
+    experts=Experts(read_typed_experts, write_experts),
+    defaults=dict(qk_rope_head_dim=64, first_k_dense_replace=1, norm_topk_prob=True),
+    extras=dict(V3.extras)
+    | dict(
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        routed_scaling_factor=1.8,
+        n_group=1,
+        topk_group=1,
+    ),
+)
 FAMILIES = {
+    "glm4_moe_lite": GLM_LITE,
     "deepseek_v2": replace(
         V3,
         architecture="DeepseekV2ForCausalLM",
         experts=checked_experts((GREEDY, IN_GROUPS), "softmax", normalizes=False),
         defaults=dict(qk_rope_head_dim=64),
-        extras=V3.extras
+        extras=dict(V3.extras)
         | dict(routed_scaling_factor=1.0, n_group=None, topk_group=None, topk_method=GREEDY),
     ),
     "deepseek_v3": V3,
     "kimi_k2": V3,
 }
 
+_YARN: dict[str, Any] = dict(
+    rope_type="yarn",
+    factor=40.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=0.707,
+    mscale_all_dim=0.707,
+    original_max_position_embeddings=4096,
+)
 _V2 = dict(
     model_type="deepseek_v2",
     architectures=["DeepseekV2ForCausalLM"],
     hidden_act="silu",
     rms_norm_eps=1e-6,
     rope_theta=1e4,
-    rope_scaling=dict(
-        rope_type="yarn",
-        factor=40.0,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        mscale=0.707,
-        mscale_all_dim=0.707,
-        original_max_position_embeddings=4096,
-    ),
+    rope_scaling=_YARN,
     max_position_embeddings=163840,
     dtype="bfloat16",
     vocab_size=102400,
@@ -221,7 +251,7 @@ _V2 = dict(
     qk_rope_head_dim=64,
     **LATENT,
 )
-_YARN3 = dict(_V2["rope_scaling"], mscale=1.0, mscale_all_dim=1.0)
+_YARN3 = _YARN | dict(mscale=1.0, mscale_all_dim=1.0)
 PRESETS = {
     "deepseek-v2-lite": _V2
     | dict(

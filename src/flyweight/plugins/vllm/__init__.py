@@ -87,7 +87,8 @@ def kernels_of(model: Any) -> dict[str, int]:
         scheme = getattr(module, "scheme", method)
         kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
         kernel = getattr(kernel, "other", None) or kernel or method
-        if kernel is not None and hasattr(module, "input_size"):
+        linear = hasattr(module, "input_size") and hasattr(module, "skip_bias_add")
+        if kernel is not None and linear:
             found[type(kernel).__name__] += 1
     return dict(found)
 

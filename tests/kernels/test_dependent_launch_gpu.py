@@ -1,0 +1,48 @@
+"""Linears of a chain that begin before the ones in front of them have ended, as a GPU before Hopper runs them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+SCRIPT = """
+import sys
+import torch
+from flyweight.bench.chain import EPSILON, fused_step, lay_out, run_layers
+from flyweight.bench.kernels import FORMATS, Case
+from flyweight.kernels import dependent_launch
+from flyweight.kernels.linear.fused import Norm
+
+links, close = [], dependent_launch.Link.close
+dependent_launch.Link.close = lambda link: (links.append(link), close(link))
+dependent_launch.enabled = True
+device, shapes = torch.device("cuda"), {"qkv": (1536, 1024), "o": (1024, 1024), "gate_up": (6144, 1024), "down": (1024, 3072)}
+for name in ("bf16", "w4a16", "w8a8"):
+    for rows in (1, 4):
+        case = Case(name, rows, 1024, 1024, torch.bfloat16)
+        layers = [lay_out({key: FORMATS[name](case, shape, device) for key, shape in shapes.items()}, case) for _ in range(8)]
+        step = fused_step(case, shapes, norm=Norm(torch.ones(1024, device=device, dtype=torch.bfloat16), EPSILON))
+        x = torch.randn(rows, 1024, device=device).bfloat16()
+        want = run_layers(step, layers, x)
+        torch.cuda.synchronize()
+        links.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run_layers(step, layers, x)
+        assert sum(link.before is not None for link in links) == 31 or (name, rows) == ("w8a8", 4), (name, rows, len(links))
+        for i in range(300):
+            got.zero_()
+            graph.replay()
+            assert torch.equal(got, want), (name, rows, i)
+print("same")
+"""
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_89"])
+def test_overlapping_linears_give_the_bits_of_those_one_by_one(name):
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=os.environ | {"FLYWEIGHT_PRETEND": name}, capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "same"
