@@ -182,7 +182,8 @@ class Runner:
         from flyweight.engine.graphs import DecodeGraphs
 
         graphs = DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
-        graphs.leave_out(size for size in FUSED_SIZES if graphs.step(size).decode.separate is not None)
+        for one in filter(None, (graphs, graphs.unadapted)):
+            one.leave_out(size for size in FUSED_SIZES if one.step(size).decode.separate is not None)
         return graphs
 
     @functools.cached_property
