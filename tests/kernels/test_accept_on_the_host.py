@@ -9,8 +9,8 @@ from flyweight.kernels.accept import ChainState, CheckedRows, accept, last_rows
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
 
 
-def test_a_head_goes_on_from_the_last_right_row(monkeypatch, tmp_path):
-    host_cuda.pretend(monkeypatch, tmp_path)
+def test_a_head_goes_on_from_the_last_right_row(monkeypatch, folder):
+    host_cuda.pretend(monkeypatch, folder)
     tokens = torch.tensor([9, 4, 5, 7, 1, 1, 2, 0])
     chosen = torch.tensor([4, 5, 6, 1, 1, 3, 8, 0])  # all right; one row; one right of two; and a row of padding
     before = torch.tensor([0, 1, 2, 0, 0, 1, 2, 0], dtype=torch.int32)
