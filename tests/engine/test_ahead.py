@@ -46,6 +46,8 @@ def test_up_to_16_rows_of_int4_go_through_few_or_become_integers():
     qkv, o, gate_up, down = (4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)
     assert {(one["TOKENS"], one["KDIM"], one["NDIM"]) for one in products} >= {(16, *qkv), (16, *o), (16, *down), (16, *gate_up),
                                                                                (32, *gate_up)}
+    guesses = {(one.file, dict(one.defines).get("CHUNK")) for one in found}
+    assert guesses >= {("qkv_attention.cu", 2), ("qkv_attention.cu", 4), ("attention.cu", 8)}, "steps that check guesses"
 
 
 def test_a_folder_needs_what_its_preset_does(tmp_path):
