@@ -57,9 +57,8 @@ def test_steps_of_many_sequences_leave_the_same_results_and_states():
     wanted = StateStorage(conv.clone(), recurrent.clone())
     got = prefill.delta_paged(projected, found, batch, weights)
     want = reference.delta_paged(projected, wanted, batch, weights)
-    tolerance = dict(rtol=2e-2, atol=5e-3) if DEVICE == "cuda" else dict(rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(got, want, **tolerance)
-    torch.testing.assert_close(found.recurrent, wanted.recurrent, **tolerance)
+    close(got, want)
+    close(found.recurrent, wanted.recurrent)
     for one in rows:  # of the rings, what a later step can read
         ends = [(one.slot, one.start + one.tokens)]
         ends += [(one.mark_slot, one.start + one.mark)] if one.mark else []
@@ -70,7 +69,10 @@ def test_steps_of_many_sequences_leave_the_same_results_and_states():
 def test_whole_sequences():
     weights = random_weights(SHAPE)
     projected = torch.randn(2, CHUNK + 3, SHAPE.projected, device=DEVICE)
-    got = prefill.delta_whole(projected, weights)
-    want = reference.delta_whole(projected, weights)
-    tolerance = dict(rtol=2e-2, atol=5e-3) if DEVICE == "cuda" else dict(rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(got, want, **tolerance)
+    close(prefill.delta_whole(projected, weights), reference.delta_whole(projected, weights))
+
+
+def close(got, want):
+    """A GPU's products have 10 bits of their factors."""
+    error = (got - want).norm() / want.norm()
+    assert error < (5e-3 if DEVICE == "cuda" else 1e-5), error

@@ -45,7 +45,7 @@ class ModelFacts:
     bits_per_weight: float | None = None
     vocabulary: int = COMMON_IDS
     context: int | None = None
-    layers: int = 0
+    layers: int = 0  # with keys and values
     kv_width: int = 0  # numbers that one layer keeps of one token
     step_bytes: int = 0  # of weights that a decode step reads, as the files hold them; an engine may tell better
     file_bits_per_weight: float | None = None  # embedding, head and norms included
@@ -114,7 +114,7 @@ def _shape_facts(config: Any, *, model: str, scheme: str) -> ModelFacts:
     from flyweight.models.standard import plan_of
 
     return ModelFacts(model, scheme, "random:0", "random", vocabulary=config.vocab_size, context=config.context_length,
-                      layers=config.layers, kv_width=plan_of(config).layers[0].attention.cached_numbers)
+                      layers=config.layers - len(config.state_layers), kv_width=plan_of(config).layers[0].attention.cached_numbers)
 
 
 def checkpoint_facts(name: str) -> ModelFacts:
@@ -133,7 +133,7 @@ def checkpoint_facts(name: str) -> ModelFacts:
         model=base_name(source), checkpoint=checkpoint.hash(), weights="random" if source.startswith("preset:") else "trained",
         scheme=note.get("recipe", {}).get("name") or summary.quantization or plain, size_gb=round(checkpoint.nbytes / 1e9, 4),
         bits_per_weight=round(summary.linear_bits, 4), file_bits_per_weight=round(summary.file_bits, 4),
-        vocabulary=config.vocab_size, context=config.context_length, layers=config.layers,
+        vocabulary=config.vocab_size, context=config.context_length, layers=config.layers - len(config.state_layers),
         kv_width=plan_of(config).layers[0].attention.cached_numbers, step_bytes=read_per_token(summary, config))
 
 

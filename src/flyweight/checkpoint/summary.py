@@ -17,7 +17,7 @@ from flyweight.checkpoint.names import ROUTER, ROUTER_CORRECTION, SHARED_GATE
 from flyweight.checkpoint.reader import Checkpoint, Entry
 from flyweight.tensors import Float8, Int8Channel, IntBlock, IntGroup, Plain, QuantTensor, Sparse24, VectorQuant
 
-LINEAR = re.compile(r"(?P<prefix>(?:.*\.layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]*?_proj(?:_with_mqa)?|lm_head))\.(?P<part>.+)")
+LINEAR = re.compile(r"(?P<prefix>(?:.*\.layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]*?_proj(?:_\w+)?|lm_head))\.(?P<part>.+)")
 
 
 

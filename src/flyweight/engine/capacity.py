@@ -28,6 +28,7 @@ class Capacity:
     read_bytes_per_token: int  # of weights
     copy_gb_s: float
     on_cpu: bool
+    state_bytes_per_sequence: int = 0  # of layers without keys and values
 
     @property
     def kv_tokens(self) -> int:
@@ -55,7 +56,7 @@ def capacity(summary: Summary, config: ModelConfig, *, device: torch.device, dty
         budget = fraction * (available_memory() - summary.memory)
     return Capacity(device_name(device), total, fraction, max(0, int(budget)), shape.token_bytes,
                     read_per_token(summary, config), bandwidth or round(copy_bandwidth(device), 1),
-                    on_cpu=device.type == "cpu")
+                    on_cpu=device.type == "cpu", state_bytes_per_sequence=shape.state_bytes)
 
 
 def read_per_token(summary: Summary, config: ModelConfig) -> int:

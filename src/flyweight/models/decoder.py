@@ -104,6 +104,8 @@ class Decoder:
             block = Block.load(
                 weights, config, index, exact=exact, device=device, dtype=dtype, adapters=adapters
             )
+            if block.latent is not None and layers is None:
+                block.latent.prepare()
             if host is not None and index in moved:
                 host.take(index, block, sum(one.nbytes for one in block.linears.values()))
             blocks.append(block)
@@ -123,8 +125,6 @@ class Decoder:
             head = Linear.load(weights, "", group, device=device, dtype=dtype, exact=exact)
         if layers is None:
             weights.check_used()
-            for latent in filter(None, (block.latent for block in blocks)):
-                latent.prepare()
         decoder = cls(
             config,
             embedding=Embedding(
