@@ -91,8 +91,8 @@ def test_guesses_that_the_host_has_not_read_are_those_that_are_checked():
         for request in requests:
             drafts, text = found.get(request.number), right.get(tuple(request.tokens))
             if isinstance(drafts, LateDrafts) and text is not None:
-                values = torch.tensor(text, device=CUDA)
-                drafts.arrival.found[:3, drafts.column] = values
+                with torch.inference_mode():
+                    drafts.arrival.found[:3, drafts.column] = torch.tensor(text, device=CUDA)
                 drafts.arrival.columns[drafts.column] = text
         return found
 
