@@ -53,7 +53,9 @@ def engine(model: str, kv: str, works: list[Workload], *, decoder: Any, step_tok
     )
 
 
-def tokens_that_fit(model: str, kv: str, *, decoder: Any, step_tokens: int) -> tuple[int, Any]:
+def tokens_that_fit(
+    model: str, kv: str, *, decoder: Any, step_tokens: int
+) -> tuple[dict[str, Any], Any]:
     """Beside the model, where nothing but memory limits them; and the decoder, for the next."""
     most = MANY if torch.cuda.is_available() else 1  # requests as long as the model allows
     llm = LLM(
@@ -64,7 +66,8 @@ def tokens_that_fit(model: str, kv: str, *, decoder: Any, step_tokens: int) -> t
         max_num_batched_tokens=step_tokens,
         native=False,
     )
-    return llm.memory().kv_tokens, llm.decoder
+    memory = llm.memory()
+    return {"kv_tokens": memory.kv_tokens, "kv_gb": memory.kv / 1e9}, llm.decoder
 
 
 def measure(llm: LLM, work: Workload) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
         torch.cuda.empty_cache()
         llm = engine(options.model, kv, works, decoder=decoder, step_tokens=options.step_tokens)
         for work in works:
-            seen = {"kv_dtype": llm.kv_dtype, "kv_tokens": fit}
+            seen = {"kv_dtype": llm.kv_dtype} | fit
             fields = rounded(facts | seen | measure(llm, work))
             file.add(environment, make_row("latency", environment["id"], **fields))
             print({name: fields[name] for name in SHOWN if name in fields}, flush=True)

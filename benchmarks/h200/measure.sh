@@ -113,7 +113,7 @@ piece() {
     older) for name in steps experts chain rows vptq; do piece older-$name; done ;;
     older-*) # FLYWEIGHT_PRETEND=sm_80 or sm_89: the code and the limits of cards that are not here; their rows name the card
       : "${FLYWEIGHT_PRETEND:?name the GPU to imitate, such as sm_80}"
-      local file=older-gpus.jsonl one=
+      local file=older-gpus${FLYWEIGHT_OVERLAP:+-overlap}.jsonl one=  # FLYWEIGHT_OVERLAP=1: launches overlap
       case ${1#older-} in
         steps) flyweight $1 60 $file bench step $q8:bf16 $q8:w8a16 $q8:int4 --batch 1 ;;
         experts) flyweight $1 90 $file bench step $moe:int4 --batch 1 ;;

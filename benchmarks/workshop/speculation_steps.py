@@ -1,8 +1,8 @@
 """What a step of several rows of one sequence costs against a step of one, and how fast answers come if guesses are right.
 
-    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context 1024]
+    python benchmarks/workshop/speculation_steps.py [--model qwen3-8b] [--scheme int4] [--context 1024] [--head int8] [--many]
 
-Prints JSON lines. Weights are random, so no guess would be right: in `answer` rows drafter and verification run in full in every
+Prints JSON lines: `rows_N` with qkv and attention in one kernel where they can be, `rows_N_apart` in two. Weights are random, so no guess would be right: in `answer` rows drafter and verification run in full in every
 step, and only the number of accepted guesses is forced, as the row says, with the drafter's shape and its time.
 """
 
@@ -24,12 +24,17 @@ from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.lengths import Fixed
-from flyweight.engine.speculation.model import ModelDrafter
+from flyweight.engine.speculation.lengths import Fixed, Measured
+from flyweight.engine.speculation.drafter import Drafter
+from flyweight.engine.speculation.head import HeadDrafter, tap
+from flyweight.engine.speculation.ngram import NgramDrafter
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.models.decoder import Decoder
-from flyweight.models.presets import PRESETS, PresetWeights
+from flyweight.models.heads import eagle3
+from flyweight.models.heads.head import bits_of
+from flyweight.models.narrow_head import narrow_head
+from flyweight.models.presets import PresetWeights
 
 PAGE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=192, ignore_eos=True).with_defaults({})
@@ -66,6 +71,7 @@ def step_costs(decoder: Decoder, context: int) -> dict[str, float]:
     graphs = DecodeGraphs(decoder, caches, rows)
     shared = SharedRows(rows)
     steps = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
+    apart = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16), separate="measured apart")
     found = {}
     for count in (1, 2, 4, 8):
         rows.lengths.zero_()
@@ -74,6 +80,7 @@ def step_costs(decoder: Decoder, context: int) -> dict[str, float]:
     for count in (1, 2, 4, 8):
         number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
         found[f"rows_{count}"] = milliseconds(lambda n=number: steps.logits(n))
+        found[f"rows_{count}_apart"] = milliseconds(lambda n=number: apart.logits(n))
     return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -96,15 +103,6 @@ class Repeats:
         pass
 
 
-def small_drafter(options: argparse.Namespace, device: torch.device) -> ModelDrafter:
-    """One layer of the model's own width, with its embedding and head: the shape of a trained head."""
-    config = PRESETS[options.model] | {"num_hidden_layers": 1}
-    decoder = Decoder.load(PresetWeights(config, options.scheme, device=device), device=device, dtype=torch.bfloat16)
-    shape = CacheShape(1, decoder.config.kv_heads, decoder.config.head_dim, decoder.dtype)
-    return ModelDrafter(decoder, shape, vocabulary=decoder.config.vocab_size, device=device, context=options.context + 256,
-                        sequences=8, blocks=(options.context + 256) // PAGE * 2, block_size=PAGE)
-
-
 def speed(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
     """Tokens a second after the first, of the last of three runs."""
     for _ in range(3):
@@ -116,23 +114,70 @@ def speed(engine: Engine, prompt: list[int]) -> tuple[float, Request]:
     return (request.generated - 1) / (end - begin), request
 
 
+def make_engine(decoder: Decoder, context: int, sequences: int = 8) -> Engine:
+    config = decoder.config
+    shape = CacheShape.of(config, decoder.dtype)
+    return Engine(decoder, shape, vocabulary=config.vocab_size, device=decoder.device, max_model_len=context + 256,
+                  blocks=(context + 256) // PAGE * max(2, sequences // 4), block_size=PAGE, max_num_seqs=sequences,
+                  max_num_batched_tokens=2048, prefix_cache=False)
+
+
+def many_answers(decoder: Decoder, sequences: int = 64, prompt: int = 128) -> Iterator[dict[str, object]]:
+    """Throughput of many random prompts, in which there is nothing to find, by turns without speculation and with it."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(10, decoder.config.vocab_size, (sequences, prompt), generator=generator).tolist()
+    engine = make_engine(decoder, 1024, sequences)
+    kinds = {"off": lambda: None, "auto": lambda: Speculator(NgramDrafter(), Measured()),
+             "ngram": lambda: Speculator(NgramDrafter(), Fixed(7))}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn, kind in itertools.product(range(3), kinds):
+        engine.speculator = kinds[kind]()
+        begin = time.perf_counter()
+        requests = [engine.submit(one, GREEDY)[0] for one in prompts]
+        while engine.busy:
+            engine.step()
+        torch.cuda.synchronize()
+        if turn:  # the first compiles and captures
+            found[kind].append(sum(request.generated for request in requests) / (time.perf_counter() - begin))
+    middle = {kind: sorted(speeds)[len(speeds) // 2] for kind, speeds in found.items()}
+    for kind, tok_s in middle.items():
+        yield {"sequences": sequences, "speculate": kind, "tok_s": round(tok_s, 1), "ratio": round(tok_s / middle["off"], 4)}
+
+
 def answers(decoder: Decoder, options: argparse.Namespace) -> Iterator[dict[str, object]]:
     config, context = decoder.config, options.context
-    shape = CacheShape(config.layers, config.kv_heads, config.head_dim, decoder.dtype)
-    engine = Engine(decoder, shape, vocabulary=config.vocab_size, device=decoder.device, max_model_len=context + 256,
-                    blocks=(context + 256) // PAGE * 2, block_size=PAGE, max_num_seqs=8, max_num_batched_tokens=2048)
+    engine = make_engine(decoder, context)
     prompt = torch.randint(10, min(5000, config.vocab_size), (context,), generator=torch.Generator().manual_seed(1)).tolist()
     yield {"guesses": 0, "tok_s": round(speed(engine, prompt)[0], 1)}
     forced = itertools.cycle((2, 3))  # accepted, so that a step gives 3.5 tokens
     runner.count_accepted = lambda drafts, chosen: min(len(drafts), next(forced))
-    drafters = {"costs nothing": Repeats(), "1 layer of the model's width, embedding and head": small_drafter(options, decoder.device)}
-    for name, drafter in drafters.items():
-        for guesses in (3, 7):
-            engine.speculator = speculator = Speculator(drafter, Fixed(guesses))
-            found, request = speed(engine, prompt)
-            yield {"guesses": guesses, "tok_s": round(found, 1), "drafter": name, "accept_flags": "forced",
-                   "tokens_per_step": round((request.generated - 1) / (len(request.chunks) - 1), 2),
-                   "draft_ms": round(speculator.figures()["draft_ms"], 3)}
+    for guesses in (3, 7):
+        yield forced_row(engine, prompt, Repeats(), guesses) | {"drafter": "costs nothing"}
+    head = eagle3.load(eagle3.RandomHead(decoder), decoder, bits=bits_of(decoder))
+    tap(decoder, head)
+    facts = {"drafter": "eagle3, random weights", "drafter_bytes": head.nbytes, "drafter_vocabulary": sum(head.head.sizes)}
+    for guesses in (3, 4, 5, 7):
+        engine = make_engine(decoder, context)  # whose steps leave hidden states
+        drafter = HeadDrafter(head, engine.runner, guesses=guesses)
+        row = forced_row(engine, prompt, drafter, guesses)
+        yield facts | row | head_times(drafter)
+
+
+def forced_row(engine: Engine, prompt: list[int], drafter: Drafter, guesses: int) -> dict[str, object]:
+    engine.speculator = speculator = Speculator(drafter, Fixed(guesses))
+    found, request = speed(engine, prompt)
+    return {"guesses": guesses, "tok_s": round(found, 1), "accept_flags": "forced",
+            "tokens_per_step": round((request.generated - 1) / (len(request.chunks) - 1), 2),
+            "draft_ms": round(speculator.figures()["draft_ms"], 3)}
+
+
+def head_times(drafter: HeadDrafter) -> dict[str, float]:
+    """Milliseconds of the device for one sequence: the step's rows through the head, and its guesses."""
+    graphs = drafter.graphs
+    if graphs is None:
+        return {}
+    return {"follow_ms": round(milliseconds(lambda: graphs.follow(1 + drafter.guesses)), 4),
+            "chain_ms": round(milliseconds(lambda: graphs.chain(1)), 4)}
 
 
 def main() -> None:
@@ -140,15 +185,20 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--scheme", default="int4")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
+    parser.add_argument("--many", action="store_true", help="the throughput of 64 answers at once, too")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
-    decoder = Decoder.load(PresetWeights(options.model, options.scheme, device=device), device=device, dtype=torch.bfloat16)
-    facts = {"model": options.model, "scheme": options.scheme, "context": options.context,
+    weights = narrow_head(PresetWeights(options.model, options.scheme, device=device), options.head)
+    decoder = Decoder.load(weights, device=device, dtype=torch.bfloat16)
+    facts = {"model": options.model, "scheme": options.scheme, "head": options.head or "stored", "context": options.context,
              "gpu": torch.cuda.get_device_name(0), "load_s": round(time.perf_counter() - begin, 1)}
     costs = step_costs(decoder, options.context)
     ratios = {f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3) for count in (4, 8)}
     print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
+    for row in many_answers(decoder) if options.many else ():
+        print(json.dumps(facts | {"what": "throughput", "context": 128} | row), flush=True)
     for row in answers(decoder, options):
         print(json.dumps(facts | {"what": "answer"} | row), flush=True)
 

@@ -46,6 +46,8 @@ def test_up_to_16_rows_of_int4_go_through_few_or_become_integers():
     qkv, o, gate_up, down = (4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)
     assert {(one["TOKENS"], one["KDIM"], one["NDIM"]) for one in products} >= {(16, *qkv), (16, *o), (16, *down), (16, *gate_up),
                                                                                (32, *gate_up)}
+    guesses = {(one.file, dict(one.defines).get("CHUNK")) for one in found}
+    assert guesses >= {("qkv_attention.cu", 2), ("qkv_attention.cu", 4), ("attention.cu", 8)}, "steps that check guesses"
 
 
 def test_a_folder_needs_what_its_preset_does(tmp_path):
@@ -92,12 +94,13 @@ def test_the_command_says_how_many_and_where(monkeypatch, tmp_path, capsys):
         assert [run.keywords for run in runs[:3]] == [{"part": part, "parts": 3} for part in range(3)]
         target = runs[0].args[1]
         assert (target.gpu.multi_processor_count, target.sequences, target.tokens, target.dtype) == (114, 64, 16640, "float16")
+        assert target.head == "int8"
         return module.Compiled(86, 80, 12.34, tmp_path)
 
     monkeypatch.setattr(module, "precompile", instead)
     words = ["compile", "preset:tiny:int4", "preset:tiny:w8a8", "--arch", "sm_90a", "--processors", "114", "--max-num-seqs", "64"]
     with pytest.raises(SystemExit):
-        cli.main([*words, "--workers", "6", "--dtype", "float16", "--json"])
+        cli.main([*words, "--workers", "6", "--dtype", "float16", "--head", "int8", "--json"])
     assert json.loads(capsys.readouterr().out) == {"kernels": 86, "compiled": 80, "seconds": 12.3, "arch": "sm_90a",
                                                    "folder": str(tmp_path)}
 

@@ -6,6 +6,7 @@ from toy_engine import SHAPE, VOCABULARY, EagerPasses, EagerSteps, ToyModel, alo
 
 from flyweight import LLM, SamplingParams
 from flyweight.engine.request import Chunk, Request
+from flyweight.engine.speculation.late import Arrival, LateDrafts
 from flyweight.engine.speculation.lengths import Fixed, Measured, StepTimes
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter, TokenIndex
@@ -74,6 +75,30 @@ def test_an_answer_is_the_same_with_guesses_right_and_wrong(kind, captured):
         assert len(engine.runner.shared_steps.taken) >= 4
     if kind != "biased":  # ended by its stop tokens
         assert len(engine.runner.model.batches) - steps < 24
+
+
+class LateOracle(Oracle):
+    """Its guesses lie on the device when they are checked."""
+
+    def propose(self, requests, most):
+        found = super().propose(requests, most)
+        known = {number: guesses for number, guesses in found.items() if guesses}
+        longest = max(map(len, known.values()), default=0)
+        columns = [[*guesses, *[0] * (longest - len(guesses))] for guesses in known.values()]
+        if not columns:
+            return {}
+        arrival = Arrival(torch.tensor(columns).T)
+        return {number: LateDrafts(arrival, i, len(guesses)) for i, (number, guesses) in enumerate(known.items())}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_guesses_that_the_host_has_not_read_are_checked_all_the_same(captured):
+    options = params(max_tokens=24)
+    want = [alone(prompt, options) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, want, strict=True)]
+    engine = speculating(LateOracle(texts), captured=captured)
+    assert run(engine, *(engine.submit(prompt, options) for prompt in PROMPTS)) == want
+    assert engine.speculator.accepted > 10 and engine.speculator.drafted > engine.speculator.accepted
 
 
 def test_few_blocks_give_the_same_answers():
@@ -321,7 +346,7 @@ def test_the_option_is_understood(text, want):
     assert Speculation.parse(text) == want
 
 
-@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "eagle3:folder", "model:a:99"])
+@pytest.mark.parametrize("text", ["ngrams", "ngram:0", "ngram:x", "model", "model:", "auto:3", "eagle3:", "model:a:99"])
 def test_a_wrong_option_is_refused_in_one_line(text):
     with pytest.raises(OptionError) as error:
         Speculation.parse(text)

@@ -46,16 +46,17 @@ class Oracle:
         pass
 
 
+@pytest.mark.parametrize("counts", [(8, 5), (3, 1)], ids=["two kernels", "one kernel"])
 @pytest.mark.parametrize("scheme", BOUND)
 @torch.inference_mode()
-def test_rows_of_one_sequence_give_the_logits_of_a_step_each(scheme):
+def test_rows_of_one_sequence_give_the_logits_of_a_step_each(scheme, counts):
     """Two sequences at once, of 300 and 29 tokens: pages, runs and other rows lie between."""
     decoder = load("tiny", scheme, CUDA, torch.bfloat16)
     config, pages = decoder.config, 32
     tokens = torch.randint(10, 900, (2, 310), generator=torch.Generator().manual_seed(3)).tolist()
     order = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(4)).tolist()
     blocks = [order[:pages], order[pages:]]
-    starts, counts = (300, 29), (8, 5)
+    starts = (300, 29)
     results = []
     for shared in (False, True):
         caches = [KVStorage(*(torch.zeros(2 * pages, PAGE, config.kv_heads, config.head_dim, dtype=torch.bfloat16, device=CUDA)
@@ -77,6 +78,7 @@ def test_rows_of_one_sequence_give_the_logits_of_a_step_each(scheme):
                      for i, (request, start, count) in enumerate(zip(requests, starts, counts, strict=True))]
             assert places.takes(works)
             steps = DecodeGraphs(decoder, caches, places)
+            assert steps.step(4).decode.separate is None, "four rows go through qkv_attention.cu"
             for _ in range(2):  # captured, and once more: nothing of the first is left behind
                 logits = steps.logits(places.fill(works)).float().clone()
             results.append(logits)

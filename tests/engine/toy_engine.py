@@ -60,7 +60,7 @@ class EagerSteps:
         return self._launch(count)[:count]
 
     def advance(self, count: int) -> Tensor:
-        self.taken.append((count, self.rows.mode))
+        self.taken.append((count, getattr(self.rows, "mode", None)))
         logits = self._launch(count)
         self.rows.advance(logits.argmax(-1))
         return logits[:count]

@@ -247,6 +247,10 @@ DEVICE u32 to_eighth(float f) {  // to nearest, ties to the even code, saturated
 }
 DEVICE u32 to_float8(float low, float high) { return to_eighth(low) | to_eighth(high) << 8; }
 DEVICE u32 float8_pair(u32 codes) { return pack_as<true>(eighth(codes & 255), eighth(codes >> 8 & 255)); }
+DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+  auto one = [](u32 x, u32 y, u32 z) { return fmaf(float_of<true>((u16)x), float_of<true>((u16)y), float_of<true>((u16)z)); };
+  return pack_as<true>(one(a, b, c), one(a >> 16, b >> 16, c >> 16));
+}
 DEVICE u32 add_halves(u32 a, u32 b) {
   return pack_as<true>(from_half(a & 0xffff) + from_half(b & 0xffff), from_half(a >> 16) + from_half(b >> 16));
 }

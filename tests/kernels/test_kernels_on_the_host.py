@@ -80,7 +80,7 @@ def test_few_rows_are_multiplied(kind, rows, shape):
     assert error(gemv.multiply(weight, x, out), tensor.matmul_reference(x)) < 1e-2
 
 
-@pytest.mark.parametrize(("kind", "rows", "shape"), [CASES[i] for i in (0, 1, 2, 3, 8, 9, 11, 13)])
+@pytest.mark.parametrize(("kind", "rows", "shape"), [CASES[i] for i in (0, 1, 3, 9)])
 def test_few_rows_are_multiplied_with_weights_that_each_warp_copies(kind, rows, shape, monkeypatch):
     monkeypatch.setattr(gpu, "of", lambda _: OLDER)
     test_few_rows_are_multiplied(kind, rows, shape)
@@ -95,8 +95,8 @@ def test_a_ring_whose_last_stages_wait_for_the_inputs_gives_the_same(held, monke
 
 
 # 5 CTAs: of 9 tiles and 18 stages or more, so that most begin and end inside of tiles.
-@pytest.mark.parametrize(("kind", "rows", "activation"), [("int4:128", 1, None), ("w8a8", 2, "silu"), ("plain", 1, "silu")])
-@pytest.mark.parametrize("device", [host_cuda.HOST, OLDER], ids=["producer", "own copies"])
+@pytest.mark.parametrize(("kind", "rows", "activation", "device"), [
+    ("int4:128", 1, None, host_cuda.HOST), ("int4:128", 1, None, OLDER), ("w8a8", 2, "silu", OLDER), ("plain", 1, "silu", OLDER)])
 def test_ctas_that_share_tiles_hand_their_sums_over(kind, rows, activation, device, monkeypatch):
     tensor, x = make(kind, (144, 1280), 1), torch.randn(rows, 1280).bfloat16()
     norm, bias = Norm((1 + 0.1 * torch.randn(1280)).bfloat16(), 1e-6), torch.randn(144).bfloat16()

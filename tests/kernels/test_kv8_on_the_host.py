@@ -162,12 +162,18 @@ def test_scales_that_a_checkpoint_fixes_are_used_for_every_token():
 
 
 @pytest.mark.parametrize(
-    ("format", "head_dim", "lengths"),
-    [(FP8, 64, [50]), (INT8, 128, [50, 1]), (None, 64, [50, 1])],
-    ids=["fp8", "int8", "16 bits"],
+    ("format", "head_dim", "lengths", "before"),
+    [
+        (FP8, 64, [50], None),
+        (INT8, 128, [50, 1], None),
+        (None, 64, [50, 1], None),
+        (None, 64, [32, 33, 34, 7], [0, 1, 2, 0]),  # new tokens on both sides of a border of runs
+        (INT8, 64, [1, 2, 3, 4], [0, 1, 2, 3]),  # and nothing but new ones
+    ],
+    ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8"],
 )
-def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths):
-    """CTAs of one head that share out a sequence, odd places in a page, a first token."""
+def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths, before):
+    """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one sequence."""
     shape = replace(SHAPE, head_dim=head_dim, rotary=head_dim, eight_bits=format is not None)
     torch.manual_seed(0)
     rows = len(lengths)
@@ -175,10 +181,18 @@ def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths):
     linear = TiledLinear(tensor, dtype=torch.bfloat16, ops=reference)
     assert qkv.unsupported_reason(linear, shape, rows, host_cuda.HOST) is None
     tables = torch.randperm(rows * 4).view(rows, 4).int()
-    caches = [filled(shape, lengths, tables, format) for _ in range(2)]
+    known = list(lengths)
+    for row, back in enumerate(before or ()):
+        if back:
+            tables[row] = tables[row - 1]
+            known[row] = 1  # what is older was written for the first row
+    caches = [filled(shape, known, tables, format) for _ in range(2)]
     angles = torch.rand(max(lengths), shape.rotary // 2) * 6
     places = Rows(
-        rope_pairs(angles.cos(), angles.sin()), torch.tensor(lengths, dtype=torch.int32), tables
+        rope_pairs(angles.cos(), angles.sin()),
+        torch.tensor(lengths, dtype=torch.int32),
+        tables,
+        None if before is None else torch.tensor(before, dtype=torch.int32),
     )
     weights = [torch.rand(head_dim).bfloat16() + 0.5 for _ in range(2)]
     layer = AttentionLayer(shape, head_dim**-0.5, HeadNorms(*weights, 1e-6))

@@ -3,7 +3,7 @@
 import host_cuda
 import pytest
 import torch
-from test_prefill_attention_on_the_host import folder, host  # noqa: F401 (fixtures)
+from test_prefill_attention_on_the_host import host  # noqa: F401 (a fixture)
 
 from flyweight.kernels import reference
 from flyweight.kernels.attention import prefill

@@ -113,6 +113,15 @@ def test_every_launch_and_the_other_kernels_read_items_of_this_kind(monkeypatch)
     assert error(weight(x, torch.full((6, 136), float("nan")).bfloat16()), reference(tensors, x)) < 1e-2
 
 
+def test_matrix_units_add_the_same_up(monkeypatch):
+    monkeypatch.setattr(gather, "BYTE_HALVES", True)
+    tensors, weight = make((72, 512), (600, 512), **BOOKS)
+    x, norm = torch.randn(1, 512).bfloat16(), (1 + 0.1 * torch.randn(512)).bfloat16()
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * norm.double()
+    got = weight.project(x, torch.full((1, 672), float("nan")).bfloat16(), norm=Norm(norm, 1e-6))
+    assert error(got, reference(tensors, normed)) < 5e-3
+
+
 def test_an_outlier_of_x_and_a_row_of_zeros_are_no_trouble():
     tensors, weight = make((72, 512), **BOOKS)
     x = torch.randn(2, 512).bfloat16()

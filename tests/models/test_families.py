@@ -15,9 +15,13 @@ from safetensors.torch import load_file, save_file
 from flyweight.checkpoint.convert import convert
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.engine.llm import LLM
+from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import SamplingParams
-from flyweight.errors import CheckpointError
+from flyweight.errors import CheckpointError, OptionError, UnsupportedError
+from flyweight.models.config import ModelConfig
 from flyweight.models.decoder import Decoder
+from flyweight.models.kv_scheme import choose_kv_scheme
+from flyweight.models.presets import PresetWeights, preset_config
 from flyweight.quant.calibration import Samples
 from flyweight.quant.quantize import quantize
 
@@ -301,6 +305,26 @@ def test_a_quantized_family_gives_the_logits_of_its_dequantized_weights(name, sc
         tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
     )
     torch.testing.assert_close(found, logits_of(again, prompt), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("preset", "key", "value", "told"), [
+    ("deepseek-v2-lite", "topk_method", "noaux_tc", "known: greedy, group_limited_greedy"),
+    ("deepseek-v2-lite", "norm_topk_prob", True, "norm_topk_prob is not supported"),
+    ("deepseek-v3", "scoring_func", "softmax", "known: sigmoid"),
+    ("deepseek-v3", "moe_layer_freq", 2, "moe_layer_freq 2 is not supported"),
+    ("deepseek-v3", "attention_bias", True, "attention_bias True is not supported"),
+])
+def test_routers_and_layers_that_nobody_here_knows_are_refused(preset, key, value, told):
+    with pytest.raises(UnsupportedError, match=told):
+        ModelConfig.from_dict(preset_config(preset) | {key: value})
+
+
+def test_a_compressed_cache_has_no_eight_bits():
+    weights = PresetWeights("deepseek-v2-lite")
+    config = ModelConfig.from_dict(weights.config)
+    assert CacheShape.of(config, torch.bfloat16).token_bytes == 27 * 576 * 2
+    with pytest.raises(OptionError, match="one compressed row for all heads"):
+        choose_kv_scheme("fp8", weights, config)
 
 
 # -- other files -------------------------------------------------------------------------------

@@ -54,6 +54,14 @@ def test_ours_come_first_and_once(monkeypatch):
     assert linear._POSSIBLE_KERNELS[PlatformEnum.CUDA][-1] is fake_vllm.TheirKernel
 
 
+def test_they_can_be_withdrawn(monkeypatch):
+    linear = fake_vllm.install(monkeypatch)
+    plugin.register()
+    plugin.withdraw()
+    assert linear._POSSIBLE_KERNELS[PlatformEnum.CUDA] == [fake_vllm.TheirKernel]
+    assert linear._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA] == []
+
+
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "0.330.0", "unknown"])
 def test_another_version_gets_one_line_and_nothing_else(monkeypatch, caplog, version):
     linear = fake_vllm.install(monkeypatch, version)

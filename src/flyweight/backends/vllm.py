@@ -136,8 +136,7 @@ class Vllm:
 
     def plug_in(self) -> None:
         """Nothing of ours: rows of this backend are what vLLM does by itself."""
-        if "flyweight.plugins.vllm.kernels" in sys.modules:
-            plugin.withdraw()
+        plugin.withdraw()
 
     def generate(self, prompts: Sequence[Sequence[int]], output: int) -> Run:
         """What `LLM.generate` does, with a look at the clock after every step."""

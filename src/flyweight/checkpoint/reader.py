@@ -158,7 +158,7 @@ class Checkpoint:
     def unused(self, ignore: Iterable[str] = ()) -> list[str]:
         """Names that nothing has read, less those that fit one of the `ignore` patterns (`*` and `?`)."""
         spare = self.format.spare if self.format else ()
-        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", *self._next_token_layers(), *spare, *ignore)
+        patterns = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "mtp.*", *self._next_token_layers(), *spare, *ignore)
         return [name for name in self.entries if name not in self._used and not any(fnmatchcase(name, p) for p in patterns)]
 
     def _next_token_layers(self) -> list[str]:

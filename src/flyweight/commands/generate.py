@@ -32,7 +32,8 @@ Head = Annotated[str | None, typer.Option(help="Bits of the head: int8, int4 or 
 KvDtype = Annotated[str | None, typer.Option(help="Of the KV cache: fp8 or int8 (half the memory), model (the type of activations) "
                                              "or auto, as the model's files ask for: the default.")]
 Speculate = Annotated[str | None, typer.Option(help="Guess tokens and check several in one step: ngram (from the text so far), "
-                                                "model:NAME (a smaller model's), auto (as far as it pays) or off: the default. "
+                                                "model:NAME (a smaller model's), eagle3:FOLDER or mtp (a head's on the model's hidden "
+                                                "states), auto (as far as it pays) or off: the default. "
                                                 "The answer stays the same.")]
 PromptDtype = Annotated[str | None, typer.Option(help="Of 4-bit weights: int8 or fp8, in which steps of more than 256 tokens "
                                                  "multiply; faster prompts, less exact. Off unless given.")]

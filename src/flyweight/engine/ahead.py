@@ -111,6 +111,8 @@ def run_steps(decoder: Decoder, target: Target) -> None:
     """Decode steps of every size, where they are captured."""
     from flyweight.engine.graphs import DecodeGraphs, unsupported_reason
     from flyweight.engine.rows import Rows
+    from flyweight.engine.speculation.shared_rows import SIZES as SHARED_SIZES
+    from flyweight.engine.speculation.shared_rows import SharedRows
 
     if unsupported_reason(decoder, PAGE) is not None:
         return
@@ -123,6 +125,9 @@ def run_steps(decoder: Decoder, target: Target) -> None:
         for size in steps.sizes:
             steps.step(size).launch()
             steps.step(size).advance()
+        shared = DecodeGraphs(decoder, caches, SharedRows(rows), sizes=SHARED_SIZES)  # where guesses are checked
+        for size in shared.sizes:
+            shared.step(size).launch()
         if rows.sampler is not None:
             rows.sampler.prepare(decoder.dtype, torch.float32)
     decoder.blocks = kinds

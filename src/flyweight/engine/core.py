@@ -141,7 +141,7 @@ class Engine:
         if any(work.samples and work.request.constraint for work in works):
             self._land()
 
-    def _draft(self) -> dict[int, list[int]]:
+    def _draft(self) -> dict[int, Sequence[int]]:
         """Guesses for the next step, by request. Whoever guesses needs the tokens of the step in flight; where nobody will,
         the next step is launched before that one is read."""
         speculator, running = self.speculator, self.scheduler.running

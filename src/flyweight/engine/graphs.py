@@ -52,11 +52,8 @@ class Step:
 
     def advance(self) -> None:
         """The rows take their likeliest tokens."""
-        rows = self.rows
-        assert isinstance(rows, Rows), "rows of guesses are sampled from outside of the step"
-        self.greedy(
-            self.decode.padded_logits, rows.tokens[: self.size], rows.lengths[: self.size]
-        )
+        tokens, lengths = self.rows.taken
+        self.greedy(self.decode.padded_logits, tokens[: self.size], lengths[: self.size])
 
     def sample(self) -> None:
         """The rows take tokens by temperature, filters and biases (`Rows.samples_in_step`)."""
@@ -102,6 +99,12 @@ class DecodeGraphs:
         self.steps: dict[int, Step] = {}
         self.graphs: dict[tuple[int, Choice], torch.cuda.CUDAGraph] = {}
 
+    def leave_out(self, sizes: Iterable[int]) -> None:
+        """Steps of so many rows run as larger ones."""
+        for size in sizes:
+            self.sizes.remove(size)
+            self.steps.pop(size, None)
+
     def logits(self, count: int) -> Tensor:
         """Of one step of the first `count` rows, which stay as they are."""
         return self._replay(count, Choice.NONE)
@@ -119,6 +122,8 @@ class DecodeGraphs:
         if (size, choice) not in self.graphs:
             self.capture(size, choice)
         self.graphs[size, choice].replay()
+        if self.decoder.taps is not None:
+            self.decoder.taps.point(count)
         return self.steps[size].logits[:count]
 
     def warm_up(self, sizes: Iterable[int] | None = None, *, advances: bool = True) -> None:

@@ -26,6 +26,7 @@ from flyweight.engine.packed import SIZES
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
+from flyweight.engine.speculation.head import HeadDrafter, tap
 from flyweight.engine.speculation.lengths import Fixed, Measured
 from flyweight.engine.speculation.model import ModelDrafter, check_vocabularies
 from flyweight.engine.speculation.ngram import NgramDrafter
@@ -44,6 +45,7 @@ from flyweight.models.standard import plan_of
 
 if TYPE_CHECKING:
     from flyweight.models.decoder import Decoder
+    from flyweight.models.heads.head import DraftHead
 
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
@@ -80,7 +82,7 @@ class LLM:
     native             on a CPU: kernels in C that read weights in the bits of their file, whole steps in one call;
                        None: where they can (`executor` says which runs, and why), False: torch, True: nothing else
     offload            on a GPU: so many layers lie in the host's memory and come over the bus for each step
-    speculate          ngram, model:NAME or auto: guess tokens and check several in one step (docs/speculation.md); off
+    speculate          ngram, model:NAME, eagle3:NAME, mtp or auto: guess tokens and check several in one step (docs/speculation.md); off
     kv_dtype           of the KV cache: fp8 or int8 (half the memory), model (the type of activations), or auto: as the model's
                        own files ask for, which is what happens if nothing is given
     prompt_dtype       int8 or fp8: steps of more than 256 tokens multiply 4-bit weights in 8 bits, faster and less exactly
@@ -111,7 +113,8 @@ class LLM:
                 self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
                                                            native=native, offload=offload,
                                                            adapters=self._read_adapters(adapters),
-                                                           eight_bit_prompts=prompt_dtype is not None)
+                                                           eight_bit_prompts=prompt_dtype is not None,
+                                                           tapped=wanted.is_head)
         if prompt_dtype is not None:
             self.decoder.narrow_prompts(prompt_dtype)
         self.config = config = self.decoder.config
@@ -127,6 +130,8 @@ class LLM:
         shape = CacheShape.of(config, cached, scheme.format, scheme.scales)
         if shape.states is not None:
             refuse_speculation(wanted, self.name)
+        guessing = load_head(wanted, self.weights, self.decoder) if wanted.is_head else None
+        shape = replace(shape, beside=guessing.token_bytes if guessing is not None else 0)
         self.kv_dtype = shape.dtype_name
         drafter = self._drafter(wanted, context=context, sequences=sequences, block_size=block_size)
         workspace = graphs = 0
@@ -134,7 +139,7 @@ class LLM:
             with shortage.told(f"{model}: a step of {tokens:,} tokens does not fit beside its weights"):
                 workspace = measure_workspace(self.decoder, shape, tokens=tokens, context=context, block_size=block_size)
             graphs = graph_bytes(self.decoder, sequences, min(tokens, SIZES[-1]))
-            if drafter is not None:  # steps with guesses are captured beside the others
+            if drafter is not None or guessing is not None:  # steps with guesses are captured beside the others
                 graphs += graph_bytes(self.decoder, CAPACITY, 0)
             if isinstance(drafter, ModelDrafter):
                 graphs += graph_bytes(drafter.runner.model, sequences, SIZES[-1])  # type: ignore[arg-type]
@@ -154,6 +159,9 @@ class LLM:
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer), state_slots=slots,
         )
         self.engine.scheduler.long_prompts = long_prompts(config)
+        if guessing is not None:
+            assert wanted.guesses is not None
+            drafter = HeadDrafter(guessing, self.engine.runner, guesses=wanted.guesses)
         if drafter is not None:
             lengths = Measured() if wanted.guesses is None else Fixed(wanted.guesses)
             self.engine.speculator = Speculator(drafter, lengths)
@@ -165,7 +173,7 @@ class LLM:
 
     def _drafter(self, wanted: Speculation, *, context: int, sequences: int, block_size: int) -> Drafter | None:
         """Who guesses. A model's weights and cache are there before the memory for this one's cache is counted."""
-        if wanted.kind == "off":
+        if wanted.kind == "off" or wanted.is_head:  # a head is part of the engine's steps
             return None
         if wanted.model is None:
             return NgramDrafter()
@@ -203,7 +211,7 @@ class LLM:
         if self.engine.speculator is not None:
             self.engine.speculator.drafter.warm_up()
             if runner.shared_steps is not None:
-                runner.shared_steps.warm_up(advances=False)
+                runner.shared_steps.warm_up()
 
     @takes_fields_of(SamplingParams)
     def generate(self, prompts: Prompt | Sequence[Prompt],
@@ -436,7 +444,7 @@ def open_model(name: str, device: torch.device) -> tuple[Any, Tokenizer | None]:
 
 def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exact: bool, native: bool | None,
                  offload: int = 0, adapters: Adapters | None = None,
-                 eight_bit_prompts: bool = False) -> tuple[Any, str]:
+                 eight_bit_prompts: bool = False, tapped: bool = False) -> tuple[Any, str]:
     """A decoder, and in words which: the native one of a CPU where it can run the model, else torch's."""
     from flyweight.models import native as own
 
@@ -451,6 +459,8 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
             reason = reason or "they do not know LoRA adapters"
         if eight_bit_prompts:
             reason = reason or "they have no prompts in 8 bits"
+        if tapped:
+            reason = reason or "they show no hidden states to a head that guesses"
     if native and reason:
         raise OptionError(f"the CPU's native kernels cannot be used: {reason}; leave out --native")
     if reason is None:
@@ -460,6 +470,26 @@ def load_decoder(weights: Any, device: torch.device, dtype: torch.dtype, *, exac
     why = f" (no native kernels: {reason})" if device.type == "cpu" else ""
     decoder = Decoder.load(weights, device=device, dtype=dtype, exact=exact, offload=offload, adapters=adapters)
     return decoder, f"torch{why}"
+
+
+def load_head(wanted: Speculation, weights: Any, target: Decoder) -> DraftHead:
+    """The head that is asked for, in the bits of the model; its model shows it what it reads."""
+    from flyweight.models.heads import eagle3, mtp
+    from flyweight.models.heads.head import bits_of
+
+    if not hasattr(target, "taps"):
+        raise OptionError(f"speculate: {wanted.kind} needs the hidden states of the model, which this decoder does not give")
+    if long_prompts(target.config) is not None:
+        raise OptionError(f"speculate: {wanted.kind} cannot guess for models whose rope changes with the length of a prompt")
+    with shortage.told(f"{wanted.model or wanted.kind}: its weights do not fit beside those of the model"):
+        if wanted.kind == "mtp":
+            head = mtp.load(weights, target, bits=bits_of(target))
+        else:
+            assert wanted.model is not None
+            stored = eagle3.RandomHead(target) if wanted.model == eagle3.RANDOM else open_model(wanted.model, target.device)[0]
+            head = eagle3.load(stored, target, bits=bits_of(target))
+    tap(target, head)
+    return head
 
 
 def refuse_speculation(wanted: Speculation, name: str) -> None:

@@ -36,6 +36,7 @@ class CacheShape:
     latent: int | None = None  # numbers of a key that are its value: then there are no values beside keys
     states: StateShape | None = None  # of layers that have a state in place of keys and values
     state_layers: tuple[int, ...] = ()
+    beside: int = 0  # bytes of a token in the cache of a head that guesses
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, format: KVFormat | None = None,
@@ -64,7 +65,7 @@ class CacheShape:
     @property
     def token_bytes(self) -> int:
         layers = self.layers - len(self.state_layers)
-        return (2 if self.latent is None else 1) * layers * self.kv_heads * self.head_bytes
+        return (2 if self.latent is None else 1) * layers * self.kv_heads * self.head_bytes + self.beside
 
     @property
     def dtype_name(self) -> str:

@@ -121,7 +121,7 @@ def describe(work: Work, block_size: int) -> Columns:
     tokens, at = numpy.zeros(work.count, dtype=numpy.int64), numpy.arange(work.start, stop)
     known = request.tokens[work.start : work.start + work.known]
     tokens[: len(known)] = known
-    tokens[work.known :] = work.drafts
+    tokens[work.known :] = list(work.drafts)
     blocks = numpy.array(request.blocks[first : -(-stop // block_size)])
     return tokens, at + request.rope_row, blocks[at // block_size - first] * block_size + at % block_size
 

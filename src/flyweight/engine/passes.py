@@ -95,6 +95,8 @@ class PassGraphs:
         self.held[key] = captured  # behind all others: the last used
         if captured.graph is not None:
             captured.graph.replay()
+            if self.decoder.taps is not None:
+                self.decoder.taps.point(size)
             return self.states[:size]
         result = self.decoder.hidden(batch, self.caches, captured.plans)
         if alone or known:

@@ -24,6 +24,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps a
 
 class Rows:
     before: Tensor | None = None  # every row is a sequence of its own
+    blank: int | None = None  # what tables hold where a sequence has no block, if anybody reads that far
 
     def __init__(self, sequences: int, *, pages: int, vocabulary: int, device: torch.device, adapted: bool = False,
                  states: int | None = None):
@@ -89,6 +90,8 @@ class Rows:
         self.written += [0] * len(requests)
         self.stamps += [request.preemptions for request in requests]
         self.sampling.enter(rows, requests)
+        if self.blank is not None:
+            self.tables[first : first + len(requests)].fill_(self.blank)
         if self.adapters is not None:
             (slots,) = upload(self.device, numpy.array([request.adapter for request in requests], dtype=numpy.int32))
             self.adapters[first : first + len(requests)].copy_(slots)
@@ -134,6 +137,11 @@ class Rows:
         count = len(tokens)
         self.tokens[:count].copy_(tokens)
         self.lengths[:count].add_(self.lengths[:count] > 0)
+
+    @property
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """Where a captured step writes likeliest tokens, and the lengths that count them."""
+        return self.tokens, self.lengths
 
     @property
     def samples_in_step(self) -> bool:

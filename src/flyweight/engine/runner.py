@@ -21,12 +21,12 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.packed import Padding, following, pack
+from flyweight.engine.packed import Packed, Padding, following, pack
 from flyweight.engine.request import Request, TokenLogprob
 from flyweight.engine.rows import Rows, masked
-from flyweight.engine.sampling import top_logprobs
+from flyweight.engine.sampling import GREEDY, top_logprobs
 from flyweight.engine.scheduler import Work
-from flyweight.engine.speculation.shared_rows import SIZES, SharedRows
+from flyweight.engine.speculation.shared_rows import FUSED_SIZES, SIZES, SharedRows
 from flyweight.engine.speculation.verify import choose_after_drafts, count_accepted
 from flyweight.models.adapters import Adapters
 from flyweight.models.decoder import Decoder
@@ -83,6 +83,18 @@ class Passes(Protocol):
         """Prepare those that most requests need ahead of the first one."""
 
 
+class Follower(Protocol):
+    """Who reads the hidden states of a step (models/taps.py) once its tokens are chosen."""
+
+    def after_pass(self, works: Sequence[Work], packed: Packed, tokens: Tensor) -> None:
+        """`tokens`: chosen after the rows that sample."""
+
+    def after_rows(self, works: Sequence[Work], rows: SharedRows, tokens: Tensor) -> None: ...
+
+    def skipped(self, works: Sequence[Work]) -> None:
+        """A step that left none."""
+
+
 @dataclass(frozen=True)
 class Flight:
     """A launched step. `results` waits for its tokens, and for nothing launched after it."""
@@ -136,6 +148,7 @@ class Runner:
                  context: int, sequences: int, state_slots: int = 0):
         self.model = model
         self.device = device
+        self.follower: Follower | None = None
         self.block_size = block_size
         self.rows = Rows(sequences, pages=-(-context // block_size), vocabulary=vocabulary, device=device,
                          adapted=bool(slots_of(model)), states=None if shape.states is None else state_slots)
@@ -168,7 +181,10 @@ class Runner:
             return None
         from flyweight.engine.graphs import DecodeGraphs
 
-        return DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
+        graphs = DecodeGraphs(self.model, self.caches, self.shared_rows, sizes=SIZES)
+        for one in filter(None, (graphs, graphs.unadapted)):
+            one.leave_out(size for size in FUSED_SIZES if one.step(size).decode.separate is not None)
+        return graphs
 
     @functools.cached_property
     def passes(self) -> Passes | None:
@@ -184,9 +200,10 @@ class Runner:
         """`launched` is called when the model is on its way, before tokens are chosen: constraints are asked after it."""
         with self.model.active() if isinstance(self.model, Decoder) else contextlib.nullcontext():
             self.rows.retain()
-            if self._is_captured(works):
+            shared = self._is_shared(works)
+            if self._is_captured(works) and not (shared and self.follower is not None):
                 choose = self._replay(works)
-            elif self._is_shared(works):
+            elif shared:
                 choose = self._replay_shared(works)
             else:
                 choose = self._forward(works)
@@ -202,7 +219,7 @@ class Runner:
 
     def _is_shared(self, works: Sequence[Work]) -> bool:
         """Answers with several new tokens: guesses, or what a drafting model has not seen."""
-        several = any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
+        several = self.follower is not None or any(work.count > 1 and work.request.number in self.rows.row_of for work in works)
         return several and self.shared_steps is not None and self.shared_rows.takes(works)
 
     def _replay(self, works: Sequence[Work]) -> Callable[[], Flight]:
@@ -216,6 +233,8 @@ class Runner:
 
         def choose() -> Flight:
             tokens = rows.tokens[:count] if sampled else rows.choose(logits, allowed=allowed_by(rows.requests))
+            if self.follower is not None:
+                self.follower.skipped(works)
             return self._land(works, places, logits, tokens)
 
         return choose
@@ -226,16 +245,19 @@ class Runner:
         assert steps is not None
         self.rows.extend()
         count, outputs = rows.fill(works), sum(work.outputs for work in works)
-        logits = steps.logits(count)
+        logits = steps.advance(count)
 
         def choose() -> Flight:
-            sampled, at, lengths = logits, rows.at[:count], rows.lengths[:count]
+            sampled, at, lengths, likeliest = logits, rows.at[:count], rows.lengths[:count], rows.chosen[:count]
             if outputs < count:
                 kept = rows.sampled[:outputs]
-                sampled, at, lengths = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths))
-            tokens = self._choose(works, sampled, at, lengths.long())
+                sampled, at, lengths, likeliest = (tensor.index_select(0, kept) for tensor in (sampled, at, lengths, likeliest))
+            tokens = self._choose(works, sampled, at, lengths.long(), likeliest)
             starts = itertools.accumulate((work.outputs for work in works), initial=0)
-            return self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
+            flight = self._land(works, dict(zip(range(len(works)), starts, strict=False)), sampled, tokens)
+            if self.follower is not None:  # once the tokens are on their way to the host
+                self.follower.after_rows(works, rows, tokens)
+            return flight
 
         return choose
 
@@ -257,18 +279,25 @@ class Runner:
             if sampling:
                 last = logits if len(logits) == starts[-1] else logits.index_select(0, packed.last)
                 tokens = self._choose(chosen, last, packed.rows, packed.lengths.long() - 1)
-            return self._land(works, places, last, tokens, logits, packed.spans)
+            flight = self._land(works, places, last, tokens, logits, packed.spans)
+            if self.follower is not None:
+                self.follower.after_pass(works, packed, tokens)
+            return flight
 
         return choose
 
-    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor) -> Tensor:
-        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, and the position that it fills. Where
+    def _choose(self, works: Sequence[Work], logits: Tensor, at: Tensor, positions: Tensor,
+                likeliest: Tensor | None = None) -> Tensor:
+        """Tokens after the rows of `works`, which all sample: of each its place in `Rows`, the position that it fills, and its
+        likeliest token where that is known. Where
         none of them has drafts they are the next step's input; else the host says what is kept (`settle`)."""
         rows = self.rows
         requests = [work.request for work in works for _ in range(work.outputs)]
         allowed = allowed_by(requests)
         if any(work.drafts for work in works):
             rows.leave_behind(requests)
+            if rows.mode == GREEDY and likeliest is not None and not allowed:
+                return likeliest
             return choose_after_drafts(masked(logits, allowed) if allowed else logits, rows, works, at, positions)
         rows.lengths.index_copy_(0, at, (positions + 1).int())
         rows.behind.difference_update(request.number for request in requests)

@@ -57,7 +57,7 @@ class Work:
     start: int
     count: int
     samples: bool
-    drafts: tuple[int, ...] = ()
+    drafts: Sequence[int] = ()
     state: StateUse | None = None  # of models whose layers keep states
 
     @property
@@ -229,7 +229,7 @@ class Scheduler:
         request.blocks.extend(taken)
         return True
 
-    def _fitting(self, request: Request, drafts: Sequence[int], budget: Budget) -> tuple[int, ...]:
+    def _fitting(self, request: Request, drafts: Sequence[int], budget: Budget) -> Sequence[int]:
         """As many of the drafts as there is room for. The last token that a request may have needs no guess, and each other
         running request may want a block before this one gets a spare one."""
         room = min(len(drafts), budget.tokens - 1, request.limit - request.length - 1)
@@ -238,9 +238,9 @@ class Scheduler:
         spare = len(request.blocks) * self.pool.block_size - request.computed - 1
         if room > spare and self.pool.available > len(self.running) and self._extend(request, 1 + room):
             spare = room
-        return tuple(drafts[: max(0, min(room, spare))])
+        return drafts[: max(0, min(room, spare))]
 
-    def _work(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Work:
+    def _work(self, request: Request, count: int, drafts: Sequence[int] = ()) -> Work:
         samples = count == request.missing
         work = Work(request, request.computed, count + len(drafts), samples, drafts, self._use_state(request, count))
         request.computed += work.count

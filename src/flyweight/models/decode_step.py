@@ -28,7 +28,7 @@ from flyweight.kernels.attention.decode import (
     decode_attention,
     rope_pairs,
 )
-from flyweight.kernels.attention.qkv import Mailbox, mailbox_cycle, qkv_attention
+from flyweight.kernels.attention.qkv import Mailbox, chunk_of, mailbox_cycle, qkv_attention
 from flyweight.kernels.attention.qkv import unsupported_reason as separate_reason
 from flyweight.kernels.gated_delta import decode as states
 from flyweight.kernels.gated_delta.decode import DeltaRows
@@ -125,8 +125,7 @@ class DecodeAttention:
         }
         self.mailboxes: list[Mailbox] = []
         self.place = 0  # of the next layer in the cycle
-        if rows.before is not None:
-            separate = separate or "rows of one sequence share the step"
+        self.chunk = chunk_of(self.size, shared=rows.before is not None)
         self.separate = separate or self._separate_reason(blocks, gpu.of(device))
         if not attending:
             return
@@ -152,7 +151,9 @@ class DecodeAttention:
         if any(block.whole_norms is not None for block in blocks):
             return "queries and keys are normed over all heads together"
         reasons = (
-            separate_reason(block.qkv.fused, self.layers[id(block)].shape, self.size, device)
+            separate_reason(
+                block.qkv.fused, self.layers[id(block)].shape, self.size, device, self.chunk
+            )
             for block in blocks
         )
         return next((reason for reason in reasons if reason), None)
@@ -283,8 +284,14 @@ class DecodeStep:
             if decoder.embedding.scale is not None:
                 self.hidden.mul_(decoder.embedding.scale)
             self.stage.place = 0
+            if (taps := decoder.taps) is not None:
+                taps.begin(self.hidden)
             for block in decoder.in_turn():
+                if taps is not None:
+                    taps.take(block.index, self.hidden)
                 block.run(self.hidden, self.stage, in_place=True, buffers=self.buffers)
+            if taps is not None:
+                taps.take(len(decoder.blocks), self.hidden)
             decoder.head.project(self.hidden, self.padded_logits, norm=decoder.norm)
             if self.shapes_logits:  # of the vocabulary alone: what fills it up stays −∞
                 self.logits.copy_(decoder.shape_logits(self.logits.float()))

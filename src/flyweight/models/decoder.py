@@ -38,6 +38,7 @@ from flyweight.models.layers import (
 from flyweight.models.plan import ROPE, Group
 from flyweight.models.rope import all_tables, long_border, long_rows
 from flyweight.models.standard import plan_of
+from flyweight.models.taps import Taps
 from flyweight.tensors import Plain, QuantTensor
 
 HEAD = "lm_head"
@@ -58,6 +59,7 @@ class Decoder:
         offload: Offload | None = None,
     ):
         self.adapters: Adapters | None = None
+        self.taps: Taps | None = None  # hidden states that a drafting head wants
         self.config = config
         self.offload = offload
         self.device = device
@@ -102,6 +104,8 @@ class Decoder:
             block = Block.load(
                 weights, config, index, exact=exact, device=device, dtype=dtype, adapters=adapters
             )
+            if block.latent is not None and layers is None:
+                block.latent.prepare()
             if host is not None and index in moved:
                 host.take(index, block, sum(one.nbytes for one in block.linears.values()))
             blocks.append(block)
@@ -121,8 +125,6 @@ class Decoder:
             head = Linear.load(weights, "", group, device=device, dtype=dtype, exact=exact)
         if layers is None:
             weights.check_used()
-            for latent in filter(None, (block.latent for block in blocks)):
-                latent.prepare()
         decoder = cls(
             config,
             embedding=Embedding(
@@ -251,12 +253,19 @@ class Decoder:
         """Of the last block only `rows` need more than their keys and values: a prompt has one
         token to go on from.
         """
+        taps = self.taps
         with self.active():
+            if taps is None:
+                for block in self.in_turn():
+                    wanted = rows if block is self.blocks[-1] else None
+                    hidden = block.run(hidden, stage, rows=wanted, in_place=True)
+                return hidden
+            taps.begin(hidden)
             for block in self.in_turn():
-                hidden = block.run(
-                    hidden, stage, rows=rows if block is self.blocks[-1] else None, in_place=True
-                )
-        return hidden
+                taps.take(block.index, hidden)
+                hidden = block.run(hidden, stage, in_place=True)
+            taps.take(len(self.blocks), hidden)
+            return hidden if rows is None else hidden[rows]
 
     def in_turn(self) -> Iterable[Block]:
         """The blocks one by one, each when its weights are on the device."""

@@ -17,7 +17,7 @@ class Drafter(Protocol):
     def promising(self, request: Request) -> bool:
         """Whether it may have a guess once the tokens in flight are known. Cheap: asked every step, before they are."""
 
-    def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[Request], most: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         """By request number, what comes after its last token: at most `most[number]` guesses, which is at least one."""
 
     def observe(self, request: Request, drafts: Sequence[int], accepted: int) -> None:

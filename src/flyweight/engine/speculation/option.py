@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 from flyweight.errors import OptionError, unknown
 
-KINDS = ("off", "ngram", "model", "auto")
-GUESSES = {"ngram": 7, "model": 4}  # in a step, unless a number is given
+KINDS = ("off", "ngram", "model", "eagle3", "mtp", "auto")
+NAMED = {  # kinds that need a name behind them, and what of
+    "model": "a model that guesses, such as model:smollm2-135m",
+    "eagle3": "a folder with a head, such as eagle3:./my-head",
+}
+GUESSES = {"ngram": 7, "model": 4, "eagle3": 3, "mtp": 3}  # in a step, unless a number is given
 MOST_GUESSES = 15  # a step's rows of one sequence are 16 at most
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What was asked for: `kind`, the drafter's folder where it is a model, and guesses in a step (None: as it pays)."""
+    """What was asked for: `kind`, the drafter's folder where it has one, and guesses in a step (None: as it pays)."""
 
     kind: str = "off"
     model: str | None = None
@@ -21,20 +25,23 @@ class Speculation:
 
     @classmethod
     def parse(cls, text: str | None) -> Speculation:
-        """off, auto, ngram[:GUESSES] or model:NAME[:GUESSES]."""
+        """off, auto, ngram[:GUESSES], mtp[:GUESSES], model:NAME[:GUESSES] or eagle3:NAME[:GUESSES]."""
         kind, _, rest = (text or "off").partition(":")
-        if kind == "eagle3":
-            raise OptionError("speculate: eagle3 heads cannot be run yet; use ngram, model:NAME or auto")
         if kind not in KINDS:
             raise OptionError(unknown("value of speculate", kind, KINDS))
         if kind in ("off", "auto") and rest:
             raise OptionError(f"speculate: {kind} takes nothing behind it, not {rest!r}")
-        name, count = split_count(rest) if kind == "model" else (None, rest)
-        if kind == "model" and not name:
-            raise OptionError("speculate: model needs a model that guesses, such as model:smollm2-135m")
+        name, count = split_count(rest) if kind in NAMED else (None, rest)
+        if kind in NAMED and not name:
+            raise OptionError(f"speculate: {kind} needs {NAMED[kind]}")
         if count and not (count.isdigit() and 1 <= int(count) <= MOST_GUESSES):
             raise OptionError(f"speculate: a step takes 1 to {MOST_GUESSES} guesses, not {count}")
         return cls(kind, name, int(count) if count else GUESSES.get(kind))
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it reads the model's hidden states."""
+        return self.kind in ("eagle3", "mtp")
 
 
 def split_count(text: str) -> tuple[str, str]:

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
+from flyweight.engine.speculation.late import LateDrafts
 from flyweight.kernels.attention.decode import CHUNK
 from flyweight.transfer import upload
 
 CAPACITY = 64
-# Rows that steps are captured for. Fewer than eight run as eight: qkv and attention are two kernels
-# here, and those are faster for eight rows than for one, two or four (`rows_N` of
-# benchmarks/workshop/speculation-h200.jsonl).
-SIZES = (8, 16, 24, 32, 48, 64)
+# Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are two, those are faster for
+# eight rows than for two or four (`rows_N` of benchmarks/workshop/speculation-h200.jsonl).
+FUSED_SIZES = (1, 2, 4)
+SIZES = (*FUSED_SIZES, 8, 16, 24, 32, 48, 64)
 
 
 class SharedRows:
@@ -36,14 +37,26 @@ class SharedRows:
         self.capacity = CAPACITY
         self.tables = torch.zeros(CAPACITY, rows.pages, dtype=torch.int32, device=rows.device)
         self.adapters = None if rows.adapters is None else rows.adapters.new_empty(CAPACITY)
-        # what one copy brings: tokens, places in `rows`, sampled rows, lengths and rows before
-        self._staged = torch.zeros(32 * CAPACITY, dtype=torch.uint8, device=rows.device)
+        self.chosen = torch.zeros(CAPACITY, dtype=torch.int64, device=rows.device)  # the likeliest after each row
+        self._uncounted = torch.zeros(CAPACITY, dtype=torch.int32, device=rows.device)
+        # what one copy brings: tokens, places in `rows`, sampled rows, first rows, lengths and rows before
+        self._staged = torch.zeros(40 * CAPACITY, dtype=torch.uint8, device=rows.device)
         words, halves = self._staged.view(torch.int64), self._staged.view(torch.int32)
         self.tokens = words[:CAPACITY]
         self.at = words[CAPACITY : 2 * CAPACITY]
         self.sampled = words[2 * CAPACITY : 3 * CAPACITY]
-        self.lengths = halves[6 * CAPACITY : 7 * CAPACITY]
-        self.before = halves[7 * CAPACITY :]
+        self.first = words[3 * CAPACITY : 4 * CAPACITY]  # of each sequence
+        self.lengths = halves[8 * CAPACITY : 9 * CAPACITY]
+        self.before = halves[9 * CAPACITY :]
+
+    @property
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """As of `Rows`. How many of these tokens count is known later."""
+        return self.chosen, self._uncounted
+
+    def advance(self, tokens: Tensor) -> None:
+        """As a captured step does."""
+        self.chosen[: len(tokens)].copy_(tokens)
 
     @property
     def adapted(self) -> bool:
@@ -62,19 +75,29 @@ class SharedRows:
     def fill(self, works: Sequence[Work]) -> int:
         """Make the rows of this step, and the list of those that are sampled from; returns how many rows."""
         sampled: list[int] = []
+        first: list[int] = []
+        late: list[tuple[int, LateDrafts]] = []
         tokens: list[int] = []
         at: list[int] = []
         lengths: list[int] = []
         before: list[int] = []
         for work in works:
-            tokens += [*work.request.tokens[work.start : work.start + work.known], *work.drafts]
+            first.append(len(tokens))
+            tokens += work.request.tokens[work.start : work.start + work.known]
+            if isinstance(work.drafts, LateDrafts):
+                late.append((len(tokens), work.drafts))
+                tokens += [0] * len(work.drafts)
+            else:
+                tokens += work.drafts
             sampled += range(len(tokens) - work.outputs, len(tokens))
             at += [self.rows.row_of[work.request.number]] * work.count
             lengths += range(work.start + 1, work.start + 1 + work.count)
             before += range(work.count)
-        wide = [padded(column, numpy.int64) for column in (tokens, at, sampled)]
+        wide = [padded(column, numpy.int64) for column in (tokens, at, sampled, first)]
         narrow = [padded(column, numpy.int32) for column in (lengths, before)]
         upload(self.rows.device, *wide, *narrow, into=self._staged)
+        for begin, drafts in late:
+            drafts.put(self.tokens[begin : begin + len(drafts)])
         torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
         if self.adapters is not None and self.rows.adapters is not None:
             torch.index_select(self.rows.adapters, 0, self.at, out=self.adapters)

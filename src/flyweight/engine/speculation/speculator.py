@@ -43,7 +43,7 @@ class Speculator:
         self.seconds += time.perf_counter() - begin
         return found
 
-    def propose(self, running: Sequence[Request]) -> dict[int, list[int]]:
+    def propose(self, running: Sequence[Request]) -> dict[int, Sequence[int]]:
         """Guesses by request number; requests without any are left out."""
         begin = time.perf_counter()
         requests = [request for request in running if may_guess(request)]

@@ -19,6 +19,7 @@ from flyweight.batch import KVStorage
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit
 from flyweight.kernels.attention.decode import (
+    CHUNK,
     COLUMNS,
     AttentionLayer,
     HeadShape,
@@ -79,6 +80,16 @@ def most_tiles(shape: HeadShape, device: Gpu) -> int:
     return math.ceil((shape.group + 2) * shape.head_dim / 16 / head_ctas(shape, device))
 
 
+def chunk_of(rows: int, *, shared: bool) -> int:
+    """Rows of a step that may be of one sequence."""
+    return min(rows, CHUNK) if shared else 1
+
+
+def chunk_bytes(shape: HeadShape, chunk: int) -> int:
+    """Of the keys and values of new tokens in shared memory, beyond those of one."""
+    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0)
+
+
 def linear_plan(
     weight: TiledWeight, shape: HeadShape, rows: int, device: Gpu, more: int = 0
 ) -> Plan | None:
@@ -93,7 +104,9 @@ def linear_plan(
     return gemv.fitting_plan(weight.matrix, rows, device, tiles=tiles, more=own, alone=alone)
 
 
-def unsupported_reason(linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu) -> str | None:
+def unsupported_reason(
+    linear: FusedLinear, shape: HeadShape, rows: int, device: Gpu, chunk: int = 1
+) -> str | None:
     """None, or why this linear and its attention are not one kernel."""
     if not isinstance(linear, TiledLinear):
         return f"qkv runs as {linear.kernel}"
@@ -125,7 +138,7 @@ def unsupported_reason(linear: FusedLinear, shape: HeadShape, rows: int, device:
             f"rope turns {shape.rotary} of {shape.head_dim} dimensions, no multiple of "
             f"{shape.head_dim // 16}"
         )
-    if linear_plan(weight, shape, rows, device) is None:
+    if linear_plan(weight, shape, rows, device, chunk_bytes(shape, chunk)) is None:
         return (
             f"{rows} rows of {weight.in_features} inputs do not fit into shared memory beside "
             f"attention"
@@ -157,9 +170,10 @@ def qkv_attention(
     ctas = head_ctas(shape, device)
     tiles = most_tiles(shape, device)
     adapted = rows.adapted
-    more = adapted.shared_bytes(tiles) if adapted else 0
+    chunk = chunk_of(count, shared=rows.before is not None)
+    more = chunk_bytes(shape, chunk) + (adapted.shared_bytes(tiles) if adapted else 0)
     chosen = linear_plan(weight, shape, count, device, more)
-    assert chosen is not None, unsupported_reason(linear, shape, count, device)
+    assert chosen is not None, unsupported_reason(linear, shape, count, device, chunk)
     x, arranged = linear.arranged(x, norm)
     assert arranged is not None
     norm = arranged.folded
@@ -169,6 +183,7 @@ def qkv_attention(
         | {"HEAD_CTAS": ctas, "SHORTEST": SHORTEST}
         | eight_bit_defines(cache)
         | (adapted.defines(tiles, shape.kv_heads * ctas) if adapted else {})
+        | ({"CHUNK": chunk} if chunk > 1 else {})
     )
     kernel = jit.load("qkv_attention.cu", defines=defines).kernel("qkv_attention")
     mine, following = mailboxes
@@ -195,6 +210,7 @@ def qkv_attention(
         float(layer.scale),
         rows.tables.shape[1],
         gemv.tickets(weight, count, x.device),
+        *((rows.before,) if chunk > 1 else ()),
         *eight_bit_arguments(cache),
         *(adapted.arguments if adapted else ()),
     )

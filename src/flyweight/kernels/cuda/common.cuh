@@ -129,6 +129,11 @@ DEVICE u32 float8_pair(u32 codes) {  // two e4m3 as two fp16 numbers
 #endif
   return r;
 }
+DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
 DEVICE u32 add_halves(u32 a, u32 b) {  // fp16, whatever activations are
   u32 r;
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

@@ -34,18 +34,17 @@ DEVICE void begin_launch(const u32* before, u32* own) {
 // By whole warps; the last warp of the CTA must come here, too.
 DEVICE void wait_for_inputs() {
   const u32 last = (blockDim.x - 1) / 32;
-  if (threadIdx.x % 32 == 0) {
+  if (threadIdx.x % 32 == 0 && !load_acquire_block(&launch.ready)) {
+    Patience patience;
     if (threadIdx.x / 32 < last) {
-      Patience patience;
-      while (!load_acquire_block(&launch.ready)) {
+      do {
         patience.poll();
         asm volatile("nanosleep.u32 50;");  // the kernel before this one needs the instructions
-      }
-    } else if (!load_acquire_block(&launch.ready)) {
+      } while (!load_acquire_block(&launch.ready));
+    } else {
       u32 now, begun;
       asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(begun) : "l"(launch.own) : "memory");
       begun &= ~(LAUNCH_ROUND - 1);
-      Patience patience;
       do {
         patience.poll();
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(launch.before) : "memory");

@@ -188,16 +188,23 @@ DEVICE void leave_partial(const Sums& sums, uint4* partials, int* flags) {
   uint4* to = partials + (size_t)blockIdx.x * PER_WARP * COLUMNS * THREADS + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < PER_WARP * COLUMNS; i++) to[i * THREADS] = *(const uint4*)&sums[i / COLUMNS][i % COLUMNS * 4];
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) store_release(flags + blockIdx.x, 1);
 }
+// A thread waits for each of them, all at the same time: one after the other their ways through memory would add up.
 DEVICE void take_partials(Sums& sums, const uint4* partials, int* flags, int tile, int n_tiles) {
-  const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT;
-  for (int cta = blockIdx.x + 1; unit_begin(cta, units) < stop; cta++) {
-    if (unit_begin(cta, units) == unit_begin(cta + 1, units)) continue;  // more CTAs than units
+  const int units = M_TILES * n_tiles * STAGE_COUNT, stop = (tile + 1) * STAGE_COUNT, first = blockIdx.x + 1;
+  int last = first;
+  while (unit_begin(last, units) < stop) last++;
+  auto works = [&](int cta) { return unit_begin(cta, units) < unit_begin(cta + 1, units); };  // there may be more CTAs than units
+  for (int cta = first + threadIdx.x; cta < last; cta += THREADS) {
     Patience patience;
-    while (!load_acquire(flags + cta)) patience.poll();
+    while (works(cta) && !load_acquire(flags + cta)) patience.poll();
+  }
+  __syncthreads();
+#pragma unroll 2
+  for (int cta = first; cta < last; cta++) {
+    if (!works(cta)) continue;
     const uint4* from = partials + (size_t)cta * PER_WARP * COLUMNS * THREADS + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < PER_WARP * COLUMNS; i++) {
@@ -206,9 +213,9 @@ DEVICE void take_partials(Sums& sums, const uint4* partials, int* flags, int til
 #pragma unroll
       for (int j = 0; j < 4; j++) sums[i / COLUMNS][i % COLUMNS * 4 + j] += v[j];
     }
-    __syncthreads();
-    if (threadIdx.x == 0) flags[cta] = 0;
   }
+  __syncthreads();
+  for (int cta = first + threadIdx.x; cta < last; cta += THREADS) flags[cta] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)

@@ -26,7 +26,19 @@
 // KV8: the cache holds codes of 8 bits (kv8.cuh). They go to shared memory as they are, with the words their scales stand in, and
 // from there to registers as in attention.cu: 8 bytes of a token's key, 8 of each of four tokens' values.
 //
-// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0)
+// CHUNK: up to so many rows are tokens of one sequence that follow each other, as in attention.cu. The run that owns the newest
+// token takes all of the sequence's new ones, `before` + 1 of them, from shared memory: it makes their keys and values for itself
+// from the mailbox, and stores those of its own row alone. Other runs end where the new tokens begin.
+//
+// defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1)
+#ifndef CHUNK
+#define CHUNK 1
+#endif
+#if CHUNK > 1
+#define CHUNK_ARGUMENTS , const int* before
+#else
+#define CHUNK_ARGUMENTS
+#endif
 #include "gemv.cuh"
 #include "patience.cuh"
 #include "attention.cuh"
@@ -36,6 +48,7 @@ constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = (G + 2) * HEAD_TILES;
 constexpr int SPLITS = HEAD_CTAS < ROWS ? 1 : HEAD_CTAS / ROWS < 32 ? HEAD_CTAS / ROWS : 32;  // runs of a sequence, at most
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
+constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
 constexpr int SCALES = 2 * 16 * KV_ROW;           // where scales begin in a tile: 16 of keys, 16 of values, a word each
 constexpr int KV_TILE = SCALES + (KV8 ? 128 : 0);  // 16 keys, then 16 values
 constexpr int PART_BYTES = 64 * sizeof(Stored);   // of a row, which a warp of a lane takes of values
@@ -48,14 +61,15 @@ constexpr int PER = HEAD_DIM / 32;                // values of a head in one thr
 
 static_assert(EPILOGUE == STORE && NDIM == (HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
 static_assert(LANES >= 1 && G * STATE * 4 <= KV_TILE && G <= 8, "a lane leaves its result where its tokens were");
+static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
 
 struct __align__(128) Shared {
   LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
   u16 query[G][QUERY_ROW];
-  Stored newest[2][HEAD_DIM];  // key and value of the newest token
+  __align__(16) u8 newest[2][CHUNK][NEW_ROW];  // keys and values of the new tokens
 #if KV8
-  u32 newest_scales[2][16];    // the first alone is used, both its halves
+  u32 newest_scales[2][16];    // of each token a word, both its halves
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves SHARED_BYTES");
@@ -148,7 +162,7 @@ DEVICE void store_query(const Head& v, float scale, u16* to, int lane) {
     ((u32*)to)[lane * PER / 2 + i] =
         KV8 ? pack_as<true>(low_float(v.pairs[i]) * scale, high_float(v.pairs[i]) * scale) : v.pairs[i];
 }
-// A key or value to shared memory and to the cache, as that stores it, with its scale.
+// A key or value to shared memory and, unless that is null, to the cache, as that stores it, with its scale.
 DEVICE void store_newest(const Head& v, Stored* to, Stored* cache, u32* scale_to, u16* scale_cache, float fixed, int lane) {
 #if KV8
   float most = 0;
@@ -156,18 +170,19 @@ DEVICE void store_newest(const Head& v, Stored* to, Stored* cache, u32* scale_to
   for (int i = 0; i < PER / 2; i++) most = fmaxf(most, fmaxf(fabsf(low_float(v.pairs[i])), fabsf(high_float(v.pairs[i]))));
   const u16 bits = scale_bits(warp_max(most), fixed);
   const float scale = scale_of(bits), inverse = 1.f / scale;
-  if (lane == 0) *scale_to = bits | (u32)bits << 16, *scale_cache = bits;
+  if (lane == 0) *scale_to = bits | (u32)bits << 16;
+  if (lane == 0 && cache) *scale_cache = bits;
 #pragma unroll
   for (int i = 0; i < PER / 2; i++) {
     const u16 codes = (u16)code_pair(low_float(v.pairs[i]), high_float(v.pairs[i]), scale, inverse);
     ((u16*)to)[lane * PER / 2 + i] = codes;
-    ((u16*)cache)[lane * PER / 2 + i] = codes;
+    if (cache) ((u16*)cache)[lane * PER / 2 + i] = codes;
   }
 #else
 #pragma unroll
   for (int i = 0; i < PER / 2; i++) {
     ((u32*)to)[lane * PER / 2 + i] = v.pairs[i];
-    ((u32*)cache)[lane * PER / 2 + i] = v.pairs[i];
+    if (cache) ((u32*)cache)[lane * PER / 2 + i] = v.pairs[i];
   }
 #endif
 }
@@ -282,13 +297,13 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
 }
 #endif
 
-// The run [begin, end) of a sequence's older tokens, and its newest one if `owner`: every lane of the CTA leaves its state
-// [G][STATE] at the start of its tokens. Between the start and `prepare`, which makes the query, tokens are fetched.
+// The run [begin, end) of a sequence's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
+// leaves its state [G][STATE] at the start of its tokens. Between the start and `prepare`, which makes the query, tokens are fetched.
 template <typename Prepare>
-DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int begin, int end, bool owner, Prepare prepare) {
+DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int begin, int end, int fresh, Prepare prepare) {
   constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
   const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
-  const int older = (end - begin + 15) / 16, tiles = older + owner;
+  const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
   const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
   auto fetch = [&](int tile, int slot) {
     if (tile < older)
@@ -330,7 +345,7 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
     const bool old = tile < older;
     const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.newest[0]);
     const u32 values = old ? keys + SCALES / 2 : shared_address(sh.newest[1]);
-    const int count = old ? min(16, end - begin - tile * 16) : 1;
+    const int count = old ? min(16, end - begin - tile * 16) : fresh;
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
     absorb(run, sh.query[0], keys, values + part, scales, begin + tile * 16, count, lane);
@@ -421,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
               Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, u32* turns SCALE_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
+              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
 
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
@@ -456,12 +471,18 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
     const int length = sequence == cta / SPLITS ? own : lengths[sequence], newest = length - 1;
     const Run run = run_of(length, split, SPLITS);
     if (length == 0 || split >= run.used) continue;
-    const bool owner = run.end == length;
-    const int count = attend(sh, a, sequence, head, run.begin, min(run.end, newest), owner, [&] {
-      const float2* turns = rope + (size_t)newest * (ROTARY / 2);
-      const u16* row = qkv + (size_t)sequence * NDIM;
-      for (int h = warp; h < G + 2 * owner; h += WARPS) {
-        const bool query = h < G, key = h == G;
+#if CHUNK > 1
+    const int back = min(before[sequence], min(CHUNK, length) - 1);  // new tokens of the sequence in rows before
+#else
+    constexpr int back = 0;
+#endif
+    const int fresh = run.end == length ? back + 1 : 0, end = max(run.begin, min(run.end, newest - back));
+    const int count = attend(sh, a, sequence, head, run.begin, end, fresh, [&] {
+      for (int h = warp; h < G + 2 * fresh; h += WARPS) {
+        const bool query = h < G, key = (h - G) % 2 == 0;
+        const int place = query ? back : (h - G) / 2, ago = back - place;  // among the new tokens; rows and tokens back
+        const float2* turns = rope + (size_t)(newest - ago) * (ROTARY / 2);
+        const u16* row = qkv + (size_t)(sequence - ago) * NDIM;
         const int column = (query ? head * G + h : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
         const Head v = prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr,
                                     epsilon, lane);
@@ -469,12 +490,13 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
           store_query(v, a.scale, sh.query[h], lane);
         } else {
           const size_t slot = slot_of(a, sequence, newest);
-          Stored* cache = (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM;
+          Stored* cache = ago ? nullptr : (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM;
+          Stored* to = (Stored*)sh.newest[!key][place];
 #if KV8
-          store_newest(v, sh.newest[!key], cache, sh.newest_scales[!key],
+          store_newest(v, to, cache, sh.newest_scales[!key] + place,
                        (key ? key_scales : value_scales) + scale_place(slot, head), key ? fixed_key : fixed_value, lane);
 #else
-          store_newest(v, sh.newest[!key], cache, nullptr, nullptr, 0.f, lane);
+          store_newest(v, to, cache, nullptr, nullptr, 0.f, lane);
 #endif
         }
       }

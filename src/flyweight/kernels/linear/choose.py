@@ -28,6 +28,7 @@ from flyweight.kernels.tuned import Route
 KERNELS = {
     "gemv": "gemv.cu or, inputs cut into slices, gemv_split.cu",
     "gemv_cluster": "few.cu, where no norm comes before, else batch.cu",
+    "gemv_or_cluster": "few.cu where it takes the shape, else as gemv",
     "gemm_small": "batch.cu",
     "gemm_int16": "gemm.cu with integers for x, where groups have 128 inputs, else few.cu",
     "gemm": "gemm.cu",
@@ -36,12 +37,13 @@ KERNELS = {
     "gemm_dequantized": "gemm.cu, written out in 16 bits for each call",
 }
 # Those that are made of Hopper's warpgroup products and clusters.
-HOPPER = {"gemv_cluster", "gemm_int16", "gemm", "gemm_dequantized"}
+HOPPER = {"gemv_cluster", "gemv_or_cluster", "gemm_int16", "gemm", "gemm_dequantized"}
 # What is tried where the fastest kernel does not take a shape or a device; cuBLAS is the last of
 # all.
 NEXT = {
     "gemv": ("gemv", "gemm_small", "gemm", "gemm_mma"),
     "gemv_cluster": ("gemv_cluster", "gemm_int16", "gemm_small", "gemm", "gemm_mma", "gemv"),
+    "gemv_or_cluster": ("gemv_cluster", "gemv", "gemm_small", "gemm", "gemm_mma"),
     "gemm_small": ("gemm_small", "gemm", "gemm_mma", "gemv"),
     "gemm_int16": ("gemm_int16", "gemv_cluster", "gemm_small", "gemm", "gemm_mma", "gemv"),
     "gemm": ("gemm", "gemm_mma", "gemm_small", "gemv"),
@@ -115,7 +117,7 @@ def _choose(weight: Outline, rows: int, device: Gpu, fusion: Fusion) -> Choice:
     for kernel in NEXT[wanted.kernel]:
         found = _runnable(kernel, weight, rows, device, fusion)
         if found is not None:
-            same = kernel == wanted.kernel
+            same = kernel == NEXT[wanted.kernel][0]
             return Choice(found, wanted.why if same else f"{wanted.kernel} does not take it here")
     same = wanted.kernel == "cublas"
     return Choice(
@@ -160,8 +162,8 @@ def runnable(weight: TiledWeight, rows: int, device: Gpu) -> dict[str, str]:
     """
     found = {}
     for kernel in NEXT:
-        if kernel in ("cublas", "gemm_dequantized", "gemm_int16"):
-            continue  # the last is gemm with another x, which its own plan decides on
+        if kernel in ("cublas", "gemm_dequantized", "gemm_int16", "gemv_or_cluster"):
+            continue  # gemm with another x, which its own plan decides on; and one of two others
         name = _runnable(kernel, weight.outline, rows, device, PLAIN)
         if name is not None:
             found[kernel] = name

@@ -1,4 +1,4 @@
-"""A linear of 5 to 16 rows with x in registers and half of its inputs in each of two CTAs: host
+"""A linear of 3 to 16 rows with x in registers and half of its inputs in each of two CTAs: host
 side of cuda/few.cu (Hopper).
 """
 

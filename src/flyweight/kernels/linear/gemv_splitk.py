@@ -155,7 +155,5 @@ def multiply(
         rows,
         tickets(weight, rows, x.device),
     )
-    kernel.launch(
-        device.processors, chosen.plan.threads, args, shared=chosen.plan.shared, pdl=pdl
-    )
+    kernel.launch(device.processors, chosen.plan.threads, args, shared=chosen.plan.shared, pdl=pdl)
     return out

@@ -21,6 +21,7 @@ from flyweight.tensors import VectorQuant
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
 FEW_ROWS = 8  # of vptq.cu at once
 BYTE_ROWS = 2  # of vptq_bytes.cu
+BYTE_HALVES = False  # x of one row as 16-bit floats, added up by the matrix units
 # (copies of the residual book, launches on a processor, warps), of which the first that fits is
 # taken. Two launches first: the next one's codebook comes while this one works.
 BYTE_LAUNCHES = ((16, 2, 16), (16, 1, 16), (8, 1, 16), (4, 1, 16), (2, 1, 16), (1, 1, 16))
@@ -295,9 +296,13 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
             "RESIDENT": launch.resident,
             "UNITS": math.ceil(32 * layout.chunks / threads),
         }
+        | ({"BY_HALVES": 1} if BYTE_HALVES and chosen.rows == 1 else {})
     )
-    # the most that x may be, so that the sums of a lane's products fit into 32 bits
+    # the most that x may be, so that the sums of a lane's products fit into 32 bits; as a half,
+    # 1024 times as much
     most = min(32767, (1 << 31) // (255 * CHUNK * layout.chunks))
+    if "BY_HALVES" in defines:
+        most = 32
     args = (
         *part_arguments(parts, chosen.ctas, byte_books=True),
         x,

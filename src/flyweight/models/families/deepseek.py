@@ -178,7 +178,7 @@ def read_typed_experts(data: Mapping[str, Any], layers: int) -> MoeConfig:
 
 
 LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128)
-READS = ("n_routed_experts", "first_k_dense_replace", "moe_layer_freq")
+READS = ("n_routed_experts", "first_k_dense_replace")
 V3 = Family(
     "DeepseekV3ForCausalLM",
     head_dim="qk_rope_head_dim",

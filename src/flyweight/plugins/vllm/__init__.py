@@ -3,7 +3,7 @@
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Nothing of vLLM
 is imported before, and nothing is registered with a version whose inner names have not been read.
 FLYWEIGHT_VLLM says what is: `off`, or some of `mp`, `int8`, `fp8`, `formats`, with commas between.
-`fp8` must be asked for: no rows say yet that ours are faster than vLLM's.
+`fp8` must be asked for: vLLM rounds activations inside the kernels before, which ours repeat.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections import Counter
 from typing import Any
 
@@ -71,11 +72,12 @@ def register() -> list[str]:
 
 
 def withdraw() -> None:
-    """Kernels of ours out of vLLM's tables again: for comparisons in one process."""
-    from vllm.model_executor.kernels import linear
-
+    """Kernels of ours out of vLLM's tables again, if these are loaded: for comparisons in one
+    process.
+    """
+    linear = sys.modules.get("vllm.model_executor.kernels.linear")
     for table, name in TABLES.values():
-        for listed in getattr(linear, table).values():
+        for listed in getattr(linear, table, {}).values():
             listed[:] = [kernel for kernel in listed if kernel.__name__ != name]
 
 

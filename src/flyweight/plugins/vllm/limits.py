@@ -1,7 +1,7 @@
 """Which linears are left to vLLM, and why: asked before a weight is loaded, from its shape alone.
 
-Ours are taken where they are the faster ones by measurement: on a GPU whose numbers are known
-(`kernels/tuned/`), for shapes that a kernel of ours takes at every number of rows of a decode step.
+Ours are taken where they were measured to be the faster ones (docs/scale.md): on a GPU whose
+numbers are known (`kernels/tuned/`), for shapes that a kernel takes at all rows of decode steps.
 Where no kernel does, the weight would be written out in 16 bits for each call, and vLLM's own
 kernel is better.
 """

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""What speculation is worth on real prompts: answers of one request at a time with each drafter, beside answers without.
+
+    python benchmarks/speculation.py smollm2-135m --speculate ngram --speculate eagle3:./my-head --text book.txt \
+        --chat mt-bench-questions.jsonl --code src/flyweight/engine/scheduler.py
+
+Kinds of prompts:
+
+    quoting   a passage of --text, to be repeated word for word
+    code      a piece of each file of --code, to be written again with one name changed
+    chat      the first turns of --chat (JSON lines with `turns`)
+    plain     the beginning of a passage of --text, to be continued: nothing to copy
+
+A row for each kind and drafter: tokens a second after the first token (median over prompts), the ratio to no speculation in the
+same run, tokens a step, the share of right guesses, and how many answers are the same token by token. Greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flyweight.engine.llm import LLM, Prompt
+from flyweight.engine.request import Output
+
+PASSAGE, PIECE = 900, 1400  # characters
+
+
+def passages(files: list[str], length: int, count: int) -> list[str]:
+    """Evenly out of the files, from the beginnings of lines."""
+    found: list[str] = []
+    for file in files:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        each = max(1, count // len(files))
+        for i in range(each):
+            begin = text.find("\n", i * max(0, len(text) - length) // each) + 1
+            found.append(text[begin : begin + length].strip())
+    return found[:count]
+
+
+def renamed(piece: str) -> str:
+    """The prompt for a piece of code: its most frequent name of one's own gets another."""
+    names = re.findall(r"\b[a-z_]{5,}\b", piece)
+    name = max(set(names), key=names.count) if names else "value"
+    return f"Rewrite this code with `{name}` renamed to `{name}_new`, and change nothing else.\n\n```python\n{piece}\n```"
+
+
+def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
+    found: dict[str, list[Prompt]] = {}
+
+    def ask(text: str) -> Prompt:
+        return [{"role": "user", "content": text}]
+
+    count = options.prompts
+    if options.text:
+        texts = passages(options.text, PASSAGE, count)
+        found["quoting"] = [ask(f"Repeat the following text word for word:\n\n{text}") for text in texts]
+        found["plain"] = [text[:200] for text in texts]
+    if options.code:
+        found["code"] = [ask(renamed(piece)) for piece in passages(options.code, PIECE, count)]
+    if options.chat:
+        lines = [json.loads(line) for line in Path(options.chat).read_text().splitlines() if line]
+        found["chat"] = [ask(line["turns"][0]) for line in lines[:: max(1, len(lines) // count)][:count]]
+    return found
+
+
+def speed(output: Output) -> float:
+    """Tokens a second after the first chunk."""
+    chunks = output.completions[0].timing.chunks
+    if len(chunks) < 2:
+        return 0.0
+    return sum(tokens for _, tokens in chunks[1:]) / (chunks[-1][0] - chunks[0][0])
+
+
+def measure(llm: LLM, prompts: list[Prompt], tokens: int) -> tuple[float, dict[str, Any], list[list[int]]]:
+    """The second of two rounds: the first captures and compiles."""
+    outputs: list[Output] = []
+    for _ in range(2):
+        if llm.engine.speculator is not None:
+            llm.engine.speculator.restart()
+        outputs = [llm.generate([prompt], max_tokens=tokens, temperature=0)[0] for prompt in prompts]
+    answers = [output.completions[0].token_ids for output in outputs]
+    steps = sum(len(output.completions[0].timing.chunks) for output in outputs)
+    more: dict[str, Any] = {"tokens_per_step": round(sum(map(len, answers)) / max(1, steps), 3)}
+    if llm.engine.speculator is not None:
+        more |= {name: round(value, 4) for name, value in llm.engine.speculator.figures().items()}
+    return statistics.median([speed(output) for output in outputs]), more, answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--speculate", action="append", required=True, help="a drafter; may be given several times")
+    parser.add_argument("--text", action="append")
+    parser.add_argument("--code", action="append")
+    parser.add_argument("--chat")
+    parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
+    parser.add_argument("--device", default=None)
+    options = parser.parse_args()
+    kinds = prompts_of(options)
+    plain: dict[str, tuple[float, list[list[int]]]] = {}
+    for drafter in ["off", *options.speculate]:
+        begin = time.monotonic()
+        llm = LLM(options.model, device=options.device, speculate=drafter, prefix_cache=False, max_num_seqs=4,
+                  memory_fraction=0.2)
+        name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
+        for kind, prompts in kinds.items():
+            tok_s, more, answers = measure(llm, prompts, options.tokens)
+            plain.setdefault(kind, (tok_s, answers))
+            without, same = plain[kind]
+            row = {"model": options.model, "device": name, "executor": llm.executor, "prompts": kind, "drafter": drafter,
+                   "tok_s": round(tok_s, 1), "ratio": round(tok_s / without, 3) if without else None,
+                   "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)), "of": len(answers)}
+            print(json.dumps(row | more), flush=True)
+        print(f"# {drafter}: {time.monotonic() - begin:.0f} s", flush=True)
+        del llm
+
+
+if __name__ == "__main__":
+    main()

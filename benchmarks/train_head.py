@@ -1,0 +1,347 @@
+#!/usr/bin/env python3
+"""Train a drafter for a model: an EAGLE-3 head, or a small student that `--speculate model:FOLDER` runs.
+
+    python benchmarks/train_head.py smollm2-135m ./my-head --text book.txt --text code.py --minutes 2
+    flyweight generate smollm2-135m --speculate eagle3:./my-head --prompt "Once upon a time"
+
+    python benchmarks/train_head.py ./smollm2-fp16 ./my-student --student 4 --text book.txt --minutes 2
+    flyweight generate ./smollm2-fp16 --speculate model:./my-student --prompt "Once upon a time"
+
+A drafter should guess what the model says, not what books say: the texts are cut into prompts, the model answers all of them
+(`--answer` tokens each), and prompts and answers are what is learned from, towards the model's own probabilities. The
+answers are kept in OUT/answers.json and the state of training in OUT/training.pt, so that a run that was cut off goes on where
+it was; both can be deleted afterwards.
+
+A head begins as the model's last layer, its lm_head as the rows of the model's own for the `--vocabulary` most frequent tokens. It
+is trained on its own results for `--unroll` guesses ahead, as EAGLE-3 is ("training-time test"): guess j of place i sees the
+model's states up to i, and behind them its own. A student begins as so many layers of the model, evenly chosen.
+
+The last line is JSON: loss before and after, and the share of right guesses (first, second, …) on texts kept back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flyweight.engine.llm import LLM
+from flyweight.models.decoder import Decoder
+from flyweight.models.heads import eagle3
+from flyweight.models.taps import Taps
+
+KEPT_BACK = 16  # a sequence in so many is never trained on
+Sequences = list[list[int]]
+
+
+def answers_of(llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7) -> Sequences:
+    """Each prompt with what the model says next."""
+    outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=True)
+    return [[*prompt, *output.completions[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def prompts_of(llm: LLM, files: Sequence[str], length: int, most: int) -> Sequences:
+    """Texts cut into pieces, in an order that does not depend on the files'."""
+    assert llm.tokenizer is not None
+    pieces = []
+    for file in files:
+        tokens = llm.tokenizer.encode(Path(file).read_text(encoding="utf-8", errors="replace"))
+        pieces += [tokens[i : i + length] for i in range(0, len(tokens) - length, length)]
+    random.Random(0).shuffle(pieces)
+    return pieces[:most]
+
+
+def frequent(sequences: Sequences, count: int, vocabulary: int) -> Tensor:
+    """The most frequent tokens, in order of their ids; filled up with the first of the others."""
+    counted = Counter(token for sequence in sequences for token in sequence)
+    chosen = [token for token, _ in counted.most_common(count)]
+    known = set(chosen)
+    chosen += itertools.islice((token for token in range(vocabulary) if token not in known), count - len(chosen))
+    return torch.tensor(sorted(chosen))
+
+
+class Head(nn.Module):
+    """An EAGLE-3 head whose parameters have the names of its files."""
+
+    def __init__(self, llm: LLM, kept: Tensor):
+        super().__init__()
+        target = llm.decoder
+        self.config = eagle3.RandomHead(target, len(kept)).config
+        self.shape = target.config
+        self.register_buffer("kept", kept.to(target.device))
+        self.weights = nn.ParameterDict({
+            name.replace(".", "/"): nn.Parameter(tensor.float().to(target.device))
+            for name, tensor in first_weights(llm, kept, eagle3.shapes(self.config, target.config.hidden_size)).items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[f"{name}.weight".replace(".", "/")]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self[name], self.shape.epsilon)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self[name].T
+
+    def turn(self, x: Tensor, first: int) -> Tensor:
+        """Rope of [batch, tokens, heads, size], the first token at place `first`."""
+        half = x.shape[-1] // 2
+        frequencies = self.shape.rope.theta ** -(torch.arange(half, device=x.device) / half)
+        angles = (first + torch.arange(x.shape[1], device=x.device))[:, None] * frequencies
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def heads_of(self, x: Tensor, name: str, step: int) -> Tensor:
+        found = self.linear(x, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, self.shape.head_dim))
+        found = found if name == "v" else self.turn(found, step)
+        return found if name == "q" else found.repeat_interleave(self.shape.heads // self.shape.kv_heads, 2)
+
+    def step(self, embedded: Tensor, hidden: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The layer for every place at once, `len(seen)` guesses behind it; `seen` gets this step's keys and values."""
+        x = torch.cat([self.norm(embedded, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm")], -1)
+        query, key, value = (self.heads_of(x, name, len(seen)) for name in "qkv")
+        seen.append((key, value))
+        size = self.shape.head_dim
+        tokens = x.shape[1]
+        mask = torch.full((tokens, tokens), -torch.inf, device=x.device).triu(1)
+        scores = [torch.einsum("bqhd,bkhd->bhqk", query, seen[0][0]) / size**0.5 + mask]
+        for keys, _ in seen[1:]:  # of a place's own guesses
+            scores.append(((query * keys).sum(-1) / size**0.5).transpose(1, 2)[..., None])
+        shares = torch.cat(scores, -1).softmax(-1)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", shares[..., :tokens], seen[0][1])
+        for i, (_, values) in enumerate(seen[1:]):
+            mixed = mixed + shares[..., tokens + i].transpose(1, 2)[..., None] * values
+        hidden = hidden + self.linear(mixed.flatten(2), "midlayer.self_attn.o_proj")
+        y = self.norm(hidden, "midlayer.post_attention_layernorm")
+        gated = nn.functional.silu(self.linear(y, "midlayer.mlp.gate_proj")) * self.linear(y, "midlayer.mlp.up_proj")
+        return hidden + self.linear(gated, "midlayer.mlp.down_proj")
+
+    def guesses(self, states: Tensor, embedded: Tensor, count: int) -> Iterator[Tensor]:
+        """Logits [batch, tokens, vocabulary of the head] of the first, second, … guess behind every place. `states` [batch,
+        tokens, …] of the model; `embedded` has `count` tokens more, the first behind the first place."""
+        hidden, tokens = self.linear(states, "fc"), states.shape[1]
+        seen: list[tuple[Tensor, Tensor]] = []
+        for guess in range(count):
+            hidden = self.step(embedded[:, guess : guess + tokens], hidden, seen)
+            yield self.linear(self.norm(hidden, "norm"), "lm_head")
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        tensors = {name.replace("/", "."): value.detach().to(dtype).cpu().contiguous() for name, value in self.weights.items()}
+        kept = self.kept.cpu()
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.isin(torch.arange(self.shape.vocab_size), kept)
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+
+
+def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """fc takes the last of the model's states as they are, the layer is the model's last, which makes nothing of embeddings yet;
+    lm_head and norm are the model's own. What the files name otherwise is small noise or ones."""
+    target = llm.decoder
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, shape in shapes.items():
+        if name not in ("d2t", "t2d"):
+            found[name] = torch.randn(shape, generator=generator) * 0.02 if len(shape) == 2 else torch.ones(shape)
+    hidden, last = target.config.hidden_size, f"model.layers.{target.config.layers - 1}."
+    found["fc.weight"][:, -hidden:] += torch.eye(hidden)
+    for name in list(found):
+        own = name.removeprefix("midlayer.").replace("input_layernorm", "").replace("hidden_norm", "input_layernorm")
+        if name.startswith("midlayer.") and own and llm.weights.has(last + own):
+            stored = llm.weights.tensor(last + own) if "norm" in own else llm.weights.linear(last + own[:-7]).dequantize()
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                if not target.config.qk_norm:  # a head has none, and scores would be far too large
+                    found[name][:, hidden:] = stored.float().cpu()
+            elif stored.shape == found[name].shape:
+                found[name] = stored.float().cpu()
+    norm = target.norm.folded
+    found["norm.weight"] = norm.weight.float().cpu()
+    eye = torch.eye(hidden, dtype=target.dtype, device=target.device)
+    with torch.inference_mode():
+        rows = [target.head(part)[:, : target.config.vocab_size].float() for part in eye.split(256)]  # [hidden, vocabulary]
+        found["lm_head.weight"] = torch.cat(rows)[:, kept.to(target.device)].T.cpu()
+    return {name: value.clone() for name, value in found.items()}
+
+
+class Lesson:
+    """What the model knows of a few sequences: states, embeddings, and its own probabilities of the head's tokens."""
+
+    def __init__(self, target: Decoder, head: Head, tokens: Tensor, unroll: int):
+        with torch.inference_mode():
+            logits = target.forward_whole(tokens)
+            assert target.taps is not None
+            states = target.taps.states
+            embedded = target.embedding(tokens)
+        length = tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
+        self.states = states[:, :length].clone().float()
+        self.embedded = embedded[:, 1:].clone().float()
+        self.wanted = [logits[:, 1 + guess : 1 + guess + length].clone() for guess in range(unroll)]
+        self.kept = head.kept
+
+    def loss(self, head: Head, unroll: int) -> tuple[Tensor, list[float]]:
+        """Cross-entropy with the model's probabilities, later guesses counting less; and the share of right guesses."""
+        total, right = self.states.new_zeros(()), []
+        for guess, logits in enumerate(head.guesses(self.states, self.embedded, unroll)):
+            wanted = self.wanted[guess]
+            shares = wanted[..., self.kept].softmax(-1)
+            total = total - 0.8**guess * (shares * logits.log_softmax(-1)).sum(-1).mean()
+            right.append((self.kept[logits.argmax(-1)] == wanted.argmax(-1)).float().mean().item())
+        return total, right
+
+
+def batches(sequences: Sequences, size: int, device: torch.device, first: int = 0) -> Iterator[Tensor]:
+    """Forever, in an order of its own for each round, from batch number `first` on."""
+    length = min(map(len, sequences))
+    each = max(1, len(sequences) // size)
+    for number in itertools.count(first):
+        order = list(range(len(sequences)))
+        random.Random(number // each).shuffle(order)
+        at = number % each * size
+        yield torch.tensor([sequences[i][:length] for i in order[at : at + size]], device=device)
+
+
+def tap(target: Decoder, head: Head) -> None:
+    layers = target.config.layers
+    places = head.config.get("eagle_aux_hidden_state_layer_ids") or eagle3.default_places(layers)
+    target.taps = Taps(places, target.config.hidden_size, rows=0, dtype=target.dtype, device=target.device)
+
+
+def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int, steps: int, minutes: float = 1e9,
+               batch: int = 8, unroll: int = 3, rate: float = 1e-3, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Train, or go on training, into `folder`; returns losses and shares of right guesses on what was kept back."""
+    kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
+    target = llm.decoder
+    head = Head(llm, frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size))
+    tap(target, head)
+
+    def loss_of(tokens: Tensor) -> tuple[Tensor, list[float]]:
+        return Lesson(target, head, tokens, unroll).loss(head, unroll)
+
+    found = train(head, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
+                  device=target.device, say=say)
+    head.save(folder, target.dtype)
+    return found
+
+
+def train(module: nn.Module, loss_of: Callable[[Tensor], tuple[Tensor, list[float]]], texts: tuple[Sequences, Sequences],
+          folder: Path, *, steps: int, minutes: float, batch: int, rate: float, device: torch.device,
+          say: Callable[[str], None]) -> dict[str, Any]:
+    """Until `steps` are done or `minutes` are over. `loss_of` takes tokens [batch, length]."""
+    taught, kept_back = texts
+    optimizer = torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    state, done = folder / "training.pt", 0
+    if state.exists():
+        saved = torch.load(state, map_location=device, weights_only=True)
+        module.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["step"]
+        say(f"goes on at step {done}")
+    end = time.monotonic() + 60 * minutes
+
+    def check() -> tuple[float, list[float]]:
+        with torch.no_grad():
+            loss, right = loss_of(next(batches(kept_back, min(len(kept_back), 2 * batch), device)))
+        return round(loss.item(), 4), [round(one, 4) for one in right]
+
+    before = check()
+    begin = time.monotonic()
+    for tokens in batches(taught, batch, device, done):
+        past, left = (time.monotonic() - begin) / max(1e-9, 60 * minutes), 1 - done / steps
+        share = min(left, 1 - past)
+        if share <= 0 or time.monotonic() >= end:
+            break
+        for group in optimizer.param_groups:  # up for 50 steps, then down to a tenth
+            group["lr"] = rate * min(1.0, (done + 1) / 50) * (0.1 + 0.9 * share)
+        loss, right = loss_of(tokens)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        done += 1
+        if done % 200 == 0:
+            say(f"step {done}: loss {loss.item():.3f}, right {[round(one, 3) for one in right]}")
+            torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, state)
+    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, state)
+    after = check()
+    return {"steps": done, "loss_before": before[0], "right_before": before[1], "loss": after[0], "right": after[1]}
+
+
+def train_student(source: str, target: Decoder, sequences: Sequences, folder: Path, *, layers: int, steps: int,
+                  minutes: float, batch: int, rate: float) -> dict[str, Any]:
+    """A model with fewer layers of the same width, through transformers, which writes the folder."""
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(target.device)
+    count = len(whole.model.layers)
+    chosen = [round(i * (count - 1) / max(1, layers - 1)) for i in range(layers)]
+    whole.model.layers = nn.ModuleList(whole.model.layers[i] for i in chosen)
+    for i, layer in enumerate(whole.model.layers):
+        layer.self_attn.layer_idx = i
+    whole.config.num_hidden_layers = layers
+    for parameter in whole.get_input_embeddings().parameters():
+        parameter.requires_grad_(False)  # and with it a tied head
+
+    def loss_of(tokens: Tensor) -> tuple[Tensor, list[float]]:
+        with torch.inference_mode():
+            wanted = target.forward_whole(tokens)
+        wanted = wanted.clone()
+        logits = whole(tokens, use_cache=False).logits.float()
+        loss = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        return loss, [(logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()]
+
+    kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
+    found = train(whole, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
+                  device=target.device, say=print)
+    whole.to(target.dtype).save_pretrained(folder)
+    for file in Path(source).glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--text", action="append", required=True, help="a file to cut prompts from; may be given several times")
+    parser.add_argument("--student", type=int, default=0, metavar="LAYERS", help="train a model of so many layers, not a head")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--unroll", type=int, default=3)
+    parser.add_argument("--vocabulary", type=int, default=16_384)
+    parser.add_argument("--prompts", type=int, default=2048)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--answer", type=int, default=192, help="tokens of an answer")
+    parser.add_argument("--device", default=None)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")
+    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None, memory_fraction=0.3)
+    stored = options.out / "answers.json"
+    if not stored.exists():
+        begin = time.monotonic()
+        answers = answers_of(llm, prompts_of(llm, options.text, options.prompt, options.prompts), options.answer)
+        stored.write_text(json.dumps(answers))
+        print(f"{len(answers)} answers in {time.monotonic() - begin:.0f} s", flush=True)
+    sequences = json.loads(stored.read_text())
+    common: dict[str, Any] = dict(steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate)
+    if options.student:
+        found = train_student(options.model, llm.decoder, sequences, options.out, layers=options.student, **common)
+    else:
+        found = train_head(llm, sequences, options.out, vocabulary=options.vocabulary, unroll=options.unroll, **common)
+    print(json.dumps({"model": options.model, "student_layers": options.student or None} | found))
+
+
+if __name__ == "__main__":
+    main()
