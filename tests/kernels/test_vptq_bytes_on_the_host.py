@@ -68,8 +68,9 @@ def test_one_row_two_rows_and_many_multiply_the_same_weight(case):
     assert error(out, reference(tensors, x)) < 1e-2
 
 
-def test_launches_fit_beside_the_next_one_but_not_beside_themselves():
+def test_launches_fit_beside_the_next_one_but_not_beside_themselves(monkeypatch):
     """Of Qwen3-8B: gate and up, then down, then q, k and v."""
+    monkeypatch.setattr(gather, "BYTE_LAUNCHES", ((16, 2, 16), *gather.BYTE_LAUNCHES))
     device = gpu.GPUS["sm_90a"]
     books = dict(main=8192, residual=256)
     gate_up = gather.choose(make((12288, 4096), (12288, 4096), **books)[1].parts, 1, device, plain=False, normed=True)

@@ -23,8 +23,8 @@ FEW_ROWS = 8  # of vptq.cu at once
 BYTE_ROWS = 2  # of vptq_bytes.cu
 BYTE_HALVES = False  # x of one row as 16-bit floats, added up by the matrix units
 # (copies of the residual book, launches on a processor, warps), of which the first that fits is
-# taken. Two launches first: the next one's codebook comes while this one works.
-BYTE_LAUNCHES = ((16, 2, 16), (16, 1, 16), (8, 1, 16), (4, 1, 16), (2, 1, 16), (1, 1, 16))
+# taken. Two launches on a processor, (16, 2, 16), have not been timed since `Launch.spread`.
+BYTE_LAUNCHES = ((16, 1, 16), (8, 1, 16), (4, 1, 16), (2, 1, 16), (1, 1, 16))
 MILLION = 1 << 20
 
 # Borders in lookups (weights / vector length), from benchmarks/h200/000-vptq.jsonl and
