@@ -9,7 +9,7 @@ import torch
 
 from flyweight import cli, cpu
 from flyweight.commands.bench import BENCHES
-from flyweight.engine.llm import choose_dtype
+from flyweight.engine.loading import choose_dtype
 
 VERBS = [*(verb for verb in cli.VERBS if verb != "bench"), *(f"bench {what}" for what in BENCHES)]
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from flyweight import LLM, SamplingParams
-from flyweight.engine.llm import as_prompts, choose_dtype, end_ids, sampling_defaults
+from flyweight.engine.llm import as_prompts
+from flyweight.engine.loading import choose_dtype, end_ids, sampling_defaults
 from flyweight.engine.tokenizer import Detokenizer, Tokenizer
 from flyweight.errors import OptionError, RequestError, ResourceError
 from flyweight.models import presets

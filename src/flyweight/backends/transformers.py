@@ -39,7 +39,7 @@ class Transformers:
             return
         import torch
 
-        from flyweight.engine.llm import choose_dtype
+        from flyweight.engine.loading import choose_dtype
 
         self.device = pick_device(self.options.device)
         self.meter = Meter(self.device)

@@ -132,7 +132,7 @@ class Reference:
     def open(
         cls, model: str, *, device: torch.device, dtype: str | None, head: str | None = None
     ) -> Reference:
-        from flyweight.engine.llm import choose_dtype, open_model
+        from flyweight.engine.loading import choose_dtype, open_model
         from flyweight.models.narrow_head import narrow_head
 
         weights, _ = open_model(model, device)

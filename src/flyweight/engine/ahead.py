@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flyweight.batch import Batch, KVStorage
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.llm import DEFAULTS, choose_dtype
+from flyweight.engine.llm import DEFAULTS
+from flyweight.engine.loading import choose_dtype
 from flyweight.gpu import Gpu
 from flyweight.kernels import jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run, real

@@ -38,7 +38,7 @@ def load_subject(
     kv_dtype: str | None = None,
     prompt_dtype: str | None = None,
 ) -> Subject:
-    from flyweight.engine.llm import choose_dtype
+    from flyweight.engine.loading import choose_dtype
     from flyweight.kernels.linear.prompts import check_prompt_dtype
     from flyweight.models.decoder import Decoder
     from flyweight.models.kv_scheme import choose_kv_scheme
