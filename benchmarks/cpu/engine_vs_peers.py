@@ -425,6 +425,7 @@ def make_gguf(source: str, folder: str) -> None:
 
     import llama_cpp
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for name in ("Q4_0", "Q8_0", "F16"):
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
