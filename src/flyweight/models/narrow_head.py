@@ -5,9 +5,9 @@ files keep it in 16 bits. Rounded to the nearest with a scale for each group of 
 calibration. A model whose head is tied to its embedding gets a head of its own; the embedding, of
 which a step reads one row, stays as it is.
 
-A folder may ask for it (`SERVED` in its config.json): schemes do whose own rounding moves a model's
-predictions so much that an 8-bit head adds less than 2 % to it. Its file keeps the head as it was,
-for other engines and for `--head stored`.
+A folder may ask for it (`SERVED` in its config.json): schemes of 4 bits and fewer do, because their
+own rounding moves a model's predictions far more than an 8-bit head does. Its file keeps the head
+as it was, for other engines and for `--head stored`.
 """
 
 from __future__ import annotations
