@@ -1,65 +1,90 @@
-"""vLLM with our kernels and without them, by turns on one GPU: how fast, and do they say the same?
+"""vLLM with our kernels, vLLM without them and our own engine, by turns on one GPU.
 
-    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --out rows.jsonl           decode, batch 1, 8 and 64
-    python benchmarks/vllm_plugin.py preset:qwen3-8b:w8a8 --batch 1 --out rows.jsonl
-    python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl             teacher-forced, both ways
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --out rows.jsonl
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:w8a8@on,off --batch 1 --out rows.jsonl
+    python benchmarks/vllm_plugin.py preset:gemma-3-12b:int4@native,off preset:gpt-oss-20b:mxfp4@native,off --batch 1 …
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4@native,off --workloads --sampling greedy temperature=0.7,top_p=0.9 …
+    python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl       teacher-forced, both ways
 
-Two processes start vLLM on the same model, one with the plug-in and one with `FLYWEIGHT_VLLM=off`; both wait for each
-other, and then measure in turns. Rows name the classes that multiplied (`linear_kernels`). By default vLLM captures whole
-decode steps and compiles nothing (its mode 0), which starts in a minute; `--compiled` leaves everything at its defaults.
+Every side of every model is a process: `on` is vLLM with the plug-in, `off` is vLLM with
+`FLYWEIGHT_VLLM=off`, `native` is our engine. All start at the same time, and are measured when all
+are there, one model after the other, its sides in turns. A side that has not started after
+`--start-seconds` is ended, its log says where it stood, and a row says that it failed. Rows name
+the classes that multiplied (`linear_kernels`). By default vLLM captures whole decode steps and
+compiles nothing (its mode 0), which starts in a minute; `--compiled` leaves it at its defaults.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Client, Connection, Listener
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from flyweight.backends.base import EngineOptions, Limits, create
-from flyweight.bench.cases import Case
+from flyweight.bench.cases import Case, parse_sampling
 from flyweight.bench.facts import Variant, facts_of
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import batch_figures, random_prompts
+from flyweight.bench.workloads import LATENCY, Workload
 
-SIDES = {"on": "vllm-plugin", "off": "vllm"}  # the plug-in → backend
-KEY = b"flyweight"
+SIDES = {"on": "vllm-plugin", "off": "vllm", "native": "native"}  # → backend
 WARM = 24  # tokens
+GREEDY = "greedy"
 
 
-def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    extra: dict[str, Any] = dict(gpu_memory_utilization=options.memory, kv_cache_memory_bytes=options.cache_gb << 30)
+def engine_options(options: argparse.Namespace, limits: Limits) -> dict[str, Any]:
+    """Of vLLM."""
+    cache = options.cache_gb << 30
+    extra: dict[str, Any] = dict(gpu_memory_utilization=0.9, kv_cache_memory_bytes=cache)
     if not options.compiled:
-        graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sorted(options.batch))
-        extra |= dict(compilation_config=graphs, kernel_config=dict(enable_flashinfer_autotune=False))
+        sizes = sorted({shape.batch for shape in options.shapes})
+        graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
+        kernels = dict(enable_flashinfer_autotune=False)
+        extra |= dict(compilation_config=graphs, kernel_config=kernels)
     if options.agree:
         extra |= dict(enforce_eager=True, compilation_config=dict(mode=0))
-    return extra | {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in options.option)}
+    pairs = (pair.split("=", 1) for pair in options.option)
+    return extra | {name: json.loads(value) for name, value in pairs}
 
 
-# -- one process with an engine --------------------------------------------------------------------------------
+# -- one process with an engine ----------------------------------------------------------------
 
 
-def work(address: str) -> None:
+def work(channel: Connection) -> None:
     """Starts an engine and does what it is told, until it is told to stop."""
-    channel = Client(address, "AF_UNIX", authkey=KEY)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     order = channel.recv()
+    if order["traceback_seconds"]:
+        faulthandler.dump_traceback_later(order["traceback_seconds"], repeat=True)
     begin = time.perf_counter()
     try:
-        engine = create(SIDES[order["side"]], order["model"], EngineOptions(dtype=order["dtype"], extra=order["extra"]))
+        options = EngineOptions(dtype=order["dtype"], extra=order["extra"])
+        engine = create(SIDES[order["side"]], order["model"], options)
         engine.start(Limits(**order["limits"]))
     except BaseException as error:
         channel.send({"fault": f"{type(error).__name__}: {error}"[:800]})
         raise
-    channel.send({"seconds": time.perf_counter() - begin, "kv_dtype": engine.kv_dtype,
-                  "kernels": getattr(engine, "linear_kernels", None)})
+    faulthandler.cancel_dump_traceback_later()
+    channel.send(
+        {
+            "seconds": time.perf_counter() - begin,
+            "kv_dtype": engine.kv_dtype,
+            "kernels": getattr(engine, "linear_kernels", None),
+            "torch": _torch_version(),
+        }
+    )
     while order := channel.recv():
         try:
             channel.send(ACTIONS[order.pop("do")](engine, **order))
@@ -68,47 +93,96 @@ def work(address: str) -> None:
     engine.stop()
 
 
-def measure(engine: Any, *, batch: int, input: int, output: int, vocabulary: int, seed: int) -> Row:
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+def measure(
+    engine: Any, *, shape: tuple[int, int, int], sampling: Row, vocabulary: int, seed: int
+) -> Row:
+    batch, input, output = shape
+    engine.options.sampling.clear()
+    engine.options.sampling.update(sampling)
     prompts = random_prompts(batch, input, vocabulary=vocabulary, seed=seed)
     return batch_figures(engine.generate(prompts, output), input=input, output=output)
 
 
 def forced(engine: Any, *, ids: list[int]) -> Row:
-    """By position: the likeliest token, its lead over the second, and the log-probability of the text's own."""
+    """By position: the likeliest token, its lead over the second, and the log-probability of the
+    text's own.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2, detokenize=False)
-    found = engine.inner.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].prompt_logprobs[1:]
+    prompts = [{"prompt_token_ids": ids}]
+    found = engine.inner.generate(prompts, params, use_tqdm=False)[0].prompt_logprobs[1:]
     ranked = [sorted(place.items(), key=lambda item: item[1].rank)[:2] for place in found]
-    return {"best": [two[0][0] for two in ranked], "lead": [two[0][1].logprob - two[1][1].logprob for two in ranked],
-            "own": [place[token].logprob for place, token in zip(found, ids[1:], strict=True)]}
+    return {
+        "best": [two[0][0] for two in ranked],
+        "lead": [two[0][1].logprob - two[1][1].logprob for two in ranked],
+        "own": [place[token].logprob for place, token in zip(found, ids[1:], strict=True)],
+    }
 
 
 ACTIONS = {"measure": measure, "forced": forced}
 
 
-# -- the process that measures ---------------------------------------------------------------------------------
+# -- the process that measures -----------------------------------------------------------------
+
+
+class Failed(Exception):
+    """An engine that cannot go on."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the sides that it is measured on."""
+
+    model: str
+    sides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, sides: list[str]) -> Subject:
+        model, _, named = text.partition("@")
+        chosen = tuple(named.split(",")) if named else tuple(sides)
+        wrong = [side for side in chosen if side not in SIDES]
+        if wrong:
+            raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
+        return cls(model, chosen)
 
 
 class Engine:
-    """One side, as the measuring process sees it."""
+    """One side of one model, as the measuring process sees it."""
 
-    channel: Connection
-
-    def __init__(self, side: str, folder: Path):
+    def __init__(self, side: str, model: str, folder: Path, options: argparse.Namespace):
         self.side = side
-        self.log = folder / f"{side}.log"
-        environment = dict(os.environ, VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
-        environment["FLYWEIGHT_VLLM"] = "off" if side == "off" else os.environ.get("FLYWEIGHT_VLLM", "on")
-        address = str(folder / f"{side}.socket")
-        self.listener = Listener(address, "AF_UNIX", authkey=KEY)
+        self.model = model
+        name = f"{model.replace('/', '-').replace(':', '-')}-{side}"
+        self.log = folder / f"{name}.log"
+        self.told: Row = {}
+        self.channel, theirs = Pipe()
+        command = [sys.executable, __file__, "--worker", str(theirs.fileno())]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, __file__, "--worker", address], env=environment, stdout=log,
-                                            stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command,
+                env=environment_of(side, options),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()  # so that the end of the process is the end of the channel
 
     def begin(self, order: Row) -> None:
-        self.channel = self.listener.accept()
-        self.channel.send(order | {"side": self.side})
+        self.channel.send(order | {"side": self.side, "model": self.model})
+
+    def wait(self, until: float) -> None:
+        """For its start."""
+        if not self.channel.poll(max(0.0, until - time.monotonic())):
+            self.process.kill()
+            raise Failed("had not started in time")
+        self.told = self.answer()
 
     def ask(self, **order: Any) -> Row:
         self.channel.send(order)
@@ -117,94 +191,220 @@ class Engine:
     def answer(self) -> Row:
         try:
             found: Row = self.channel.recv()
-        except EOFError:
+        except (EOFError, OSError):
             found = {"fault": "the process ended"}
         if "fault" in found:
-            print(f"{self.side}: {found['fault']}\n{self.log.read_text(errors='replace')[-3000:]}", flush=True)
-            raise SystemExit(1)
+            raise Failed(found["fault"])
         return found
 
     def stop(self) -> None:
-        self.channel.send(None)
+        if self.process.poll() is not None:
+            return
         try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
+            self.channel.send(None)
+            self.process.wait(5)
+        except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
 
 
-def compare_speed(engines: list[Engine], options: argparse.Namespace, write: Any, vocabulary: int) -> None:
-    for batch in options.batch:
-        shape = dict(batch=batch, input=options.input, output=options.output, vocabulary=vocabulary)
-        for engine in engines:
-            for seed in range(2):
-                engine.ask(do="measure", **shape | dict(output=WARM, seed=-1 - seed))
-        rates: dict[str, list[float]] = {engine.side: [] for engine in engines}
-        for repeat in range(options.repeats):
-            for engine in engines if repeat % 2 else engines[::-1]:
-                figures = engine.ask(do="measure", **shape, seed=repeat)
+def environment_of(side: str, options: argparse.Namespace) -> dict[str, str]:
+    found = dict(os.environ, VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
+    if side == "off":
+        found["FLYWEIGHT_VLLM"] = "off"
+    if side == "native" and options.native_path:
+        found["PYTHONPATH"] = options.native_path
+        found.pop("LD_LIBRARY_PATH", None)
+    return found
+
+
+class Bench:
+    """What is asked of one model's engines, and the rows of it."""
+
+    def __init__(self, subject: Subject, options: argparse.Namespace, file: ResultFile):
+        self.subject = subject
+        self.options = options
+        self.file = file
+        self.id = ""  # of the environment's row
+        self.facts = facts_of(Variant.parse(subject.model))
+        self.vocabulary = self.facts.vocabulary or 1000
+        self.engines: list[Engine] = []
+
+    @property
+    def limits(self) -> Limits:
+        if self.options.agree:
+            return Limits(1, self.options.agree + 16, None)
+        return Limits.of([(shape.batch, shape.context) for shape in self.options.shapes])
+
+    def launch(self, folder: Path) -> None:
+        sides = self.subject.sides
+        self.engines = [Engine(side, self.subject.model, folder, self.options) for side in sides]
+
+    def begin(self) -> None:
+        limits = self.limits
+        vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
+        order = dict(dtype=self.options.dtype, traceback_seconds=self.options.traceback_seconds)
+        for engine in self.engines:
+            if engine.side == "native":
+                engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
+            else:
+                extra = engine_options(self.options, limits)
+                engine.begin(order | dict(limits=vllm, extra=extra))
+
+    def wait(self, until: float) -> None:
+        for engine in list(self.engines):
+            try:
+                engine.wait(until)
+            except Failed as error:
+                self.drop(engine, str(error))
+                continue
+            told = engine.told
+            print(
+                f"{engine.model} {engine.side}: started in {told['seconds']:.0f} s, torch "
+                f"{told['torch']}, linears by {told['kernels']}",
+                flush=True,
+            )
+
+    def drop(self, engine: Engine, reason: str) -> None:
+        tail = engine.log.read_text(errors="replace")[-2500:]
+        print(f"{engine.model} {engine.side}: {reason}\n{tail}", flush=True)
+        self.write(engine, status="failed", reason=reason)
+        engine.process.kill()
+        self.engines.remove(engine)
+
+    def write(self, engine: Engine, bench: str = "latency", **fields: Any) -> None:
+        backend = SIDES[engine.side]
+        case = Case(self.facts, create("native", self.subject.model, EngineOptions()), backend)
+        told = engine.told
+        row = case.fields() | {
+            "kv_dtype": told.get("kv_dtype"),
+            "linear_kernels": told.get("kernels"),
+            "torch": told.get("torch"),
+            "start_s": told.get("seconds"),
+        }
+        self.file.append([make_row(bench, self.id, **rounded(row | fields))])
+
+    def speed(self) -> None:
+        for shape in self.options.shapes:
+            for text in self.options.sampling:
+                for engine in list(self.engines):
+                    try:
+                        for seed in range(2):
+                            self.ask(engine, shape, text, seed=-1 - seed, output=WARM)
+                    except Failed as error:
+                        self.drop(engine, str(error))
+                self.turns(shape, text)
+
+    def ask(
+        self, engine: Engine, shape: Workload, text: str, *, seed: int, output: int | None = None
+    ) -> Row:
+        return engine.ask(
+            do="measure",
+            shape=(shape.batch, shape.input, min(output or shape.output, shape.output)),
+            sampling={} if text == GREEDY else parse_sampling(text),
+            vocabulary=self.vocabulary,
+            seed=seed,
+        )
+
+    def turns(self, shape: Workload, text: str) -> None:
+        rates: dict[str, list[float]] = {engine.side: [] for engine in self.engines}
+        fields = dict(workload=shape.name, batch=shape.batch, input=shape.input)
+        fields |= dict(output=shape.output) | ({} if text == GREEDY else {"sampling": text})
+        for repeat in range(self.options.repeats):
+            for engine in self.engines if repeat % 2 else self.engines[::-1]:
+                figures = self.ask(engine, shape, text, seed=repeat)
                 rates[engine.side].append(figures["decode_tok_s"])
-                write(engine, workload=None, batch=batch, input=options.input, output=options.output, repeat=repeat + 1, **figures)
+                self.write(engine, repeat=repeat + 1, **fields, **figures)
         median = {side: statistics.median(found) for side, found in rates.items()}
-        ratio = f", {median['on'] / median['off']:.3f} x" if len(median) == 2 else ""
-        print(f"batch {batch}: " + ", ".join(f"{side} {rate:.1f} tok/s" for side, rate in median.items()) + ratio, flush=True)
+        told = ", ".join(f"{side} {rate:.1f}" for side, rate in median.items())
+        base = median.get("off")
+        ratios = {side: rate / base for side, rate in median.items() if base and side != "off"}
+        over = "".join(f", {side} {ratio:.3f} x off" for side, ratio in ratios.items())
+        what = f"{self.subject.model} batch {shape.batch} x {shape.input}+{shape.output} {text}"
+        print(f"{what}: {told} tok/s{over}", flush=True)
 
-
-def compare_tokens(engines: list[Engine], options: argparse.Namespace, vocabulary: int) -> Row:
-    ids = random_prompts(1, options.agree, vocabulary=vocabulary, seed=0)[0]
-    on, off = (engine.ask(do="forced", ids=ids) for engine in engines)
-    other = [i for i, (a, b) in enumerate(zip(on["best"], off["best"], strict=True)) if a != b]
-    moved = [abs(a - b) for a, b in zip(on["own"], off["own"], strict=True)]
-    return {"positions": len(ids), "same_argmax": len(on["best"]) - len(other),
+    def tokens(self) -> None:
+        ids = random_prompts(1, self.options.agree, vocabulary=self.vocabulary, seed=0)[0]
+        on, off = (engine.ask(do="forced", ids=ids) for engine in self.engines)
+        pairs = zip(on["best"], off["best"], strict=True)
+        other = [place for place, (mine, theirs) in enumerate(pairs) if mine != theirs]
+        moved = [abs(a - b) for a, b in zip(on["own"], off["own"], strict=True)]
+        found = {
+            "positions": len(ids),
+            "same_argmax": len(on["best"]) - len(other),
             "largest_gap_at_difference": max((off["lead"][i] for i in other), default=0.0),
-            "logprob_difference_mean": statistics.fmean(moved), "logprob_difference_max": max(moved)}
+            "logprob_difference_mean": statistics.fmean(moved),
+            "logprob_difference_max": max(moved),
+        }
+        self.write(self.engines[0], "quality", check="vllm-plugin", tool="vllm", **found)
+        print(json.dumps(found), flush=True)
+
+
+def shapes_of(options: argparse.Namespace) -> list[Workload]:
+    if options.workloads is not None:
+        return [LATENCY[name] for name in options.workloads or LATENCY]
+    return [Workload(None, batch, options.input, options.output) for batch in options.batch]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("models", nargs="+", help="presets (random weights) or folders, each with @SIDE,… or not")
+    add("--sides", nargs="+", default=["on", "off"], choices=list(SIDES), help="of models without")
+    add("--batch", type=int, nargs="+", default=[1, 8, 64])
+    add("--input", type=int, default=128)
+    add("--output", type=int, default=128)
+    add(
+        "--workloads", nargs="*", choices=list(LATENCY), help="of these, or all, instead of --batch"
+    )
+    add("--sampling", nargs="+", default=[GREEDY], help="greedy, or as `bench --sampling` takes it")
+    add("--repeats", type=int, default=3)
+    add("--agree", type=int, default=0, metavar="N", help="compare N teacher-forced positions")
+    add("--dtype")
+    add("--cache-gb", type=int, default=4, help="of KV cache, of each vLLM")
+    add(
+        "--compiled", action="store_true", help="vLLM's own defaults: its first start takes minutes"
+    )
+    add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
+    add(
+        "--native-path",
+        help="PYTHONPATH of our engine's processes, where vLLM brings its own torch",
+    )
+    add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
+    add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
+    add("--logs", type=Path, help="folder for the sides' logs")
+    add("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.shapes = shapes_of(options)
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a preset (random weights) or a folder")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--input", type=int, default=128)
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--agree", type=int, default=0, metavar="N", help="compare N teacher-forced positions instead")
-    parser.add_argument("--sides", nargs="+", default=["on", "off"], choices=list(SIDES))
-    parser.add_argument("--dtype")
-    parser.add_argument("--memory", type=float, default=0.3, help="vLLM's gpu_memory_utilization, of each of the two")
-    parser.add_argument("--cache-gb", type=int, default=4, help="of KV cache, each")
-    parser.add_argument("--compiled", action="store_true", help="vLLM's own defaults: compiles for minutes at the first start")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more arguments of vLLM's LLM, as JSON")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    device = "cuda" if _has_gpu() else "cpu"
-    environment, file = environment_row(device, measure_bandwidth=False), ResultFile(options.out)
+    options = parse()
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = ResultFile(options.out)
+    subjects = [Subject.parse(text, options.sides) for text in options.models]
+    launched = time.monotonic()
+    benches = [Bench(subject, options, file) for subject in subjects]
+    for bench in benches:
+        bench.launch(folder)
+    environment = environment_row("cuda" if _has_gpu() else "cpu", measure_bandwidth=False)
     file.append([environment])
-    facts = facts_of(Variant.parse(options.model))
-    context = options.agree + 16 if options.agree else options.input + options.output
-    limits = dict(batch=max(options.batch), context=context, tokens=None)
-    order = dict(model=options.model, dtype=options.dtype, extra=engine_options(options), limits=limits)
-    folder = Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
-    engines = [Engine(side, folder) for side in options.sides]
-    for engine in engines:
-        engine.begin(order)
-    started = {engine.side: engine.answer() for engine in engines}
-    for side, told in started.items():
-        print(f"{side}: started in {told['seconds']:.0f} s, linears by {told['kernels']}", flush=True)
-
-    def write(engine: Engine, bench: str = "latency", **fields: Any) -> None:
-        case = Case(facts, create(SIDES[engine.side], options.model, EngineOptions()), SIDES[engine.side])
-        told = started[engine.side]
-        row = case.fields() | {"kv_dtype": told["kv_dtype"], "linear_kernels": told["kernels"]} | fields
-        file.append([make_row(bench, environment["id"], **rounded(row))])
-
-    vocabulary = facts.vocabulary or 1000
-    if options.agree:
-        found = compare_tokens(engines, options, vocabulary)
-        write(engines[0], "quality", check="vllm-plugin", tool="vllm", **found)
-        print(json.dumps(found), flush=True)
-    else:
-        compare_speed(engines, options, write, vocabulary)
-    for engine in engines:
-        engine.stop()
+    try:
+        for bench in benches:
+            bench.id = environment["id"]
+            bench.begin()
+        for bench in benches:
+            bench.wait(launched + options.start_seconds)
+        for bench in benches:
+            if bench.engines:
+                bench.tokens() if options.agree else bench.speed()
+    finally:
+        for bench in benches:
+            for engine in bench.engines:
+                engine.stop()
 
 
 def _has_gpu() -> bool:
@@ -215,6 +415,6 @@ def _has_gpu() -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2])
+        work(Connection(int(sys.argv[2])))
     else:
         main()
