@@ -1,17 +1,18 @@
 """vLLM with our kernels, vLLM without them and our own engine, by turns on one GPU.
 
     python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --out rows.jsonl
-    python benchmarks/vllm_plugin.py preset:qwen3-8b:w8a8@on,off --batch 1 --out rows.jsonl
-    python benchmarks/vllm_plugin.py preset:gemma-3-12b:int4@native,off preset:gpt-oss-20b:mxfp4@native,off --batch 1 …
-    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4@native,off --workloads --sampling greedy temperature=0.7,top_p=0.9 …
-    python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl       teacher-forced, both ways
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:w8a8@on,off@1 --out rows.jsonl
+    python benchmarks/vllm_plugin.py preset:gemma-3-12b:int4 --sides native off --batch 1 …
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --workloads --sampling greedy top_p=0.9
+    python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl   teacher-forced, both ways
 
 Every side of every model is a process: `on` is vLLM with the plug-in, `off` is vLLM with
 `FLYWEIGHT_VLLM=off`, `native` is our engine. All start at the same time, and are measured when all
-are there, one model after the other, its sides in turns. A side that has not started after
-`--start-seconds` is ended, its log says where it stood, and a row says that it failed. Rows name
-the classes that multiplied (`linear_kernels`). By default vLLM captures whole decode steps and
-compiles nothing (its mode 0), which starts in a minute; `--compiled` leaves it at its defaults.
+are there, one model after the other, its sides in turns; greedy answers first. MODEL@SIDES@BATCHES
+says it for one model. A side that has not started after `--start-seconds` is ended (of the first
+model: after twice that), and a row says that it failed. Rows name the classes that multiplied
+(`linear_kernels`). By default vLLM captures whole decode steps and compiles nothing (its mode 0),
+which starts in a minute; `--compiled` leaves it at its defaults.
 """
 
 from __future__ import annotations
@@ -44,12 +45,11 @@ WARM = 24  # tokens
 GREEDY = "greedy"
 
 
-def engine_options(options: argparse.Namespace, limits: Limits) -> dict[str, Any]:
+def engine_options(options: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
     """Of vLLM."""
     cache = options.cache_gb << 30
     extra: dict[str, Any] = dict(gpu_memory_utilization=0.9, kv_cache_memory_bytes=cache)
     if not options.compiled:
-        sizes = sorted({shape.batch for shape in options.shapes})
         graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
         kernels = dict(enable_flashinfer_autotune=False)
         extra |= dict(compilation_config=graphs, kernel_config=kernels)
@@ -142,15 +142,18 @@ class Subject:
 
     model: str
     sides: tuple[str, ...]
+    shapes: tuple[Workload, ...]
 
     @classmethod
-    def parse(cls, text: str, sides: list[str]) -> Subject:
-        model, _, named = text.partition("@")
-        chosen = tuple(named.split(",")) if named else tuple(sides)
-        wrong = [side for side in chosen if side not in SIDES]
+    def parse(cls, text: str, options: argparse.Namespace) -> Subject:
+        model, named, batches, *_ = f"{text}@@".split("@")
+        sides = tuple(named.split(",")) if named else tuple(options.sides)
+        wrong = [side for side in sides if side not in SIDES]
         if wrong:
             raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
-        return cls(model, chosen)
+        chosen = [int(batch) for batch in batches.split(",") if batch]
+        shapes = [one for one in options.shapes if not chosen or one.batch in chosen]
+        return cls(model, sides, tuple(shapes))
 
 
 class Engine:
@@ -230,10 +233,16 @@ class Bench:
         self.engines: list[Engine] = []
 
     @property
+    def mode(self) -> str:
+        if self.options.agree:
+            return "eager"
+        return "compiled" if self.options.compiled else "decode graphs"
+
+    @property
     def limits(self) -> Limits:
         if self.options.agree:
             return Limits(1, self.options.agree + 16, None)
-        return Limits.of([(shape.batch, shape.context) for shape in self.options.shapes])
+        return Limits.of([(shape.batch, shape.context) for shape in self.subject.shapes])
 
     def launch(self, folder: Path) -> None:
         sides = self.subject.sides
@@ -247,7 +256,8 @@ class Bench:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
             else:
-                extra = engine_options(self.options, limits)
+                sizes = sorted({shape.batch for shape in self.subject.shapes})
+                extra = engine_options(self.options, sizes)
                 engine.begin(order | dict(limits=vllm, extra=extra))
 
     def wait(self, until: float) -> None:
@@ -280,19 +290,26 @@ class Bench:
             "linear_kernels": told.get("kernels"),
             "torch": told.get("torch"),
             "start_s": told.get("seconds"),
+            "vllm_mode": self.mode if engine.side != "native" else None,
         }
         self.file.append([make_row(bench, self.id, **rounded(row | fields))])
 
-    def speed(self) -> None:
-        for shape in self.options.shapes:
-            for text in self.options.sampling:
-                for engine in list(self.engines):
-                    try:
-                        for seed in range(2):
-                            self.ask(engine, shape, text, seed=-1 - seed, output=WARM)
-                    except Failed as error:
-                        self.drop(engine, str(error))
-                self.turns(shape, text)
+    def speed(self, text: str) -> None:
+        for shape in self.subject.shapes:
+            for engine in list(self.engines):
+                self.attempt(engine, shape, text, seed=-2, output=WARM)
+                self.attempt(engine, shape, text, seed=-1, output=WARM)
+            self.turns(shape, text)
+
+    def attempt(self, engine: Engine, *shape: Any, **options: Any) -> Row | None:
+        """None: it has failed, now or before, and is no longer among the engines."""
+        if engine not in self.engines:
+            return None
+        try:
+            return self.ask(engine, *shape, **options)
+        except Failed as error:
+            self.drop(engine, str(error))
+            return None
 
     def ask(
         self, engine: Engine, shape: Workload, text: str, *, seed: int, output: int | None = None
@@ -310,11 +327,13 @@ class Bench:
         fields = dict(workload=shape.name, batch=shape.batch, input=shape.input)
         fields |= dict(output=shape.output) | ({} if text == GREEDY else {"sampling": text})
         for repeat in range(self.options.repeats):
-            for engine in self.engines if repeat % 2 else self.engines[::-1]:
-                figures = self.ask(engine, shape, text, seed=repeat)
+            for engine in list(self.engines) if repeat % 2 else self.engines[::-1]:
+                figures = self.attempt(engine, shape, text, seed=repeat)
+                if figures is None:
+                    continue
                 rates[engine.side].append(figures["decode_tok_s"])
                 self.write(engine, repeat=repeat + 1, **fields, **figures)
-        median = {side: statistics.median(found) for side, found in rates.items()}
+        median = {side: statistics.median(found) for side, found in rates.items() if found}
         told = ", ".join(f"{side} {rate:.1f}" for side, rate in median.items())
         base = median.get("off")
         ratios = {side: rate / base for side, rate in median.items() if base and side != "off"}
@@ -385,7 +404,7 @@ def main() -> None:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
     folder.mkdir(parents=True, exist_ok=True)
     file = ResultFile(options.out)
-    subjects = [Subject.parse(text, options.sides) for text in options.models]
+    subjects = [Subject.parse(text, options) for text in options.models]
     launched = time.monotonic()
     benches = [Bench(subject, options, file) for subject in subjects]
     for bench in benches:
@@ -397,10 +416,11 @@ def main() -> None:
             bench.id = environment["id"]
             bench.begin()
         for bench in benches:
-            bench.wait(launched + options.start_seconds)
-        for bench in benches:
-            if bench.engines:
-                bench.tokens() if options.agree else bench.speed()
+            patience = 2 if bench is benches[0] else 1
+            bench.wait(launched + patience * options.start_seconds)
+        for text in [None] if options.agree else options.sampling:
+            for bench in benches:
+                bench.speed(text) if text else bench.tokens()
     finally:
         for bench in benches:
             for engine in bench.engines:

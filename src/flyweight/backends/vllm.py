@@ -42,6 +42,9 @@ SCHEMES: dict[str, dict[str, Any] | None] = {  # scheme of a preset → quantiza
     "w8a16": compressed("pack-quantized", weights(8)),
     "w8a8": compressed("int-quantized", weights(8, strategy="channel"), "int"),
     "fp8": compressed("float-quantized", weights(8, "float", strategy="channel"), "float"),
+    "fp8-block": dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128]),
+    "mxfp4": dict(quant_method="mxfp4", modules_to_not_convert=[  # experts alone, as gpt-oss's own files
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]),
 }
 
 
@@ -59,12 +62,23 @@ def model_folder(model: str) -> tuple[str, dict[str, Any]]:
         raise UnsupportedError(f"vLLM has no dummy weights of scheme {name!r}; known: {', '.join(SCHEMES)}")
     config = preset_config(preset)
     if (quantization := SCHEMES[name]) is not None:
-        config["quantization_config"] = quantization
-    config["dtype"] = {"int4": "float16", **FLOATS}.get(name, config["dtype"])  # its AWQ kernels compute in float16
+        config["quantization_config"] = quantization | ({"group_size": group_of(config)} if name == "int4" else {})
+    wide = name == "int4" and config["model_type"] in NO_FLOAT16
+    config["dtype"] = {"int4": "float16", **FLOATS}.get(name, config["dtype"]) if not wide else config["dtype"]
     config["torch_dtype"] = config["dtype"]
     folder = tempfile.mkdtemp(prefix="flyweight-vllm-")
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return folder, {"load_format": "dummy", "skip_tokenizer_init": True}
+
+
+NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # which vLLM refuses to run in it; AWQ's own files are in float16
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def group_of(config: dict[str, Any]) -> int:
+    """Inputs that share a scale: vLLM's AWQ knows one number for all linears."""
+    widths = [config[name] for name in WIDTHS if config.get(name)]
+    return next(group for group in (128, 64, 32) if all(width % group == 0 for width in widths))
 
 
 def arguments(options: EngineOptions, limits: Limits) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import Gpu
-from flyweight.kernels import jit, tuned
+from flyweight.kernels import dispatch, jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run
 from flyweight.kernels.precompile import precompile
 from flyweight.tensors import QuantTensor, Sparse24
@@ -142,8 +142,6 @@ def row_counts(device: Gpu, most: int = MOST_ROWS) -> list[int]:
 
 def wanted_by(noted: Sequence[Noted], device: Gpu, rows: Sequence[int]) -> set[jit.Wanted]:
     """The kernels that these weights ask for, found in a dry run; of this process and for good."""
-    from flyweight.plugins import op
-
     with dry_run(device):
         for outline, dtype, has_bias in noted:
             outputs, inputs = outline.matrix_shape
@@ -151,7 +149,7 @@ def wanted_by(noted: Sequence[Noted], device: Gpu, rows: Sequence[int]) -> set[j
                 lambda one: torch.empty(one.shape, dtype=one.dtype, device=DEVICE)
             )
             bias = torch.empty(outputs, dtype=dtype, device=DEVICE) if has_bias else None
-            linear = op.prepare([weight], dtype=dtype, bias=bias)
+            linear = dispatch.prepare(weight, dtype=dtype, bias=bias)
             for count in rows:
                 linear(torch.empty(count, inputs, dtype=dtype, device=DEVICE))
     return jit.wanted
