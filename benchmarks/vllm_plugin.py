@@ -48,7 +48,8 @@ GREEDY = "greedy"
 def engine_options(options: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
     """Of vLLM."""
     cache = options.cache_gb << 30
-    extra: dict[str, Any] = dict(gpu_memory_utilization=0.9, kv_cache_memory_bytes=cache)
+    # the share is only looked at before the start, when others may have begun to load already
+    extra: dict[str, Any] = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=cache)
     if not options.compiled:
         graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
         kernels = dict(enable_flashinfer_autotune=False)
