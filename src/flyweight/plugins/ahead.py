@@ -28,6 +28,7 @@ from flyweight import gpu
 from flyweight.gpu import Gpu
 from flyweight.kernels import dispatch, jit, tuned
 from flyweight.kernels.dry_run import DEVICE, dry_run
+from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.precompile import precompile
 from flyweight.tensors import QuantTensor, Sparse24
 
@@ -37,16 +38,27 @@ MOST_SECONDS = 900
 STEPS = (1, 2, 4, *range(8, 65, 8))  # rows of decode steps that engines capture
 logger = logging.getLogger("vllm.flyweight")
 
-Noted = tuple[QuantTensor, torch.dtype, bool]  # a weight without values, and whether it has a bias
+# the parts of a linear without values, its type, and whether it has a bias
+Noted = tuple[list[QuantTensor], torch.dtype, bool]
 _noted: dict[str, Noted] = {}
 
 
-def note(tensor: QuantTensor, dtype: torch.dtype, *, bias: bool) -> None:
-    """A weight that has been laid out for a GPU."""
-    if tensor.device.type != "cuda" or gpu.is_pretended():
+def lay_out(
+    segments: Sequence[QuantTensor], *, dtype: torch.dtype, bias: Tensor | None
+) -> FusedLinear:
+    """One linear of parts that differ in their scheme, or of one."""
+    if len(segments) == 1:
+        return dispatch.prepare(segments[0], dtype=dtype, bias=bias)
+    return dispatch.prepare_all(segments, dtype=dtype, bias=bias)
+
+
+def note(segments: Sequence[QuantTensor], dtype: torch.dtype, *, bias: bool) -> None:
+    """A linear that is laid out for a GPU."""
+    if segments[0].device.type != "cuda" or gpu.is_pretended():
         return
-    outline = Sparse24.find(tensor).map(_without_values)
-    _noted.setdefault(_name(outline, dtype, bias), (outline, dtype, bias))
+    outlines = [Sparse24.find(one).map(_without_values) for one in segments]
+    name = " | ".join(_name(one, dtype, bias) for one in outlines)
+    _noted.setdefault(name, (outlines, dtype, bias))
 
 
 def _without_values(tensor: Tensor) -> Tensor:
@@ -140,16 +152,18 @@ def row_counts(device: Gpu, most: int = MOST_ROWS) -> list[int]:
     return sorted({rows for rows in (*STEPS, *prompts, *near) if 0 < rows <= most})
 
 
+def _on_gpu(outline: Tensor) -> Tensor:
+    return torch.empty(outline.shape, dtype=outline.dtype, device=DEVICE)
+
+
 def wanted_by(noted: Sequence[Noted], device: Gpu, rows: Sequence[int]) -> set[jit.Wanted]:
     """The kernels that these weights ask for, found in a dry run; of this process and for good."""
     with dry_run(device):
-        for outline, dtype, has_bias in noted:
-            outputs, inputs = outline.matrix_shape
-            weight = outline.map(
-                lambda one: torch.empty(one.shape, dtype=one.dtype, device=DEVICE)
-            )
+        for outlines, dtype, has_bias in noted:
+            outputs = sum(one.matrix_shape[0] for one in outlines)
+            inputs = outlines[0].matrix_shape[1]
             bias = torch.empty(outputs, dtype=dtype, device=DEVICE) if has_bias else None
-            linear = dispatch.prepare(weight, dtype=dtype, bias=bias)
+            linear = lay_out([one.map(_on_gpu) for one in outlines], dtype=dtype, bias=bias)
             for count in rows:
                 linear(torch.empty(count, inputs, dtype=dtype, device=DEVICE))
     return jit.wanted

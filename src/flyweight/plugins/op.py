@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyweight.kernels import dispatch
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.plugins import ahead
 from flyweight.tensors import QuantTensor, merge
@@ -83,12 +82,8 @@ def prepare(
     begin = time.perf_counter()
     segments = merge(parts)
     with floats_by_default():
-        for segment in segments:
-            ahead.note(segment, dtype, bias=bias is not None and len(segments) == 1)
-        if len(segments) == 1:
-            found = dispatch.prepare(segments[0], dtype=dtype, bias=bias)
-        else:
-            found = dispatch.prepare_all(segments, dtype=dtype, bias=bias)
+        ahead.note(segments, dtype, bias=bias is not None)
+        found = ahead.lay_out(segments, dtype=dtype, bias=bias)
     _seconds.append(time.perf_counter() - begin)
     return found
 
