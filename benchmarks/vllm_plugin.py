@@ -39,6 +39,8 @@ from flyweight.bench.facts import Variant, facts_of
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import batch_figures, random_prompts
 from flyweight.bench.workloads import LATENCY, Workload
+from flyweight.checkpoint.reader import Checkpoint
+from flyweight.quant.subject import encode
 
 SIDES = {"on": "vllm-plugin", "off": "vllm", "native": "native"}  # → backend
 WARM = 24  # tokens
@@ -50,12 +52,12 @@ def engine_options(options: argparse.Namespace, sizes: list[int]) -> dict[str, A
     cache = options.cache_gb << 30
     # the share is only looked at before the start, when others may have begun to load already
     extra: dict[str, Any] = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=cache)
-    if not options.compiled:
+    if not sizes:
+        extra |= dict(enforce_eager=True, compilation_config=dict(mode=0))
+    elif not options.compiled:
         graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
         kernels = dict(enable_flashinfer_autotune=False)
         extra |= dict(compilation_config=graphs, kernel_config=kernels)
-    if options.agree:
-        extra |= dict(enforce_eager=True, compilation_config=dict(mode=0))
     pairs = (pair.split("=", 1) for pair in options.option)
     return extra | {name: json.loads(value) for name, value in pairs}
 
@@ -114,17 +116,34 @@ def forced(engine: Any, *, ids: list[int]) -> Row:
     """By position: the likeliest token, its lead over the second, and the log-probability of the
     text's own.
     """
+    ask = of_ours if SIDES["native"] == engine.name else of_vllm
+    found = ask(engine, ids)
+    ranked = [sorted(top.items(), key=lambda item: -item[1])[:2] for top, _ in found]
+    return {
+        "best": [two[0][0] for two in ranked],
+        "lead": [two[0][1] - two[1][1] for two in ranked],
+        "own": [own for _, own in found],
+    }
+
+
+def of_vllm(engine: Any, ids: list[int]) -> list[tuple[dict[int, float], float]]:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2, detokenize=False)
     prompts = [{"prompt_token_ids": ids}]
     found = engine.inner.generate(prompts, params, use_tqdm=False)[0].prompt_logprobs[1:]
-    ranked = [sorted(place.items(), key=lambda item: item[1].rank)[:2] for place in found]
-    return {
-        "best": [two[0][0] for two in ranked],
-        "lead": [two[0][1].logprob - two[1][1].logprob for two in ranked],
-        "own": [place[token].logprob for place, token in zip(found, ids[1:], strict=True)],
-    }
+    return [
+        ({token: one.logprob for token, one in place.items()}, place[own].logprob)
+        for place, own in zip(found, ids[1:], strict=True)
+    ]
+
+
+def of_ours(engine: Any, ids: list[int]) -> list[tuple[dict[int, float], float]]:
+    from flyweight.engine.request import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
+    found = engine.llm.generate([ids], params)[0].prompt_logprobs[1:]
+    return [(one.top, one.logprob) for one in found]
 
 
 ACTIONS = {"measure": measure, "forced": forced}
@@ -235,15 +254,14 @@ class Bench:
 
     @property
     def mode(self) -> str:
-        if self.options.agree:
+        if not self.subject.shapes:
             return "eager"
         return "compiled" if self.options.compiled else "decode graphs"
 
     @property
     def limits(self) -> Limits:
-        if self.options.agree:
-            return Limits(1, self.options.agree + 16, None)
-        return Limits.of([(shape.batch, shape.context) for shape in self.subject.shapes])
+        forced = [(1, self.options.agree + 16)] if self.options.agree else []
+        return Limits.of([*forced, *((one.batch, one.context) for one in self.subject.shapes)])
 
     def launch(self, folder: Path) -> None:
         sides = self.subject.sides
@@ -342,27 +360,41 @@ class Bench:
         what = f"{self.subject.model} batch {shape.batch} x {shape.input}+{shape.output} {text}"
         print(f"{what}: {told} tok/s{over}", flush=True)
 
-    def tokens(self) -> None:
-        ids = random_prompts(1, self.options.agree, vocabulary=self.vocabulary, seed=0)[0]
-        on, off = (engine.ask(do="forced", ids=ids) for engine in self.engines)
-        pairs = zip(on["best"], off["best"], strict=True)
-        other = [place for place, (mine, theirs) in enumerate(pairs) if mine != theirs]
-        moved = [abs(a - b) for a, b in zip(on["own"], off["own"], strict=True)]
-        found = {
-            "positions": len(ids),
-            "same_argmax": len(on["best"]) - len(other),
-            "largest_gap_at_difference": max((off["lead"][i] for i in other), default=0.0),
-            "logprob_difference_mean": statistics.fmean(moved),
-            "logprob_difference_max": max(moved),
-        }
-        self.write(self.engines[0], "quality", check="vllm-plugin", tool="vllm", **found)
-        print(json.dumps(found), flush=True)
+    def agree(self) -> None:
+        """Of every side with the last one."""
+        ids = self.prompt()
+        *others, last = [(engine, engine.ask(do="forced", ids=ids)) for engine in self.engines]
+        for engine, found in others:
+            fields = compared(found, last[1]) | {"against": SIDES[last[0].side]}
+            self.write(engine, "quality", check="forced", tool="vllm", **fields)
+            print(f"{engine.model} {engine.side}: {json.dumps(fields)}", flush=True)
+
+    def prompt(self) -> list[int]:
+        count = self.options.agree
+        if self.options.text is None:
+            return random_prompts(1, count, vocabulary=self.vocabulary, seed=0)[0]
+        tokenizer = Checkpoint(self.subject.model).tokenizer()
+        return encode(tokenizer, self.options.text.read_text(encoding="utf-8"))[0][:count]
+
+
+def compared(found: Row, other: Row) -> Row:
+    pairs = zip(found["best"], other["best"], strict=True)
+    different = [place for place, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    moved = [abs(a - b) for a, b in zip(found["own"], other["own"], strict=True)]
+    return {
+        "positions": len(found["best"]),
+        "same_argmax": len(found["best"]) - len(different),
+        "largest_gap_at_difference": max((other["lead"][i] for i in different), default=0.0),
+        "logprob_difference_mean": statistics.fmean(moved),
+        "logprob_difference_max": max(moved),
+    }
 
 
 def shapes_of(options: argparse.Namespace) -> list[Workload]:
     if options.workloads is not None:
         return [LATENCY[name] for name in options.workloads or LATENCY]
-    return [Workload(None, batch, options.input, options.output) for batch in options.batch]
+    batches = options.batch or ([] if options.agree else [1, 8, 64])
+    return [Workload(None, batch, options.input, options.output) for batch in batches]
 
 
 def parse() -> argparse.Namespace:
@@ -372,7 +404,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("models", nargs="+", help="presets (random weights) or folders, each with @SIDE,… or not")
     add("--sides", nargs="+", default=["on", "off"], choices=list(SIDES), help="of models without")
-    add("--batch", type=int, nargs="+", default=[1, 8, 64])
+    add("--batch", type=int, nargs="+", help="default: 1 8 64, or nothing with --agree")
     add("--input", type=int, default=128)
     add("--output", type=int, default=128)
     add(
@@ -381,6 +413,7 @@ def parse() -> argparse.Namespace:
     add("--sampling", nargs="+", default=[GREEDY], help="greedy, or as `bench --sampling` takes it")
     add("--repeats", type=int, default=3)
     add("--agree", type=int, default=0, metavar="N", help="compare N teacher-forced positions")
+    add("--text", type=Path, help="of --agree, for a folder with a tokenizer; else random tokens")
     add("--dtype")
     add("--cache-gb", type=int, default=4, help="of KV cache, of each vLLM")
     add(
@@ -419,9 +452,12 @@ def main() -> None:
         for bench in benches:
             patience = 2 if bench is benches[0] else 1
             bench.wait(launched + patience * options.start_seconds)
-        for text in [None] if options.agree else options.sampling:
+        for bench in benches:
+            if options.agree and len(bench.engines) > 1:
+                bench.agree()
+        for text in options.sampling:
             for bench in benches:
-                bench.speed(text) if text else bench.tokens()
+                bench.speed(text)
     finally:
         for bench in benches:
             for engine in bench.engines:
