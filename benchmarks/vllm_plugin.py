@@ -3,22 +3,27 @@
     python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --out rows.jsonl
     python benchmarks/vllm_plugin.py preset:qwen3-8b:w8a8@on,off@1 --out rows.jsonl
     python benchmarks/vllm_plugin.py preset:gemma-3-12b:int4 --sides native off --batch 1 …
-    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --workloads --sampling greedy top_p=0.9
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4@native,off@workloads@greedy+top_p=0.9 …
     python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl   teacher-forced, both ways
 
 Every side of every model is a process: `on` is vLLM with the plug-in, `off` is vLLM with
-`FLYWEIGHT_VLLM=off`, `native` is our engine. All start at the same time, and are measured when all
-are there, one model after the other, its sides in turns; greedy answers first. MODEL@SIDES@BATCHES
-says it for one model. A side that has not started after `--start-seconds` is ended (of the first
-model: after twice that), and a row says that it failed. Rows name the classes that multiplied
-(`linear_kernels`). By default vLLM captures whole decode steps and compiles nothing (its mode 0),
-which starts in a minute; `--compiled` leaves it at its defaults.
+`FLYWEIGHT_VLLM=off`, `native` is our engine. vLLM captures whole decode steps and compiles nothing
+(its mode 0), which starts in a minute; as `on-compiled` and `off-compiled` its compiler is on. All
+start at the same time, and are measured when all are there, one model after the other, its sides in
+turns, greedy answers first. What stands behind `then` starts when that is done. Rows name the
+classes that multiplied (`linear_kernels`).
+
+MODEL@SIDES@SHAPES@SAMPLING says it for one model: `native,off@1,64@greedy+top_p=0.9`; SHAPES are
+batches, workloads of `bench latency` or all of them (`workloads`), and more pairs of shapes and
+sampling may follow. A side that has not started after `--start-seconds` is
+ended (of the first model: after twice that), and a row says that it failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import json
 import logging
 import os
@@ -42,23 +47,32 @@ from flyweight.bench.workloads import LATENCY, Workload
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.quant.subject import encode
 
-SIDES = {"on": "vllm-plugin", "off": "vllm", "native": "native"}  # → backend
+SIDES = {  # → backend
+    "on": "vllm-plugin",
+    "off": "vllm",
+    "on-compiled": "vllm-plugin",
+    "off-compiled": "vllm",
+    "native": "native",
+}
+MODES = {"on": "decode graphs", "off": "decode graphs", "native": None}  # others are compiled
 WARM = 24  # tokens
 GREEDY = "greedy"
+THEN = "then"
 
 
-def engine_options(options: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
-    """Of vLLM."""
-    cache = options.cache_gb << 30
+def engine_options(side: str, sizes: list[int], cache_gb: int, more: list[str]) -> dict[str, Any]:
+    """Of vLLM. `sizes`: batches whose decode steps are captured."""
     # the share is only looked at before the start, when others may have begun to load already
-    extra: dict[str, Any] = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=cache)
+    extra: dict[str, Any] = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=cache_gb << 30)
     if not sizes:
         extra |= dict(enforce_eager=True, compilation_config=dict(mode=0))
-    elif not options.compiled:
-        graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
+    else:
+        graphs: dict[str, Any] = dict(cudagraph_capture_sizes=sizes)
+        if side in MODES:
+            graphs |= dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
         kernels = dict(enable_flashinfer_autotune=False)
         extra |= dict(compilation_config=graphs, kernel_config=kernels)
-    pairs = (pair.split("=", 1) for pair in options.option)
+    pairs = (pair.split("=", 1) for pair in more)
     return extra | {name: json.loads(value) for name, value in pairs}
 
 
@@ -68,13 +82,16 @@ def engine_options(options: argparse.Namespace, sizes: list[int]) -> dict[str, A
 def work(channel: Connection) -> None:
     """Starts an engine and does what it is told, until it is told to stop."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    side = channel.recv()
+    if side != "native":
+        importlib.import_module("vllm")  # half a minute: while others are measured
     order = channel.recv()
     if order["traceback_seconds"]:
         faulthandler.dump_traceback_later(order["traceback_seconds"], repeat=True)
     begin = time.perf_counter()
     try:
         options = EngineOptions(dtype=order["dtype"], extra=order["extra"])
-        engine = create(SIDES[order["side"]], order["model"], options)
+        engine = create(SIDES[side], order["model"], options)
         engine.start(Limits(**order["limits"]))
     except BaseException as error:
         channel.send({"fault": f"{type(error).__name__}: {error}"[:800]})
@@ -158,22 +175,44 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the sides that it is measured on."""
+    """A model, the sides that it is measured on, and what is measured."""
 
     model: str
     sides: tuple[str, ...]
-    shapes: tuple[Workload, ...]
+    cells: tuple[tuple[Workload, str], ...]  # with how tokens are chosen
 
     @classmethod
     def parse(cls, text: str, options: argparse.Namespace) -> Subject:
-        model, named, batches, *_ = f"{text}@@".split("@")
+        model, named, *rest = f"{text}@".split("@") if "@" not in text else text.split("@")
+        rest += [""] * (len(rest) % 2 or 2 * (not rest))  # shapes and sampling by turns
         sides = tuple(named.split(",")) if named else tuple(options.sides)
         wrong = [side for side in sides if side not in SIDES]
         if wrong:
             raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
-        chosen = [int(batch) for batch in batches.split(",") if batch]
-        shapes = [one for one in options.shapes if not chosen or one.batch in chosen]
-        return cls(model, sides, tuple(shapes))
+        cells = [
+            (shape, chosen)
+            for shapes, sampling in zip(rest[::2], rest[1::2], strict=True)
+            for chosen in (sampling.split("+") if sampling else options.sampling)
+            for shape in shapes_of(shapes, options)
+        ]
+        return cls(model, sides, tuple(cells))
+
+    @property
+    def shapes(self) -> list[Workload]:
+        return list(dict.fromkeys(shape for shape, _ in self.cells))
+
+
+def shapes_of(text: str, options: argparse.Namespace) -> list[Workload]:
+    if text == "workloads":
+        return list(LATENCY.values())
+    usual = options.batch or ([] if options.agree else [1, 8, 64])
+    words = text.split(",") if text else [str(batch) for batch in usual]
+    return [
+        LATENCY[word]
+        if word in LATENCY
+        else Workload(None, int(word), options.input, options.output)
+        for word in words
+    ]
 
 
 class Engine:
@@ -196,9 +235,10 @@ class Engine:
                 pass_fds=[theirs.fileno()],
             )
         theirs.close()  # so that the end of the process is the end of the channel
+        self.channel.send(side)
 
     def begin(self, order: Row) -> None:
-        self.channel.send(order | {"side": self.side, "model": self.model})
+        self.channel.send(order | {"model": self.model})
 
     def wait(self, until: float) -> None:
         """For its start."""
@@ -232,7 +272,7 @@ class Engine:
 
 def environment_of(side: str, options: argparse.Namespace) -> dict[str, str]:
     found = dict(os.environ, VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
-    if side == "off":
+    if SIDES[side] == "vllm":
         found["FLYWEIGHT_VLLM"] = "off"
     if side == "native" and options.native_path:
         found["PYTHONPATH"] = options.native_path
@@ -253,12 +293,6 @@ class Bench:
         self.engines: list[Engine] = []
 
     @property
-    def mode(self) -> str:
-        if not self.subject.shapes:
-            return "eager"
-        return "compiled" if self.options.compiled else "decode graphs"
-
-    @property
     def limits(self) -> Limits:
         forced = [(1, self.options.agree + 16)] if self.options.agree else []
         return Limits.of([*forced, *((one.batch, one.context) for one in self.subject.shapes)])
@@ -271,13 +305,19 @@ class Bench:
         limits = self.limits
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
         order = dict(dtype=self.options.dtype, traceback_seconds=self.options.traceback_seconds)
+        sizes = sorted({shape.batch for shape in self.subject.shapes})
         for engine in self.engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
             else:
-                sizes = sorted({shape.batch for shape in self.subject.shapes})
-                extra = engine_options(self.options, sizes)
+                extra = engine_options(engine.side, sizes, self.cache_gb, self.options.option)
                 engine.begin(order | dict(limits=vllm, extra=extra))
+
+    @property
+    def cache_gb(self) -> int:
+        """Of keys and values, in vLLM: what the largest shape needs, and some."""
+        needed = (self.limits.tokens or 0) * self.facts.kv_bytes(None)
+        return self.options.cache_gb or 1 + int(1.1 * needed / 2**30)
 
     def wait(self, until: float) -> None:
         for engine in list(self.engines):
@@ -309,12 +349,13 @@ class Bench:
             "linear_kernels": told.get("kernels"),
             "torch": told.get("torch"),
             "start_s": told.get("seconds"),
-            "vllm_mode": self.mode if engine.side != "native" else None,
+            "vllm_mode": MODES.get(engine.side, "compiled") if self.subject.shapes else "eager",
         }
         self.file.append([make_row(bench, self.id, **rounded(row | fields))])
 
     def speed(self, text: str) -> None:
-        for shape in self.subject.shapes:
+        """`text`: how tokens are chosen."""
+        for shape in [shape for shape, chosen in self.subject.cells if chosen == text]:
             for engine in list(self.engines):
                 self.attempt(engine, shape, text, seed=-2, output=WARM)
                 self.attempt(engine, shape, text, seed=-1, output=WARM)
@@ -354,9 +395,9 @@ class Bench:
                 self.write(engine, repeat=repeat + 1, **fields, **figures)
         median = {side: statistics.median(found) for side, found in rates.items() if found}
         told = ", ".join(f"{side} {rate:.1f}" for side, rate in median.items())
-        base = median.get("off")
-        ratios = {side: rate / base for side, rate in median.items() if base and side != "off"}
-        over = "".join(f", {side} {ratio:.3f} x off" for side, ratio in ratios.items())
+        last = self.engines[-1].side if self.engines else ""
+        ratios = {side: rate / median[last] for side, rate in median.items() if side != last}
+        over = "".join(f", {side} {ratio:.3f} x {last}" for side, ratio in ratios.items())
         what = f"{self.subject.model} batch {shape.batch} x {shape.input}+{shape.output} {text}"
         print(f"{what}: {told} tok/s{over}", flush=True)
 
@@ -390,47 +431,29 @@ def compared(found: Row, other: Row) -> Row:
     }
 
 
-def shapes_of(options: argparse.Namespace) -> list[Workload]:
-    if options.workloads is not None:
-        return [LATENCY[name] for name in options.workloads or LATENCY]
-    batches = options.batch or ([] if options.agree else [1, 8, 64])
-    return [Workload(None, batch, options.input, options.output) for batch in batches]
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("models", nargs="+", help="presets (random weights) or folders, each with @SIDE,… or not")
+    add("models", nargs="+", help="presets or folders, with @SIDES… or not; `then`")
     add("--sides", nargs="+", default=["on", "off"], choices=list(SIDES), help="of models without")
     add("--batch", type=int, nargs="+", help="default: 1 8 64, or nothing with --agree")
     add("--input", type=int, default=128)
     add("--output", type=int, default=128)
-    add(
-        "--workloads", nargs="*", choices=list(LATENCY), help="of these, or all, instead of --batch"
-    )
     add("--sampling", nargs="+", default=[GREEDY], help="greedy, or as `bench --sampling` takes it")
     add("--repeats", type=int, default=3)
     add("--agree", type=int, default=0, metavar="N", help="compare N teacher-forced positions")
     add("--text", type=Path, help="of --agree, for a folder with a tokenizer; else random tokens")
     add("--dtype")
-    add("--cache-gb", type=int, default=4, help="of KV cache, of each vLLM")
-    add(
-        "--compiled", action="store_true", help="vLLM's own defaults: its first start takes minutes"
-    )
+    add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
-    add(
-        "--native-path",
-        help="PYTHONPATH of our engine's processes, where vLLM brings its own torch",
-    )
+    add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
     add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
     add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
     add("--logs", type=Path, help="folder for the sides' logs")
     add("--out", type=Path, required=True)
-    options = parser.parse_args()
-    options.shapes = shapes_of(options)
-    return options
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -438,30 +461,45 @@ def main() -> None:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
     folder.mkdir(parents=True, exist_ok=True)
     file = ResultFile(options.out)
-    subjects = [Subject.parse(text, options) for text in options.models]
-    launched = time.monotonic()
-    benches = [Bench(subject, options, file) for subject in subjects]
+    waves: list[list[Bench]] = [[]]
+    for text in options.models:
+        if text == THEN:
+            waves.append([])
+        else:
+            waves[-1].append(Bench(Subject.parse(text, options), options, file))
+    benches = [bench for wave in waves for bench in wave]
     for bench in benches:
         bench.launch(folder)
     environment = environment_row("cuda" if _has_gpu() else "cpu", measure_bandwidth=False)
     file.append([environment])
     try:
-        for bench in benches:
-            bench.id = environment["id"]
-            bench.begin()
-        for bench in benches:
-            patience = 2 if bench is benches[0] else 1
-            bench.wait(launched + patience * options.start_seconds)
-        for bench in benches:
-            if options.agree and len(bench.engines) > 1:
-                bench.agree()
-        for text in options.sampling:
-            for bench in benches:
-                bench.speed(text)
+        for wave in waves:
+            run(wave, options, environment["id"])
     finally:
         for bench in benches:
             for engine in bench.engines:
-                engine.stop()
+                engine.process.kill()
+
+
+def run(benches: list[Bench], options: argparse.Namespace, environment: str) -> None:
+    """What is measured together."""
+    begun = time.monotonic()
+    for bench in benches:
+        bench.id = environment
+        bench.begin()
+    for bench in benches:
+        patience = 2 if bench is benches[0] else 1
+        bench.wait(begun + patience * options.start_seconds)
+    for bench in benches:
+        folder = not bench.subject.model.startswith("preset:")  # else weights differ
+        if options.agree and folder and len(bench.engines) > 1:
+            bench.agree()
+    for text in dict.fromkeys(text for bench in benches for _, text in bench.subject.cells):
+        for bench in benches:
+            bench.speed(text)
+    for bench in benches:
+        for engine in bench.engines:
+            engine.stop()
 
 
 def _has_gpu() -> bool:
