@@ -412,7 +412,7 @@ class Bench:
 
     def prompt(self) -> list[int]:
         count = self.options.agree
-        if self.options.text is None:
+        if self.options.text is None or not Path(self.subject.model, "tokenizer.json").exists():
             return random_prompts(1, count, vocabulary=self.vocabulary, seed=0)[0]
         tokenizer = Checkpoint(self.subject.model).tokenizer()
         return encode(tokenizer, self.options.text.read_text(encoding="utf-8"))[0][:count]
