@@ -4,9 +4,8 @@ import pytest
 import torch
 from vllm_parameters import LAYOUTS
 
-from flyweight.plugins import op
+from flyweight.plugins import layouts, op
 from flyweight.plugins.shards import inputs_of, outputs_of
-from flyweight.plugins.vllm import layouts
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, VectorQuant
 
 pytestmark = [

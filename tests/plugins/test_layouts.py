@@ -5,7 +5,7 @@ import torch
 from vllm_parameters import LAYOUTS, parameter
 
 from flyweight.packing import pack
-from flyweight.plugins.vllm import layouts
+from flyweight.plugins import layouts
 from flyweight.tensors import Float8, Int8Channel, IntGroup
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flyweight.gpu import GPUS
-from flyweight.plugins.vllm import limits
-from flyweight.plugins.vllm.limits import Wanted, unsupported_reason
+from flyweight.plugins import limits
+from flyweight.plugins.limits import Wanted, unsupported_reason
 
 H200 = GPUS["sm_90a"]
 QKV = Wanted("int4", 6144, 4096, 128)
