@@ -135,42 +135,53 @@ def search_scales(
 
 
 def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10) -> Grid:
-    """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller."""
+    """A grid whose ranges are cut where the output error of the row, e·H·eᵀ, gets smaller.
+
+    Groups go one after the other, each with the errors of all others as they are then: what is
+    clipped shrinks, and if inputs have a mean, shrinking adds up from group to group where
+    rounding cancels out. A group's own error would not see that.
+    """
     grid = make_grid(weight, settings, statistics.importance)
     weight = weight.float()
-    size = grid.group_size
     hessian = statistics.hessian
-    blocks = torch.stack(
-        [hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
-    )
+    error = grid.values(grid.codes(weight)) - weight  # [rows, in]
+    shares = torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]
+    scales = grid.scales.clone()
+    zeros = grid.zeros.clone()
+    for group in range(scales.shape[1]):
+        columns = slice(group * grid.group_size, (group + 1) * grid.group_size)
+        own = hessian[columns, columns]
+        pull = error @ hessian[:, columns] - error[:, columns] @ own  # of the other groups
 
-    def errors(candidate: Grid) -> Tensor:
-        difference = (
-            (candidate.values(candidate.codes(weight)) - weight)
-            .unflatten(1, (-1, size))
-            .transpose(0, 1)
-        )
-        return ((difference @ blocks) * difference).sum(-1).T  # [rows, groups]
+        def cost(difference: Tensor, own: Tensor = own, pull: Tensor = pull) -> Tensor:
+            return ((difference @ own + 2 * pull) * difference).sum(1)
 
-    best = errors(grid)
-    start = grid
-    for share in torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]:
-        scales = stored(start.scales * share, settings.scale_dtype)
-        zeros = start.zeros
-        if not settings.symmetric:  # both ends move in together
-            low = -start.zeros * start.scales * share
-            zeros = torch.clamp(torch.round(-low / scales), 0, 2**settings.bits - 1)
-        candidate = Grid(scales, zeros, settings, size)
-        found = errors(candidate)
-        better = found < best
-        best = torch.where(better, found, best)
-        grid = Grid(
-            torch.where(better, scales, grid.scales),
-            torch.where(better, zeros, grid.zeros),
-            settings,
-            size,
+        least = cost(error[:, columns])
+        start = dataclasses.replace(
+            grid, scales=grid.scales[:, group : group + 1], zeros=grid.zeros[:, group : group + 1]
         )
-    return grid
+        for share in shares:
+            candidate = shrunken(start, share)
+            piece = weight[:, columns]
+            difference = candidate.values(candidate.codes(piece)) - piece
+            found = cost(difference)
+            better = found < least
+            least = torch.where(better, found, least)
+            error[:, columns] = torch.where(better[:, None], difference, error[:, columns])
+            scales[:, group] = torch.where(better, candidate.scales[:, 0], scales[:, group])
+            zeros[:, group] = torch.where(better, candidate.zeros[:, 0], zeros[:, group])
+    return dataclasses.replace(grid, scales=scales, zeros=zeros)
+
+
+def shrunken(grid: Grid, share: float) -> Grid:
+    """Ranges cut to so much of what they were; both ends of an asymmetric one move in together."""
+    settings = grid.settings
+    scales = stored(grid.scales * share, settings.scale_dtype)
+    if settings.symmetric:
+        return dataclasses.replace(grid, scales=scales)
+    low = -grid.zeros * grid.scales * share
+    zeros = torch.clamp(torch.round(-low / scales), 0, 2**settings.bits - 1)
+    return dataclasses.replace(grid, scales=scales, zeros=zeros)
 
 
 def awq_round(
