@@ -49,7 +49,7 @@ class Ruler:
         for i, (ids, scored) in enumerate(self.batches()):
             logits = self.original.logits(ids, scored)
             found[f"losses-{i}"] = torch.stack([losses_of(torch.log_softmax(one, -1), line, scored)
-                                                for one, line in zip(logits, ids, strict=True)])
+                                                for one, line in zip(logits, ids, strict=True)]).cpu()
         half = kept.with_suffix(".half")
         save_file(found, half)
         half.rename(kept)  # whole or not there: a run may be cut off here
@@ -75,6 +75,7 @@ class Ruler:
                 losses.append(losses_of(found, line, scored))
                 same.append((found.argmax(-1) == expected.argmax(-1)).double().mean())
                 divergence.append((expected.exp() * (expected - found)).sum(-1).double().mean())
+        losses = [line.cpu() for line in losses]  # only now: a device that is asked at every window waits for the next one
         facts = self.facts(losses) | facts_of(checkpoint)
         before = [line for part in self.losses for line in part]
         change = torch.stack([(a - b).mean() for a, b in zip(losses, before, strict=True)])
@@ -135,7 +136,7 @@ def logits_of(model: Decoder, ids: Tensor, scored: int) -> Tensor:
 
 def losses_of(found: Tensor, ids: Tensor, scored: int) -> Tensor:
     """Negative log-likelihoods [scored] of one window, float64."""
-    return -found.gather(1, ids[-scored:, None])[:, 0].double().cpu()
+    return -found.gather(1, ids[-scored:, None])[:, 0].double()
 
 
 def standard_error(values: Tensor) -> float:

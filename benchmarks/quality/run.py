@@ -77,21 +77,36 @@ class Setting:
 
 
 class Worker:
-    """One process: the original is loaded once, then job after job is quantized and measured."""
+    """One process: job after job is quantized and measured. What a job has made is kept until it is measured, so that a run
+    that was cut off between the two measures it without making it again.
+    """
 
     def __init__(self, setting: Setting) -> None:
-        import measure
+        from flyweight.checkpoint.reader import Checkpoint
 
         self.setting, self.samples, self.resumed = setting, {}, 0
-        self.original = measure.Original(Path(setting.model), device=setting.device, products=setting.products)
-        self.rulers = [measure.Ruler(self.original, Path(text), windows=setting.windows) for text in setting.texts]
+        self.checkpoint = Checkpoint(Path(setting.model))
+
+    def measured(self, folder: Path | None) -> list[dict[str, Any]]:
+        """Facts of `folder`, or of the original, on each text. One worker at a time: the models and the logits of several
+        would fill a GPU, and not be ready sooner."""
+        import measure
+        from filelock import FileLock
+
+        setting = self.setting
+        with FileLock(Path(setting.work) / "measuring.lock"):
+            original = measure.Original(Path(setting.model), device=setting.device, products=setting.products)
+            rulers = [measure.Ruler(original, Path(text), windows=setting.windows) for text in setting.texts]
+            if folder is None:
+                return [measure.facts_of(original.checkpoint) | ruler.facts() for ruler in rulers]
+            return measure.measure_folder(rulers, folder)
 
     def calibration(self, seed: int) -> Any:
         from flyweight.quant.calibration import draw_samples, read_text
         from flyweight.quant.subject import encode
 
         if seed not in self.samples:
-            ids, bos = encode(self.original.checkpoint.tokenizer(), read_text(self.setting.calibration))
+            ids, bos = encode(self.checkpoint.tokenizer(), read_text(self.setting.calibration))
             self.samples[seed] = draw_samples(ids, count=self.setting.samples, length=self.setting.length, seed=seed, bos=bos,
                                               source=Path(self.setting.calibration).name)
         return self.samples[seed]
@@ -100,14 +115,28 @@ class Worker:
         """The `quantize` row and a `quality` row for each text, without what every row has."""
         import shutil
 
-        import measure
+        if job.tool == "original":
+            return [{"bench": "quality", **facts} for facts in self.measured(None)]
+        output = Path(self.setting.work) / solvers_digest() / job.name.replace("/", "-").replace(":", "-")
+        kept = output.with_name(f"{output.name}.json")
+        if not kept.exists():
+            made = self.make(job, output)
+            kept.write_text(json.dumps(made))
+        made = json.loads(kept.read_text())
+        calibration = {key: made[key] for key in ("calibration", "calibration_tokens")}
+        found = [{"bench": "quality", **calibration, **facts} for facts in self.measured(Path(made.pop("folder")))]
+        if not self.setting.keep:
+            kept.unlink()
+            shutil.rmtree(output, ignore_errors=True)
+        return [made | {key: found[0][key] for key in ("checkpoint", "size_gb", "bits_per_weight")}, *found]
+
+    def make(self, job: Job, output: Path) -> dict[str, Any]:
+        """The `quantize` row of a job, and the folder that it made."""
+        import shutil
+
         import torch
 
-        if job.tool == "original":
-            facts = {"bench": "quality"} | measure.facts_of(self.original.checkpoint)
-            return [facts | ruler.facts() for ruler in self.rulers]
         samples = self.calibration(job.seed)
-        output = Path(self.setting.work) / solvers_digest() / job.name.replace("/", "-").replace(":", "-")
         output.parent.mkdir(exist_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         started, on_gpu = time.perf_counter(), self.setting.device.startswith("cuda")
@@ -117,14 +146,12 @@ class Worker:
             job.scheme, Path(self.setting.model), samples.tokens, output, device=self.setting.device, seed=job.seed,
             steps=self.setting.learn_steps or 200)
         seconds = time.perf_counter() - started
-        calibration = {"calibration": samples.facts(), "calibration_tokens": samples.tokens.numel()}
+        if on_gpu:
+            torch.cuda.empty_cache()  # others measure now
         resumed = {"resumed_blocks": self.resumed} if self.resumed else {}  # then the seconds are those of the rest
-        made = {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),
-                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **resumed, **calibration}
-        found = [{"bench": "quality", **calibration, **facts} for facts in measure.measure_folder(self.rulers, folder)]
-        if not self.setting.keep:
-            shutil.rmtree(output, ignore_errors=True)
-        return [made | {key: found[0][key] for key in ("checkpoint", "size_gb", "bits_per_weight")}, *found]
+        return {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),
+                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **resumed,
+                "calibration": samples.facts(), "calibration_tokens": samples.tokens.numel(), "folder": str(folder)}
 
     def ours(self, job: Job, output: Path) -> Path:
         from flyweight.quant import recipe

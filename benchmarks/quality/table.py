@@ -131,6 +131,45 @@ def document(path: Path) -> str:
     return "\n\n".join(parts)
 
 
+def across(path: Path) -> str:
+    """One line for each model, tool and scheme, the texts side by side; then every comparison with a peer."""
+    settings = by_setting(path)
+    texts = list(dict.fromkeys(text for _, text in settings))
+    lines = [f"| model | tool | scheme | bits | {' | '.join(f'{text}, KL' for text in texts)} |",
+             "|" + "---|" * (4 + len(texts))]
+    rivals = [f"| model | ours | against | {' | '.join(texts)} |", "|" + "---|" * (3 + len(texts))]
+    for model in dict.fromkeys(model for model, _ in settings):
+        found = {text: settings[model, text] for text in texts if (model, text) in settings}
+        first = next(iter(found.values()))
+        for key in sorted(first, key=lambda key: (-first[key][0]["bits_per_weight"], key)):
+            cells = [told(found.get(text, {}).get(key)) for text in texts]
+            lines.append(f"| {model} | {' | '.join(key)} | {first[key][0]['bits_per_weight']:.3f} | {' | '.join(cells)} |")
+        for scheme, others in peers.RIVALS.items():
+            for other in others:
+                if ("flyweight", scheme) in first and other in first:
+                    said = [compared(found.get(text, {}), scheme, other) for text in texts]
+                    rivals.append(f"| {model} | {scheme} | {' '.join(other)} | {' | '.join(said)} |")
+    return "\n".join(lines) + "\n\n" + "\n".join(rivals)
+
+
+def told(rows: list[dict[str, Any]] | None) -> str:
+    """Change of perplexity and KL of one cell; the original's perplexity itself."""
+    if not rows:
+        return "–"
+    if "kl" not in rows[0]:
+        return f"perplexity {mean(rows, 'perplexity'):.3f}"
+    error = math.hypot(mean(rows, "log_ratio_error"), error_of([row["log_ratio"] for row in rows]))
+    return f"{100 * math.expm1(mean(rows, 'log_ratio')):+.2f} ± {100 * error:.2f} %, {mean(rows, 'kl'):.4f}"
+
+
+def compared(results: Results, scheme: str, other: tuple[str, str]) -> str:
+    ours, theirs = results.get(("flyweight", scheme)), results.get(other)
+    if not ours or not theirs:
+        return "–"
+    said = verdict(ours, theirs)
+    return f"**{said}**" if said.startswith("worse") else said
+
+
 def show(path: Path) -> None:
     print(document(path))
 

@@ -162,10 +162,10 @@ def prepare(options: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, Tenso
         return PreTrainedTokenizerFast.from_pretrained(options.out), torch.load(kept)
     options.out.mkdir(parents=True, exist_ok=True)
     pieces = read_texts(options.text, int(options.most * 1e6))
-    tokenizer = learn_tokenizer(pieces[:: max(1, len(pieces) // 200)], options.vocabulary)  # 20 MB say enough
+    tokenizer = learn_tokenizer(pieces[:: max(1, len(pieces) // 40)], options.vocabulary)  # 4 MB say enough
     tokenizer.save_pretrained(options.out)
     found = list(encoded(tokenizer, pieces))
-    tokens = torch.cat(found).to(torch.int32)
+    tokens = torch.cat(found).to(torch.int16 if options.vocabulary <= 2**15 else torch.int32)
     torch.save(tokens, kept)
     return tokenizer, tokens
 
@@ -190,6 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prepare", action="store_true", help="make tokenizer and tokens, and no model")
     parser.add_argument("--device", default="")
     return parser.parse_args()
 
@@ -197,6 +198,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     tokenizer, tokens = prepare(options)
+    if options.prepare:
+        return print(json.dumps({"text_tokens": len(tokens), "vocabulary": len(tokenizer)}))
     training = Training(options, config_of(options, len(tokenizer)), Data(tokens, options.length))
     kept = options.out / "training.pt"
     if kept.exists():
