@@ -19,11 +19,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flyweight.quant.grid import Grid, Integers, make_grid, smallest_share, stored
+from flyweight.quant.grid import (
+    Grid,
+    Integers,
+    make_grid,
+    rounding_error,
+    smallest_share,
+    stored,
+)
 from flyweight.quant.noise import Allowed, quietest, weight_noise
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
 
+TRIED = 2  # clipped ranges of the least expected error whose true error is measured
 RATIOS = tuple(i / 20 for i in range(20))
 Judge = Callable[
     [Sequence[Tensor]], float
@@ -138,50 +146,77 @@ def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: i
     """A grid whose ranges are cut where the output error of the row, e·H·eᵀ, gets smaller.
 
     Groups go one after the other, each with the errors of all others as they are then: what is
-    clipped shrinks, and if inputs have a mean, shrinking adds up from group to group where
+    clipped shrinks, and where inputs have a mean, shrinking adds up from group to group while
     rounding cancels out. A group's own error would not see that.
+
+    That error takes products with H for each candidate, so only those are measured whose errors,
+    each column's weighted with its mean square input, are least: `TRIED` for each group.
     """
-    grid = make_grid(weight, settings, statistics.importance)
+    start = make_grid(weight, settings, statistics.importance)
     weight = weight.float()
+    tries = likeliest(weight, start, statistics.importance, steps)
     hessian = statistics.hessian
-    error = grid.values(grid.codes(weight)) - weight  # [rows, in]
-    shares = torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]
-    scales = grid.scales.clone()
-    zeros = grid.zeros.clone()
+    error = start.values(start.codes(weight)) - weight  # [rows, in]
+    scales = start.scales.clone()
+    zeros = start.zeros.clone()
     for group in range(scales.shape[1]):
-        columns = slice(group * grid.group_size, (group + 1) * grid.group_size)
+        columns = slice(group * start.group_size, (group + 1) * start.group_size)
         own = hessian[columns, columns]
-        pull = error @ hessian[:, columns] - error[:, columns] @ own  # of the other groups
+        pull = torch.zeros_like(error[:, columns])  # of the other groups
+        if scales.shape[1] > 1:
+            pull = error @ hessian[:, columns] - error[:, columns] @ own
 
         def cost(difference: Tensor, own: Tensor = own, pull: Tensor = pull) -> Tensor:
             return ((difference @ own + 2 * pull) * difference).sum(1)
 
         least = cost(error[:, columns])
-        start = dataclasses.replace(
-            grid, scales=grid.scales[:, group : group + 1], zeros=grid.zeros[:, group : group + 1]
-        )
-        for share in shares:
-            candidate = shrunken(start, share)
-            piece = weight[:, columns]
-            difference = candidate.values(candidate.codes(piece)) - piece
+        for tried in tries:
+            piece = part(tried, group)
+            difference = piece.values(piece.codes(weight[:, columns])) - weight[:, columns]
             found = cost(difference)
             better = found < least
             least = torch.where(better, found, least)
             error[:, columns] = torch.where(better[:, None], difference, error[:, columns])
-            scales[:, group] = torch.where(better, candidate.scales[:, 0], scales[:, group])
-            zeros[:, group] = torch.where(better, candidate.zeros[:, 0], zeros[:, group])
-    return dataclasses.replace(grid, scales=scales, zeros=zeros)
+            scales[:, group] = torch.where(better, piece.scales[:, 0], scales[:, group])
+            zeros[:, group] = torch.where(better, piece.zeros[:, 0], zeros[:, group])
+    return Grid(scales, zeros, settings, start.group_size)
 
 
-def shrunken(grid: Grid, share: float) -> Grid:
-    """Ranges cut to so much of what they were; both ends of an asymmetric one move in together."""
-    settings = grid.settings
-    scales = stored(grid.scales * share, settings.scale_dtype)
-    if settings.symmetric:
-        return dataclasses.replace(grid, scales=scales)
-    low = -grid.zeros * grid.scales * share
-    zeros = torch.clamp(torch.round(-low / scales), 0, 2**settings.bits - 1)
-    return dataclasses.replace(grid, scales=scales, zeros=zeros)
+def likeliest(weight: Tensor, start: Grid, importance: Tensor, steps: int) -> list[Grid]:
+    """`TRIED` grids of ranges cut by so many shares, of each group those with the least expected
+    error.
+    """
+    size, settings = start.group_size, start.settings
+    pieces = weight.unflatten(1, (-1, size))
+    weights = importance.unflatten(0, (-1, size))
+    shares = torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]
+    candidates = [cut(start, share) for share in shares]
+    expected = torch.stack(
+        [rounding_error(pieces, one.scales, one.zeros, settings, weights) for one in candidates]
+    )
+    scales, zeros = (
+        torch.stack([getattr(one, name) for one in candidates]) for name in ("scales", "zeros")
+    )
+    return [
+        Grid(scales.gather(0, picked)[0], zeros.gather(0, picked)[0], settings, size)
+        for picked in expected.argsort(0)[:TRIED, None]
+    ]
+
+
+def part(grid: Grid, group: int) -> Grid:
+    """One group of it."""
+    only = slice(group, group + 1)
+    return dataclasses.replace(grid, scales=grid.scales[:, only], zeros=grid.zeros[:, only])
+
+
+def cut(grid: Grid, share: float) -> Grid:
+    """The same grid over so much of its range; of zero points both ends move in together."""
+    scales = stored(grid.scales * share, grid.settings.scale_dtype)
+    zeros = grid.zeros
+    if not grid.settings.symmetric:
+        low = -grid.zeros * grid.scales * share
+        zeros = torch.clamp(torch.round(-low / scales), 0, 2**grid.settings.bits - 1)
+    return Grid(scales, zeros, grid.settings, grid.group_size)
 
 
 def awq_round(
