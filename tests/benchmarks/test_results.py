@@ -141,5 +141,5 @@ def test_the_documents_of_this_repository_say_what_its_rows_say(monkeypatch):
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert module.differing(module.latest(module.read(module.files("*.jsonl")))) == [], "make results"
-    long = [path for path in Path("docs/results").rglob("*.md") if path.stat().st_size > module.LIMIT + 1_000]
+    long = [path for path in Path("docs/results").rglob("*.md") if path.stat().st_size > module.sys.modules["pages"].LIMIT + 1_000]
     assert not long, "pages.py cuts what is longer"
