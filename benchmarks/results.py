@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -150,10 +151,16 @@ def linears(results: Results) -> list[Block]:
     return [Table("", columns, tuple(lines))] if lines else []
 
 
+def plain_runs(results: Results) -> Results:
+    """Without imitations of other GPUs and without workloads that compare something else; their rows are in the pages."""
+    kept = [row for row in results.rows if " as " not in (results.device(row) or "") and row.get("workload") != "long_cache"]
+    return replace(results, rows=tuple(kept))
+
+
 BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
     "headline": headline, "quality": quality, "several": several, "best": best, "quantizing": quantizing, "zeros": zeros, "linears": linears,
-    "limits": lambda results: performance.limits(results)[1:],
-    "steps": lambda results: performance.step_table(results)[1:],
+    "limits": lambda results: performance.limits(plain_runs(results))[1:],
+    "steps": lambda results: performance.step_table(plain_runs(results))[1:],
 }
 
 
