@@ -1,9 +1,9 @@
 """How many tokens of prompts may run beside answers, by the time they take.
 
-A fixed number of tokens is too many for a slow machine: on two cores 512 of them take ten times as long as the answers
-alone, and every answer waits. So a server on a CPU, where a step's time is known as soon as it ends, learns two
-figures: what a step of answers takes, and what a token of a prompt adds to it. Prompts then get as many tokens as add
-`STRETCH` times the former.
+A fixed number of tokens is too many for a slow machine, or beside few answers: on two cores 512 of them take ten times as
+long as the answers alone, on a large GPU 4,096 do, and every answer waits. So a server learns two figures from the steps it
+has read: what a step of answers takes, and what a token of a prompt adds to it. Prompts then get as many tokens as add `STRETCH`
+times the former.
 
 Offline nobody waits between tokens, and steps that depend on the clock would not come out the same twice: there the fixed
 number stands.
