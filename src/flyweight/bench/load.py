@@ -57,10 +57,8 @@ class EngineTarget:
     """The native engine in this process: requests share its batch."""
 
     def __init__(self, llm: Any, choice: Mapping[str, Any]):
-        from flyweight.engine.pace import Pace
-
         self.llm, self.choice = llm, choice
-        llm.engine.scheduler.pace = Pace()  # as a server has it
+        llm.pace_prompts()
 
     async def ask(self, prompt: Prompt, output: int) -> Reply:
         from flyweight.engine.request import SamplingParams

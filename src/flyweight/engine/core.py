@@ -175,7 +175,8 @@ class Engine:
         pace = self.scheduler.pace
         if pace is None:
             return
-        behind = self.behind and flight.download.seconds_since(self.behind.download)
+        before = self.behind.download if self.behind is not None else None
+        behind = None if before is None else flight.download.seconds_since(before)
         seconds = now - self.begun if behind is None else behind
         prompts = sum(work.known for work in flight.works if work.known > 1)
         pace.learn(seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in flight.works))

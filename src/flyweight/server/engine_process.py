@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from flyweight import garbage
 from flyweight.engine.grammar import Grammars
-from flyweight.engine.pace import Pace
 from flyweight.errors import FlyweightError, RequestError
 from flyweight.server.messages import (
     FAILED,
@@ -123,7 +122,7 @@ class EngineLoop:
         self.texts: deque[Submit] = deque()  # that want a vector
         self.deltas: list[Delta] = []
         self.wake = threading.Event()
-        self.engine.scheduler.pace = Pace()
+        llm.pace_prompts()
         self.steps = 0
         self.preemptions = 0  # of the requests that are over
         self.closed = False
