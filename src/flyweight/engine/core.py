@@ -57,6 +57,8 @@ class Engine:
         # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
+        self.begun = 0.0  # when that step was begun,
+        self.behind: Flight | None = None  # and which one the device was busy with then
         self.adapters = slots_of(model)
         self.speculator: Speculator | None = None  # who guesses tokens, if anybody does
         self.vocabulary = vocabulary
@@ -119,9 +121,10 @@ class Engine:
                 begin = time.perf_counter()
                 drafts = self._draft()
                 works = self.scheduler.schedule(drafts)
+                behind = self.flight
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
                 self._land()
-                self.flight = flight
+                self.flight, self.begun, self.behind = flight, begin, behind
                 if not self.overlap or (flight is not None and flight.speculative):
                     self._land()
             except BaseException as error:
@@ -156,6 +159,7 @@ class Engine:
             return
         results = flight.results()
         now = time.perf_counter()
+        self._learn(flight, now)
         if flight.speculative:
             self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
@@ -165,6 +169,17 @@ class Engine:
             if work.drafts:
                 self._settle(work, len(result.tokens) - 1)
             self._accept(work, result, now)
+
+    def _learn(self, flight: Flight, now: float) -> None:
+        """What the step took, for whoever decides how much of prompts the next ones get."""
+        pace = self.scheduler.pace
+        if pace is None:
+            return
+        before = self.behind.download if self.behind is not None else None
+        behind = None if before is None else flight.download.seconds_since(before)
+        seconds = now - self.begun if behind is None else behind
+        prompts = sum(work.known for work in flight.works if work.known > 1)
+        pace.learn(seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in flight.works))
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)

@@ -255,7 +255,7 @@ FORMATS = {
             NIBBLES,
             has_groups(4),
             read_groups(),
-            INTEGER | {"recode"},
+            INTEGER | {"recode", "look_up"},
             grouped=True,
         ),
         WeightFormat(
@@ -266,7 +266,7 @@ FORMATS = {
             BYTES,
             has_groups(8),
             read_groups(),
-            INTEGER,
+            INTEGER | {"look_up"},
             grouped=True,
             signed_pays=True,
         ),
