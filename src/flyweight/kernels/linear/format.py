@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flyweight.errors import unknown
 from flyweight.kernels.linear import bits
+from flyweight.kernels.linear.bits import Variant
 from flyweight.tensors import (
     FLOAT4_GROUP,
     FLOAT8_MAX,
@@ -82,8 +83,8 @@ class WeightFormat:
     widened: bool = False  # float8 codes become 16-bit floats, which x stays
     record_bytes: int = 64  # of 16 outputs: scale and zero point of a group, or its exponent
     floats: bool = False  # codes are multiplied as 16-bit floats, x as it is
-    variant: bits.Variant | None = None  # of codes in planes, what a weight's own are like
-    variants: dict[bits.Variant, WeightFormat] = field(default_factory=dict, repr=False)
+    variant: Variant | None = None  # of codes in planes, what a weight's own are like
+    variants: dict[Variant, WeightFormat] = field(default_factory=dict, repr=False)
 
     @property
     def quantizes_input(self) -> bool:
