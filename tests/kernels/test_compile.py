@@ -38,8 +38,20 @@ MMA = LINEAR | dict(EPILOGUE=0, BIAS=0, OUT_WARPS=2, TOKEN_WARPS=2, PER_WARP=1, 
 FEW = dict(FORMAT=1, BIAS=0, EPILOGUE=1, SETS=1, WARPS=16, TEAM=16, ROUND=6, STAGES=4, HELD=2,
            SHARED_BYTES=112 << 10)
 SIXTEEN = FEW | dict(SETS=2, TEAM=8, STAGES=8, HELD=4)
+# codes in planes: as Q4_K, Q6_K, IQ4_XS, NVFP4, integers of 3 bits
+Q4_K = dict(FORMAT=8, GROUP=256, BITS=4, RECORD_KIND=4, SUBGROUP=32, MIDDLE=0, CODING=0)
+Q6_K = dict(FORMAT=8, GROUP=256, BITS=6, RECORD_KIND=3, SUBGROUP=16, MIDDLE=32, CODING=0)
+PLANES = [Q4_K, Q6_K, Q6_K | dict(BITS=4, SUBGROUP=32, MIDDLE=0, CODING=1),
+          dict(FORMAT=8, GROUP=512, BITS=4, RECORD_KIND=6, SUBGROUP=16, MIDDLE=0, CODING=2),
+          dict(FORMAT=8, GROUP=128, BITS=3, RECORD_KIND=1, SUBGROUP=128, MIDDLE=0, CODING=0)]
 CASES = [
     ("attention.cu", HEADS | dict(KV8=1)),
+    *(("gemv.cu", GEMV | planes | dict(SCALE_FP16=1)) for planes in PLANES),
+    ("gemv.cu", GEMV | OLDER | Q4_K | dict(ROWS=8, SLOTS=2, STAGE_BLOCKS=8, STAGES=3)),
+    ("gemv_split.cu", GEMV | Q6_K | dict(ROWS=8, WARPS=8, SLOTS=2, SLICES=4)),
+    ("qkv_attention.cu", FUSED | Q4_K),
+    *(("gemm.cu", GEMM | planes | dict(FP16=i % 2, SCALE_FP16=1)) for i, planes in enumerate(PLANES)),
+    ("gemm_mma.cu", MMA | Q6_K), ("untile.cu", LINEAR | Q4_K | dict(INTERLEAVED=1)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=1, KV8=2)),
     ("rope.cu", HEADS | dict(KV8=1)),
     *(("untile.cu", LINEAR | dict(FORMAT=1, INTERLEAVED=into % 2, INTO=into)) for into in (3, 4)),

@@ -77,7 +77,7 @@ def expected_route(layer, normed):
 
 @pytest.mark.parametrize("load", ["any", "one"])
 @pytest.mark.parametrize(("count", "chosen", "gate", "normalize"), [(12, 3, True, False), (60, 4, False, True),
-                                                                   (128, 8, True, True)])
+                                                                   (128, 8, True, True), (512, 10, True, True)])
 def test_every_token_has_a_place_with_each_of_its_experts(count, chosen, gate, normalize, load):
     layer, _ = make_layer("plain", count=count, chosen=chosen, gate=gate, normalize=normalize)
     for tokens in (1, 2, 3, 4, 8, 17, 100, 1000):

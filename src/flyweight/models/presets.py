@@ -26,7 +26,9 @@ from flyweight.tensors import (
     Float4,
     Float8,
     Int8Channel,
+    IntBlock,
     IntGroup,
+    NvFloat4,
     Plain,
     QuantTensor,
     Sparse24,
@@ -206,17 +208,35 @@ def _act_order(
     return dataclasses.replace(made, g_idx=scattered.int())
 
 
+def _blocks(**options: Any) -> Make:
+    """A type of GGUF; rows that are no multiple of 256 have the same codes without sub-scales."""
+
+    def make(
+        shape: tuple[int, int], seed: int, device: torch.device | str, **_: Any
+    ) -> QuantTensor:
+        groups = 256 // options.get("group_size", 32)
+        own = dict(groups_of_block=groups if shape[1] % 256 == 0 else 1)
+        return IntBlock.random(shape, seed, device, **(options | own))
+
+    return make
+
+
 SCHEMES: dict[str, Make] = {
     **dict.fromkeys(FLOATS, Plain.random),
     "int4": _grouped(4),
     "int4-sym": _grouped(4, symmetric=True),
     "int4-act-order": _act_order,
+    "int3": _grouped(3),
     "int8": _grouped(8),
     "w8a16": _grouped(8, symmetric=True),
     "w8a8": Int8Channel.random,
     "fp8": Float8.random,
     "fp8-block": functools.partial(Float8.random, block=128),  # as Qwen's and DeepSeek's own files
     "mxfp4": Float4.random,
+    "nvfp4": NvFloat4.random,
+    "q4_k": _blocks(bits=4),  # as GGUF's files
+    "q5_k": _blocks(bits=5),
+    "q6_k": _blocks(bits=6, group_size=16, mins=False, sub_bits=8),
     "vptq": VectorQuant.random,  # codebooks of 8192 + 256, vectors of 8
     "sparse-int4": _grouped(4, symmetric=True, sparse=True),
     "sparse-w8a16": _grouped(8, symmetric=True, sparse=True),

@@ -9,13 +9,13 @@ A weight is [out_features, in_features]; with a leading expert dimension every t
 
 from flyweight.tensors.base import Plain, QuantTensor, merge
 from flyweight.tensors.blocks import IntBlock
-from flyweight.tensors.float4 import FLOAT4_GROUP, Float4
+from flyweight.tensors.float4 import FLOAT4_GROUP, Float4, NvFloat4
 from flyweight.tensors.float8 import FLOAT8, FLOAT8_MAX, Float8, quantize_float8_rows
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24, quantize_int8_rows
 from flyweight.tensors.rows import reorder_rows
 from flyweight.tensors.vector import VectorQuant
 
-KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, IntBlock, Int8Channel, Float8, Float4, Sparse24,
+KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, IntBlock, Int8Channel, Float8, Float4, NvFloat4, Sparse24,
                                                             VectorQuant)}
 
 
@@ -26,7 +26,7 @@ def register(kind: type[QuantTensor]) -> None:
     KINDS[kind.kind] = kind
 
 
-__all__ = ["FLOAT4_GROUP", "FLOAT8", "FLOAT8_MAX", "KINDS", "Float4", "Float8", "Int8Channel", "IntBlock", "IntGroup", "Plain",
+__all__ = ["FLOAT4_GROUP", "FLOAT8", "FLOAT8_MAX", "KINDS", "Float4", "Float8", "Int8Channel", "IntBlock", "IntGroup", "NvFloat4", "Plain",
            "QuantTensor", "Sparse24",
            "VectorQuant", "merge", "quantize_float8_rows", "quantize_int8_rows", "register",
            "reorder_rows"]

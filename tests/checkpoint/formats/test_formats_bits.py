@@ -1,9 +1,11 @@
 """Every layout by hand: words written in hexadecimal, weights worked out on paper."""
 
+import pytest
 import torch
 from in_memory import MemoryCheckpoint, read, words
 
-from flyweight.tensors import FLOAT8, Float8, Int8Channel, IntGroup, Plain, Sparse24, VectorQuant
+from flyweight.errors import UnsupportedError
+from flyweight.tensors import FLOAT8, Float8, Int8Channel, IntBlock, IntGroup, NvFloat4, Plain, Sparse24, VectorQuant
 
 P = "layer"
 
@@ -159,3 +161,61 @@ def test_vptq_reads_one_stream_of_joint_indices():
     assert isinstance(tensor, VectorQuant)
     # stored columns [outlier | 0 | 1 | 2] belong to inputs 2, 0, 1, 3
     assert found.tolist() == [[1, 102, 7, 6.5], [10, 1020, 8, 60.5], [100, 0, 9, 202.5]]
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def float4_parts(**more):
+    """Two outputs of 16 inputs: the codes 0 … 15 in order, and all of them 2 (1.0)."""
+    codes = torch.tensor([[2 * i | (2 * i + 1) << 4 for i in range(8)], [0x22] * 8], dtype=torch.uint8)
+    return {"weight_scale": torch.tensor([[2.0], [0.5]]).to(FLOAT8)} | more, codes
+
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def test_nvfp4_of_model_optimizer_multiplies_both_scales():
+    parts, codes = float4_parts(weight_scale_2=torch.tensor(0.25), input_scale=torch.tensor(1.0))
+    tensor, found = weight(NVFP4, weight=codes, **parts)
+    assert isinstance(tensor, NvFloat4)
+    assert found[0].tolist() == [0.5 * value for value in (*E2M1, *(-value for value in E2M1))]
+    assert found[1].tolist() == [0.125] * 16
+
+
+def test_nvfp4_of_compressed_tensors_divides_by_the_global_scale():
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}}}
+    parts, codes = float4_parts(weight_global_scale=torch.tensor([4.0]))
+    _, found = weight(config, weight_packed=codes, **parts)
+    assert found[0].tolist() == [0.5 * value for value in (*E2M1, *(-value for value in E2M1))]
+
+
+HQQ = {"quant_method": "hqq", "quant_config": {}}
+
+
+def hqq_parts(packed, bits, rows, columns, count):
+    return {"W_q": packed, "scale": torch.full((count, 1), 0.5).half(), "zero": torch.full((count, 1), 1.25).half(),
+            "shape": torch.tensor([rows, columns]), "nbits": torch.tensor(bits), "axis": torch.tensor(1)}
+
+
+def test_hqq_keeps_the_first_half_of_the_groups_in_the_upper_bits():
+    # two outputs of 16 inputs: codes 0 … 15 and 3
+    packed = torch.tensor([[i << 4 | 3 for i in range(16)]], dtype=torch.uint8)
+    tensor, found = weight(HQQ, **hqq_parts(packed, 4, 2, 16, 2))
+    assert isinstance(tensor, IntBlock) and tensor.group_size == 16
+    assert found[0].tolist() == [(code - 1.25) * 0.5 for code in range(16)] and found[1].tolist() == [0.875] * 16
+
+
+def test_hqq_of_three_bits_has_ten_groups_to_a_word():
+    # one output of 48 inputs in three groups: 7, 5 and 1; the other seven fields are padding
+    packed = torch.full((1, 16), 7 << 27 | 5 << 24 | 1 << 21, dtype=torch.int32)
+    _, found = weight(HQQ, **hqq_parts(packed, 3, 1, 48, 3))
+    assert found[0].tolist() == [2.875] * 16 + [1.875] * 16 + [-0.125] * 16
+
+
+@pytest.mark.parametrize(("changed", "words"), [({"axis": torch.tensor(0)}, "axis=1"), ({"nbits": torch.tensor(8)}, "8 bits")])
+def test_hqq_that_has_no_kernel_is_refused(changed, words):
+    packed = torch.zeros(1, 16, dtype=torch.uint8)
+    with pytest.raises(UnsupportedError, match=words):
+        weight(HQQ, **(hqq_parts(packed, 4, 2, 16, 2) | changed))

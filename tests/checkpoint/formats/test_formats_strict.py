@@ -67,7 +67,7 @@ def test_every_tensor_is_used(case):
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    ({"bits": "4"}, "`bits` is \"4\", a int"), ({"bits": 5}, "`bits` is 5"), ({"group_size": 0}, "group_size"),
+    ({"bits": "4"}, "`bits` is \"4\", a int"), ({"bits": 7}, "`bits` is 7"), ({"group_size": 0}, "group_size"),
     ({"group_size": 16}, "scales.*shape"), ({"bits": 8}, "qweight|qzeros"), ({"sym": 1}, "sym"),
     ({"bits": None}, "`bits` is missing"),
     ({"checkpoint_format": "marlin"}, "checkpoint_format"), ({"dynamic": {"+:(": {}}}, "pattern"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from flyweight.checkpoint.formats.awq import Awq
@@ -18,6 +19,8 @@ from flyweight.checkpoint.formats.fp8 import Fp8
 from flyweight.checkpoint.formats.fused import read_linear
 from flyweight.checkpoint.formats.gguf import Gguf
 from flyweight.checkpoint.formats.gptq import Gptq
+from flyweight.checkpoint.formats.hqq import Hqq
+from flyweight.checkpoint.formats.modelopt import ModelOpt
 from flyweight.checkpoint.formats.vptq import Vptq
 from flyweight.errors import CheckpointError, OptionError, UnsupportedError, unknown
 from flyweight.tensors import IntGroup, QuantTensor
@@ -25,12 +28,13 @@ from flyweight.tensors import IntGroup, QuantTensor
 __all__ = ["DEFAULTS", "READABLE", "WRITABLE", "CheckpointNotice", "Format", "Gguf", "Source", "default_for", "default_of", "find",
            "named", "read_linear", "register"]
 
-READABLE: dict[str, type[Format]] = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "vptq": Vptq}
+READABLE: dict[str, type[Format]] = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "vptq": Vptq,
+                                    "modelopt": ModelOpt, "hqq": Hqq}
 WRITABLE: dict[str, Format] = {"gptq": Gptq(), "gptq_v2": Gptq(version2=True), "awq": Awq(),
-                               "compressed-tensors": CompressedTensors(), "fp8": Fp8(), "vptq": Vptq()}
+                               "compressed-tensors": CompressedTensors(), "fp8": Fp8(), "vptq": Vptq(), "modelopt": ModelOpt()}
 # Known to transformers, but with a run time of their own and no place in the QuantTensor family.
-FOREIGN = ("bitsandbytes", "hqq", "quanto", "torchao", "aqlm", "spqr", "higgs", "eetq", "fbgemm_fp8", "bitnet", "quark",
-           "modelopt", "quip", "fp_quant", "exl2", "exl3")
+FOREIGN = ("bitsandbytes", "quanto", "torchao", "aqlm", "spqr", "higgs", "eetq", "fbgemm_fp8", "bitnet", "quark",
+           "quip", "fp_quant", "exl2", "exl3")
 
 # What a weight is saved in by default: the files that most engines run fast. First line that fits.
 DEFAULTS = (
@@ -42,6 +46,7 @@ DEFAULTS = (
     ("fp8", "compressed-tensors", "the only format with one scale per output"),
     ("sparse24", "compressed-tensors", "dense with zeros: 2:4 storage is gone from every engine"),
     ("vptq", "vptq", "the only format with codebooks"),
+    ("nvfp4", "modelopt", "the files that its authors publish"),
 )
 
 
@@ -116,21 +121,30 @@ def _settings(config: dict[str, Any], checkpoint: Source) -> Settings | None:
 
 
 def _beside(checkpoint: Source) -> Settings | None:
-    """The file that AutoGPTQ and AutoAWQ wrote beside config.json, if the tensors are quantized too."""
+    """The file that AutoGPTQ, AutoAWQ and Model Optimizer wrote beside config.json, if the tensors are quantized too."""
+    path = checkpoint.folder / "hf_quant_config.json"
+    if path.is_file():
+        values = _object(path).get("quantization")
+        return Settings({"quant_method": "modelopt"} | (values if isinstance(values, dict) else {}), str(path))
     if not any(name.endswith(".qweight") for name in checkpoint.names()):
         return None
     for file in ("quantize_config.json", "quant_config.json"):
         path = checkpoint.folder / file
         if path.is_file():
-            try:
-                values = json.loads(path.read_text(encoding="utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-            if not isinstance(values, dict):
-                raise CheckpointError(f"{path}: an object is wanted, not a {type(values).__name__}")
+            values = _object(path)
             notice(checkpoint, f"config.json has no `quantization_config`; {file} beside it is used")
             return Settings(values, str(path))
     return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: an object is wanted, not a {type(values).__name__}")
+    return values
 
 
 def _guess(settings: Settings) -> str | None:

@@ -3,6 +3,8 @@
     pack-quantized    weight_packed int32 [N, ceil(K·b/32)] of unsigned codes (an IntGroup's own), weight_scale [N, G],
                       weight_shape int64 [2]; asymmetric: weight_zero_point int32 [ceil(N·b/32), G], packed along N
     int-quantized     weight int8 [N, K], weight_scale [N, 1]; static: input_scale [1], input_zero_point [1]
+    nvfp4-pack-quantized  weight_packed uint8 [N, K/2] of e2m1 codes, weight_scale float8_e4m3fn [N, K/16], weight_global_scale
+                      float32 [1] that divides; read only
     float-quantized   weight float8_e4m3fn, weight_scale [1], [N, 1] or one per block of 128 × 128; static: input_scale
     sparse-24-bitmask compressed [N, K/2], bitmask uint8 [N, K/8], shape int64 [2]: read only, no engine reads it any more
 
@@ -21,9 +23,10 @@ from torch import Tensor
 
 from flyweight.checkpoint.formats.base import FLOATS, INT32, Format, Layers, Settings, Source, fault, notice, take
 from flyweight.checkpoint.formats.compressed_tensors_config import Groups, Scheme, describe
+from flyweight.checkpoint.formats.modelopt import read_nvfp4
 from flyweight.errors import UnsupportedError
 from flyweight.packing import pack, packed_words, unpack
-from flyweight.tensors import FLOAT8, Float8, Int8Channel, IntGroup, Plain, QuantTensor, Sparse24
+from flyweight.tensors import FLOAT8, Float8, Int8Channel, IntGroup, NvFloat4, Plain, QuantTensor, Sparse24
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class CompressedTensors(Format):
     name: ClassVar[str] = "compressed-tensors"
     marks: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "compressed")
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
-                                           "input_scale", "input_zero_point", "compressed", "bitmask", "shape")
+                                           "input_scale", "input_zero_point", "compressed", "bitmask", "shape",
+                                           "weight_global_scale", "input_global_scale")
     groups: Groups = field(default_factory=Groups)
 
     @classmethod
@@ -52,6 +56,8 @@ class CompressedTensors(Format):
         scheme = self.groups.of(prefix)
         if scheme is None:
             raise fault(checkpoint, f"{prefix!r} is quantized, but no group of config.json targets it")
+        if scheme.float4:
+            return _read_float4(checkpoint, prefix)
         if scheme.float8:
             return _read_float8(checkpoint, prefix, scheme)
         tensor = _read_packed(checkpoint, prefix, scheme) if scheme.packed else _read_integers(checkpoint, prefix, scheme)
@@ -206,6 +212,13 @@ def _read_float8(checkpoint: Source, prefix: str, scheme: Scheme) -> Float8:
     else:
         scales = _scales(checkpoint, prefix, shape=(rows, 1))
     return Float8(weight, scales, scheme.activation, scheme.block, _input_scale(checkpoint, prefix, scheme))
+
+
+def _read_float4(checkpoint: Source, prefix: str) -> NvFloat4:
+    if checkpoint.has(f"{prefix}.input_global_scale"):
+        _scalar(checkpoint, f"{prefix}.input_global_scale", FLOATS)  # of activations in 4 bits
+    whole = _scalar(checkpoint, f"{prefix}.weight_global_scale", FLOATS)
+    return read_nvfp4(checkpoint, prefix, "weight_packed", 1 / whole.float())
 
 
 def _input_scale(checkpoint: Source, prefix: str, scheme: Scheme) -> Tensor | None:

@@ -17,7 +17,8 @@ from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import Float8, Int8Channel, IntGroup, QuantTensor
 
 VERSION = "0.20.0"  # of the package whose layout is written; before 0.17 some widths were packed with gaps
-LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
+NVFP4 = "nvfp4-pack-quantized"
+LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision", NVFP4)
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -34,6 +35,7 @@ class Scheme:
     symmetric_input: bool = True
     packed: bool = True
     padded_words: bool = False
+    float4: bool = False  # NVFP4; what is asked for activations is not done: 16 bits are only more precise
 
     def group_size(self, columns: int) -> int:
         return columns if self.group is None else self.group
@@ -100,6 +102,10 @@ def _refuse_what_changes_the_numbers(settings: Settings) -> None:
 
 def _scheme(group: Settings, layout: str, *, old: bool) -> Scheme:
     weights = group.part("weights")
+    if layout == NVFP4:
+        if weights.get("group_size", int, 16) != 16:
+            raise UnsupportedError(f"{weights.where}: `group_size` of {NVFP4} is 16")
+        return Scheme(weights.bits("num_bits", (4,), 4), float4=True)
     kind = weights.choice("type", ("int", "float"), "int")
     bits = weights.bits("num_bits", (8,) if kind == "float" else tuple(range(2, 9)), 8)
     if (kind == "int" and layout == "float-quantized") or (kind == "float" and layout in ("int-quantized", "pack-quantized")):

@@ -36,7 +36,7 @@ from flyweight.errors import CheckpointError
 from flyweight.packing import pack, packed_words, unpack
 from flyweight.tensors import IntGroup, QuantTensor
 
-READABLE_BITS = (2, 3, 4, 8)
+READABLE_BITS = (2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ DEVICE u32 weights_of(u32 codes) {
   return add2(and_or(codes, 0x007f007f, POWER), and_xor(codes, 0x00800080, 0xc380c380));
 }
 DEVICE float offset_of(u32 record) {  // −(P + zero)
-  if (MINS) return -(FP16 ? 1024.f : FORMAT == INT4 ? 128.f : -128.f) - minimum_of(record) / float_of<true>((u16)(record & 0xffff));
   if (FORMAT == INT4 && !FP16) return __uint_as_float(and_or(record, 0x007f0000, 0xc3000000));
   return 8388608.f - (FP16 ? 1024.f : -128.f) - __uint_as_float(record >> 16 | 0x4b000000);
 }

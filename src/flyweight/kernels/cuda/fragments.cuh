@@ -18,6 +18,8 @@ DEVICE u32 decode(u32 codes, Scale s) {
   const u32 bits = (codes & 0x00070007) << (FP16 ? 9 : 6) | (codes & 0x00080008) << 12;
   return mul2(mul2(bits, FP16 ? 0x74007400 : 0x7e807e80), s.scale);
 }
+#elif FORMAT == BIT_PLANES
+#include "bits_fragments.cuh"
 #elif FORMAT == FP8_BLOCKS
 struct Scale {
   float scale;  // of eight outputs
@@ -29,25 +31,16 @@ DEVICE u32 decode(u32 codes, Scale s) {  // e4m3 in the low byte of each half
 #else
 constexpr u32 POWER = FP16 ? 0x64006400 : 0x43004300, SIGN = 0x80008000;
 struct Scale {
-  u32 scale, offset, high;  // offset: −(power + zero), or that of a zero up to 128; high: −(power + the rest). MINS: −minimum
+  u32 scale, offset, high;  // offset: −(power + zero), or that of a zero up to 128; high: −(power + the rest).
 };
 DEVICE u32 twice(u32 low) { return __byte_perm(low, 0, 0x1010); }
 DEVICE Scale read_scale(u32 record) {
   const float scale = float_of<SCALE_FP16>((u16)(record & 0xffff));
-  if (MINS) {
-    const float least = -minimum_of(record);
-    return {SCALE_FP16 == FP16 ? twice(record) : pack2(scale, scale), pack2(least, least), 0};
-  }
   const u32 zero = SYMMETRIC ? FORMAT == INT4 ? 8 : 128 : record >> 16;
   const u32 low = FORMAT == INT8 && !FP16 ? (u32)min((int)zero, 128) : zero;
   return {SCALE_FP16 == FP16 ? twice(record) : pack2(scale, scale), twice(low) | POWER | SIGN, twice(zero - low) | POWER | SIGN};
 }
 DEVICE u32 decode(u32 codes, Scale s) {
-  if (MINS) {
-    const u32 low = add2(and_or(codes, FORMAT == INT4 ? 0x000f000f : FP16 ? 0x00ff00ff : 0x007f007f, POWER), POWER | SIGN);
-    if (FORMAT == INT4 || FP16) return fma2(low, s.scale, s.offset);
-    return fma2(add2(low, add2(and_or(codes, 0x00800080, POWER), POWER | SIGN)), s.scale, s.offset);
-  }
   if (FORMAT == INT4) return mul2(add2(and_or(codes, 0x000f000f, POWER), s.offset), s.scale);
   if (FP16) return mul2(add2(and_or(codes, 0x00ff00ff, POWER), s.offset), s.scale);
   const u32 low = and_or(codes, 0x007f007f, POWER);
@@ -65,6 +58,7 @@ DEVICE u32 regroup(uint2 places, int odd) {
   return __byte_perm(low, high, 0x6420);
 }
 
+#if FORMAT != BIT_PLANES
 // What a lane has of a block of 64 inputs of its warp's tile, as it lies, and the registers that each of STEPS products takes.
 struct Block {
   static constexpr int LOADS = SPARSE || NIBBLES ? 1 : FORMAT == PLAIN ? 4 : 2;
@@ -121,3 +115,4 @@ struct Block {
     if (SPARSE) a[WORDS - 1] = places[step];
   }
 };
+#endif

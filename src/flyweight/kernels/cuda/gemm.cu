@@ -286,7 +286,7 @@ gemm(const u8* weights, const u32* records, const float* channel_scale, const u8
       await_stage(sh, slot, parity);
       const u8* ring = sh.ring[slot];
       const u8* mine = ring + warp * SB * BLOCK_BYTES;
-      const Record* records_here = (const Record*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * 16;
+      const Record* records_here = (const Record*)(ring + WEIGHT_BYTES) + warp * STAGE_GROUPS * RECORD_LENGTH;
       // by shuffle: only then the compiler knows that it is the same in all lanes, and keeps it where the products want it
       const u64 b0 = matrix_descriptor(sh.ring[__shfl_sync(~0u, slot, 0)] + WEIGHT_BYTES + RECORD_BYTES, X_ROW * 8);
       Block next(mine, records_here, stage, 0, lane);

@@ -88,7 +88,7 @@ DEVICE void fetch_stage(u32 to, const Source& a, const Segment& s, int stage) {
     const int tile = first + min(s.m * MT + i / pieces, TILES - 1);
     copy16(to + i * 16, a.weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES + i % pieces * 16);
   }
-#if FORMAT == INT4 || FORMAT == INT8 || FORMAT == MXFP4 || FORMAT == FP8_BLOCKS
+#if FORMAT == INT4 || FORMAT == INT8 || FORMAT == MXFP4 || FORMAT == FP8_BLOCKS || FORMAT == BIT_PLANES
 #pragma unroll
   for (int i = threadIdx.x; i < MT * record_pieces; i += THREADS) {
     const int tile = first + min(s.m * MT + i / record_pieces, TILES - 1);
@@ -165,7 +165,7 @@ DEVICE void multiply_stage(Sums& sums, const u8* slot, const u8* x, int stage, i
       u32 a[PER_WARP][TOGETHER][WORDS];
 #pragma unroll
       for (int m = 0; m < PER_WARP; m++) {
-        const Record* records = (const Record*)(slot + WEIGHT_BYTES) + (first + m) * STAGE_GROUPS * 16;
+        const Record* records = (const Record*)(slot + WEIGHT_BYTES) + (first + m) * STAGE_GROUPS * RECORD_LENGTH;
         const Block here(slot + (first + m) * SB * BLOCK_BYTES, records, stage, block, lane);
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) here.take(chunk * TOGETHER + i, a[m][i]);

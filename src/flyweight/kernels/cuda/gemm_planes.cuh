@@ -48,7 +48,7 @@ DEVICE void multiply_planes(Shared& sh, float (&acc)[TOKENS / 2], int (&sum)[TOK
     for (int i = 0; i < 2; i++) {
       const u32 record = ((const u32*)records)[(warp * STAGE_GROUPS + group) * 16 + lane / 4 + 8 * i];
       scale[i] = float_of<SCALE_FP16>((u16)(record & 0xffff)) * (SYMMETRIC && FORMAT == INT4 ? 1 / 16.f : 1.f);
-      zero[i] = MINS ? minimum_of(record) / scale[i] : (float)(record >> 16);
+      zero[i] = (float)(record >> 16);
     }
     wgmma_wait<0>();
     keep_behind(sum);

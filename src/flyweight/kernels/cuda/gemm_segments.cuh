@@ -8,7 +8,7 @@ DEVICE void copy_weights(u8* slot, u64* full, const u8* weights, const u32* reco
     bulk_copy(slot + place * SB * BLOCK_BYTES, weights + ((size_t)tile * BLOCKS + stage * SB) * BLOCK_BYTES, SB * BLOCK_BYTES, full);
     if (GROUPED)
       bulk_copy(slot + WEIGHT_BYTES + place * STAGE_GROUPS * GROUP_BYTES,
-                (const Record*)records + ((size_t)tile * GROUPS + first_group(stage)) * 16, STAGE_GROUPS * GROUP_BYTES, full);
+                (const Record*)records + ((size_t)tile * GROUPS + first_group(stage)) * RECORD_LENGTH, STAGE_GROUPS * GROUP_BYTES, full);
   }
 }
 DEVICE void copy_x(u8* slot, u64* full, const u8* x, const Segment& s, int stage, int x_tiles, int loader) {

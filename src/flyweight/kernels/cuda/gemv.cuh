@@ -81,7 +81,7 @@ constexpr int GROUPS = GROUPED ? (KDIM + GROUP - 1) / GROUP : 0;
 constexpr int CUT = GROUPED && GROUP < KDIM && GROUP > 64 * UNIT_BLOCKS ? GROUP / 64 : UNIT_BLOCKS;
 constexpr int CUTS = (BLOCKS + CUT - 1) / CUT, LONGEST = (CUTS + SLICES - 1) / SLICES * CUT;
 constexpr int SLICE = LONGEST < BLOCKS ? LONGEST : BLOCKS;          // blocks of the longest
-constexpr int UNITS = !GROUPED || FLOATS ? 1 : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
+constexpr int UNITS = !GROUPED || FLOATS ? 1 : FORMAT == BIT_PLANES ? 4 * SLICE : GROUP == 32 ? 2 * SLICE : (SLICE + UNIT_BLOCKS - 1) / UNIT_BLOCKS;  // scales of x
 constexpr int TILE_STAGES = (SLICE + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
 constexpr int STAGE_GROUPS = !GROUPED ? 0 : (STAGE_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int OWN_BLOCKS = OWN_UNITS * UNIT_BLOCKS;                 // of a stage, in a warp
@@ -89,8 +89,8 @@ constexpr int OWN_GROUPS = !GROUPED ? 0 : (OWN_BLOCKS * 64 + GROUP - 1) / GROUP;
 constexpr int OWN_BYTES = OWN_BLOCKS * BLOCK_BYTES + OWN_GROUPS * GROUP_BYTES;
 constexpr int STAGE_BYTES = OWN_COPIES ? WARPS * OWN_BYTES : STAGE_BLOCKS * BLOCK_BYTES + STAGE_GROUPS * GROUP_BYTES;
 constexpr int SUMS = !SPARSE || !GROUPED || SIGNED ? 0 : GROUP == 32 ? 2 : 1;  // accumulators of x where weights are kept, for zero points
-constexpr int COLUMN_TILES = (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
-constexpr int SETS = (COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32) ? 1 : 2;  // of accumulators, for the halves of a block
+constexpr int COLUMN_TILES = FORMAT == BIT_PLANES ? ROWS : (ROWS * (IN_REGISTERS ? 1 : PLANES) + 7) / 8;
+constexpr int SETS = FORMAT == BIT_PLANES || ((COLUMN_TILES > 2 || SPARSE || IN_REGISTERS) && !(GROUPED && GROUP == 32)) ? 1 : 2;  // of accumulators, for the halves of a block
 constexpr int XBLOCK = FLOATS ? 128 : 64;                  // bytes of a column that meet one block
 constexpr int XROW = FLOATS ? SLICE * 128 + 64 : (SLICE | 1) * 64;  // neighbours hit different banks
 constexpr int THREADS = WARPS * 32, ON_SM = IN_REGISTERS ? 1 : 2;  // threads that multiply; kernels that registers leave room for
@@ -158,7 +158,9 @@ DEVICE Slice slice_at(int i) {
   return {first, min(next, BLOCKS) - first};
 }
 
-#if !IN_REGISTERS
+#if FORMAT == BIT_PLANES
+#include "gemv_bits.cuh"
+#elif !IN_REGISTERS
 #include "gemv_products.cuh"
 #endif
 #include "gemv_inputs.cuh"
@@ -181,7 +183,7 @@ DEVICE Stage stage_at(const Linear& a, Slice slice, int tile, int start) {
   Stage s = {weights, (const Record*)a.records, min(STAGE_BLOCKS, slice.blocks - start) * BLOCK_BYTES, 0};
   if constexpr (GROUPED) {
     const int group = (slice.first + start) * 64 / GROUP, last = SLICES == 1 ? GROUPS : slice_groups(slice);
-    s.records += ((size_t)tile * GROUPS + group) * 16;
+    s.records += ((size_t)tile * GROUPS + group) * RECORD_LENGTH;
     s.record_bytes = min(STAGE_GROUPS, last - group) * GROUP_BYTES;
   }
   return s;
@@ -211,8 +213,11 @@ template <typename TileAt> struct OwnRing {
         if ((FULL && at + 512 <= OWN_BLOCKS * BLOCK_BYTES) || at + lane * 16 < bytes) copy16(to + at + lane * 16, from + at + lane * 16);
       if constexpr (GROUPED) {
         const int group = (slice.first + block) * 64 / GROUP, last = SLICES == 1 ? GROUPS : slice_groups(slice);
-        const u8* records = (const u8*)((const Record*)a.records + ((size_t)tile * GROUPS + group) * 16);
-        if (lane * 16 < min(OWN_GROUPS, last - group) * GROUP_BYTES) copy16(to + OWN_BLOCKS * BLOCK_BYTES + lane * 16, records + lane * 16);
+        const u8* records = (const u8*)((const Record*)a.records + ((size_t)tile * GROUPS + group) * RECORD_LENGTH);
+        const int size = min(OWN_GROUPS, last - group) * GROUP_BYTES;
+#pragma unroll
+        for (int at = 0; at < OWN_GROUPS * GROUP_BYTES; at += 512)
+          if (at + lane * 16 < size) copy16(to + OWN_BLOCKS * BLOCK_BYTES + at + lane * 16, records + at + lane * 16);
       }
     }
     copy_group();  // of no copies, where there are none: groups are counted
@@ -291,7 +296,7 @@ struct Ring {  // the stage that comes next
   }
 };
 
-#if !IN_REGISTERS
+#if !IN_REGISTERS && FORMAT != BIT_PLANES
 // A unit of a tile, of which `block` is the first of its slice's blocks: into `whole`, or scaled into `total`.
 DEVICE void multiply_unit(const LinearShared& sh, Slice slice, const u8* weights, const Record* records, const Inputs& inputs, int block,
                           float (&total)[COLUMN_TILES][2], accumulator (&whole)[SETS + SUMS][COLUMN_TILES][4], int lane) {
@@ -322,7 +327,7 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* own, c
   for (int unit = 0; unit < OWN_BLOCKS; unit += UNIT_BLOCKS) {
     const int block = first + unit, group = GROUPED ? block * 64 / GROUP - first * 64 / GROUP : 0;
     if (!FULL && block >= slice.blocks) break;
-    multiply_unit(sh, slice, own + unit * BLOCK_BYTES, records + group * 16, inputs, block, total, whole, lane);
+    multiply_unit(sh, slice, own + unit * BLOCK_BYTES, records + group * RECORD_LENGTH, inputs, block, total, whole, lane);
   }
 }
 #elif !IN_REGISTERS
@@ -337,7 +342,7 @@ DEVICE void multiply_stage(const LinearShared& sh, Slice slice, const u8* ring, 
        n++, unit += WARPS * UNIT_BLOCKS) {
     if (!FULL && unit >= blocks) break;
     const int block = start + unit, group = GROUPED ? block * 64 / GROUP - start * 64 / GROUP : 0;
-    multiply_unit(sh, slice, ring + unit * BLOCK_BYTES, records + group * 16, inputs, block, total, whole, lane);
+    multiply_unit(sh, slice, ring + unit * BLOCK_BYTES, records + group * RECORD_LENGTH, inputs, block, total, whole, lane);
   }
 }
 #endif
@@ -375,7 +380,15 @@ DEVICE void consume(LinearShared& sh, const Inputs& inputs, Slice slice, int don
       ring.release();
     }
     auto& partial = sh.partial[tile - done][warp];
-    if constexpr (GROUPED && !FLOATS && !IN_REGISTERS) {
+    if constexpr (FORMAT == BIT_PLANES) {
+#pragma unroll
+      for (int i = 0; i < COLUMN_TILES * 2; i++) {  // lanes t have the sums of a quarter of the inputs each
+        float sum = total[i / 2][i % 2];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (t == i / 2 % 4) partial[g + 8 * (i % 2)][i / 2] = sum;
+      }
+    } else if constexpr (GROUPED && !FLOATS && !IN_REGISTERS) {
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES * 2; i++) {
         const int token = t + i / 2 * 4;

@@ -13,13 +13,15 @@ DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
   return rsqrtf(squares / KDIM + epsilon);
 }
 
-#if !IN_REGISTERS
+#if !IN_REGISTERS && FORMAT != BIT_PLANES  // which gemv_bits.cuh has
 struct Inputs {  // where a lane's lie. Column g of B: token g (W8A8, plain), or plane g % 2 of token g / 2; beyond the last row it is repeated
   const u8* x;
   template <typename Sum> DEVICE Sum sized(Sum sum, int, int) const { return sum; }
 };
 DEVICE Inputs inputs_at(const LinearShared& sh, int lane) { return {sh.x + min(lane / 4, ROWS * PLANES - 1) * XROW + lane % 4 * 16}; }
+#endif
 
+#if !IN_REGISTERS
 // Eight neighbouring inputs of a row, to their place; see `convert`.
 DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piece, float most, float inverse, int lane) {
   const Piece p = convert<larger(SETS)>(v, most, inverse, lane);
@@ -31,7 +33,7 @@ DEVICE void store_piece(LinearShared& sh, const float (&v)[8], int row, int piec
     *(uint2*)to = make_uint2(p.words.x, p.words.y);
     if constexpr (GROUPED) {
       *(uint2*)(to + XROW) = make_uint2(p.words.z, p.words.w);
-      if (lane % SHARERS == 0) sh.groups[piece / SHARERS][row] = p.group;
+      if (lane % ADDERS == 0) sh.groups[piece / ADDERS][row] = p.group;
     }
   }
 }

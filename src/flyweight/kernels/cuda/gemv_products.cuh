@@ -136,7 +136,7 @@ DEVICE float scale_of(u32 record) { return float_of<SCALE_FP16>((u16)(record & 0
 DEVICE float scale_of(u8 exponent) { return __uint_as_float((u32)max(exponent - 1, 0) << 23); }  // of codes that are twice as large
 #if FORMAT != FP8_BLOCKS
 // total[row g, g + 8] of token t (+ 4 a column tile) += scale · x scale · (acc − zero · sum of x).
-// A record is the scale (low half) and the zero point (high half; MINS: the minimum). `kept` (SPARSE): the sum of x where weights are.
+// A record is the scale (low half) and the zero point (high half). `kept` (SPARSE): the sum of x where weights are.
 DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN_TILES][2], const int (&kept)[COLUMN_TILES][2],
                       const Record* records, const XGroup* groups, int g, int t) {
 #pragma unroll
@@ -146,8 +146,7 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
     for (int j = 0; j < 2; j++) {
       const Record record = records[g + 8 * j];
       const float scale = scale_of(record) * x.scale;
-      if (MINS) total[n][j] += (float)value[n][j] * scale - minimum_of(record) * x.scale * (float)x.sum;
-      else total[n][j] += (float)(SIGNED ? value[n][j] : value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
+      total[n][j] += (float)(SIGNED ? value[n][j] : value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
     }
   }
 }

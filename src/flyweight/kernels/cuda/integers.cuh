@@ -4,9 +4,9 @@ template <int BYTE> DEVICE u32 bytes_of(const u32* words) {  // that byte of fou
   constexpr u32 two = BYTE | (4 + BYTE) << 4;
   return __byte_perm(__byte_perm(words[0], words[1], two), __byte_perm(words[2], words[3], two), 0x5410);
 }
-// SHARERS neighbouring lanes have a group. All lanes of a warp call it. The group's largest input, which LARGEST_INTEGER stands for, is
+// SHARERS neighbouring lanes have a scale, ADDERS of them a sum. All lanes of a warp call it. The group's largest input, which LARGEST_INTEGER stands for, is
 // returned, the sum of its integers is in `sum`.
-template <int SHARERS> DEVICE float integers_of(const float (&v)[8], u32 (&high)[2], u32 (&low)[2], int& sum) {
+template <int SHARERS, int ADDERS = SHARERS> DEVICE float integers_of(const float (&v)[8], u32 (&high)[2], u32 (&low)[2], int& sum) {
   float peak = 1e-30f;
 #pragma unroll
   for (int j = 0; j < 8; j++) peak = largest(peak, fabsf(v[j]));
@@ -27,6 +27,6 @@ template <int SHARERS> DEVICE float integers_of(const float (&v)[8], u32 (&high)
     high[j / 4] = bytes_of<1>(q + j);
   }
 #pragma unroll
-  for (int o = SHARERS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+  for (int o = ADDERS / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
   return peak;
 }

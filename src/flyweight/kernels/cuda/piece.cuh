@@ -3,16 +3,21 @@
 // Integer weights: 16-bit integers with a scale for each group, as high and low bytes. W8A8 and float8: codes of 8 bits with a
 // scale for the row, which its maximum gives. Plain weights: 16-bit floats.
 #include "integers.cuh"
-constexpr int UNIT_BLOCKS = GROUPED && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
+constexpr int UNIT_BLOCKS = GROUPED && FORMAT != BIT_PLANES && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
 constexpr bool SIGNED = (SPARSE && GROUPED && SYMMETRIC) || FORMAT == MXFP4;  // codes of weights, as the matrix units get them
 DEVICE constexpr int larger(int sets) { return FORMAT == INT4 && (sets == 2 || SIGNED) ? 16 : 1; }  // the products are than they should be
 constexpr int PLANES = GROUPED && !FLOATS ? 2 : 1;                             // columns of B that one row of x takes
-constexpr int SHARERS = GROUP == 32 ? 4 : UNIT_BLOCKS * 8;          // lanes that share a scale
+constexpr int SHARERS = FORMAT == BIT_PLANES ? 8 : GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // lanes that share a scale
+constexpr int ADDERS = FORMAT == BIT_PLANES ? 2 : SHARERS;          // lanes whose inputs have a sum
 constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
 constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)
 
 struct XGroup {  // of one group of inputs of one row
-  int sum;
+#if FORMAT == BIT_PLANES
+  float sum;  // of the inputs themselves, 16 of them
+#else
+  int sum;  // of their integers
+#endif
   float scale;
 };
 struct Piece {
@@ -59,8 +64,12 @@ template <int LARGER> DEVICE Piece convert(const float (&v)[8], float most, floa
       }
     } else {
       int sum;
-      const float peak = integers_of<SHARERS>(v, high, low, sum);
+      const float peak = integers_of<SHARERS, ADDERS>(v, high, low, sum);
+#if FORMAT == BIT_PLANES
+      p.group = {sum * (peak * (1.f / LARGEST_INTEGER)), peak * (1.f / LARGEST_INTEGER)};
+#else
       p.group = {sum * LARGER, peak * (1.f / LARGEST_INTEGER / LARGER)};  // what the zero point takes out is as large as the sums
+#endif
     }
     p.words = make_uint4(high[0], high[1], low[0], low[1]);
   }

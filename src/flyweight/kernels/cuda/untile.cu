@@ -29,15 +29,14 @@ constexpr int GROUPS = (KDIM + GROUP - 1) / GROUP;
 struct Scale {
   float scale;
   int zero;
-  float least;
 };
 DEVICE Scale read_scale(const u32* records, int tile, int row, int column) {
-  if (!GROUPED) return {1.f, 0, 0.f};
+  if (!GROUPED) return {1.f, 0};
   if (FORMAT == FP8_BLOCKS)
-    return {((const float*)records)[((size_t)tile * GROUPS + column / GROUP) * 4 + row / 8], 0, 0.f};
+    return {((const float*)records)[((size_t)tile * GROUPS + column / GROUP) * 4 + row / 8], 0};
   const Record record = ((const Record*)records)[((size_t)tile * GROUPS + column / GROUP) * 16 + row];
-  if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0, 0.f};  // of twice the codes' values
-  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), MINS ? 0 : (int)(record >> 16), MINS ? minimum_of(record) : 0.f};
+  if (FORMAT == MXFP4) return {__uint_as_float((u32)max((int)record - 1, 0) << 23), 0};  // of twice the codes' values
+  return {float_of<SCALE_FP16>((u16)(record & 0xffff)), (int)(record >> 16)};
 }
 DEVICE int twice_float4(u32 code) {
   const int magnitude = code & 7, twice = magnitude < 4 ? magnitude : (2 + magnitude % 2) << (magnitude / 2 - 1);
@@ -124,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(256) look_up(const u32* weights, co
     for (int i = 0; i < 8; i++) {
       const u32 word = words[i / 4 * 2] >> (8 * (i % 4));
       const int q = (int)(NIBBLES ? word >> (4 * half) & 15 : word & 255) - s.zero;
-      value[i] = MINS ? q * s.scale - s.least : q * s.scale;
+      value[i] = q * s.scale;
     }
     *(uint4*)(out + (size_t)blockIdx.x * KDIM + column) = make_uint4(
         pack2(value[0], value[1]), pack2(value[2], value[3]), pack2(value[4], value[5]), pack2(value[6], value[7]));
@@ -138,6 +137,33 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
   if (tile >= TILES) return;
 #if SPARSE
   expand((const u8*)weights + (size_t)unit * BLOCK_BYTES, records, out, tile, block, lane);
+#elif FORMAT == BIT_PLANES
+  const BlockCodes codes = load_codes((const u8*)weights + (size_t)unit * BLOCK_BYTES, lane);
+#pragma unroll
+  for (int part = 0; part < 4; part++) {
+    const int half = part / 2, j = part % 2, row = tile * 16 + g + 8 * j, column = block * 64 + 32 * half + 8 * t;
+    uint4* const in_tile = (uint4*)out + ((size_t)unit * 4 + part) * 32 + lane;
+    if (row >= NDIM || column >= KDIM) {
+      if (IN_TILES) *in_tile = make_uint4(0, 0, 0, 0);
+      continue;
+    }
+    const u8* record = (const u8*)records + ((size_t)tile * GROUPS + record_of(column)) * GROUP_BYTES;
+    const GroupScale s = group_scale(record, group_of(column), g + 8 * j);
+    uint4 result;
+    u32* pair = (u32*)&result;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      float v[2];
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const u32 code = codes.word[half][2 * (i / 4) + j] >> (8 * (i % 4 + e)) & 255;
+        const float whole = SIGNED_CODES ? byte_float(code ^ 128) - 128.f : byte_float(code);
+        v[e] = WHOLE_ZEROS ? (whole - s.zero) * s.scale : whole * s.scale - s.least;
+      }
+      pair[i / 2] = pack2(v[0], v[1]);
+    }
+    *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;
+  }
 #else
   uint4 words[VECTORS];
 #pragma unroll
@@ -175,8 +201,7 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
             else if (FORMAT == INT8) q[e] = (int)(word[half * 4 + 2 * step + j] >> (8 * byte) & 255) - s.zero;
             else q[e] = (int)(word[half * 4 + 2 * step + j] << (24 - 8 * byte)) >> 24;
           }
-          if (MINS) pair[i / 2] = pack2(q[0] * s.scale - s.least, q[1] * s.scale - s.least);
-          else pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
+          pair[i / 2] = pack2(q[0] * s.scale, q[1] * s.scale);
         }
       }
       *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;

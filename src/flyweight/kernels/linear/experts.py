@@ -107,13 +107,12 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
         weight = linear.weight
         scheme.add(
             (
-                weight.format.name,
+                weight.format,
                 weight.group,
                 weight.dtype,
                 weight.scale_fp16,
                 weight.activation,
                 weight.symmetric,
-                weight.mins,
                 weight.bias is None,
             )
         )

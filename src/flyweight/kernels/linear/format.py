@@ -9,19 +9,20 @@ name. docs/add-a-format.md adds one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from flyweight.errors import unknown
+from flyweight.kernels.linear import bits
+from flyweight.kernels.linear.bits import Variant
 from flyweight.tensors import (
     FLOAT4_GROUP,
     FLOAT8_MAX,
     Float4,
     Float8,
     Int8Channel,
-    IntBlock,
     IntGroup,
     Plain,
     QuantTensor,
@@ -34,6 +35,7 @@ WORDS = (TILE, BLOCK, HALF, STEP, ROW, COLUMN, PAIR, HALF_ROW, WITHIN)
 BYTES = (TILE, BLOCK, HALF, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN)
 NIBBLES = (TILE, BLOCK, ROW, COLUMN, STEP, HALF_ROW, PAIR, WITHIN, HALF)
 
+BIT_PLANES = 8  # FORMAT of the CUDA sources, for codes in planes
 INT8_INPUTS = 1  # x becomes int8 codes with one scale a row: QUANTIZE of the CUDA sources
 FLOAT8_INPUTS = 2
 EVERYWHERE = frozenset({"gemv", "gemm", "experts"})
@@ -46,7 +48,6 @@ class Codes:
     codes: Tensor  # [out, in], or [out, in / 2] where two of four are kept
     scales: Tensor | None = None  # float [out, groups], as stored
     zeros: Tensor | None = None  # int [out, groups]; None: the middle of the codes
-    mins: Tensor | None = None  # float16 [out, groups]: what is taken off instead of zero points
     channel_scale: Tensor | None = None  # float32 [out]
     input_scale: Tensor | None = None  # one for x, known beforehand
     group: int = 64  # inputs that share a scale
@@ -54,6 +55,7 @@ class Codes:
     exponents: Tensor | None = None  # uint8 [out, groups], of groups that have no other scale
     # float32 [out, groups], the same for eight neighbouring outputs: of blocks of float8
     block_scales: Tensor | None = None
+    record_parts: list[Tensor] | None = None  # of codes in planes: `bits.record_parts`
 
 
 Matches = Callable[[QuantTensor], bool]
@@ -81,6 +83,8 @@ class WeightFormat:
     widened: bool = False  # float8 codes become 16-bit floats, which x stays
     record_bytes: int = 64  # of 16 outputs: scale and zero point of a group, or its exponent
     floats: bool = False  # codes are multiplied as 16-bit floats, x as it is
+    variant: Variant | None = None  # of codes in planes, what a weight's own are like
+    variants: dict[Variant, WeightFormat] = field(default_factory=dict, repr=False)
 
     @property
     def quantizes_input(self) -> bool:
@@ -96,10 +100,30 @@ class WeightFormat:
         """ORDER of the inputs in packed x (cuda/packed.cuh)."""
         return 2 if self.grouped and self.sparse else int(self.grouped or self.widened)
 
+    @property
+    def in_planes(self) -> bool:
+        return self.code == BIT_PLANES
+
+    def of(self, tensor: QuantTensor) -> WeightFormat:
+        """This format as that weight has it: sizes of codes in planes are its own."""
+        found = bits.variant(tensor) if self.in_planes else None
+        if found is None:
+            return self
+        if found not in self.variants:
+            self.variants[found] = replace(
+                self,
+                bits=found.bits,
+                block_bytes=found.block_bytes,
+                record_bytes=found.record_bytes,
+                variant=found,
+            )
+        return self.variants[found]
+
     def defines(self, *, symmetric: bool = False) -> dict[str, int]:
         """For the compiler; only what is true is named, so that other formats keep their cubins."""
         named = {"SPARSE": self.sparse, "SYMMETRIC": symmetric}
-        return {"FORMAT": self.code} | {name: 1 for name, value in named.items() if value}
+        own = {} if self.variant is None else self.variant.defines
+        return {"FORMAT": self.code} | {name: 1 for name, value in named.items() if value} | own
 
     def __repr__(self) -> str:
         return self.name
@@ -169,6 +193,8 @@ def has_groups(bits: int, stretch: int = 1) -> Matches:
         if not isinstance(tensor, IntGroup) or tensor.bits != bits or tensor.g_idx is not None:
             return False
         group = stretch * tensor.group_size
+        if tensor.zeros is None and group == 32 and stretch == 1:
+            return False  # a record would hold as many bits for zero points again
         return group in (32, 64) or group % 128 == 0 or group >= stretch * tensor.in_features
 
     return matches
@@ -189,45 +215,15 @@ def read_groups(stretch: int = 1) -> Read:
     return read
 
 
-def has_blocks(*bits: int, tables: bool = False) -> Matches:
-    """Of IntBlock those whose groups are long enough; their codes may be fewer bits than ours."""
-
-    def matches(tensor: QuantTensor) -> bool:
-        return (
-            isinstance(tensor, IntBlock)
-            and tensor.group_size in (32, 64)
-            and (tables if tensor.table else tensor.bits in bits)
-        )
-
-    return matches
-
-
-def read_blocks(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
-    """One scale a group, in float16: the product of a K type's two scales is rounded to it once,
-    by less than weights in 16 bits would be.
-    """
-    assert isinstance(tensor, IntBlock)
-    scales = tensor.group_scales().half()
-    mins = tensor.group_mins()
-    group = tensor.group_size
-    if mins is None:
-        middle = 128 if tensor.table else tensor.middle
-        codes = (tensor.integers().view(torch.uint8) + middle).to(torch.uint8)
-        zeros = None if middle == 128 else torch.full_like(scales, middle, dtype=torch.int32)
-        return Codes(codes, scales, zeros, group=group, middle=middle)
-    # a constant group has the scale 0, by which kernels could not divide: codes of 0 and any scale
-    constant = scales == 0
-    codes = tensor.values().masked_fill_(constant.repeat_interleave(group, 1), 0)
-    scales = torch.where(constant, torch.ones_like(scales), scales)
-    return Codes(codes, scales, mins=mins.half(), group=group)
-
-
-def either(first: Matches, second: Matches) -> Matches:
-    return lambda tensor: first(tensor) or second(tensor)
-
-
-def read_either(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
-    return (read_blocks if isinstance(tensor, IntBlock) else read_groups())(tensor, dtype)
+def read_bits(tensor: QuantTensor, dtype: torch.dtype) -> Codes:
+    found = bits.variant(tensor)
+    assert found is not None
+    return Codes(
+        bits.codes_of(tensor),
+        getattr(tensor, "scales", None),
+        group=found.span,
+        record_parts=bits.record_parts(tensor, found),
+    )
 
 
 def is_kept(inner: Matches) -> Matches:
@@ -258,8 +254,8 @@ FORMATS = {
             4,
             512,
             NIBBLES,
-            either(has_groups(4), has_blocks(2, 3, 4)),
-            read_either,
+            has_groups(4),
+            read_groups(),
             INTEGER | {"recode", "look_up"},
             grouped=True,
         ),
@@ -269,11 +265,23 @@ FORMATS = {
             8,
             1024,
             BYTES,
-            either(has_groups(8), has_blocks(5, 6, tables=True)),
-            read_either,
+            has_groups(8),
+            read_groups(),
             INTEGER | {"look_up"},
             grouped=True,
             signed_pays=True,
+        ),
+        # what has no place in the two before it keeps the bits of its file
+        WeightFormat(
+            "bits",
+            BIT_PLANES,
+            8,
+            1024,
+            BYTES,
+            bits.takes,
+            read_bits,
+            EVERYWHERE | {"gemv_splitk"},
+            grouped=True,
         ),
         WeightFormat(
             "w8a8",

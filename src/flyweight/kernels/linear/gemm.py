@@ -194,7 +194,6 @@ def _load_kernels(
         | {
             **form.defines(symmetric=weight.symmetric),
             "SCALE_FP16": types["SCALE_FP16"],
-            **weight.record_defines,
             "NDIM": weight.out_features,
             "GROUP": weight.group,
             "EPILOGUE": EPILOGUES[ends.epilogue],

@@ -92,7 +92,15 @@ def _own_units(matrix: Matrix, wanted: Wanted) -> int:
 
 def _unit_blocks(matrix: Matrix) -> int:
     """Blocks of 64 inputs between two scalings."""
-    return 2 if matrix.format.grouped and matrix.group % 128 == 0 else 1
+    whole = matrix.format.grouped and not matrix.format.in_planes and matrix.group % 128 == 0
+    return 2 if whole else 1
+
+
+def _input_scales(matrix: Matrix, blocks: int) -> int:
+    """Places that a row of x has for scales and sums of its groups."""
+    if matrix.format.in_planes:
+        return 4 * blocks
+    return 2 * blocks if matrix.group == 32 else blocks
 
 
 def slice_blocks(matrix: Matrix, slices: int) -> tuple[int, int, int]:
@@ -145,7 +153,7 @@ def plan(matrix: Matrix, rows: int, wanted: Wanted, limit: int, least: int) -> P
     parts = warps if own else 1
     groups = math.ceil(stage_blocks // parts * 64 / group) * parts if form.grouped else 0
     stage = stage_blocks * form.block_bytes + groups * form.record_bytes
-    sums = (2 * total if group == 32 else total) * rows * 8 if form.grouped else 8 * rows
+    sums = _input_scales(matrix, total) * rows * 8 if form.grouped else 8 * rows
     slots = wanted.slots or max(1, min(wanted.tiles, 16 // rows))
     x_row = total * 128 + 64 if form.floats else (total | 1) * 64 * (2 if form.grouped else 1)
     statistics = rows * warps * 8 if rows == 1 else rows * (math.ceil(total / 4) + 1) * 8

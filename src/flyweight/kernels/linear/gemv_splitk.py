@@ -54,7 +54,8 @@ def estimate(matrix: Matrix, rows: int, slices: int, device: Gpu) -> float:
     assert cycles is not None
     tiles = math.ceil(matrix.tiles / (device.processors // slices))
     _, blocks, _ = slice_blocks(matrix, slices)
-    block = matrix.format.block_bytes + (64 * 64 / matrix.group if matrix.format.grouped else 0)
+    form = matrix.format
+    block = form.block_bytes + (64 * form.record_bytes / matrix.group if form.grouped else 0)
     fetched = tiles * blocks * block * costs.weight_byte
     per_block, per_tile = (fixed + row * rows for fixed, row in (cycles, costs.tile))
     multiplied = tiles * (blocks * per_block + per_tile)

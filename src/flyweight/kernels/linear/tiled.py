@@ -87,7 +87,7 @@ class TiledLinear(FusedLinear):
         form = format.named(prompts.FORMATS[kind])
         device = gpu.of(weight.weights.device)
         unfit = form.needs_float8 and not device.has_float8
-        if "recode" not in weight.format.kernels or weight.mins or unfit:
+        if "recode" not in weight.format.kernels or unfit:
             return False
         largest = untile(weight).abs().amax(1)
         if weight.interleaved:

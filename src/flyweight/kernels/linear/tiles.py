@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flyweight import gpu
 from flyweight.gpu import Gpu
+from flyweight.kernels.linear.bits import tile_planes, tile_records
 from flyweight.kernels.linear.format import FORMATS, PLAIN, Codes, WeightFormat
 from flyweight.packing import unpack
 from flyweight.tensors import QuantTensor, Sparse24
@@ -83,7 +84,6 @@ class TiledWeight:
     scale_fp16: bool = False
     static: bool = False
     symmetric: bool = False  # codes are taken as signed
-    mins: bool = False  # records hold minima instead of zero points
     # 16-bit tiles as untile.cu and vptq_decode.cu write them: for gemm.cu alone
     by_rows: bool = False
     # int16 [in]: which input of x each column is for, where that is not their order (permuted.py)
@@ -137,12 +137,7 @@ class TiledWeight:
 
     @property
     def type_defines(self) -> dict[str, int]:
-        types = {"FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16)}
-        return types | self.record_defines
-
-    @property
-    def record_defines(self) -> dict[str, int]:
-        return {"MINS": 1} if self.mins else {}
+        return {"FP16": int(self.dtype == torch.float16), "SCALE_FP16": int(self.scale_fp16)}
 
     def epilogue(self, residual: Tensor | None) -> str:
         return self.activation or ("store" if residual is None else "residual")
@@ -161,7 +156,6 @@ class TiledWeight:
                 records=None,
                 scale_fp16=False,
                 symmetric=False,
-                mins=False,
                 by_rows=True,
                 calls={},
             )
@@ -207,7 +201,8 @@ def format_for(tensor: QuantTensor, dtype: torch.dtype, device: Gpu | None) -> W
         unfit = one.widened if has_float8 else one.needs_float8
         return one.matches(tensor) and not unfit
 
-    return next((one for one in FORMATS.values() if takes(one)), None)
+    found = next((one for one in FORMATS.values() if takes(one)), None)
+    return None if found is None else found.of(tensor)
 
 
 def prepare(
@@ -247,9 +242,7 @@ def prepare(
         static=parts.input_scale is not None,
         symmetric=form.signed_pays
         and parts.scales is not None
-        and parts.zeros is None
-        and parts.mins is None,
-        mins=parts.mins is not None,
+        and parts.zeros is None,
     )
 
 
@@ -271,6 +264,9 @@ def blocks(values: Tensor, *, interleave: bool) -> Tensor:
 def layout(values: Tensor, form: WeightFormat, *, interleave: bool = False) -> Tensor:
     """Codes or plain weights [out, in] in the format's order, as bytes."""
     ordered = blocks(values, interleave=interleave).permute(form.order).contiguous()
+    if form.in_planes:  # lanes of 4 words of 4 codes
+        lanes = ordered.flatten(7).flatten(5, 6).flatten(3, 4)
+        return tile_planes(lanes, form.bits)
     if form.bits == 4:
         pairs = ordered.view(-1, 2)
         return pairs[:, 0] | (pairs[:, 1] << 4)
@@ -313,9 +309,12 @@ def sparse_layout(
 
 
 def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
-    """int32 [tiles, groups, 16]: scale bits in the low half, zero point or the bits of a minimum in
-    the high half; or as many exponents in bytes.
+    """int32 [tiles, groups, 16]: scale bits in the low half, the zero point in the high half; or as
+    many exponents in bytes; or (codes in planes) bytes [tiles, records, …].
     """
+    if parts.record_parts is not None:
+        own = parts.record_parts
+        return tile_records([interleave_rows(part) for part in own] if interleave else own)
     if parts.block_scales is not None:
         return block_records(parts.block_scales, interleave=interleave)
     if parts.exponents is not None:
@@ -323,16 +322,13 @@ def group_records(parts: Codes, *, interleave: bool) -> Tensor | None:
     elif parts.scales is not None:
         scales = parts.scales.to(scale_dtype(parts.scales)).view(torch.int16).int() & 0xFFFF
         zeros = torch.full_like(scales, parts.middle) if parts.zeros is None else parts.zeros.int()
-        if parts.mins is not None:
-            zeros = parts.mins.view(torch.int16).int()
         records = scales | (zeros << 16)
     else:
         return None
     rows, groups = records.shape
     if interleave:
         records = interleave_rows(records)
-    filling = 0 if parts.mins is None else 0x3C00  # a scale of 1: kernels divide by it
-    records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16), value=filling)
+    records = torch.nn.functional.pad(records, (0, 0, 0, -rows % 16))
     return records.view(-1, 16, groups).transpose(1, 2).contiguous()
 
 
