@@ -408,7 +408,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None, memory_fraction=0.3)
+    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None, memory_fraction=0.15)
     stored = options.out / "answers.json"
     if not stored.exists():
         begin = time.monotonic()

@@ -57,7 +57,7 @@ def milliseconds(work, repeats: int = 40, rounds: int = 5) -> float:
 
 
 @torch.inference_mode()
-def step_costs(decoder: Decoder, context: int) -> dict[str, float]:
+def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict[str, float]:
     config, device = decoder.config, decoder.device
     pages = context // PAGE + 2
     caches = [KVStorage.zeros((8 * pages, PAGE, config.kv_heads, config.head_dim), decoder.dtype, device)
@@ -81,7 +81,42 @@ def step_costs(decoder: Decoder, context: int) -> dict[str, float]:
         number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
         found[f"rows_{count}"] = milliseconds(lambda n=number: steps.logits(n))
         found[f"rows_{count}_apart"] = milliseconds(lambda n=number: apart.logits(n))
+    if kernels:
+        for count in (1, 2, 4, 8):
+            number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+            for row in kernel_times(lambda n=number: steps.logits(n)):
+                print(json.dumps({"what": "kernel", "rows": count} | row), flush=True)
     return {name: round(value, 4) for name, value in found.items()}
+
+
+def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
+    """Where the time of a step goes: microseconds from the end of the kernel before to a kernel's own end, since kernels begin
+    while others run. Those of layers are named by their place in a layer, with the mean over layers."""
+    work()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    events = [one for one in profiler.events() if one.device_type != torch.autograd.DeviceType.CPU]
+    ended = sorted(events, key=lambda one: one.time_range.end)
+    each = len(ended) // repeats
+    names = [one.name for one in ended[:each]]
+    period = next((p for p in range(1, 20) if names[4 : each - 8 - p] == names[4 + p : each - 8]), each)
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    before = None
+    for i, one in enumerate(ended):
+        place = i % each
+        key = (place % period if 4 <= place < each - 8 else -place - 1, one.name)
+        if before is not None and place:
+            found.setdefault(key, []).append((one.time_range.end - before, one.time_range.elapsed_us()))
+        before = one.time_range.end
+    rows = []
+    for (place, name), times in found.items():
+        ends, whole = zip(*times, strict=True)
+        rows.append({"place": place, "kernel": name[:60], "each_step": len(times) // repeats, "us": round(sum(ends) / len(ends), 3),
+                     "resident_us": round(sum(whole) / len(whole), 3)})
+    return rows
 
 
 class Repeats:
@@ -187,6 +222,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
     parser.add_argument("--many", action="store_true", help="the throughput of 64 answers at once, too")
+    parser.add_argument("--kernels", action="store_true", help="where the time of steps of several rows goes, by kernel")
+    parser.add_argument("--no-answers", dest="answers", action="store_false", help="no answers with guesses")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
@@ -194,12 +231,12 @@ def main() -> None:
     decoder = Decoder.load(weights, device=device, dtype=torch.bfloat16)
     facts = {"model": options.model, "scheme": options.scheme, "head": options.head or "stored", "context": options.context,
              "gpu": torch.cuda.get_device_name(0), "load_s": round(time.perf_counter() - begin, 1)}
-    costs = step_costs(decoder, options.context)
+    costs = step_costs(decoder, options.context, kernels=options.kernels)
     ratios = {f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3) for count in (4, 8)}
     print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
     for row in many_answers(decoder) if options.many else ():
         print(json.dumps(facts | {"what": "throughput", "context": 128} | row), flush=True)
-    for row in answers(decoder, options):
+    for row in answers(decoder, options) if options.answers else ():
         print(json.dumps(facts | {"what": "answer"} | row), flush=True)
 
 
