@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from trials import Constants, assignments
 
 from flyweight.batch import KVStorage
 from flyweight.engine import runner
@@ -56,8 +58,8 @@ def milliseconds(work, repeats: int = 40, rounds: int = 5) -> float:
     return sorted(found)[rounds // 2]
 
 
-@torch.inference_mode()
-def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict[str, float]:
+def make_rows(decoder: Decoder, context: int) -> tuple[list[KVStorage], Rows, list[Request]]:
+    """Eight sequences of so many tokens."""
     config, device = decoder.config, decoder.device
     pages = context // PAGE + 2
     caches = [KVStorage.zeros((8 * pages, PAGE, config.kv_heads, config.head_dim), decoder.dtype, device)
@@ -68,6 +70,12 @@ def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict
     rows.enter(requests)
     rows.extend()
     rows.lengths.fill_(context)
+    return caches, rows, requests
+
+
+@torch.inference_mode()
+def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict[str, float]:
+    caches, rows, requests = make_rows(decoder, context)
     graphs = DecodeGraphs(decoder, caches, rows)
     shared = SharedRows(rows)
     steps = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
@@ -87,6 +95,34 @@ def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict
             for row in kernel_times(lambda n=number: steps.logits(n)):
                 print(json.dumps({"what": "kernel", "rows": count} | row), flush=True)
     return {name: round(value, 4) for name, value in found.items()}
+
+
+@torch.inference_mode()
+def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Steps of 4 and 8 rows of one sequence with other numbers of kernels/tuned or constants, all by turns."""
+    caches, rows, requests = make_rows(decoder, context)
+    shared = SharedRows(rows)
+    constants = Constants()
+    found: dict[tuple[str, int], DecodeGraphs] = {}
+    for text in ("", *tries):
+        constants.set(assignments(text))
+        try:
+            for count in (1, 4, 8):
+                graphs = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
+                graphs.logits(shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))]))
+                found[text, count] = graphs
+        except (ValueError, RuntimeError) as error:
+            yield {"what": "trial", "try": text, "error": str(error)[:200]}
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in found}
+    for _ in range(3):
+        for (text, count), graphs in found.items():
+            number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+            times[text, count].append(milliseconds(lambda n=number, g=graphs: g.logits(n), 30, 1))
+    constants.set({})
+    one = statistics.median(times["", 1])
+    for (text, count), each in times.items():
+        middle = statistics.median(each)
+        yield {"what": "trial", "try": text or "now", "rows": count, "ms": round(middle, 4), "over_1": round(middle / one, 3)}
 
 
 def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
@@ -223,6 +259,7 @@ def main() -> None:
     parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
     parser.add_argument("--many", action="store_true", help="the throughput of 64 answers at once, too")
     parser.add_argument("--kernels", action="store_true", help="where the time of steps of several rows goes, by kernel")
+    parser.add_argument("--try", dest="tries", action="append", default=[], help="steps with other numbers, as trials.py takes them")
     parser.add_argument("--no-answers", dest="answers", action="store_false", help="no answers with guesses")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
@@ -234,6 +271,8 @@ def main() -> None:
     costs = step_costs(decoder, options.context, kernels=options.kernels)
     ratios = {f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3) for count in (4, 8)}
     print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
+    for row in trials(decoder, options.context, options.tries) if options.tries else ():
+        print(json.dumps(row), flush=True)
     for row in many_answers(decoder) if options.many else ():
         print(json.dumps(facts | {"what": "throughput", "context": 128} | row), flush=True)
     for row in answers(decoder, options) if options.answers else ():

@@ -42,6 +42,7 @@ typedef float4 sum4;
 constexpr int GROUPS = KDIM / 128, HALF = GROUPS / CLUSTER, TURNS = HALF / WARPS;
 constexpr int TILES = NDIM / 16, OWNED = (ROUND + CLUSTER - 1) / CLUSTER;
 constexpr int TEAMS = WARPS / TEAM, MOVED = SETS - 1, CHAINS = SETS == 1 ? 2 : 1;
+constexpr bool AHEAD = TURNS > 1 && SETS == 1;  // inputs of the next turn are fetched while those of this one are multiplied
 constexpr int SUMMING = (TEAM + 1) * 32;  // threads that meet when a stage's sums are there
 constexpr int UNIT_BYTES = 2 * BLOCK_BYTES, RECORDS_AT = TEAM * UNIT_BYTES, STAGE_BYTES = RECORDS_AT + (QUANTIZED ? 0 : TEAM * 64);
 static_assert((FORMAT == INT4 || FORMAT == INT8 || FORMAT == W8A8) && !SPARSE && !GATE_UP, "what this is for");
@@ -52,6 +53,7 @@ static_assert(SETS * 512 <= UNIT_BYTES && STAGES >= TEAMS && STAGES < 16, "sums 
 struct __align__(128) Shared {
   u8 ring[STAGES][STAGE_BYTES];  // where a warp's weights were, then its sums: of a set and a lane
   uint4 x[WARPS][MOVED ? MOVED * 4 * 32 : 1];       // a lane's own, converted
+  uint4 next[AHEAD ? WARPS : 1][AHEAD ? 4 * 32 : 1];  // as they lie in memory
   sum4 totals[TURNS > 1 ? ROUND : 1][SETS][32];     // of the turns so far
   sum4 own[SETS][32], exchange[OWNED][SETS][32];    // our sums of a tile of ours, the other CTA's of all of them
   float4 largest[QUANTIZED ? CLUSTER * WARPS : 1][2];       // of a warp's inputs of each row
@@ -107,7 +109,7 @@ DEVICE float largest_of(const Shared& sh, int row, int lane) {  // by all warps
   for (int i = lane % 4; i < CLUSTER * WARPS; i += 4) most = largest(most, ((const float*)sh.largest[i])[row]);
   return largest_of_four(most);
 }
-DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int rows, int, int lane) {
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int, int rows, int, int lane) {
   const int row = lane / 4;
   uint4 x[4] = {};
   float most = 0;
@@ -154,14 +156,24 @@ struct Inputs {
   u32 x[8][2];
   float sum[SETS][2];
 };
-DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int rows, int warp, int lane) {
+// The inputs of a later turn come to a lane's own place in shared memory; nobody else reads them there.
+DEVICE void fetch_next(Shared& sh, const Linear& a, int unit, int rows, int warp, int lane) {
+  const int row = lane / 4;
+  if (row >= rows) return;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    copy16(shared_address(&sh.next[warp][i * 32 + lane]), (const uint4*)(a.x + (size_t)row * KDIM) + unit * 16 + i * 4 + lane % 4);
+}
+DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int turn, int rows, int warp, int lane) {
   uint4* moved = sh.x[warp];
   u32 all[SETS][8][2];
+  if (AHEAD && turn) copy_wait<0>();
 #pragma unroll
   for (int i = 0; i < SETS * 4; i++) {
     const int row = i / 4 * 8 + lane / 4;
     uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < rows) x = ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i % 4 * 4 + lane % 4];
+    if (row < rows)
+      x = AHEAD && turn ? sh.next[warp][i * 32 + lane] : ((const uint4*)(a.x + (size_t)row * KDIM))[unit * 16 + i % 4 * 4 + lane % 4];
     u32(&to)[8][2] = all[i / 4];
     to[i % 4 * 2][0] = x.x, to[i % 4 * 2][1] = x.y, to[i % 4 * 2 + 1][0] = x.z, to[i % 4 * 2 + 1][1] = x.w;
   }
@@ -183,6 +195,10 @@ DEVICE void load_inputs(Inputs& in, Shared& sh, const Linear& a, int unit, int r
       const u32(&first)[2] = all[set][i / 2 * 4 + i % 2], (&second)[2] = all[set][i / 2 * 4 + 2 + i % 2];
       moved[((set - 1) * 4 + i) * 32 + lane] = make_uint4(first[0], first[1], second[0], second[1]);
     }
+  }
+  if (AHEAD && turn + 1 < TURNS) {  // what is written over is in registers
+    fetch_next(sh, a, unit + WARPS, rows, warp, lane);
+    copy_group();
   }
 }
 
@@ -238,7 +254,7 @@ DEVICE void multiply(Shared& sh, const Linear& a, const Part& part, int rows, in
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
     Inputs in;
-    load_inputs(in, sh, a, part.rank * HALF + turn * WARPS + warp, rows, warp, lane);
+    load_inputs(in, sh, a, part.rank * HALF + turn * WARPS + warp, turn, rows, warp, lane);
 #pragma unroll 1
     for (int tile = 0; tile < part.count; tile++) {
       u8* stage = sh.ring[slot];

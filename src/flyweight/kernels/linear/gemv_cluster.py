@@ -79,6 +79,8 @@ def choose(matrix: Matrix, rows: int, device: Gpu) -> Choice | None:
     team = next(warps // teams for teams in range(ring.teams, 0, -1) if warps % teams == 0)
     owned = math.ceil(tiles / CLUSTER)
     x = CLUSTER * warps * 32 if quantized else (sets - 1) * warps * 2048
+    if turns > 1 and sets == 1:
+        x = warps * 2048  # the next turn's
     others = (
         x + (owned + (tiles if turns > 1 else 1) + 1) * sets * 512 + 32 * warps + 8 * owned + 128
     )
