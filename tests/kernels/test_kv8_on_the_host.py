@@ -202,7 +202,8 @@ def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths, before):
     apart = gemv.multiply(linear.weight, x, norm=norm)
     workspace = Workspace.make(shape, rows, CPU, 2)
     decode_attention(apart, want, caches[0], places, layer=layer, workspace=workspace)
-    boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU)
+    chunk = qkv.chunk_of(rows, shared=before is not None)
+    boxes = qkv.mailbox_cycle(shape, rows, 2, chunk=chunk, dtype=torch.bfloat16, device=CPU)
     qkv.qkv_attention(linear, x, got, caches[1], places, layer=layer, norm=norm, mailboxes=boxes)
     for row in range(rows):
         assert error(got[row], want[row]) < 8e-3, row
