@@ -45,6 +45,7 @@ from flyweight.models.heads import eagle3
 from flyweight.models.taps import Taps
 
 KEPT_BACK = 16  # a sequence in so many is never trained on
+CONTEXT = 1024  # tokens of a prompt and its answer, at most
 Sequences = list[list[int]]
 
 
@@ -408,7 +409,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None, memory_fraction=0.15)
+    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None,
+              max_model_len=CONTEXT, blocks=64 * CONTEXT // 16)
     stored = options.out / "answers.json"
     if not stored.exists():
         begin = time.monotonic()
