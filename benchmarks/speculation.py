@@ -74,7 +74,7 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
     if options.chat:
         lines = [json.loads(line) for line in Path(options.chat).read_text().splitlines() if line]
         found["chat"] = [ask(line["turns"][0]) for line in lines[:: max(1, len(lines) // count)][:count]]
-    return found
+    return {kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only}
 
 
 def speed(output: Output) -> float:
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--text", action="append")
     parser.add_argument("--code", action="append")
     parser.add_argument("--chat")
+    parser.add_argument("--only", action="append", choices=("quoting", "plain", "code", "chat"), help="kinds; all that there are")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
     parser.add_argument("--device", default=None)

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--text", action="append")
     parser.add_argument("--code", action="append")
     parser.add_argument("--chat")
+    parser.add_argument("--only", action="append", choices=("quoting", "plain", "code", "chat"), help="kinds; all that there are")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
     parser.add_argument("--utilization", type=float, default=0.1, help="share of the GPU's memory")
