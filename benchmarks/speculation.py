@@ -100,14 +100,15 @@ def measure(llm: LLM, prompts: list[Prompt], tokens: int) -> tuple[float, dict[s
     return statistics.median([speed(output) for output in outputs]), more, answers
 
 
-def free_bytes() -> int:
-    """On the device, once nobody holds what is not needed; 0 where there is none."""
+def held_bytes() -> int:
+    """Of the device's memory by this process, captured steps included, once nothing is held that is not needed. The driver's
+    own, which the first engine of a process makes it take, does not count."""
     if not torch.cuda.is_available():
         return 0
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.memory_reserved()
 
 
 def drafter_bytes(llm: LLM) -> int:
@@ -138,7 +139,7 @@ def main() -> None:
     used_by: dict[str, int] = {}
     for drafter in ["off", *options.speculate]:
         begin = time.monotonic()
-        free = free_bytes()
+        held = held_bytes()
         llm = LLM(options.model, device=options.device, speculate=drafter, prefix_cache=False, max_num_seqs=4,
                   max_model_len=CONTEXT, blocks=4 * CONTEXT // 16)
         name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
@@ -151,7 +152,7 @@ def main() -> None:
                    "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)), "of": len(answers)}
             print(json.dumps(row | more), flush=True)
         if llm.device.type == "cuda":
-            used_by[drafter] = free - free_bytes()
+            used_by[drafter] = held_bytes() - held
             more, weights = used_by[drafter] - used_by["off"], drafter_bytes(llm)
             row = {"model": options.model, "device": name, "what": "memory", "drafter": drafter, "mb": round(more / 1e6, 1),
                    "drafter_weights_mb": round(weights / 1e6, 1), "beside_mb": round((more - weights) / 1e6, 1)}

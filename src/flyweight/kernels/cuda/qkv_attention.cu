@@ -26,15 +26,9 @@
 // KV8: the cache holds codes of 8 bits (kv8.cuh). They go to shared memory as they are, with the words their scales stand in, and
 // from there to registers as in attention.cu: 8 bytes of a token's key, 8 of each of four tokens' values.
 //
-// CHUNK: up to so many rows are tokens of one sequence that follow each other, as in attention.cu. Those rows are an item: K and V
-// are read once for all of them. The columns of a product are the query heads of PAIRED rows, and a lane has the warps of a row pair
-// for each such set of columns:
-//
-//      lane:   | set 0: dimensions 0 … 63 | 64 … 127 | set 1: 0 … 63 | 64 … 127 |      of the same 16 tokens
-//
-// So a step of four rows of one sequence is cut into as many runs as a step of one row. The run that owns the newest token takes all
-// new ones of the sequence from shared memory: it makes their keys and values for itself from the mailbox, stores those of the item's
-// rows, and of each row's scores those count that are not behind it. Other runs end where the new tokens begin.
+// CHUNK: up to so many rows are tokens of one sequence that follow each other, as in attention.cu. The run that owns the newest
+// token takes all of the sequence's new ones, `before` + 1 of them, from shared memory: it makes their keys and values for itself
+// from the mailbox, and stores those of its own row alone. Other runs end where the new tokens begin.
 //
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1)
 #ifndef CHUNK
@@ -51,7 +45,7 @@
 #include "kv8.cuh"
 
 constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = (G + 2) * HEAD_TILES;
-DEVICE constexpr int splits_of(int items) { return HEAD_CTAS < items ? 1 : HEAD_CTAS / items < 32 ? HEAD_CTAS / items : 32; }  // runs, at most
+constexpr int SPLITS = HEAD_CTAS < ROWS ? 1 : HEAD_CTAS / ROWS < 32 ? HEAD_CTAS / ROWS : 32;  // runs of a sequence, at most
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
 constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
@@ -62,43 +56,18 @@ constexpr int RING_TILES = (STAGES * STAGE_BYTES + (ROWS > 1 ? X_BYTES : 0)) / K
 constexpr int LANES = RING_TILES < WARPS / DIM_PARTS ? RING_TILES : WARPS / DIM_PARTS;
 constexpr int DEPTH = RING_TILES / LANES < 3 ? RING_TILES / LANES : 3;  // tiles of a lane on their way
 constexpr int STATE = HEAD_DIM + 4;               // a partial result: accumulator, maximum, sum; whole 16-byte words
-constexpr int PAIRED = 8 / G;                     // rows whose query heads are the columns of one product
-constexpr int LANE_WARPS = WARPS / DIM_PARTS;     // what lanes are made of: each has one for every set of columns
-constexpr int MOST_SETS = RING_TILES * KV_TILE / (8 * STATE * 4) < LANE_WARPS ? RING_TILES * KV_TILE / (8 * STATE * 4) : LANE_WARPS;
-constexpr int CHUNK_ROWS = CHUNK == 1 || WINDOW ? 1 : ROWS < CHUNK ? ROWS : CHUNK;  // a window begins elsewhere for every row
-constexpr int ITEM_ROWS = CHUNK_ROWS < PAIRED * MOST_SETS ? CHUNK_ROWS : PAIRED * MOST_SETS;  // of a sequence, most at once
 constexpr int QUERY_ROW = HEAD_DIM + (KV8 ? 32 : 8);
 constexpr int PER = HEAD_DIM / 32;                // values of a head in one thread
 
 static_assert(EPILOGUE == STORE && NDIM == (HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
-static_assert(LANES >= 1 && G * STATE * 4 <= KV_TILE && G <= 8 && ITEM_ROWS >= 1, "a lane leaves its result where its tokens were");
+static_assert(LANES >= 1 && G * STATE * 4 <= KV_TILE && G <= 8, "a lane leaves its result where its tokens were");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
 
-// Rows of one sequence, and what a lane is for them. `back`: new tokens of the sequence in rows before the first.
-struct Item {
-  int first, rows, back, length;  // tokens up to the last of these rows
-  DEVICE int fresh() const { return back + rows; }
-  DEVICE int sets() const { return ITEM_ROWS == 1 ? 1 : (rows + PAIRED - 1) / PAIRED; }
-  DEVICE int lanes() const {  // whose results fit where their tokens were
-    if (ITEM_ROWS == 1) return LANES;
-    const int room = (sets() * 8 * STATE * 4 + DEPTH * KV_TILE - 1) / (DEPTH * KV_TILE);
-    return max(1, min(LANE_WARPS / sets(), LANES / room));
-  }
-  DEVICE int stride() const { return ITEM_ROWS == 1 ? DEPTH * KV_TILE : LANES / lanes() * DEPTH * KV_TILE; }  // bytes of a lane
-};
-struct Step {  // how many items there are, CTAs for each, and this CTA's first
-  int items, splits;
-  Item own;
-};
-
 struct __align__(128) Shared {
   LinearShared linear;         // its ring, and of several rows x, holds the lanes' tokens later
-  u16 query[ITEM_ROWS * G][QUERY_ROW];
+  u16 query[G][QUERY_ROW];
   __align__(16) u8 newest[2][CHUNK][NEW_ROW];  // keys and values of the new tokens
-#if CHUNK > 1
-  Step step;  // registers are few while weights are multiplied
-#endif
 #if KV8
   u32 newest_scales[2][16];    // of each token a word, both its halves
 #endif
@@ -118,32 +87,6 @@ struct Attention {
 #endif
 };
 
-// Item `number` of the step, and how many there are. A row of length 0 is nobody's.
-DEVICE Item item_at(const int* lengths, const int* before, int number, int& count) {
-  Item item = {number, number < ROWS, 0, 0};
-  count = ROWS;
-  if (CHUNK == 1) {
-    item.length = number < ROWS ? lengths[number] : 0;
-    return item;
-  }
-  count = 0;
-#pragma unroll
-  for (int row = 0; row < ROWS; row++) {
-    const int length = lengths[row], back = min(before[row], min(CHUNK, length) - 1), place = back % ITEM_ROWS;
-    if (length == 0) continue;
-    if (place == 0) count++;
-    if (count - 1 == number) item = {row - place, place + 1, back - place, length};
-  }
-  return item;
-}
-DEVICE Step step_of(const int* lengths, const int* before, int cta) {
-  Step step;
-  item_at(lengths, before, 0, step.items);
-  step.splits = splits_of(max(step.items, 1));
-  step.own = item_at(lengths, before, cta / step.splits, step.items);
-  return step;
-}
-
 // A tile of the head: its query heads' first, then k, then v.
 DEVICE int head_tile(int head, int i) {
   if (i < G * HEAD_TILES) return head * G * HEAD_TILES + i;
@@ -160,11 +103,11 @@ DEVICE size_t token_at(const Attention& a, int sequence, int token, int head) {
 }
 
 // By the producer warp while it waits: what attention reads first, to L2.
-DEVICE void prefetch(const Attention& a, const Item& item, int split, int splits, int head, int lane) {
+DEVICE void prefetch(const Attention& a, int sequence, int split, int head, int lane) {
   constexpr int LINES = HEAD_DIM / 64;  // of 128 bytes, in a head of 16-bit values
   constexpr int KV_LINES = (HEAD_DIM * sizeof(Stored) + 127) / 128;  // and in a row of keys or values
-  const int length = item.length, sequence = item.first;
-  const Run run = run_of(length, split, splits);
+  const int length = sequence < ROWS ? a.lengths[sequence] : 0;
+  const Run run = run_of(length, split, SPLITS);
   if (length == 0 || split >= run.used) return;
   if (lane < (ROTARY + 31) / 32) prefetch_l2(a.rope + (size_t)(length - 1) * (ROTARY / 2) + lane * 16);
   if (QK_NORM && lane < 2 * LINES) prefetch_l2((const u8*)(lane < LINES ? a.query_norm : a.key_norm) + lane % LINES * 128);
@@ -244,18 +187,14 @@ DEVICE void store_newest(const Head& v, Stored* to, Stored* cache, u32* scale_to
 #endif
 }
 
-// Running softmax of the two columns 2 · (lane % 4) and the next, over this warp's 64 dimensions. A column is a query head of a row.
+// Running softmax of the two heads 2 · (lane % 4) and the next, over this warp's 64 dimensions.
 struct Softmax {
   float most[2], sum[2], values[4][4];
-};
-struct Columns {
-  int used;     // of eight
-  int seen[2];  // of a tile's tokens, by this lane's two columns
 };
 #if KV8
 // The next `count` (1 to 16) tokens, of which `first` is the first; rows beyond them are read as the last one, and count for
 // nothing. A scale is the half of its word that its token's place in the page says.
-DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, int first, int count, Columns columns, int lane) {
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, int first, int count, int lane) {
   const int g = lane / 4, t = lane % 4;
   float score[2][4] = {};  // two chains of additions
   float key_by[2], value_by[2], shift[2];
@@ -267,7 +206,7 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
     shift[half] = log2_fast(value_by[half]);
   }
   const u32 low_row = keys + min(g, count - 1) * KV_ROW + t * 8, high_row = keys + min(g + 8, count - 1) * KV_ROW + t * 8;
-  query += min(g, columns.used - 1) * QUERY_ROW + t * 8;
+  query += min(g, G - 1) * QUERY_ROW + t * 8;
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
     const uint4 q = *(const uint4*)(query + i * 32);
@@ -278,7 +217,7 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
   float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), head 2 t + j % 2
-    score[0][j] = g + j / 2 * 8 < columns.seen[j % 2] ? (score[0][j] + score[1][j]) * key_by[j / 2] : LOWEST;
+    score[0][j] = g + j / 2 * 8 < count ? (score[0][j] + score[1][j]) * key_by[j / 2] : LOWEST;
     most[j % 2] = fmaxf(most[j % 2], score[0][j] + shift[j / 2]);
   }
 #pragma unroll
@@ -315,11 +254,11 @@ DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
 #else
 DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
 // The next `count` (1 to 16) tokens; rows beyond them are read as the last one, and count for nothing.
-DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int count, Columns columns, float scale, int lane) {
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int count, float scale, int lane) {
   const int g = lane / 4, t = lane % 4;
   float score[2][4] = {};  // two chains of additions
   keys += min(lane % 16, count - 1) * KV_ROW + lane / 16 * 16;
-  query += min(g, columns.used - 1) * QUERY_ROW + 2 * t;
+  query += min(g, G - 1) * QUERY_ROW + 2 * t;
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++) {
     const uint4 a = load_matrices<false>(keys + k * 32);
@@ -328,7 +267,7 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
   float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), head 2 t + j % 2
-    score[0][j] = g + j / 2 * 8 < columns.seen[j % 2] ? (score[0][j] + score[1][j]) * scale : LOWEST;
+    score[0][j] = g + j / 2 * 8 < count ? (score[0][j] + score[1][j]) * scale : LOWEST;
     most[j % 2] = fmaxf(most[j % 2], score[0][j]);
   }
 #pragma unroll
@@ -359,19 +298,17 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
 #endif
 
 // The run [begin, end) of a sequence's older tokens, and its `fresh` new ones (0: another run has them): every lane of the CTA
-// leaves its state [rows · G][STATE] at the start of its tokens. Between the start and `prepare`, which makes the queries, tokens are
-// fetched.
+// leaves its state [G][STATE] at the start of its tokens. Between the start and `prepare`, which makes the query, tokens are fetched.
 template <typename Prepare>
-DEVICE int attend(Shared& sh, const Attention& a, const Item& item, int head, int begin, int end, int fresh, Prepare prepare) {
+DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int begin, int end, int fresh, Prepare prepare) {
   constexpr int EACH = 16 / sizeof(Stored), CHUNKS = HEAD_DIM / EACH;  // of 16 bytes in a row
-  const int team = DIM_PARTS * 32 * item.sets(), lanes = item.lanes(), sequence = item.first;
-  const int thread = threadIdx.x % team, index = threadIdx.x / team, lane = threadIdx.x % 32;
+  const int thread = threadIdx.x % (DIM_PARTS * 32), index = threadIdx.x / (DIM_PARTS * 32), lane = threadIdx.x % 32;
   const int older = (end - begin + 15) / 16, tiles = older + (fresh > 0);
-  const u32 memory = shared_address(sh.linear.ring) + index * item.stride();
+  const u32 memory = shared_address(sh.linear.ring) + index * DEPTH * KV_TILE;
   auto fetch = [&](int tile, int slot) {
     if (tile < older)
 #pragma unroll
-      for (int i = thread / CHUNKS; i < 16; i += team / CHUNKS) {
+      for (int i = thread / CHUNKS; i < 16; i += DIM_PARTS * 32 / CHUNKS) {
         const int token = begin + tile * 16 + i;
         if (token < end) {
           const size_t at = token_at(a, sequence, token, head) + thread % CHUNKS * EACH;
@@ -389,86 +326,77 @@ DEVICE int attend(Shared& sh, const Attention& a, const Item& item, int head, in
     copy_group();
   };
   auto meet = [&] {  // the warps of a lane
-    if (team == 32) __syncwarp();
-    else named_barrier(2 + index, team);
+    if (DIM_PARTS == 1) __syncwarp();
+    else named_barrier(2 + index, DIM_PARTS * 32);
   };
-  if (index < lanes)
+  if (index < LANES)
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++) fetch(index + i * lanes, i);
+    for (int i = 0; i < DEPTH; i++) fetch(index + i * LANES, i);
   prepare();
   named_barrier(1, THREADS);
-  if (index >= min(lanes, tiles)) return min(lanes, tiles);
+  if (index >= min(LANES, tiles)) return min(LANES, tiles);
 
-  const int part = thread / 32 % DIM_PARTS * PART_BYTES;  // bytes before this warp's dimensions
-  const int set = thread / 32 / DIM_PARTS, column = set * PAIRED * G;  // the first of this warp's, among those of all rows
-  Columns columns = {min(item.rows - set * PAIRED, PAIRED) * G};
+  const int part = thread / 32 * PART_BYTES;  // bytes before this warp's dimensions
   Softmax run = {{LOWEST, LOWEST}};
   int slot = 0;
-  for (int tile = index; tile < tiles; tile += lanes) {
+  for (int tile = index; tile < tiles; tile += LANES) {
     copy_wait<DEPTH - 1>();
     meet();
     const bool old = tile < older;
     const u32 keys = old ? memory + slot * KV_TILE : shared_address(sh.newest[0]);
     const u32 values = old ? keys + SCALES / 2 : shared_address(sh.newest[1]);
     const int count = old ? min(16, end - begin - tile * 16) : fresh;
-#pragma unroll
-    for (int j = 0; j < 2; j++)  // a new token is seen by its own row and by those behind it
-      columns.seen[j] = old || ITEM_ROWS == 1 ? count : max(1, item.back + set * PAIRED + (lane % 4 * 2 + j) / G + 1);
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
-    absorb(run, sh.query[column], keys, values + part, scales, begin + tile * 16, count, columns, lane);
+    absorb(run, sh.query[0], keys, values + part, scales, begin + tile * 16, count, lane);
 #else
-    absorb(run, sh.query[column], keys, values + part, count, columns, a.scale, lane);
+    absorb(run, sh.query[0], keys, values + part, count, a.scale, lane);
 #endif
     meet();
-    fetch(tile + DEPTH * lanes, slot);
+    fetch(tile + DEPTH * LANES, slot);
     if (++slot == DEPTH) slot = 0;
   }
-  float* state = (float*)(sh.linear.ring[0] + index * item.stride()) + column * STATE;
+  float* state = (float*)(sh.linear.ring[0] + index * DEPTH * KV_TILE);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) run.sum[j] += __shfl_xor_sync(~0u, run.sum[j], o);
     const int h = lane % 4 * 2 + j;
-    if (h < columns.used) {
+    if (h < G) {
 #pragma unroll
       for (int i = 0; i < 8; i++) state[h * STATE + part / sizeof(Stored) + dimension_of(i, lane)] = run.values[i / 2][i % 2 * 2 + j];
       if (part == 0 && lane < 4) state[h * STATE + HEAD_DIM] = run.most[j], state[h * STATE + HEAD_DIM + 1] = run.sum[j];
     }
   }
-  return min(lanes, tiles);
+  return min(LANES, tiles);
 }
 
-// One (column, dimension) of the states of the first `count` lanes: value, maximum, sum.
-DEVICE float3 merge_lanes(const Shared& sh, const Item& item, int count, int h, int d) {
+// One (head, dimension) of the states of the first `count` lanes: value, maximum, sum.
+DEVICE float3 merge_lanes(const Shared& sh, int count, int h, int d) {
   const float* state = (const float*)sh.linear.ring[0] + h * STATE;
-  const int step = item.stride() / 4;
+  constexpr int STEP = DEPTH * KV_TILE / 4;
   float limit[LANES], most = LOWEST, sum = 0, value = 0;
 #pragma unroll
-  for (int i = 0; i < LANES; i++) limit[i] = i < count ? state[i * step + HEAD_DIM] : LOWEST, most = fmaxf(most, limit[i]);
+  for (int i = 0; i < LANES; i++) limit[i] = i < count ? state[i * STEP + HEAD_DIM] : LOWEST, most = fmaxf(most, limit[i]);
 #pragma unroll
   for (int i = 0; i < LANES; i++) {
     const float weight = exp2_fast(limit[i] - most);
-    if (i < count) sum += weight * state[i * step + HEAD_DIM + 1], value += weight * state[i * step + d];
+    if (i < count) sum += weight * state[i * STEP + HEAD_DIM + 1], value += weight * state[i * STEP + d];
   }
   return make_float3(value, most, sum);
 }
 
-// Where the results of a column of an item lie.
-DEVICE u16* place_of_column(const Attention& a, const Item& item, int head, int column) {
-  return a.out + ((size_t)(item.first + column / G) * HEADS + head * G + column % G) * HEAD_DIM;
-}
 // This CTA's share of the outputs of its head, from the states of all runs; `states` is the first one's. Runs sit side by
 // side in the lanes of a warp, four outputs in each.
-DEVICE void gather(const float* states, const Attention& a, const Item& item, int head, int split, int used, int warp, int lane) {
-  const int quads = (ITEM_ROWS == 1 ? 1 : item.rows) * G * HEAD_DIM / 4;
+DEVICE void gather(const float* states, u16* out, int split, int used, int warp, int lane) {
+  constexpr int QUADS = G * HEAD_DIM / 4;
   const int wide = used <= 2 ? 2 : used <= 4 ? 4 : used <= 8 ? 8 : used <= 16 ? 16 : 32;  // lanes for one quad
-  const int last = (split + 1) * quads / used;
-  for (int first = split * quads / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
-    const int quad = first + lane / wide, run = lane % wide, h = min(quad, quads - 1) * 4 / HEAD_DIM;
+  const int last = (split + 1) * QUADS / used;
+  for (int first = split * QUADS / used + warp * (32 / wide); first < last; first += WARPS * (32 / wide)) {
+    const int quad = first + lane / wide, run = lane % wide, h = min(quad, QUADS - 1) * 4 / HEAD_DIM;
     u32 words[4] = {}, limits[2] = {__float_as_uint(LOWEST), 0};
     if (quad < last && run < used) {
-      const float* state = states + ((size_t)run * ITEM_ROWS * G + h) * STATE;
+      const float* state = states + ((size_t)run * G + h) * STATE;
       Patience patience;
       do {
         patience.poll();
@@ -490,7 +418,7 @@ DEVICE void gather(const float* states, const Attention& a, const Item& item, in
     }
     const float inverse = __fdividef(1.f, sum);
     if (quad < last && run == 0)
-      ((uint2*)place_of_column(a, item, head, h))[quad % (HEAD_DIM / 4)] = make_uint2(pack2(v[0] * inverse, v[1] * inverse), pack2(v[2] * inverse, v[3] * inverse));
+      ((uint2*)out)[quad] = make_uint2(pack2(v[0] * inverse, v[1] * inverse), pack2(v[2] * inverse, v[3] * inverse));
   }
 }
 
@@ -498,13 +426,12 @@ DEVICE void gather(const float* states, const Attention& a, const Item& item, in
 DEVICE void empty(u16* qkv, float* states) {
   const uint4 ones = make_uint4(~0u, ~0u, ~0u, ~0u);
   const int thread = THREADS - 1 - threadIdx.x;
-  constexpr int WORDS = ITEM_ROWS * G * STATE;
-  for (int i = thread; i < WORDS / 4; i += THREADS) ((uint4*)(states + (size_t)blockIdx.x * WORDS))[i] = ones;
+  for (int i = thread; i < G * STATE / 4; i += THREADS) ((uint4*)(states + (size_t)blockIdx.x * G * STATE))[i] = ones;
   constexpr int CTAS = KV_HEADS * HEAD_CTAS;
   for (int i = thread * CTAS + blockIdx.x; i < ROWS * NDIM / 8; i += THREADS * CTAS) ((uint4*)qkv)[i] = ones;
 }
 
-// Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, ITEM_ROWS · G, STATE]; the next launch's are emptied.
+// Mailboxes: qkv [ROWS, NDIM], states [KV_HEADS, HEAD_CTAS, G, STATE]; the next launch's are emptied.
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
@@ -514,7 +441,7 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
   Shared& sh = *(Shared*)raw;
-  const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS;
+  const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS, split = cta % SPLITS;
   if (head >= KV_HEADS) {  // stays until the next kernel has surely taken the room that the one before this left on every SM
     launch_dependents();
     wait_for_inputs();
@@ -534,48 +461,36 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
 #endif
   };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#if CHUNK > 1
-  if (threadIdx.x == 0) sh.step = step_of(lengths, before, cta);  // seen by all when they have met
-  auto early = [&] {
-    const Step step = step_of(lengths, before, cta);
-    prefetch(a, step.own, cta % step.splits, step.splits, head, lane);
-  };
-#else
-  const int* const before = nullptr;
-  const Step step = step_of(lengths, before, cta);  // its length in a register before it is needed
-  auto early = [&] { prefetch(a, step.own, cta % step.splits, step.splits, head, lane); };
-#endif
+  auto early = [&] { prefetch(a, cta / SPLITS, split, head, lane); };
+  const int own = cta / SPLITS < ROWS ? lengths[cta / SPLITS] : 0;  // in a register before it is needed
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
               blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
 
   empty(next_qkv, next_states);
-#if CHUNK > 1
-  const Step step = sh.step;
-#endif
-  const int splits = step.splits, split = cta % splits;
-  for (int number = cta / splits; number < step.items; number += HEAD_CTAS / splits) {
-    int items;
-    const Item item = number == cta / splits ? step.own : item_at(lengths, before, number, items);
-    const int length = item.length, rows = ITEM_ROWS == 1 ? 1 : item.rows, all = CHUNK == 1 ? 1 : item.fresh();
-    const Run run = run_of(length, split, splits);
+  for (int sequence = cta / SPLITS; sequence < ROWS; sequence += HEAD_CTAS / SPLITS) {
+    const int length = sequence == cta / SPLITS ? own : lengths[sequence], newest = length - 1;
+    const Run run = run_of(length, split, SPLITS);
     if (length == 0 || split >= run.used) continue;
-    const int fresh = run.end == length ? all : 0, end = max(run.begin, min(run.end, length - all));
-    const int count = attend(sh, a, item, head, run.begin, end, fresh, [&] {
-      for (int h = warp; h < rows * G + 2 * fresh; h += WARPS) {
-        const bool query = h < rows * G, key = (h - rows * G) % 2 == 0;
-        const int place = query ? all - rows + h / G : (h - rows * G) / 2;  // among the new tokens
-        const int position = length - all + place, from = item.first - (all - rows) + place;  // of the token, and its row
-        const float2* turns = rope + (size_t)position * (ROTARY / 2);
-        const u16* row = qkv + (size_t)from * NDIM;
-        const int column = (query ? head * G + h % G : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
+#if CHUNK > 1
+    const int back = min(before[sequence], min(CHUNK, length) - 1);  // new tokens of the sequence in rows before
+#else
+    constexpr int back = 0;
+#endif
+    const int fresh = run.end == length ? back + 1 : 0, end = max(run.begin, min(run.end, newest - back));
+    const int count = attend(sh, a, sequence, head, run.begin, end, fresh, [&] {
+      for (int h = warp; h < G + 2 * fresh; h += WARPS) {
+        const bool query = h < G, key = (h - G) % 2 == 0;
+        const int place = query ? back : (h - G) / 2, ago = back - place;  // among the new tokens; rows and tokens back
+        const float2* turns = rope + (size_t)(newest - ago) * (ROTARY / 2);
+        const u16* row = qkv + (size_t)(sequence - ago) * NDIM;
+        const int column = (query ? head * G + h : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
         const Head v = prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr,
                                     epsilon, lane);
         if (query) {
           store_query(v, a.scale, sh.query[h], lane);
         } else {
-          const size_t slot = slot_of(a, item.first, position);
-          const bool stored = place >= all - rows;  // another item stores those before
-          Stored* cache = stored ? (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM : nullptr;
+          const size_t slot = slot_of(a, sequence, newest);
+          Stored* cache = ago ? nullptr : (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM;
           Stored* to = (Stored*)sh.newest[!key][place];
 #if KV8
           store_newest(v, to, cache, sh.newest_scales[!key] + place,
@@ -587,19 +502,20 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       }
     });
     named_barrier(1, THREADS);
-    float* mine = states + (size_t)blockIdx.x * ITEM_ROWS * G * STATE;
-    for (int i = threadIdx.x; i < rows * G * HEAD_DIM; i += THREADS) {
+    u16* target = out + ((size_t)sequence * HEADS + head * G) * HEAD_DIM;
+    float* mine = states + (size_t)blockIdx.x * G * STATE;
+    for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
-      const float3 state = merge_lanes(sh, item, count, h, d);
+      const float3 state = merge_lanes(sh, count, h, d);
       if (run.used == 1) {
-        place_of_column(a, item, head, h)[d] = to_bits(state.x / state.z);
+        target[i] = to_bits(state.x / state.z);
       } else {
         store_relaxed(mine + h * STATE + d, state.x);
         if (d < 2) store_relaxed(mine + h * STATE + HEAD_DIM + d, d ? state.z : state.y);
       }
     }
-    if (run.used > 1) gather(mine - (size_t)split * ITEM_ROWS * G * STATE, a, item, head, split, run.used, warp, lane);
-    if (number + HEAD_CTAS / splits < step.items) named_barrier(1, THREADS);  // before others fetch over the states
+    if (run.used > 1) gather(mine - (size_t)split * G * STATE, target, split, run.used, warp, lane);
+    if (sequence + HEAD_CTAS / SPLITS < ROWS) named_barrier(1, THREADS);  // before others fetch over the states
   }
   end_launch(THREADS);
 }

@@ -65,7 +65,6 @@ class Outline:
     matrix: Matrix
     interleaved: bool
     static: bool
-    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +115,7 @@ class TiledWeight:
 
     @functools.cached_property
     def outline(self) -> Outline:
-        return Outline(self.matrix, self.interleaved, self.static, self.dtype)
+        return Outline(self.matrix, self.interleaved, self.static)
 
     @property
     def width(self) -> int:
