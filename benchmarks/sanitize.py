@@ -248,6 +248,87 @@ def sampled() -> float:
     return float(sum(map(bool, wrong))) / len(wrong)
 
 
+def latent() -> float:
+    """A row of 33 tokens: where keys and values are the identity, a head reads the cache itself."""
+    import torch
+
+    from flyweight.batch import KVStorage
+    from flyweight.kernels.attention.decode import Rows, rope_pairs
+    from flyweight.kernels.attention.latent import LatentLayer, LatentShape, Workspace, latent_attention
+    from flyweight.kernels.linear.fused import Norm
+
+    shape, length = LatentShape(16, 128, 512, 64, 128, page=16), 33
+    pages, table = torch.randn(3, 16, 1, 576).bfloat16(), torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    query, new = torch.zeros(1, 16 * 192).bfloat16(), torch.randn(1, 576).bfloat16()
+    keys = torch.zeros(16, 128, 512).bfloat16()  # no score: the mean of all rows
+    values = torch.eye(128, 512).bfloat16().expand(16, -1, -1).contiguous()
+    turn = torch.ones(64, 32), torch.zeros(64, 32)  # by nothing
+    rows = Rows(rope_pairs(*turn).cuda(), torch.tensor([length], dtype=torch.int32).cuda(), table.cuda())
+    held = pages.cuda()
+    layer = LatentLayer(shape, 0.1, Norm(torch.ones(512).bfloat16().cuda(), 1e-6), keys.cuda(), values.cuda())
+    work = Workspace.make(shape, 1, dtype=torch.bfloat16, device=torch.device("cuda", 0), splits=2)
+    out = torch.empty(1, 16 * 128, dtype=torch.bfloat16, device="cuda")
+    latent_attention(query.cuda(), new.cuda(), out, KVStorage(held, held[..., :512]), rows, layer=layer, workspace=work)
+    own = new[:, :512].double() * torch.rsqrt(new[:, :512].double().square().mean() + 1e-6)
+    older = pages[table[0].long()].flatten(0, 2)[: length - 1, :512].double()
+    return error(out.view(16, 128), torch.cat([older, own]).mean(0)[:128].expand(16, -1))
+
+
+def delta_rule() -> float:
+    """Three steps of two sequences and a row of padding."""
+    import torch
+
+    from flyweight.batch import StateStorage
+    from flyweight.kernels.gated_delta import reference
+    from flyweight.kernels.gated_delta.decode import DeltaRows, delta_step
+    from flyweight.kernels.gated_delta.shape import DeltaShape, DeltaWeights
+
+    shape, tokens = DeltaShape(2, 4, 64, 64, 4), torch.randn(2, 3, DeltaShape(2, 4, 64, 64, 4).projected).bfloat16()
+    parts = (torch.randn(4, shape.channels) / 2, -torch.rand(4) / 4, torch.randn(4), torch.ones(64))
+    wide = DeltaWeights(shape, *(part.double() for part in parts), 1e-6)
+    weights = DeltaWeights(shape, *parts, 1e-6).to(torch.device("cuda", 0))
+    cache = StateStorage(torch.zeros(3, 4, shape.channels, device="cuda").bfloat16(), torch.zeros(3, 4, 64, 64, device="cuda"))
+    slots, got = torch.tensor([2, 0, 1], dtype=torch.int32).cuda(), []
+    for at in range(3):
+        lengths = torch.tensor([at + 1, at + 1, 0], dtype=torch.int32).cuda()
+        step = torch.cat([tokens[:, at], tokens[:1, 0]]).cuda()
+        out = torch.zeros(3, shape.outputs, dtype=torch.bfloat16, device="cuda")
+        got.append(delta_step(step, out, cache, DeltaRows(lengths, slots), weights)[:2])
+    return error(torch.stack(got, 1), reference.delta_whole(tokens.double(), wide))
+
+
+def in_order(rows: int) -> float:
+    """GPTQ's act-order: x is brought into the order of the groups."""
+    import torch
+
+    from flyweight.kernels import dispatch
+    from flyweight.tensors import IntGroup
+
+    tensor, x = IntGroup.random((200, 576), 1, "cpu", bits=4, act_order=True), torch.randn(rows, 576).bfloat16()
+    return error(dispatch.prepare(tensor.to("cuda"), dtype=torch.bfloat16)(x.cuda()), tensor.matmul_reference(x))
+
+
+def accepted() -> float:
+    """Three sequences with two, no and one right guess, and a row of padding; the share of places that are wrong."""
+    import torch
+
+    from flyweight.kernels.accept import ChainState, CheckedRows, accept
+
+    def integers(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32).cuda()
+
+    hidden, tables = torch.randn(8, 576).bfloat16(), torch.arange(24, dtype=torch.int32).view(8, 3)
+    tokens, chosen, first = ([9, 4, 5, 7, 1, 1, 2, 0], [4, 5, 6, 1, 1, 3, 8, 0], [0, 3, 4])
+    state = ChainState(torch.zeros(3, 576).bfloat16().cuda(), integers(0, 0, 0), integers(*range(12)).view(3, 4))
+    rows = CheckedRows(torch.tensor(chosen).cuda(), torch.tensor(tokens).cuda(), integers(0, 1, 2, 0, 0, 1, 2, 0),
+                       integers(30, 31, 32, 7, 15, 16, 17, 0), tables.cuda(), torch.tensor(first).cuda())
+    accept(rows, hidden.cuda(), state)
+    want = [2, 3, 5]
+    right = (torch.equal(state.hidden.cpu(), hidden[want]), state.lengths.tolist() == [32, 7, 16],
+             torch.equal(state.tables[:, :3].cpu(), tables[want]))
+    return 1 - sum(right) / len(right)
+
+
 def error(got, want) -> float:
     got = got.cpu().double()
     return float("inf") if got.isnan().any() else ((got - want).norm() / want.norm()).item()
@@ -283,6 +364,11 @@ CASES: dict[str, tuple[Callable[[], float], str, float]] = {
     "prompt": (lambda: prompt(paged=False), "prefill_attention", 0.01),
     "prompt-paged": (lambda: prompt(paged=True), "prefill_attention", 0.01),
     "sample": (sampled, "sample", 0.0),
+    "latent": (latent, "absorb|attend|release", 0.02),
+    "gated-delta": (delta_rule, "gated_delta", 0.02),
+    "act-order": (lambda: in_order(1), "gemv|gather", 0.02),
+    "act-order-rows": (lambda: in_order(5), "gemv|gather|few|batch", 0.02),
+    "accept": (accepted, "accept", 0.0),
 }
 
 

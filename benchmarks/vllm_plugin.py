@@ -1,65 +1,110 @@
-"""vLLM with our kernels and without them, by turns on one GPU: how fast, and do they say the same?
+"""vLLM with our kernels, vLLM without them and our own engine, by turns on one GPU.
 
-    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --out rows.jsonl           decode, batch 1, 8 and 64
-    python benchmarks/vllm_plugin.py preset:qwen3-8b:w8a8 --batch 1 --out rows.jsonl
-    python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl             teacher-forced, both ways
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4 --out rows.jsonl
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:w8a8@on,off@1 --out rows.jsonl
+    python benchmarks/vllm_plugin.py preset:gemma-3-12b:int4 --sides native off --batch 1 …
+    python benchmarks/vllm_plugin.py preset:qwen3-8b:int4@native,off@workloads@greedy+top_p=0.9 …
+    python benchmarks/vllm_plugin.py FOLDER --agree 512 --out rows.jsonl   teacher-forced, both ways
 
-Two processes start vLLM on the same model, one with the plug-in and one with `FLYWEIGHT_VLLM=off`; both wait for each
-other, and then measure in turns. Rows name the classes that multiplied (`linear_kernels`). By default vLLM captures whole
-decode steps and compiles nothing (its mode 0), which starts in a minute; `--compiled` leaves everything at its defaults.
+Every side of every model is a process: `on` is vLLM with the plug-in, `off` is vLLM with
+`FLYWEIGHT_VLLM=off`, `native` is our engine. vLLM captures whole decode steps and compiles nothing
+(its mode 0), which starts in a minute; as `on-compiled` and `off-compiled` its compiler is on. All
+start at the same time, and are measured when all are there, one model after the other, its sides in
+turns, greedy answers first. What stands behind `then` starts when that is done. Rows name the
+classes that multiplied (`linear_kernels`).
+
+MODEL@SIDES@SHAPES@SAMPLING says it for one model: `native,off@1,64@greedy+top_p=0.9`; SHAPES are
+batches, workloads of `bench latency` or all of them (`workloads`), and more pairs of shapes and
+sampling may follow. A side that has not started after `--start-seconds` is
+ended (of the first model: after twice that), and a row says that it failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import importlib
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Client, Connection, Listener
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from flyweight.backends.base import EngineOptions, Limits, create
-from flyweight.bench.cases import Case
+from flyweight.bench.cases import Case, parse_sampling
 from flyweight.bench.facts import Variant, facts_of
 from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rounded
 from flyweight.bench.timing import batch_figures, random_prompts
+from flyweight.bench.workloads import LATENCY, Workload
+from flyweight.checkpoint.reader import Checkpoint
+from flyweight.quant.subject import encode
 
-SIDES = {"on": "vllm-plugin", "off": "vllm"}  # the plug-in → backend
-KEY = b"flyweight"
+SIDES = {  # → backend
+    "on": "vllm-plugin",
+    "off": "vllm",
+    "on-compiled": "vllm-plugin",
+    "off-compiled": "vllm",
+    "native": "native",
+}
+MODES = {"on": "decode graphs", "off": "decode graphs", "native": None}  # others are compiled
 WARM = 24  # tokens
+GREEDY = "greedy"
+THEN = "then"
 
 
-def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    extra: dict[str, Any] = dict(gpu_memory_utilization=options.memory, kv_cache_memory_bytes=options.cache_gb << 30)
-    if not options.compiled:
-        graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sorted(options.batch))
-        extra |= dict(compilation_config=graphs, kernel_config=dict(enable_flashinfer_autotune=False))
-    if options.agree:
+def engine_options(side: str, sizes: list[int], cache_gb: int, more: list[str]) -> dict[str, Any]:
+    """Of vLLM. `sizes`: batches whose decode steps are captured."""
+    # the share is only looked at before the start, when others may have begun to load already
+    extra: dict[str, Any] = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=cache_gb << 30)
+    if not sizes:
         extra |= dict(enforce_eager=True, compilation_config=dict(mode=0))
-    return extra | {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in options.option)}
+    else:
+        graphs: dict[str, Any] = dict(cudagraph_capture_sizes=sizes)
+        if side in MODES:
+            graphs |= dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
+        kernels = dict(enable_flashinfer_autotune=False)
+        extra |= dict(compilation_config=graphs, kernel_config=kernels)
+    pairs = (pair.split("=", 1) for pair in more)
+    return extra | {name: json.loads(value) for name, value in pairs}
 
 
-# -- one process with an engine --------------------------------------------------------------------------------
+# -- one process with an engine ----------------------------------------------------------------
 
 
-def work(address: str) -> None:
+def work(channel: Connection) -> None:
     """Starts an engine and does what it is told, until it is told to stop."""
-    channel = Client(address, "AF_UNIX", authkey=KEY)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    side = channel.recv()
+    if side != "native":
+        importlib.import_module("vllm")  # half a minute: while others are measured
     order = channel.recv()
+    if order["traceback_seconds"]:
+        faulthandler.dump_traceback_later(order["traceback_seconds"], repeat=True)
     begin = time.perf_counter()
     try:
-        engine = create(SIDES[order["side"]], order["model"], EngineOptions(dtype=order["dtype"], extra=order["extra"]))
+        options = EngineOptions(dtype=order["dtype"], extra=order["extra"])
+        engine = create(SIDES[side], order["model"], options)
         engine.start(Limits(**order["limits"]))
     except BaseException as error:
         channel.send({"fault": f"{type(error).__name__}: {error}"[:800]})
         raise
-    channel.send({"seconds": time.perf_counter() - begin, "kv_dtype": engine.kv_dtype,
-                  "kernels": getattr(engine, "linear_kernels", None)})
+    faulthandler.cancel_dump_traceback_later()
+    channel.send(
+        {
+            "seconds": time.perf_counter() - begin,
+            "kv_dtype": engine.kv_dtype,
+            "kernels": getattr(engine, "linear_kernels", None),
+            "torch": _torch_version(),
+        }
+    )
     while order := channel.recv():
         try:
             channel.send(ACTIONS[order.pop("do")](engine, **order))
@@ -68,47 +113,139 @@ def work(address: str) -> None:
     engine.stop()
 
 
-def measure(engine: Any, *, batch: int, input: int, output: int, vocabulary: int, seed: int) -> Row:
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+def measure(
+    engine: Any, *, shape: tuple[int, int, int], sampling: Row, vocabulary: int, seed: int
+) -> Row:
+    batch, input, output = shape
+    engine.options.sampling.clear()
+    engine.options.sampling.update(sampling)
     prompts = random_prompts(batch, input, vocabulary=vocabulary, seed=seed)
     return batch_figures(engine.generate(prompts, output), input=input, output=output)
 
 
 def forced(engine: Any, *, ids: list[int]) -> Row:
-    """By position: the likeliest token, its lead over the second, and the log-probability of the text's own."""
+    """By position: the likeliest token, its lead over the second, and the log-probability of the
+    text's own.
+    """
+    ask = of_ours if SIDES["native"] == engine.name else of_vllm
+    found = ask(engine, ids)
+    ranked = [sorted(top.items(), key=lambda item: -item[1])[:2] for top, _ in found]
+    return {
+        "best": [two[0][0] for two in ranked],
+        "lead": [two[0][1] - two[1][1] for two in ranked],
+        "own": [own for _, own in found],
+    }
+
+
+def of_vllm(engine: Any, ids: list[int]) -> list[tuple[dict[int, float], float]]:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2, detokenize=False)
-    found = engine.inner.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].prompt_logprobs[1:]
-    ranked = [sorted(place.items(), key=lambda item: item[1].rank)[:2] for place in found]
-    return {"best": [two[0][0] for two in ranked], "lead": [two[0][1].logprob - two[1][1].logprob for two in ranked],
-            "own": [place[token].logprob for place, token in zip(found, ids[1:], strict=True)]}
+    prompts = [{"prompt_token_ids": ids}]
+    found = engine.inner.generate(prompts, params, use_tqdm=False)[0].prompt_logprobs[1:]
+    return [
+        ({token: one.logprob for token, one in place.items()}, place[own].logprob)
+        for place, own in zip(found, ids[1:], strict=True)
+    ]
+
+
+def of_ours(engine: Any, ids: list[int]) -> list[tuple[dict[int, float], float]]:
+    from flyweight.engine.request import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
+    found = engine.llm.generate([ids], params)[0].prompt_logprobs[1:]
+    return [(one.top, one.logprob) for one in found]
 
 
 ACTIONS = {"measure": measure, "forced": forced}
 
 
-# -- the process that measures ---------------------------------------------------------------------------------
+# -- the process that measures -----------------------------------------------------------------
+
+
+class Failed(Exception):
+    """An engine that cannot go on."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, the sides that it is measured on, and what is measured."""
+
+    model: str
+    sides: tuple[str, ...]
+    cells: tuple[tuple[Workload, str], ...]  # with how tokens are chosen
+
+    @classmethod
+    def parse(cls, text: str, options: argparse.Namespace) -> Subject:
+        model, named, *rest = f"{text}@".split("@") if "@" not in text else text.split("@")
+        rest += [""] * (len(rest) % 2 or 2 * (not rest))  # shapes and sampling by turns
+        sides = tuple(named.split(",")) if named else tuple(options.sides)
+        wrong = [side for side in sides if side not in SIDES]
+        if wrong:
+            raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
+        cells = [
+            (shape, chosen)
+            for shapes, sampling in zip(rest[::2], rest[1::2], strict=True)
+            for chosen in (sampling.split("+") if sampling else options.sampling)
+            for shape in shapes_of(shapes, options)
+        ]
+        return cls(model, sides, tuple(cells))
+
+    @property
+    def shapes(self) -> list[Workload]:
+        return list(dict.fromkeys(shape for shape, _ in self.cells))
+
+
+def shapes_of(text: str, options: argparse.Namespace) -> list[Workload]:
+    if text == "workloads":
+        return list(LATENCY.values())
+    usual = options.batch or ([] if options.agree else [1, 8, 64])
+    words = text.split(",") if text else [str(batch) for batch in usual]
+    return [
+        LATENCY[word]
+        if word in LATENCY
+        else Workload(None, int(word), options.input, options.output)
+        for word in words
+    ]
 
 
 class Engine:
-    """One side, as the measuring process sees it."""
+    """One side of one model, as the measuring process sees it."""
 
-    channel: Connection
-
-    def __init__(self, side: str, folder: Path):
+    def __init__(self, side: str, model: str, folder: Path, options: argparse.Namespace):
         self.side = side
-        self.log = folder / f"{side}.log"
-        environment = dict(os.environ, VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
-        environment["FLYWEIGHT_VLLM"] = "off" if side == "off" else os.environ.get("FLYWEIGHT_VLLM", "on")
-        address = str(folder / f"{side}.socket")
-        self.listener = Listener(address, "AF_UNIX", authkey=KEY)
+        self.model = model
+        name = f"{model.replace('/', '-').replace(':', '-')}-{side}"
+        self.log = folder / f"{name}.log"
+        self.told: Row = {}
+        self.channel, theirs = Pipe()
+        command = [sys.executable, __file__, "--worker", str(theirs.fileno())]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, __file__, "--worker", address], env=environment, stdout=log,
-                                            stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command,
+                env=environment_of(side, options),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()  # so that the end of the process is the end of the channel
+        self.channel.send(side)
 
     def begin(self, order: Row) -> None:
-        self.channel = self.listener.accept()
-        self.channel.send(order | {"side": self.side})
+        self.channel.send(order | {"model": self.model})
+
+    def wait(self, until: float) -> None:
+        """For its start."""
+        if not self.channel.poll(max(0.0, until - time.monotonic())):
+            self.process.kill()
+            raise Failed("had not started in time")
+        self.told = self.answer()
 
     def ask(self, **order: Any) -> Row:
         self.channel.send(order)
@@ -117,94 +254,252 @@ class Engine:
     def answer(self) -> Row:
         try:
             found: Row = self.channel.recv()
-        except EOFError:
+        except (EOFError, OSError):
             found = {"fault": "the process ended"}
         if "fault" in found:
-            print(f"{self.side}: {found['fault']}\n{self.log.read_text(errors='replace')[-3000:]}", flush=True)
-            raise SystemExit(1)
+            raise Failed(found["fault"])
         return found
 
     def stop(self) -> None:
-        self.channel.send(None)
+        if self.process.poll() is not None:
+            return
         try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
+            self.channel.send(None)
+            self.process.wait(5)
+        except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
 
 
-def compare_speed(engines: list[Engine], options: argparse.Namespace, write: Any, vocabulary: int) -> None:
-    for batch in options.batch:
-        shape = dict(batch=batch, input=options.input, output=options.output, vocabulary=vocabulary)
-        for engine in engines:
-            for seed in range(2):
-                engine.ask(do="measure", **shape | dict(output=WARM, seed=-1 - seed))
-        rates: dict[str, list[float]] = {engine.side: [] for engine in engines}
-        for repeat in range(options.repeats):
-            for engine in engines if repeat % 2 else engines[::-1]:
-                figures = engine.ask(do="measure", **shape, seed=repeat)
+def environment_of(side: str, options: argparse.Namespace) -> dict[str, str]:
+    found = dict(os.environ, VLLM_LOGGING_LEVEL="INFO", VLLM_USE_FLASHINFER_SAMPLER="0")
+    if SIDES[side] == "vllm":
+        found["FLYWEIGHT_VLLM"] = "off"
+    if side == "native" and options.native_path:
+        found["PYTHONPATH"] = options.native_path
+        found.pop("LD_LIBRARY_PATH", None)
+    return found
+
+
+class Bench:
+    """What is asked of one model's engines, and the rows of it."""
+
+    def __init__(self, subject: Subject, options: argparse.Namespace, file: ResultFile):
+        self.subject = subject
+        self.options = options
+        self.file = file
+        self.id = ""  # of the environment's row
+        self.facts = facts_of(Variant.parse(subject.model))
+        self.vocabulary = self.facts.vocabulary or 1000
+        self.engines: list[Engine] = []
+
+    @property
+    def limits(self) -> Limits:
+        forced = [(1, self.options.agree + 16)] if self.options.agree else []
+        return Limits.of([*forced, *((one.batch, one.context) for one in self.subject.shapes)])
+
+    def launch(self, folder: Path) -> None:
+        sides = self.subject.sides
+        self.engines = [Engine(side, self.subject.model, folder, self.options) for side in sides]
+
+    def begin(self) -> None:
+        limits = self.limits
+        vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
+        order = dict(dtype=self.options.dtype, traceback_seconds=self.options.traceback_seconds)
+        sizes = sorted({shape.batch for shape in self.subject.shapes})
+        for engine in self.engines:
+            if engine.side == "native":
+                engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
+            else:
+                extra = engine_options(engine.side, sizes, self.cache_gb, self.options.option)
+                engine.begin(order | dict(limits=vllm, extra=extra))
+
+    @property
+    def cache_gb(self) -> int:
+        """Of keys and values, in vLLM: what the largest shape needs, and some."""
+        needed = (self.limits.tokens or 0) * self.facts.kv_bytes(None)
+        return self.options.cache_gb or 1 + int(1.1 * needed / 2**30)
+
+    def wait(self, until: float) -> None:
+        for engine in list(self.engines):
+            try:
+                engine.wait(until)
+            except Failed as error:
+                self.drop(engine, str(error))
+                continue
+            told = engine.told
+            print(
+                f"{engine.model} {engine.side}: started in {told['seconds']:.0f} s, torch "
+                f"{told['torch']}, linears by {told['kernels']}",
+                flush=True,
+            )
+
+    def drop(self, engine: Engine, reason: str) -> None:
+        tail = engine.log.read_text(errors="replace")[-2500:]
+        print(f"{engine.model} {engine.side}: {reason}\n{tail}", flush=True)
+        self.write(engine, status="failed", reason=reason)
+        engine.process.kill()
+        self.engines.remove(engine)
+
+    def write(self, engine: Engine, bench: str = "latency", **fields: Any) -> None:
+        backend = SIDES[engine.side]
+        case = Case(self.facts, create("native", self.subject.model, EngineOptions()), backend)
+        told = engine.told
+        row = case.fields() | {
+            "kv_dtype": told.get("kv_dtype"),
+            "linear_kernels": told.get("kernels"),
+            "torch": told.get("torch"),
+            "start_s": told.get("seconds"),
+            "vllm_mode": MODES.get(engine.side, "compiled") if self.subject.shapes else "eager",
+        }
+        self.file.append([make_row(bench, self.id, **rounded(row | fields))])
+
+    def speed(self, text: str) -> None:
+        """`text`: how tokens are chosen."""
+        for shape in [shape for shape, chosen in self.subject.cells if chosen == text]:
+            for engine in list(self.engines):
+                self.attempt(engine, shape, text, seed=-2, output=WARM)
+                self.attempt(engine, shape, text, seed=-1, output=WARM)
+            self.turns(shape, text)
+
+    def attempt(self, engine: Engine, *shape: Any, **options: Any) -> Row | None:
+        """None: it has failed, now or before, and is no longer among the engines."""
+        if engine not in self.engines:
+            return None
+        try:
+            return self.ask(engine, *shape, **options)
+        except Failed as error:
+            self.drop(engine, str(error))
+            return None
+
+    def ask(
+        self, engine: Engine, shape: Workload, text: str, *, seed: int, output: int | None = None
+    ) -> Row:
+        return engine.ask(
+            do="measure",
+            shape=(shape.batch, shape.input, min(output or shape.output, shape.output)),
+            sampling={} if text == GREEDY else parse_sampling(text),
+            vocabulary=self.vocabulary,
+            seed=seed,
+        )
+
+    def turns(self, shape: Workload, text: str) -> None:
+        rates: dict[str, list[float]] = {engine.side: [] for engine in self.engines}
+        fields = dict(workload=shape.name, batch=shape.batch, input=shape.input)
+        fields |= dict(output=shape.output) | ({} if text == GREEDY else {"sampling": text})
+        for repeat in range(self.options.repeats):
+            for engine in list(self.engines) if repeat % 2 else self.engines[::-1]:
+                figures = self.attempt(engine, shape, text, seed=repeat)
+                if figures is None:
+                    continue
                 rates[engine.side].append(figures["decode_tok_s"])
-                write(engine, workload=None, batch=batch, input=options.input, output=options.output, repeat=repeat + 1, **figures)
-        median = {side: statistics.median(found) for side, found in rates.items()}
-        ratio = f", {median['on'] / median['off']:.3f} x" if len(median) == 2 else ""
-        print(f"batch {batch}: " + ", ".join(f"{side} {rate:.1f} tok/s" for side, rate in median.items()) + ratio, flush=True)
+                self.write(engine, repeat=repeat + 1, **fields, **figures)
+        median = {side: statistics.median(found) for side, found in rates.items() if found}
+        told = ", ".join(f"{side} {rate:.1f}" for side, rate in median.items())
+        last = self.engines[-1].side if self.engines else ""
+        ratios = {side: rate / median[last] for side, rate in median.items() if side != last}
+        over = "".join(f", {side} {ratio:.3f} x {last}" for side, ratio in ratios.items())
+        what = f"{self.subject.model} batch {shape.batch} x {shape.input}+{shape.output} {text}"
+        print(f"{what}: {told} tok/s{over}", flush=True)
+
+    def agree(self) -> None:
+        """Of every side with the last one."""
+        ids = self.prompt()
+        *others, last = [(engine, engine.ask(do="forced", ids=ids)) for engine in self.engines]
+        for engine, found in others:
+            fields = compared(found, last[1]) | {"against": SIDES[last[0].side]}
+            self.write(engine, "quality", check="forced", tool="vllm", **fields)
+            print(f"{engine.model} {engine.side}: {json.dumps(fields)}", flush=True)
+
+    def prompt(self) -> list[int]:
+        count = self.options.agree
+        if self.options.text is None or not Path(self.subject.model, "tokenizer.json").exists():
+            return random_prompts(1, count, vocabulary=self.vocabulary, seed=0)[0]
+        tokenizer = Checkpoint(self.subject.model).tokenizer()
+        return encode(tokenizer, self.options.text.read_text(encoding="utf-8"))[0][:count]
 
 
-def compare_tokens(engines: list[Engine], options: argparse.Namespace, vocabulary: int) -> Row:
-    ids = random_prompts(1, options.agree, vocabulary=vocabulary, seed=0)[0]
-    on, off = (engine.ask(do="forced", ids=ids) for engine in engines)
-    other = [i for i, (a, b) in enumerate(zip(on["best"], off["best"], strict=True)) if a != b]
-    moved = [abs(a - b) for a, b in zip(on["own"], off["own"], strict=True)]
-    return {"positions": len(ids), "same_argmax": len(on["best"]) - len(other),
-            "largest_gap_at_difference": max((off["lead"][i] for i in other), default=0.0),
-            "logprob_difference_mean": statistics.fmean(moved), "logprob_difference_max": max(moved)}
+def compared(found: Row, other: Row) -> Row:
+    pairs = zip(found["best"], other["best"], strict=True)
+    different = [place for place, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    moved = [abs(a - b) for a, b in zip(found["own"], other["own"], strict=True)]
+    return {
+        "positions": len(found["best"]),
+        "same_argmax": len(found["best"]) - len(different),
+        "largest_gap_at_difference": max((other["lead"][i] for i in different), default=0.0),
+        "logprob_difference_mean": statistics.fmean(moved),
+        "logprob_difference_max": max(moved),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("models", nargs="+", help="presets or folders, with @SIDES… or not; `then`")
+    add("--sides", nargs="+", default=["on", "off"], choices=list(SIDES), help="of models without")
+    add("--batch", type=int, nargs="+", help="default: 1 8 64, or nothing with --agree")
+    add("--input", type=int, default=128)
+    add("--output", type=int, default=128)
+    add("--sampling", nargs="+", default=[GREEDY], help="greedy, or as `bench --sampling` takes it")
+    add("--repeats", type=int, default=3)
+    add("--agree", type=int, default=0, metavar="N", help="compare N teacher-forced positions")
+    add("--text", type=Path, help="of --agree, for a folder with a tokenizer; else random tokens")
+    add("--dtype")
+    add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
+    add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
+    add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
+    add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
+    add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
+    add("--logs", type=Path, help="folder for the sides' logs")
+    add("--out", type=Path, required=True)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a preset (random weights) or a folder")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--input", type=int, default=128)
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--agree", type=int, default=0, metavar="N", help="compare N teacher-forced positions instead")
-    parser.add_argument("--sides", nargs="+", default=["on", "off"], choices=list(SIDES))
-    parser.add_argument("--dtype")
-    parser.add_argument("--memory", type=float, default=0.3, help="vLLM's gpu_memory_utilization, of each of the two")
-    parser.add_argument("--cache-gb", type=int, default=4, help="of KV cache, each")
-    parser.add_argument("--compiled", action="store_true", help="vLLM's own defaults: compiles for minutes at the first start")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more arguments of vLLM's LLM, as JSON")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    device = "cuda" if _has_gpu() else "cpu"
-    environment, file = environment_row(device, measure_bandwidth=False), ResultFile(options.out)
+    options = parse()
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = ResultFile(options.out)
+    waves: list[list[Bench]] = [[]]
+    for text in options.models:
+        if text == THEN:
+            waves.append([])
+        else:
+            waves[-1].append(Bench(Subject.parse(text, options), options, file))
+    benches = [bench for wave in waves for bench in wave]
+    for bench in benches:
+        bench.launch(folder)
+    environment = environment_row("cuda" if _has_gpu() else "cpu", measure_bandwidth=False)
     file.append([environment])
-    facts = facts_of(Variant.parse(options.model))
-    context = options.agree + 16 if options.agree else options.input + options.output
-    limits = dict(batch=max(options.batch), context=context, tokens=None)
-    order = dict(model=options.model, dtype=options.dtype, extra=engine_options(options), limits=limits)
-    folder = Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
-    engines = [Engine(side, folder) for side in options.sides]
-    for engine in engines:
-        engine.begin(order)
-    started = {engine.side: engine.answer() for engine in engines}
-    for side, told in started.items():
-        print(f"{side}: started in {told['seconds']:.0f} s, linears by {told['kernels']}", flush=True)
+    try:
+        for wave in waves:
+            run(wave, options, environment["id"])
+    finally:
+        for bench in benches:
+            for engine in bench.engines:
+                engine.process.kill()
 
-    def write(engine: Engine, bench: str = "latency", **fields: Any) -> None:
-        case = Case(facts, create(SIDES[engine.side], options.model, EngineOptions()), SIDES[engine.side])
-        told = started[engine.side]
-        row = case.fields() | {"kv_dtype": told["kv_dtype"], "linear_kernels": told["kernels"]} | fields
-        file.append([make_row(bench, environment["id"], **rounded(row))])
 
-    vocabulary = facts.vocabulary or 1000
-    if options.agree:
-        found = compare_tokens(engines, options, vocabulary)
-        write(engines[0], "quality", check="vllm-plugin", tool="vllm", **found)
-        print(json.dumps(found), flush=True)
-    else:
-        compare_speed(engines, options, write, vocabulary)
-    for engine in engines:
-        engine.stop()
+def run(benches: list[Bench], options: argparse.Namespace, environment: str) -> None:
+    """What is measured together."""
+    begun = time.monotonic()
+    for bench in benches:
+        bench.id = environment
+        bench.begin()
+    for bench in benches:
+        patience = 2 if bench is benches[0] else 1
+        bench.wait(begun + patience * options.start_seconds)
+    for bench in benches:
+        folder = not bench.subject.model.startswith("preset:")  # else weights differ
+        if options.agree and folder and len(bench.engines) > 1:
+            bench.agree()
+    for text in dict.fromkeys(text for bench in benches for _, text in bench.subject.cells):
+        for bench in benches:
+            bench.speed(text)
+    for bench in benches:
+        for engine in bench.engines:
+            engine.stop()
 
 
 def _has_gpu() -> bool:
@@ -215,6 +510,6 @@ def _has_gpu() -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2])
+        work(Connection(int(sys.argv[2])))
     else:
         main()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyweight.errors import OptionError
-from flyweight.quant.evaluate import Window, cut_windows, perplexity
+from flyweight.quant.evaluate import Remembered, Window, compare, cut_windows, perplexity
 from flyweight.quant.subject import encode
 
 TEXT = """The lighthouse keeper counted the ships as they passed, one by one, into the grey of the evening. There had been
@@ -100,3 +100,22 @@ def test_perplexity_agrees_with_plain_transformers_to_four_digits(smollm2, strid
     result = perplexity(decoder, ids, window=48, stride=stride)
     assert result.tokens == count
     assert math.isclose(result.perplexity, math.exp(total / count), rel_tol=5e-5)
+
+
+def test_an_original_is_run_once_however_many_are_compared_with_it():
+    class Counted(Uniform):
+        runs = 0
+
+        def forward_whole(self, tokens):
+            self.runs += 1
+            return super().forward_whole(tokens)
+
+    counted = Counted()
+    original = Remembered(counted)
+    perplexity(original, list(range(40)), window=16)
+    for _ in range(2):
+        compare(original, Uniform(), list(range(40)), window=16)
+    assert counted.runs == 3  # windows
+    original.ROOM = 0
+    perplexity(original, list(range(1, 41)), window=16)
+    assert len(original.kept) == 3

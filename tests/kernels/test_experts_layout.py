@@ -54,12 +54,3 @@ def test_there_is_room_for_any_load(tokens):
         chosen_by = torch.multinomial(loads + 1e-9, pairs, replacement=True, generator=generator)
         needed = sum(-(-int(load) // tile) for load in torch.bincount(chosen_by, minlength=count))
         assert needed <= most
-
-
-def test_a_router_of_many_experts_asks_for_its_shared_memory():
-    """What it has itself and what a launch gives it are 48 KB together, unless the launch asks."""
-    assert experts.route_shared(8, 128, 20480) == 20480
-    for count, needed in ((512, 20480), (256, 40960)):
-        assert needed + 8 * 8 * count + 12 * count > 48 * 1024 or needed > 48 * 1024
-        assert experts.route_shared(8, count, needed) > 48 * 1024
-    assert experts.route_shared(8, 256, 71680) == 71680

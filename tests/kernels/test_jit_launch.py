@@ -15,9 +15,23 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 class Driver:
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="own", CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="most"
+    )
+    CUkernel = CUdevice = int
 
     def __init__(self, types):
         self.types, self.launches, self.status = types, [], 0
+        self.own, self.asked = 1024, []
+
+    def cuKernelGetAttribute(self, attribute, kernel, device):
+        assert (attribute, kernel, device) == ("own", 1234, 0)
+        return 0, self.own
+
+    def cuKernelSetAttribute(self, attribute, size, kernel, device):
+        assert (attribute, kernel, device) == ("most", 1234, 0)
+        self.asked.append(size)
+        return (0,)
 
     def cuLaunchKernelEx(self, config, function, places, extra):
         addresses = (ctypes.c_void_p * len(self.types)).from_address(places)
@@ -80,3 +94,9 @@ def test_a_launch_that_fails_says_what_was_asked_for(kernel):
     kernel._driver.status = 701
     with pytest.raises(jit.KernelError, match=r"example was not launched \(grid 9, 256 threads.*701"):
         kernel.launch(9, 256, (None, None, 1, 1.0))
+
+
+def test_shared_memory_beyond_48_kb_with_the_kernels_own_is_asked_for_once(kernel):
+    for size in (0, 47 * 1024, 47 * 1024 + 16, 47 * 1024 + 16, 1000, 90_000):
+        kernel.launch(1, 32, (None, None, 1, 1.0), shared=size)
+    assert kernel._driver.asked == [47 * 1024 + 16, 90_000]

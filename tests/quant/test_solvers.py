@@ -9,7 +9,7 @@ from flyweight.quant.gptq import GPTQ, gptq
 from flyweight.quant.grid import Integers, fit_group_size, make_grid
 from flyweight.quant.noise import quietest, token_noise, weight_noise
 from flyweight.quant.rtn import rtn, to_int8_channel
-from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales, w8a8_error
+from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales, w8a8_error
 from flyweight.quant.sparsegpt import prune24
 from flyweight.quant.statistics import NonFiniteError, Statistics, inverse_factor, layer_error
 from flyweight.quant.vptq import VPTQ, vptq
@@ -234,9 +234,10 @@ def test_refined_scales_make_less_noise_on_tokens_they_were_not_learned_on():
     x, fresh = x.chunk(2)
     largest, found = x.abs().amax(0), w8a8_error(fresh, [weight])
     _, scales = search_alpha(w8a8_error(x, [weight]), [largest], [weight])
-    refined = refine(x, [weight], scales, largest=largest, tokens=len(x))
+    noise = int8_noise(x, [weight], largest=largest, tokens=len(x))
+    refined = refine(x, [weight], scales, noise)
     assert found(refined) < found(scales)
-    pairs = refine(x, [weight], scales, largest=largest, tokens=len(x),
+    pairs = refine(x, [weight], scales, noise,
                    allowed=lambda s: s.view(-1, 2).mean(1, keepdim=True).expand(-1, 2).reshape(-1))
     assert torch.equal(pairs[::2], pairs[1::2])
 

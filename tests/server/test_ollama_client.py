@@ -3,6 +3,8 @@
 import pytest
 from tool_models import ADD, WEATHER
 
+from flyweight.server.ollama.facts import weight_bytes
+
 ollama = pytest.importorskip("ollama", reason="the official client is not installed: pip install ollama")
 
 PARIS = {"city": "Paris", "unit": "C"}
@@ -92,6 +94,14 @@ def test_models_are_listed_and_shown(client):
     shown = client.show("talker")
     assert shown.capabilities == ["completion", "tools", "thinking"] and "tool_call" in shown.template
     assert shown.modelinfo["llama.context_length"] == 4096
+
+
+def test_a_gguf_has_its_size(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(bytes(1000))
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    (folder / "model.gguf").symlink_to(tmp_path / "model.gguf")
+    assert weight_bytes(str(folder)) == 1000 and weight_bytes("preset:tiny") == 0
 
 
 def test_errors_are_one_message(client):

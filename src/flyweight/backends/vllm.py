@@ -2,7 +2,7 @@
 
 A preset becomes a folder with nothing but a config.json, which vLLM fills with its dummy loader. That leaves integer tensors as
 they were allocated, mostly zeros, on which matrix units draw less power and so run faster at a GPU's power limit: in process
-their codes are made random afterwards. `gptq` finds no quantized tensors and runs unquantized: that scheme is not offered.
+a loader of ours makes them random. `gptq` finds no quantized tensors and runs unquantized: that scheme is not offered.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ SCHEMES: dict[str, dict[str, Any] | None] = {  # scheme of a preset → quantiza
     "w8a16": compressed("pack-quantized", weights(8)),
     "w8a8": compressed("int-quantized", weights(8, strategy="channel"), "int"),
     "fp8": compressed("float-quantized", weights(8, "float", strategy="channel"), "float"),
+    "fp8-block": dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128]),
+    "mxfp4": dict(quant_method="mxfp4", modules_to_not_convert=[  # experts alone, as gpt-oss's own files
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]),
 }
 
 
@@ -59,12 +62,23 @@ def model_folder(model: str) -> tuple[str, dict[str, Any]]:
         raise UnsupportedError(f"vLLM has no dummy weights of scheme {name!r}; known: {', '.join(SCHEMES)}")
     config = preset_config(preset)
     if (quantization := SCHEMES[name]) is not None:
-        config["quantization_config"] = quantization
-    config["dtype"] = {"int4": "float16", **FLOATS}.get(name, config["dtype"])  # its AWQ kernels compute in float16
+        config["quantization_config"] = quantization | ({"group_size": group_of(config)} if name == "int4" else {})
+    wide = name == "int4" and config["model_type"] in NO_FLOAT16
+    config["dtype"] = {"int4": "float16", **FLOATS}.get(name, config["dtype"]) if not wide else config["dtype"]
     config["torch_dtype"] = config["dtype"]
     folder = tempfile.mkdtemp(prefix="flyweight-vllm-")
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return folder, {"load_format": "dummy", "skip_tokenizer_init": True}
+
+
+NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # which vLLM refuses to run in it; AWQ's own files are in float16
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def group_of(config: dict[str, Any]) -> int:
+    """Inputs that share a scale: vLLM's AWQ knows one number for all linears."""
+    widths = [config[name] for name in WIDTHS if config.get(name)]
+    return next(group for group in (128, 64, 32) if all(width % group == 0 for width in widths))
 
 
 def arguments(options: EngineOptions, limits: Limits) -> dict[str, Any]:
@@ -76,22 +90,31 @@ def arguments(options: EngineOptions, limits: Limits) -> dict[str, Any]:
                 **{name: value for name, value in given.items() if value is not None}) | options.extra
 
 
-CODES = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight")  # names of tensors that hold integers
+CODES = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight")  # names of tensors of integers end so
+RANDOM = "flyweight-random"  # vLLM's load_format of a preset, in process
 
 
 def make_codes_random(model: Any) -> None:
     import torch
 
-    from flyweight.plugins.vllm.layer import KEY
-
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] in CODES and not parameter.is_floating_point():
+        if name.endswith(CODES) and not (parameter.is_floating_point() or parameter.is_complex()):
             limits = torch.iinfo(parameter.dtype)
             parameter.data.random_(limits.min, limits.max)
-    if any(name.endswith(KEY) for name, _ in model.named_parameters()):
-        from flyweight.plugins import op
 
-        op.make_codes_random()
+
+def register_random_loader() -> None:
+    """vLLM's dummy loader leaves words of codes as they were allocated, mostly zeros. They are made random before a
+    kernel lays them out: of zeros ours would find that two of four are none, and choose the kernels for that."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class RandomLoader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            make_codes_random(model)
+
+    register_model_loader(RANDOM)(RandomLoader)
 
 
 def set_parts(parts: str | None) -> None:
@@ -126,10 +149,12 @@ class Vllm:
 
         self.plug_in()
         folder, more = model_folder(self.model)
+        alone = self.options.tensor_parallel == 1  # else the weights are in other processes
+        if more and alone:
+            register_random_loader()
+            more |= {"load_format": RANDOM}
         self.inner = vllm.LLM(model=folder, disable_log_stats=True, **more, **arguments(self.options, limits))
-        if self.options.tensor_parallel == 1:  # else the weights are in other processes
-            if more:
-                self.inner.apply_model(make_codes_random)
+        if alone:
             self.linear_kernels = self.inner.apply_model(plugin.kernels_of)[0]
         self.kv_dtype = str(self.inner.llm_engine.model_config.dtype).removeprefix("torch.")
         self.tokens = 0

@@ -63,13 +63,13 @@ def evaluate(
     from rich.console import Console
 
     from flyweight.bench.rows import ResultFile
-    from flyweight.quant.evaluate import compare, perplexity
+    from flyweight.quant.evaluate import Remembered, compare, perplexity
     from flyweight.quant.subject import load_subject
 
     results = ResultFile(output) if output is not None else None  # first: a file that cannot be written shows at once
 
     console = Console(stderr=True, highlight=False)
-    first, rows = None, []
+    first, original, rows = None, None, []
     for name in models:
         with console.status(f"Loading {name} …"):
             own = first is None and len(models) > 1  # the original's head and cache stay as its files ask for
@@ -82,11 +82,12 @@ def evaluate(
             raise OptionError(f"{name} cuts the text into other tokens than {models[0]}: they cannot be compared")
         with show_progress(console) as update:
             options = dict(window=window, stride=stride, bos=subject.bos, progress=update)
-            if first is None:
+            if first is None or original is None:
+                original = Remembered(subject.decoder) if len(models) > 1 else subject.decoder
                 batch = 8 if subject.decoder.device.type == "cuda" else 1
-                result, agreement = perplexity(subject.decoder, subject.ids[:tokens], batch=batch, **options), None
+                result, agreement = perplexity(original, subject.ids[:tokens], batch=batch, **options), None
             else:
-                result, agreement = compare(first.decoder, subject.decoder, subject.ids[:tokens], **options)
+                result, agreement = compare(original, subject.decoder, subject.ids[:tokens], **options)
         first = first or subject
         rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served)
                     | ({"head": head} if head and (first is not subject or len(models) == 1) else {}))

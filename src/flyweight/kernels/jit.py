@@ -188,7 +188,7 @@ class Kernel:
         from cuda.bindings import driver
 
         self.name = name
-        self._shared: dict[int, int] = {}  # bytes that each device has been asked to allow
+        self._shared: dict[int, int] = {}  # bytes that each device allows a launch
         self.waits = False  # for other blocks of its launch, perhaps
         self.counts = False  # and waits for counters of other launches: cuda/dependent_launch.cuh
         self._together: set[tuple[int, int]] = set()  # launches whose blocks all run at once
@@ -198,8 +198,19 @@ class Kernel:
         self._format: struct.Struct | None = None
         self._lock = threading.Lock()
 
+    def _unasked_shared(self, device: int) -> int:
+        """Bytes that a launch may have unasked: what the kernel's own variables leave of 48 KB."""
+        driver = self._driver
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        kernel = driver.CUkernel(int(self._handle))
+        status, own = driver.cuKernelGetAttribute(attribute, kernel, driver.CUdevice(device))
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"{self.name} does not tell its shared memory: {status}")
+        self._shared[device] = max(UNASKED_SHARED - own, 0)
+        return self._shared[device]
+
     def _allow_shared(self, size: int, device: int) -> None:
-        """More than 48 KB of dynamic shared memory must be asked for once on each device."""
+        """More of it must be asked for once on each device."""
         driver = self._driver
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         kernel = driver.CUkernel(int(self._handle))
@@ -258,7 +269,8 @@ class Kernel:
     ) -> None:
         """Launch on torch's current device and stream (inside a graph that torch captures, too)."""
         device = torch._C._cuda_getDevice()
-        if shared > self._shared.get(device, UNASKED_SHARED):
+        allowed = self._shared.get(device)
+        if shared > (self._unasked_shared(device) if allowed is None else allowed):
             self._allow_shared(shared, device)
         stream = torch._C._cuda_getCurrentRawStream(device)
         grids = (grid,) if isinstance(grid, int) else tuple(grid)

@@ -13,6 +13,8 @@ call with so many rows: engines run every size once before they capture it.
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -21,17 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyweight.kernels import dispatch
 from flyweight.kernels.linear.fused import FusedLinear
-from flyweight.kernels.linear.tiled import TiledLinear
+from flyweight.plugins import ahead
 from flyweight.tensors import QuantTensor, merge
 
 _library = torch.library.Library("flyweight", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor key, SymInt outputs) -> Tensor")
 _linears: dict[int, FusedLinear] = {}
+_seconds: list[float] = []  # that weights took to be laid out
+logger = logging.getLogger("vllm.flyweight")
 
 
 def _linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
+    if ahead.has_noted():
+        _begin()
     return _linears[key.data_ptr()](x)
 
 
@@ -42,6 +47,13 @@ def _shape_only(x: Tensor, key: Tensor, outputs: int) -> Tensor:
 _library.impl("linear", _linear, "CUDA")
 _library.impl("linear", _linear, "CPU")
 torch.library.register_fake("flyweight::linear", _shape_only, lib=_library)
+
+
+def _begin() -> None:
+    """Of the first product after weights were laid out."""
+    logger.info("Flyweight: %d weights laid out in %.1f s", len(_linears), sum(_seconds))
+    _seconds.clear()
+    ahead.compile_noted()
 
 
 def linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
@@ -67,11 +79,13 @@ def prepare(
     parts: list[QuantTensor], *, dtype: torch.dtype, bias: Tensor | None = None
 ) -> FusedLinear:
     """One linear of the parts of a merged projection, laid out for the device that they are on."""
+    begin = time.perf_counter()
     segments = merge(parts)
     with floats_by_default():
-        if len(segments) == 1:
-            return dispatch.prepare(segments[0], dtype=dtype, bias=bias)
-        return dispatch.prepare_all(segments, dtype=dtype, bias=bias)
+        ahead.note(segments, dtype, bias=bias is not None)
+        found = ahead.lay_out(segments, dtype=dtype, bias=bias)
+    _seconds.append(time.perf_counter() - begin)
+    return found
 
 
 @contextlib.contextmanager
@@ -83,16 +97,6 @@ def floats_by_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def make_codes_random() -> None:
-    """Of weights that were filled by nobody (an engine's dummy loader): on zeros matrix units draw
-    less power, and so run faster than on real weights.
-    """
-    with torch.inference_mode():
-        for one in _linears.values():
-            if isinstance(one, TiledLinear):
-                one.weight.weights.random_(0, 256)
 
 
 def kernels_held() -> dict[str, int]:

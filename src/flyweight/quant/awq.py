@@ -19,11 +19,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flyweight.quant.grid import Grid, Integers, make_grid, smallest_share, stored
+from flyweight.quant.grid import (
+    Grid,
+    Integers,
+    make_grid,
+    rounding_error,
+    smallest_share,
+    stored,
+)
 from flyweight.quant.noise import Allowed, quietest, weight_noise
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
 
+TRIED = 2  # clipped ranges of the least expected error whose true error is measured
 RATIOS = tuple(i / 20 for i in range(20))
 Judge = Callable[
     [Sequence[Tensor]], float
@@ -135,42 +143,66 @@ def search_scales(
 
 
 def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10) -> Grid:
-    """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller."""
-    grid = make_grid(weight, settings, statistics.importance)
+    """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller.
+
+    That error takes a product with H for each candidate, so only those are measured whose errors,
+    each column's weighted with its mean square input, are least: `TRIED` for each group.
+    """
+    start = make_grid(weight, settings, statistics.importance)
     weight = weight.float()
-    size = grid.group_size
-    hessian = statistics.hessian
-    blocks = torch.stack(
-        [hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
+    size = start.group_size
+    pieces = weight.unflatten(1, (-1, size))
+    importance = statistics.importance.unflatten(0, (-1, size))
+    shares = torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]
+    candidates = [start, *(cut(start, share) for share in shares)]
+    expected = torch.stack(
+        [
+            rounding_error(pieces, candidate.scales, candidate.zeros, settings, importance)
+            for candidate in candidates
+        ]
     )
-
-    def errors(candidate: Grid) -> Tensor:
-        difference = (
-            (candidate.values(candidate.codes(weight)) - weight)
-            .unflatten(1, (-1, size))
-            .transpose(0, 1)
-        )
-        return ((difference @ blocks) * difference).sum(-1).T  # [rows, groups]
-
-    best = errors(grid)
-    start = grid
-    for share in torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]:
-        scales = stored(start.scales * share, settings.scale_dtype)
-        zeros = start.zeros
-        if not settings.symmetric:  # both ends move in together
-            low = -start.zeros * start.scales * share
-            zeros = torch.clamp(torch.round(-low / scales), 0, 2**settings.bits - 1)
-        candidate = Grid(scales, zeros, settings, size)
-        found = errors(candidate)
+    scales, zeros = (
+        torch.stack([getattr(candidate, name) for candidate in candidates])
+        for name in ("scales", "zeros")
+    )
+    error = group_errors(weight, statistics.hessian, size)
+    best, grid = torch.full_like(start.scales, torch.inf), start
+    for picked in expected.argsort(0)[:TRIED, None]:  # a candidate of each group's own
+        tried = Grid(scales.gather(0, picked)[0], zeros.gather(0, picked)[0], settings, size)
+        found = error(tried)
         better = found < best
         best = torch.where(better, found, best)
         grid = Grid(
-            torch.where(better, scales, grid.scales),
-            torch.where(better, zeros, grid.zeros),
+            torch.where(better, tried.scales, grid.scales),
+            torch.where(better, tried.zeros, grid.zeros),
             settings,
             size,
         )
     return grid
+
+
+def cut(grid: Grid, share: float) -> Grid:
+    """The same grid over so much of its range; of zero points both ends move in together."""
+    scales = stored(grid.scales * share, grid.settings.scale_dtype)
+    zeros = grid.zeros
+    if not grid.settings.symmetric:
+        low = -grid.zeros * grid.scales * share
+        zeros = torch.clamp(torch.round(-low / scales), 0, 2**grid.settings.bits - 1)
+    return Grid(scales, zeros, grid.settings, grid.group_size)
+
+
+def group_errors(weight: Tensor, hessian: Tensor, size: int) -> Callable[[Grid], Tensor]:
+    """Grid → e·H_gg·eᵀ of each group, [rows, groups]."""
+    blocks = torch.stack(
+        [hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
+    )
+
+    def errors(grid: Grid) -> Tensor:
+        difference = grid.values(grid.codes(weight)) - weight
+        parts = difference.unflatten(1, (-1, size)).transpose(0, 1)
+        return ((parts @ blocks) * parts).sum(-1).T
+
+    return errors
 
 
 def awq_round(

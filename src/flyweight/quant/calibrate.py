@@ -155,13 +155,14 @@ class Loop:
                 self.original[i] = block.forward(self.original[i], self.context)
         block = work.build()
         for i in range(len(self.hidden)):
-            x = block.forward(self.hidden[i], self.context)
+            x = work.run(block, i, self.hidden[i], self.context)
             if not bool(torch.isfinite(x).all()):
                 raise NonFiniteError(
                     f"layer {index} gives NaN or infinity in {self.dtype}; finished blocks are "
                     "kept: try --dtype float32 or bfloat16"
                 )
             self.hidden[i] = x
+        work.known.forget()
 
     def tune(self, tokens: Tensor, embedding: Tensor) -> None:
         """All finished blocks together; the results lie beside them and stand in their place."""
@@ -230,6 +231,7 @@ class Loop:
         if self.recipe.learn_steps and self.original is not None:
             work.weights |= floats
             report["learned"] = self.learn(work)
+            work.known.forget()
         return report
 
     def layers(self, work: WorkBlock, group: Group) -> list[Layer]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flyweight.kernels.native import rounding
 from flyweight.quant.grid import Grid, Integers, make_grid, stored
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
@@ -125,7 +126,7 @@ def recursion(
             steps=grids.steps,
             kept=None if kept is None else kept[begin:end],
         )
-        columns[end:] -= upper[begin:end, end:].T @ errors
+        columns[end:].addmm_(upper[begin:end, end:].T, errors, alpha=-1)
     return codes
 
 
@@ -157,6 +158,10 @@ def walk(
             kept=kept,
             values=values,
         )
+    if rounding.takes(tile):
+        return rounding.walk(
+            tile, matrix, scales, zeros, steps=steps, kept=kept, values=values
+        )
     codes = torch.empty_like(tile)
     errors = torch.empty_like(tile)
     tile = tile.clone()
@@ -185,7 +190,7 @@ def columnwise(
             torch.sub(columns[j], value, out=errors[j - begin]).div_(upper[j, j])
             columns[j + 1 : end].addr_(upper[j, j + 1 : end], errors[j - begin], alpha=-1)
             columns[j] = value
-        columns[end:] -= upper[begin:end, end:].T @ errors
+        columns[end:].addmm_(upper[begin:end, end:].T, errors, alpha=-1)
     return columns
 
 
@@ -210,7 +215,7 @@ def descend(
             steps=2**grid.settings.bits - 1,
             kept=None if mask is None else mask.T[block].contiguous(),
         )
-        pull -= hessian[:, block] @ moves
+        pull.addmm_(hessian[:, block], moves, alpha=-1)
     return found.T
 
 

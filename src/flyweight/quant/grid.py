@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError, unknown
+from flyweight.kernels.native import rounding
 from flyweight.tensors import IntGroup
 
 RANGES = {
@@ -189,7 +190,12 @@ def nearest(pieces: Tensor, scales: Tensor, zeros: Tensor, settings: Integers) -
 def rounding_error(
     pieces: Tensor, scales: Tensor, zeros: Tensor, settings: Integers, weights: Tensor | None
 ) -> Tensor:
-    # In place: a search calls this seventy times on every weight.
+    """Of each group [rows, groups]; a search calls this seventy times on every weight."""
+    if rounding.takes(pieces):
+        varied = None if settings.symmetric else zeros
+        return rounding.rounding_error(
+            pieces, scales, varied, weights, steps=2**settings.bits - 1
+        )
     difference = nearest(pieces, scales, zeros, settings).mul_(scales[..., None]).sub_(pieces)
     # the usual power of 2.4 would cost a CPU more than all the rest of the search
     difference.square_()

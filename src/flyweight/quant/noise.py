@@ -19,10 +19,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flyweight.kernels.native import rounding
+
 Noise = Callable[[Tensor], Tensor]  # scales [in] → expected squared error
 Allowed = Callable[[Tensor], Tensor]  # scales → the nearest ones that the layer before can take
 STEPS = 60
 RATE = 0.05
+
+
+def largest(sizes: Tensor, scales: Tensor) -> Tensor:
+    """max over k of sizes[..., k] · scales[..., k], for scales [k] or [groups, k]. The gradient is
+    that of the largest alone, where `amax` would make one of every number.
+    """
+    if rounding.takes(sizes):
+        chosen, at = rounding.largest(sizes, scales.detach())
+    else:
+        at = (sizes * scales.detach()).argmax(-1)
+        chosen = sizes.gather(-1, at[..., None])[..., 0]
+        if scales.ndim == 2:
+            at = at + torch.arange(len(scales), device=at.device) * scales.shape[1]
+    return chosen * scales.flatten().index_select(0, at.flatten()).view_as(chosen)
 
 
 def weight_noise(
@@ -31,15 +47,13 @@ def weight_noise(
     """Of rounding `weight` [out, in] in groups of columns, where the inputs' squares sum to
     `energy` [in].
     """
-    sizes = weight.float().abs() if symmetric else weight.float()
+    sizes = (weight.float().abs() if symmetric else weight.float()).unflatten(1, (-1, group_size))
 
     def noise(scales: Tensor) -> Tensor:
-        pieces = (sizes * scales).unflatten(1, (-1, group_size))
-        ranges = (
-            pieces.amax(-1)
-            if symmetric
-            else pieces.amax(-1).clamp(min=0) - pieces.amin(-1).clamp(max=0)
-        )  # [out, groups]
+        shaped = scales.unflatten(0, (-1, group_size))
+        ranges = largest(sizes, shaped)  # [out, groups]
+        if not symmetric:
+            ranges = ranges.clamp(min=0) + largest(-sizes, shaped).clamp(min=0)
         return (
             ranges.square().sum(0)
             * (energy / scales.square()).unflatten(0, (-1, group_size)).sum(-1)
@@ -48,8 +62,8 @@ def weight_noise(
     return noise
 
 
-def token_noise(x: Tensor, weight: Tensor, largest: Tensor, *, tokens: int) -> Noise:
-    """Of int8 tokens x [sample, in], a sample of `tokens` whose largest values are `largest` [in].
+def token_noise(x: Tensor, weight: Tensor, loudest: Tensor, *, tokens: int) -> Noise:
+    """Of int8 tokens x [sample, in], a sample of `tokens` whose largest values are `loudest` [in].
 
     Channels that the sample does not know at their loudest would be taken for quiet ones, and some
     are loud in one token of ten thousand: each counts as one more token of the whole.
@@ -59,7 +73,8 @@ def token_noise(x: Tensor, weight: Tensor, largest: Tensor, *, tokens: int) -> N
     share = x.shape[0] / tokens
 
     def noise(scales: Tensor) -> Tensor:
-        steps = (sizes / scales).amax(1).square().sum() + share * (largest / scales).square().sum()
+        inverse = 1 / scales
+        steps = largest(sizes, inverse).square().sum() + share * (loudest * inverse).square().sum()
         return steps * (scales.square() * energy).sum()
 
     return noise

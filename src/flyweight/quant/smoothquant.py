@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flyweight.quant.noise import Allowed, quietest, token_noise, weight_noise
+from flyweight.quant.noise import Allowed, Noise, quietest, token_noise, weight_noise
 from flyweight.tensors import quantize_int8_rows
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -76,25 +76,32 @@ def search_alpha(
     return best[1], best[2]
 
 
+def int8_noise(x: Tensor, weights: Sequence[Tensor], *, largest: Tensor, tokens: int) -> Noise:
+    """Expected of int8 tokens and channels. x [sample, in] is a sample of `tokens` whose largest
+    values are `largest` [in]; what judges afterwards is left out.
+    """
+    seen = x[~judges(x)].float()
+    weight = torch.cat([w.float() for w in weights])
+    rounding = weight_noise(weight, seen.square().sum(0), group_size=weight.shape[1])
+    reading = token_noise(seen, weight, largest, tokens=tokens)
+    return lambda scales: rounding(scales) + reading(scales)
+
+
+def judges(x: Tensor) -> Tensor:
+    """bool [sample]: the tokens that judge."""
+    return torch.arange(x.shape[0], device=x.device) % UNSEEN == 0
+
+
 def refine(
     x: Tensor,
     weights: Sequence[Tensor],
     scales: Tensor,
-    *,
-    largest: Tensor,
-    tokens: int,
+    noise: Noise,
     allowed: Allowed = lambda scales: scales,
 ) -> Tensor:
-    """Scales near `scales` with less noise for int8 tokens and channels, or `scales`.
-
-    x [sample, in] is a sample of `tokens` whose largest values are `largest` [in]; some of it
-    learns, the rest judges.
+    """Of scales near `scales` with less `noise` (`int8_noise` of x), `scales` and none at all,
+    those with the least error on tokens that the noise knows nothing of.
     """
-    judges = torch.arange(x.shape[0], device=x.device) % UNSEEN == 0
-    seen = x[~judges].float()
-    weight = torch.cat([w.float() for w in weights])
-    rounding = weight_noise(weight, seen.square().sum(0), group_size=weight.shape[1])
-    reading = token_noise(seen, weight, largest, tokens=tokens)
-    refined = quietest(lambda s: rounding(s) + reading(s), scales, allowed, steps=REFINE_STEPS)
-    error = w8a8_error(x[judges], weights)
-    return refined if error(refined) < error(allowed(scales)) else allowed(scales)
+    refined = quietest(noise, scales, allowed, steps=REFINE_STEPS)
+    error = w8a8_error(x[judges(x)], weights)
+    return min((refined, allowed(scales), torch.ones_like(scales)), key=error)

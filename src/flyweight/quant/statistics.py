@@ -36,13 +36,25 @@ def matmul_precision(kind: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+GRAM_COLUMNS = 256  # of a Gram matrix at a time
+
+
 def gram(x: Tensor) -> Tensor:
     """xᵀ · x in float32; half-precision inputs multiply on tensor cores, whose sums are float32
     too.
     """
     if x.dtype in (torch.float16, torch.bfloat16) and x.is_cuda:
         return torch.mm(x.T, x, out_dtype=torch.float32)
-    return x.float().T @ x.float()
+    x = x.float()
+    if x.is_cuda:
+        return x.T @ x
+    # A CPU saves the half that is the other's mirror image.
+    made = torch.empty(x.shape[1], x.shape[1], device=x.device)
+    for begin in range(0, x.shape[1], GRAM_COLUMNS):
+        end = begin + GRAM_COLUMNS
+        torch.mm(x[:, begin:end].T, x[:, begin:], out=made[begin:end, begin:])
+        made[end:, begin:end] = made[begin:end, end:].T
+    return made
 
 
 @dataclass(eq=False)
@@ -192,17 +204,17 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     )
 
 
+JUDGED_ROWS = 256  # of a weight, spread evenly over it: enough for a figure of two digits
+
+
 def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor | None) -> float:
     """Relative squared error of the layer's output: ‖(W − Q)·X‖² / ‖W·X‖²; of the weight where
-    nothing is known of X.
+    nothing is known of X. Large weights are judged by a sample of their rows.
     """
 
     def power(of: Tensor) -> Tensor:
         return ((of if hessian is None else of @ hessian) * of).sum(dtype=torch.float64)
 
-    above = below = torch.zeros((), dtype=torch.float64, device=weight.device)
-    rows = max(1, (1 << 24) // weight.shape[1])  # at a time: the sum is taken of a copy in float64
-    for part, other in zip(weight.split(rows), quantized.split(rows), strict=True):
-        above = above + power((part - other).float())
-        below = below + power(part.float())
-    return float(above / below.clamp(min=1e-30))
+    every = max(1, len(weight) // JUDGED_ROWS)
+    part = weight[::every].float()
+    return float(power(part - quantized[::every].float()) / power(part).clamp(min=1e-30))

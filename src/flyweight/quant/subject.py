@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flyweight.checkpoint.hub import resolve
@@ -10,13 +10,44 @@ from flyweight.checkpoint.reader import Checkpoint
 from flyweight.device import pick_device
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flyweight.kernels.native.executor import NativeDecoder
     from flyweight.models.decoder import Decoder
+    from flyweight.models.kv_scheme import KVScheme
+
+
+class NativeWhole:
+    """The CPU's native decoder as an evaluation asks for one: whole sequences, all their logits."""
+
+    def __init__(self, decoder: NativeDecoder, scheme: KVScheme):
+        import torch
+
+        self.decoder = decoder
+        self.config = decoder.config
+        self.kv_scheme = scheme
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+
+    def forward_whole(self, tokens: Tensor) -> Tensor:
+        """Float32 logits [batch, tokens, vocab] of sequences [batch, tokens]."""
+        import torch
+
+        from flyweight.engine.embedding import BLOCK, pack
+        from flyweight.engine.memory import CacheShape
+
+        count, length = tokens.shape
+        batch = pack(tokens.tolist(), self.device)
+        batch = replace(batch, output_rows=torch.arange(count * length))
+        shape = CacheShape.of(self.config, self.decoder.cache_dtype)
+        caches = shape.shared(count * -(-length // BLOCK), BLOCK, self.device)
+        return self.decoder.forward(batch, caches).view(count, length, -1)
 
 
 @dataclass(frozen=True)
 class Subject:
     checkpoint: Checkpoint
-    decoder: Decoder
+    decoder: Decoder | NativeWhole
     ids: list[int]
     bos: int | None
 
@@ -40,6 +71,8 @@ def load_subject(
 ) -> Subject:
     from flyweight.engine.loading import choose_dtype
     from flyweight.kernels.linear.prompts import check_prompt_dtype
+    from flyweight.models import native
+    from flyweight.models.config import ModelConfig
     from flyweight.models.decoder import Decoder
     from flyweight.models.kv_scheme import choose_kv_scheme
     from flyweight.models.narrow_head import narrow_head
@@ -49,6 +82,12 @@ def load_subject(
     ids, bos = encode(checkpoint.tokenizer(), text)
     weights = narrow_head(checkpoint, head)
     computed = choose_dtype(dtype, checkpoint.config, place)
+    if place.type == "cpu" and prompt_dtype is None:
+        config = ModelConfig.from_dict(checkpoint.config)
+        scheme = choose_kv_scheme(kv_dtype, checkpoint, config)
+        if scheme.format is None and native.why_not(config, computed) is None:
+            whole = NativeWhole(native.load(weights, exact=exact), scheme)
+            return Subject(checkpoint, whole, ids, bos)
     decoder = Decoder.load(weights, device=place, dtype=computed, exact=exact)
     if prompt_dtype is not None:
         decoder.narrow_prompts(check_prompt_dtype(prompt_dtype))

@@ -18,7 +18,7 @@ from flyweight.quant.awq import Judge, output_error, search_scales
 from flyweight.quant.cache import ActivationCache
 from flyweight.quant.inputs import GroupInputs
 from flyweight.quant.recipe import Layer, Recipe
-from flyweight.quant.smoothquant import refine, search_alpha, smooth_scales, w8a8_error
+from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales
 from flyweight.quant.work import WorkBlock
 
 JUDGED_TOKENS = 4096  # tokens on which the scale search runs attention and MLP
@@ -77,10 +77,10 @@ class Transforms:
 
         if self.recipe.smooth == "search" and layer.activations == "int8":
             x = self.inputs.spread(group)
-            alpha, scales = search_alpha(w8a8_error(x[::4], weights), sizes, weights)
-            scales = refine(
-                x, weights, scales, largest=found.largest, tokens=found.tokens, allowed=allowed
-            )
+            noise = int8_noise(x, weights, largest=found.largest, tokens=found.tokens)
+            # the noise takes no product of matrices, and the error of the samples judges its choice
+            alpha, scales = search_alpha(lambda s: float(noise(s)), sizes, weights)
+            scales = refine(x, weights, scales, noise, allowed)
         elif self.recipe.smooth == "search":
             error = output_error(
                 found, weights, layer.integers(self.stored), judge=self.judge(group)

@@ -49,6 +49,33 @@ class Enough(Exception):
     """Raised inside a block once the input that was asked for has been seen."""
 
 
+class KnownOutputs:
+    """What finished groups of a block gave for each batch: a block is run once for each stage of
+    its calibration, and up to that stage nothing changes.
+    """
+
+    ROOM = 256 << 20  # bytes; beyond them outputs are computed again
+
+    def __init__(self) -> None:
+        self.batch: int | None = None  # that runs now; None: nothing is kept
+        self.kept: dict[tuple[str, int], Tensor] = {}
+
+    def forget(self) -> None:
+        self.kept.clear()
+
+    def output(self, group: Group, compute: Callable[[], Tensor]) -> Tensor:
+        """A copy, because a block may add to what it is given."""
+        if self.batch is None or group.routed:
+            return compute()
+        key = (group.name, self.batch)
+        if key in self.kept:
+            return self.kept[key].clone()
+        found = compute()
+        if found.nbytes + sum(kept.nbytes for kept in self.kept.values()) <= self.ROOM:
+            self.kept[key] = found.clone()
+        return found
+
+
 class WorkBlock:
     def __init__(
         self,
@@ -72,6 +99,7 @@ class WorkBlock:
         self.unpacked: dict[
             str, tuple[QuantTensor, Tensor]
         ] = {}  # what `dense` has made, and of what
+        self.known = KnownOutputs()
 
     @classmethod
     def load(
@@ -158,7 +186,22 @@ class WorkBlock:
         """
         weight = torch.cat([part.to(self.dtype) for part in weights])
         quantize_input = input_quantizer([self.quantized.get(name) for name in group.linears])
-        block.linears[group.name].substitute(lambda x: F.linear(quantize_input(x), weight))
+        finished = all(name in self.quantized for name in group.linears)
+
+        def multiply(x: Tensor) -> Tensor:
+            return F.linear(quantize_input(x), weight)
+
+        block.linears[group.name].substitute(
+            (lambda x: self.known.output(group, lambda: multiply(x))) if finished else multiply
+        )
+
+    def run(self, block: Block, number: int, batch: Tensor, context: PromptStage) -> Tensor:
+        """The block's output for a batch, of which what is known is not computed again."""
+        self.known.batch = number
+        try:
+            return block.forward(batch, context)
+        finally:
+            self.known.batch = None
 
     def statistics(
         self,
@@ -198,10 +241,10 @@ class WorkBlock:
         block = self.build()
         sizes: Tensor | None = None
         block.watch(watch)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             sizes = root_mean_square(batch) if relative else None
             try:
-                block.forward(batch, context)
+                self.run(block, number, batch, context)
             except Enough:
                 continue
         for name, statistics in found.items():

@@ -34,7 +34,6 @@ WARPGROUPS = {16: 4, 32: 4}
 # more are done in turns: by then every expert has enough rows, and rows cost memory
 TOKENS_AT_ONCE = 8192
 THREADS = 256  # of a CTA of route.cu
-ROUTE_OWN = 1280  # bytes of its shared memory that no number of experts changes
 
 
 @dataclass(frozen=True)
@@ -164,14 +163,6 @@ def tile_rows(pairs: int, experts: int) -> int:
     once.
     """
     return next((tile for tile in TILES if tile >= pairs / experts * 1.25), TILES[-1])
-
-
-def route_shared(rows: int, experts: int, needed: int) -> int:
-    """Bytes to launch `route` with. A launch asks for more than every kernel may have unasked only
-    if it gives more; with many experts the kernel's own variables count as well.
-    """
-    own = ROUTE_OWN + 4 * experts * (3 + 2 * rows)
-    return needed if needed + own <= jit.UNASKED_SHARED else max(needed, jit.UNASKED_SHARED + 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,9 +309,7 @@ class GroupedExperts:
             routing.scale,
         )
         # two rows of the router and the norm
-        shared = route_shared(
-            rows, routing.experts, max(10 * x.shape[1], reserved(device) * by_token)
-        )
+        shared = max(10 * x.shape[1], reserved(device) * by_token)
         self._kernel("route", x, rows, tile, by_token).launch(
             grid, THREADS, args, shared=shared, pdl=True
         )

@@ -5,6 +5,7 @@ step.
     library.py     sources → shared library, kept in the cache; its functions and threads
     weight.py      QuantTensor → the layout that the kernels read
     linear.py      y = x Wᵀ as a call
+    rounding.py    weights → codes, for the solvers of quant/
     (models/native.py makes a checkpoint what the executor runs)
     executor.py    whole steps of a decoder: NativeDecoder
     source/        the C: vectors*.h (processors), team (threads), input (x), product* (kernels),

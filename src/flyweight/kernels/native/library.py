@@ -106,6 +106,9 @@ def load() -> ctypes.CDLL:
         "matrix_scratch": (ctypes.c_size_t, [pointer, ctypes.c_int]),
         "matrix_pack": (None, [pointer, pointer]),
         "matrix_multiply": (None, [pointer, pointer, pointer, pointer, ctypes.c_int, pointer]),
+        "rounding_errors": (None, [pointer, pointer]),
+        "rounding_largest": (None, [pointer, pointer]),
+        "rounding_walk": (None, [pointer, pointer]),
         "decoder_workspace": (ctypes.c_size_t, [pointer, pointer, ctypes.c_int]),
         "decoder_step": (None, [pointer, pointer, pointer, pointer]),
     }

@@ -19,8 +19,10 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def weight_bytes(folder: str) -> int:
+    """0: a preset has no files."""
     path = Path(folder)
-    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+    files = [file for kind in ("*.safetensors", "*.gguf") for file in path.glob(kind)] if path.is_dir() else []
+    return sum(file.stat().st_size for file in files)
 
 
 def details(service: Service) -> dict[str, Any]:
@@ -28,7 +30,8 @@ def details(service: Service) -> dict[str, Any]:
     family = str(config.get("model_type") or "unknown")
     quantization = config.get("quantization_config") or {}
     level = quantization.get("quant_method") or config.get("dtype") or config.get("torch_dtype") or "unknown"
-    return {"parent_model": "", "format": "safetensors", "family": family, "families": [family],
+    kind = "gguf" if quantization.get("quant_method") == "gguf" else "safetensors"
+    return {"parent_model": "", "format": kind, "family": family, "families": [family],
             "parameter_size": "", "quantization_level": str(level)}
 
 

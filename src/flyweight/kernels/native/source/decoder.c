@@ -116,7 +116,7 @@ static void run_mlp(const Walk *walk, const Layer *layer) {
     Product products[2] = {{layer->gate, {0}, {walk->run.gated, d->intermediate, REPLACE}},
                            {layer->up, {0}, {walk->run.gated, d->intermediate, d->gated}}};
     prepare(walk, products, 2, walk->run.hidden, layer->post_norm);
-    project_gated(walk->team, &products[0], &products[1]);
+    project_gated(walk->team, products);
     team_barrier(walk->team);
     add_to_hidden(walk, layer->down, walk->run.gated, layer->mlp_out_norm);
 }

@@ -173,7 +173,7 @@ void project(Team *team, const Product *products, int count);
 
 // silu(x gateᵀ) · (x upᵀ), likewise: gate replaces, up has the mode SILU or GELU and the same
 // target.
-void project_gated(Team *team, const Product *gate, const Product *up);
+void project_gated(Team *team, const Product *gate_and_up);
 
 // One block as floats [columns][8], columns in the matrix's order.
 void block_to_floats(const Matrix *w, int block, float *to);

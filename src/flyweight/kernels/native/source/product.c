@@ -9,6 +9,7 @@
 #define ROWS_AT_ONCE 4
 // Rows from which on writing a block out as floats once costs less than doing so every four rows.
 #define MANY 16
+#define CACHED (24 << 10) // bytes of weights, of the first cache's 32 KB or more
 
 void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]) {
@@ -32,18 +33,26 @@ static int blocks_at_once(const Team *team, int blocks) {
     return share < 1 ? 1 : share;
 }
 
-static void put(const Matrix *w, Target target, int block, int row, float *values) {
+// What becomes of `values` where `to` has `count` outputs, a constant in all blocks but the last: a
+// copy of a size that is known takes two instructions, another one a call.
+ALWAYS_INLINE void put_some(float *to, const float *values, int mode, const int count) {
+    float found[WIDTH], old[WIDTH] = {0};
+    memcpy(found, values, sizeof found);
+    if (mode != REPLACE) memcpy(old, to, 4 * (size_t)count);
+    if (mode == ADD)
+        for (int i = 0; i < WIDTH; i++) found[i] += old[i];
+    if (mode == SILU)
+        for (int i = 0; i < WIDTH; i++) found[i] *= silu(old[i]);
+    if (mode == GELU)
+        for (int i = 0; i < WIDTH; i++) found[i] *= gelu(old[i]);
+    memcpy(to, found, 4 * (size_t)count);
+}
+
+static void put(const Matrix *w, Target target, int block, int row, const float *values) {
     float *to = target.out + (size_t)row * target.stride + (size_t)block * WIDTH;
-    int count = w->outputs - block * WIDTH < WIDTH ? w->outputs - block * WIDTH : WIDTH;
-    float old[WIDTH] = {0};
-    if (target.mode != REPLACE) memcpy(old, to, 4 * (size_t)count);
-    if (target.mode == ADD)
-        for (int i = 0; i < WIDTH; i++) values[i] += old[i];
-    if (target.mode == SILU)
-        for (int i = 0; i < WIDTH; i++) values[i] *= silu(old[i]);
-    if (target.mode == GELU)
-        for (int i = 0; i < WIDTH; i++) values[i] *= gelu(old[i]);
-    memcpy(to, values, 4 * (size_t)count);
+    int left = w->outputs - block * WIDTH;
+    if (left >= WIDTH) put_some(to, values, target.mode, WIDTH);
+    else put_some(to, values, target.mode, left);
 }
 
 // One block of a weight as a weight of floats of its own, in memory of the thread's; false where
@@ -70,25 +79,52 @@ static int widen(const Matrix *w, int block, Matrix *wide) {
     return 1;
 }
 
-// All rows of x and one block.
-static void project_block(const Product *product, const Matrix *w, int block) {
-    int rows = product->input.rows;
-    for (int row = 0; row < rows; row += ROWS_AT_ONCE) {
+// Four rows of x (fewer at the end), from `row` on, and blocks first to last.
+static void project_rows(const Product *product, const Matrix *w, int row, int first, int last) {
+    int left = product->input.rows - row;
+    int count = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
+    for (int block = first; block < last; block++) {
         float out[ROWS_AT_ONCE][WIDTH];
-        int count = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
         block_product(w, &product->input, block, row, count, out);
         for (int m = 0; m < count; m++) put(w, product->target, block, row + m, out[m]);
     }
 }
 
-static void project_blocks(const Product *product, int first, int last) {
+static int is_widened(const Product *product) {
     const Matrix *w = product->w;
-    int many = product->input.rows >= MANY && !takes_integers(w) && !takes_halves(w)
+    return product->input.rows >= MANY && !takes_integers(w) && !takes_halves(w)
             && w->format != FLOAT32;
-    for (int block = first; block < last; block++) {
+}
+
+// Blocks whose weights stay in the first cache while all rows of x go by, four at a time: what is
+// written then are long pieces of rows, not one block's eight outputs of every row.
+static int blocks_in_cache(const Product *products, int count) {
+    int64_t bytes = 0;
+    for (int i = 0; i < count; i++) {
+        if (is_widened(products + i)) return 1;
+        bytes += products[i].w->block_bytes;
+    }
+    return bytes && bytes < CACHED ? CACHED / bytes : 1;
+}
+
+// All rows of x and blocks first to last of one product, or of a gate and what it multiplies.
+static void project_blocks(const Product *products, int count, int first, int last) {
+    int together = blocks_in_cache(products, count);
+    for (int block = first; block < last; block += together) {
+        int end = block + together < last ? block + together : last;
         Matrix wide;
-        if (many && widen(w, block, &wide)) project_block(product, &wide, block);
-        else project_block(product, w, block);
+        int rows = products->input.rows;
+        for (int i = 0; i < count; i++)
+            if (is_widened(products + i)) {
+                int made = widen(products[i].w, block, &wide);
+                const Matrix *w = made ? &wide : products[i].w;
+                for (int row = 0; row < rows; row += ROWS_AT_ONCE)
+                    project_rows(products + i, w, row, block, end);
+            }
+        for (int row = 0; row < rows; row += ROWS_AT_ONCE)
+            for (int i = 0; i < count; i++)
+                if (!is_widened(products + i))
+                    project_rows(products + i, products[i].w, row, block, end);
     }
 }
 
@@ -102,23 +138,17 @@ void project(Team *team, const Product *products, int count) {
         for (; piece < before + pieces; piece = team_claim(team, 1)) {
             int first = (piece - before) * step;
             int last = first + step < blocks ? first + step : blocks;
-            project_blocks(products + i, first, last);
+            project_blocks(products + i, 1, first, last);
         }
         before += pieces;
     }
 }
 
-void project_gated(Team *team, const Product *gates, const Product *ups) {
-    int blocks = matrix_blocks(gates->w);
+void project_gated(Team *team, const Product *gate_and_up) {
+    int blocks = matrix_blocks(gate_and_up->w);
     int step = blocks_at_once(team, blocks);
-    for (int first; (first = team_claim(team, step)) < blocks;) {
-        int last = first + step < blocks ? first + step : blocks;
-        // one after the other, so that a gate is still in the cache
-        for (int block = first; block < last; block++) {
-            project_blocks(gates, block, block + 1);
-            project_blocks(ups, block, block + 1);
-        }
-    }
+    for (int first; (first = team_claim(team, step)) < blocks;)
+        project_blocks(gate_and_up, 2, first, first + step < blocks ? first + step : blocks);
 }
 
 // x Wᵀ as one call: what a layer of torch, or a test, asks for.

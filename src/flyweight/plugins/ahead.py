@@ -1,0 +1,184 @@
+"""Kernels of a whole model compiled before an engine's first pass, by all cores.
+
+An engine runs one size after the other before it captures it, and each would wait for its own
+compilation: minutes. So weights are noted as they are laid out (`note`), and the first product of
+them all (`compile_noted`) has a second process find out which kernels they ask for at every number
+of rows, in a dry run, and compile these side by side. It is asked once for each set of weights:
+a file in the cache of kernels tells the next start that nothing is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flyweight import gpu
+from flyweight.gpu import Gpu
+from flyweight.kernels import dispatch, jit, tuned
+from flyweight.kernels.dry_run import DEVICE, dry_run
+from flyweight.kernels.linear.fused import FusedLinear
+from flyweight.kernels.precompile import precompile
+from flyweight.tensors import QuantTensor, Sparse24
+
+SETTING = "FLYWEIGHT_AHEAD"  # off: each kernel is compiled when it is first used
+MOST_ROWS = 16384
+MOST_SECONDS = 900
+STEPS = (1, 2, 4, *range(8, 65, 8))  # rows of decode steps that engines capture
+logger = logging.getLogger("vllm.flyweight")
+
+# the parts of a linear without values, its type, and whether it has a bias
+Noted = tuple[list[QuantTensor], torch.dtype, bool]
+_noted: dict[str, Noted] = {}
+
+
+def lay_out(
+    segments: Sequence[QuantTensor], *, dtype: torch.dtype, bias: Tensor | None
+) -> FusedLinear:
+    """One linear of parts that differ in their scheme, or of one."""
+    if len(segments) == 1:
+        return dispatch.prepare(segments[0], dtype=dtype, bias=bias)
+    return dispatch.prepare_all(segments, dtype=dtype, bias=bias)
+
+
+def note(segments: Sequence[QuantTensor], dtype: torch.dtype, *, bias: bool) -> None:
+    """A linear that is laid out for a GPU."""
+    if segments[0].device.type != "cuda" or gpu.is_pretended():
+        return
+    outlines = [Sparse24.find(one).map(_without_values) for one in segments]
+    name = " | ".join(_name(one, dtype, bias) for one in outlines)
+    _noted.setdefault(name, (outlines, dtype, bias))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _name(outline: QuantTensor, dtype: torch.dtype, bias: bool) -> str:
+    fields: list[str] = [outline.kind, str(outline.matrix_shape), str(dtype), str(bias)]
+    for name, value in sorted(outline.fields().items()):
+        told = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        inner = isinstance(value, QuantTensor)
+        fields.append(f"{name}={_name(value, dtype, bias) if inner else told}")
+    return " ".join(fields)
+
+
+def has_noted() -> bool:
+    return bool(_noted)
+
+
+def compile_noted() -> None:
+    """Everything that was noted since the last time. A fault costs time only: kernels are then
+    compiled when they are first used.
+    """
+    noted = dict(_noted)
+    _noted.clear()
+    if not noted or os.environ.get(SETTING) == "off":
+        return
+    done = _marker(sorted(noted))
+    if done.exists():
+        return
+    begin = time.perf_counter()
+    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+        device = gpu.of(torch.cuda.current_device())
+        pickle.dump((list(noted.values()), device, jit.current_architecture()), file)
+        file.flush()
+        finished, told = _run(file.name)
+    logger.info("Flyweight: %s; %.1f s", told, time.perf_counter() - begin)
+    if finished:
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+
+
+def _run(path: str) -> tuple[bool, str]:
+    """Whether the second process has compiled all, and its last line."""
+    command = [sys.executable, "-m", "flyweight.plugins.ahead", path]
+    try:
+        found = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, timeout=MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"kernels were not compiled in {MOST_SECONDS} s"
+    told = found.stdout if found.returncode == 0 else found.stderr
+    return found.returncode == 0, (told.strip().splitlines() or ["nothing was said"])[-1]
+
+
+def _environment() -> dict[str, str]:
+    """This package may be on the path of this process alone."""
+    source = str(Path(__file__).parents[2])
+    return dict(os.environ, PYTHONPATH=os.pathsep.join([source, *filter(None, sys.path)]))
+
+
+def _marker(names: Sequence[str]) -> Path:
+    from cuda.bindings import nvrtc
+
+    parts = [*names, _sources(), str(nvrtc.nvrtcVersion()[1:]), jit.current_architecture()]
+    parts.append(str(gpu.of(torch.cuda.current_device())))
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return jit.cache_folder() / f"ahead-{key}"
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this package's kernels and of what chooses them."""
+    found = hashlib.sha256()
+    for path in sorted(jit.SOURCES.parent.rglob("*")):
+        if path.suffix in (".py", ".cu", ".cuh", ".toml"):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+# -- the second process ------------------------------------------------------------------------
+
+
+def row_counts(device: Gpu, most: int = MOST_ROWS) -> list[int]:
+    """Steps, and both sides of every border between two kernels."""
+    borders = {
+        route.rows for numbers in tuned.of(device).formats.values() for route in numbers.routes
+    }
+    prompts = [*range(64, 1024, 64), *range(1024, 4096, 256), *range(4096, most + 1, 4096)]
+    near = (border - back for border in borders for back in (0, 1))
+    return sorted({rows for rows in (*STEPS, *prompts, *near) if 0 < rows <= most})
+
+
+def _on_gpu(outline: Tensor) -> Tensor:
+    return torch.empty(outline.shape, dtype=outline.dtype, device=DEVICE)
+
+
+def wanted_by(noted: Sequence[Noted], device: Gpu, rows: Sequence[int]) -> set[jit.Wanted]:
+    """The kernels that these weights ask for, found in a dry run; of this process and for good."""
+    with dry_run(device):
+        for outlines, dtype, has_bias in noted:
+            outputs = sum(one.matrix_shape[0] for one in outlines)
+            inputs = outlines[0].matrix_shape[1]
+            bias = torch.empty(outputs, dtype=dtype, device=DEVICE) if has_bias else None
+            linear = lay_out([one.map(_on_gpu) for one in outlines], dtype=dtype, bias=bias)
+            for count in rows:
+                linear(torch.empty(count, inputs, dtype=dtype, device=DEVICE))
+    return jit.wanted
+
+
+def main(path: str) -> None:
+    noted, device, architecture = pickle.loads(Path(path).read_bytes())
+    rows = row_counts(device)
+    runs = [functools.partial(wanted_by, [one], device, rows) for one in noted]
+    done = precompile(runs, architecture, listen=lambda *_: None)
+    print(
+        f"{done.kernels} kernels for {len(noted)} shapes, {done.fresh} of them compiled "
+        f"in {done.seconds:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
