@@ -116,13 +116,15 @@ class Engine:
         with self.lock:
             self._empty_inbox()
             try:
+                self._read_for_guesses()
                 begin = time.perf_counter()
-                drafts = self._draft()
-                works = self.scheduler.schedule(drafts)
+                behind = self.flight is not None
+                works = self.scheduler.schedule(self._draft())
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
                 self._land()
                 self.flight = flight
-                if not self.overlap or (flight is not None and flight.speculative):
+                at_once = not self.overlap or (flight is not None and flight.speculative)
+                if at_once:
                     self._land()
             except BaseException as error:
                 cause = explain(error)
@@ -130,9 +132,14 @@ class Engine:
                 if cause is not error:
                     raise cause from error
                 raise
-            if self.speculator is not None and works and all(work.known == 1 and work.samples for work in works):
-                self.speculator.lengths.learn(time.perf_counter() - begin, sum(work.count for work in works))
+            if behind or at_once:  # else it was launched and not waited for: no time of a step
+                self._learn(works, time.perf_counter() - begin)
             return sum(work.count for work in works)
+
+    def _learn(self, works: Sequence[Work], seconds: float) -> None:
+        """Tell the speculator how long a step of answers alone took."""
+        if self.speculator is not None and works and all(work.known == 1 and work.samples for work in works):
+            self.speculator.lengths.learn(seconds, sum(work.count for work in works))
 
     def _launched(self, works: Sequence[Work]) -> None:
         """The model runs, tokens are still to be chosen."""
@@ -141,13 +148,17 @@ class Engine:
         if any(work.samples and work.request.constraint for work in works):
             self._land()
 
-    def _draft(self) -> dict[int, Sequence[int]]:
-        """Guesses for the next step, by request. Whoever guesses needs the tokens of the step in flight; where nobody will,
-        the next step is launched before that one is read."""
-        speculator, running = self.speculator, self.scheduler.running
-        if not self.overlap or (speculator is not None and speculator.promising(running)):
+    def _read_for_guesses(self) -> None:
+        """Whoever guesses needs the tokens of the step in flight; where nobody will, the next step is launched before that one
+        is read."""
+        speculator = self.speculator
+        if not self.overlap or (speculator is not None and speculator.promising(self.scheduler.running)):
             self._land()
-        return speculator.propose(running) if speculator is not None and self.flight is None else {}
+
+    def _draft(self) -> dict[int, Sequence[int]]:
+        """Guesses for the next step, by request."""
+        speculator = self.speculator
+        return speculator.propose(self.scheduler.running) if speculator is not None and self.flight is None else {}
 
     def _land(self) -> None:
         """Read the step in flight."""
