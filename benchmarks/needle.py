@@ -110,6 +110,9 @@ def measure(llm: LLM, haystack: Haystack, length: int, hidden: list[tuple[float,
 
 
 def load(options: argparse.Namespace, kv: str, decoder: Any) -> LLM:
+    """With room for the prefixes that the prompts of each length share."""
+    page = 16
+    blocks = sum(2 * (length + ANSWER) // page + 2 for length in options.length)
     return LLM(
         options.model,
         device=options.device,
@@ -117,6 +120,8 @@ def load(options: argparse.Namespace, kv: str, decoder: Any) -> LLM:
         decoder=decoder,
         max_model_len=max(options.length) + ANSWER,
         max_num_seqs=4,
+        blocks=blocks,
+        block_size=page,
         native=False if options.device == "cpu" or not torch.cuda.is_available() else None,
     )
 

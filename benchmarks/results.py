@@ -1,39 +1,50 @@
 """Everything that is shown of the rows in benchmarks/h200/, made again: `make results`.
 
-    docs/results/h200.md, .html      all rows
+    docs/results/h200.md             the answer, and a list of the pages with all rows
+    docs/results/h200/*.md           all rows, a page or several for each kind of measurement (pages.py)
+    docs/results/h200.html           all rows in one page with sortable tables
     docs/results/NNN.md, .rst        the rows of NNN-*.jsonl in the layout of the document of that number
     README.md, docs/performance.md, docs/quantize.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, by BLOCKS
     docs/results/decode-speed-at-batch-1.png   the picture of the README
 
 Works with whatever files there are, and says which rows are missing and which were measured by code that has changed since
-(covered.py). No figure in those places is typed by hand.
+(covered.py). No figure in those places is typed by hand. `python benchmarks/results.py --check` writes nothing and ends with
+exit code 1 where a document says something else than the rows.
+
+Rows in the README are of this code, or are marked: where the code of a block's rows has changed since they were measured, it
+must be called `<!-- rows: NAME, older -->`, and then says of which commit it is. Else nothing is written.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent / "workshop"))
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
 import table
-from covered import latest, missing, provenance
+from covered import changed, code_of, commit_of, latest, missing, provenance
+from pages import in_pages, names
 
 from flyweight.commands.report import write
 from flyweight.report import performance
-from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Point, Series, Table
-from flyweight.report.document import View, build
+from flyweight.report.blocks import Block, Figure, Heading, Items, Paragraph, Point, Series, Table, with_colors
+from flyweight.report.answer import answer
+from flyweight.report.document import SECTIONS, View, build
 from flyweight.report.figures import of_a_peer
 from flyweight.report.plot import draw
 from flyweight.report.read import read, read_one
 from flyweight.report.records import Record
 from flyweight.report.render import terminal
-from flyweight.report.rows import Results
+from flyweight.report.rows import Results, Row
 
 ROWS, DOCS = Path("benchmarks/h200"), Path("docs/results")
+DOCUMENTS_WITH_BLOCKS = (Path("README.md"), Path("docs/performance.md"), Path("docs/quantize.md"))
 DOCUMENTS = {"000": ".md", "001": ".md", "002": ".md", "003": ".md", "004": ".rst"}
 MODEL, SCHEMES = "qwen3-8b", ("bf16", "w8a8", "int4", "vptq")
 HEADLINE = (  # workload, metric, what it is called, digits
@@ -81,6 +92,12 @@ def picture(results: Results) -> Figure:
 def quality(results: Results) -> list[Block]:
     path = ROWS / "quality.jsonl"
     return [Paragraph(f"{table.made_on(path)}\n\n{table.document(path)}")] if path.exists() else []
+
+
+def several(results: Results) -> list[Block]:
+    """Other models, each on several texts."""
+    path = ROWS / "quality-models.jsonl"
+    return [Paragraph(f"{table.made_on(path)}\n\n{table.across(path)}")] if path.exists() else []
 
 
 def best(results: Results) -> list[Block]:
@@ -134,21 +151,71 @@ def linears(results: Results) -> list[Block]:
     return [Table("", columns, tuple(lines))] if lines else []
 
 
+def plain_runs(results: Results) -> Results:
+    """Without imitations of other GPUs and without workloads that compare something else; their rows are in the pages."""
+    kept = [row for row in results.rows if " as " not in (results.device(row) or "") and row.get("workload") != "long_cache"]
+    return replace(results, rows=tuple(kept))
+
+
 BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
-    "headline": headline, "quality": quality, "best": best, "quantizing": quantizing, "zeros": zeros, "linears": linears,
-    "limits": lambda results: performance.limits(results)[1:],
-    "steps": lambda results: performance.step_table(results)[1:],
+    "headline": headline, "quality": quality, "several": several, "best": best, "quantizing": quantizing, "zeros": zeros, "linears": linears,
+    "limits": lambda results: performance.limits(plain_runs(results))[1:],
+    "steps": lambda results: performance.step_table(plain_runs(results))[1:],
 }
 
 
-def fill(path: Path, results: Results) -> None:
-    """Put the tables where the document marks their places."""
-    def made(match: re.Match[str]) -> str:
-        text = terminal(BLOCKS[match["name"]](results) or [Paragraph("Not measured yet.")]).strip()
-        return f"<!-- rows: {match['name']} -->\n{text}\n<!-- end -->"
+PLACE = re.compile(r"<!-- rows: (?P<name>\w+)(?P<older>, older)? -->.*?<!-- end -->", flags=re.DOTALL)
+SHOWN: dict[str, Callable[[Row], bool]] = {  # blocks of the README → whether they show a row
+    "headline": lambda row: (row["bench"] == "latency" and row.get("model") == MODEL and row.get("backend") == "native"
+                             and row.get("kv_dtype") == "bfloat16" and row.get("workload") in {line[0] for line in HEADLINE}),
+    "best": lambda row: row["bench"] == "quality" and row.get("tool") == "flyweight" and row.get("scheme") in table.BEST,
+}
 
-    text = path.read_text(encoding="utf-8")
-    path.write_text(re.sub(r"<!-- rows: (?P<name>\w+) -->.*?<!-- end -->", made, text, flags=re.DOTALL), encoding="utf-8")
+
+def filled(text: str, results: Results) -> str:
+    """The document with the tables where it marks their places."""
+    def made(match: re.Match[str]) -> str:
+        name, older = match["name"], match["older"] or ""
+        shown = terminal(BLOCKS[name](results) or [Paragraph("Not measured yet.")]).strip()
+        if older:
+            shown += f"\n\nMeasured by older code than this: {ages(name, results)}."
+        return f"<!-- rows: {name}{older} -->\n{shown}\n<!-- end -->"
+
+    return PLACE.sub(made, text)
+
+
+def ages(name: str, results: Results) -> str:
+    """Commits and days of the rows that a block shows."""
+    days: dict[str, str] = {}
+    for row in filter(SHOWN[name], results.rows):
+        commit = (commit_of(results, row) or "unknown")[:12]
+        days[commit] = max(days.get(commit, ""), str(row["time"])[:10])
+    return ", ".join(f"{commit} of {day}" for commit, day in sorted(days.items(), key=lambda item: item[1]))
+
+
+def unmarked(text: str, results: Results) -> list[str]:
+    """A line for each block whose rows are older than their code, and which does not say so."""
+    found = []
+    for match in PLACE.finditer(text):
+        name = match["name"]
+        if match["older"] or name not in SHOWN:
+            continue
+        rows = list(filter(SHOWN[name], results.rows))
+        code = {path for row in rows for path in code_of(row)}
+        now = {changed(commit, sorted(code)) for commit in {commit_of(results, row) for row in rows}} - {"the same", "not ours"}
+        if now:
+            found.append(f"{name}: {'; '.join(sorted(now))}: measure it again, or call it <!-- rows: {name}, older -->")
+    return found
+
+
+def differing(results: Results) -> list[Path]:
+    """Documents that do not say what the rows say."""
+    found = []
+    for path in DOCUMENTS_WITH_BLOCKS:
+        text = path.read_text(encoding="utf-8")
+        if text != filled(text, results):
+            found.append(path)
+    return found
 
 
 def without_runs(blocks: Sequence[Block]) -> list[Block]:
@@ -162,20 +229,55 @@ def files(pattern: str) -> list[Path]:
     return [path for path in sorted(ROWS.glob(pattern)) if path.stat().st_size and read_one(path).rows]
 
 
+def write_pages(results: Results) -> None:
+    """h200.md and the pages that it lists."""
+    view = View(results)
+    parts = {name: without_runs(SECTIONS[name](view)) for name in SECTIONS}
+    parts["provenance"] = provenance(results)
+    folder = DOCS / "h200"
+    shutil.rmtree(folder, ignore_errors=True)
+    listed = []
+    for name, blocks in parts.items():
+        pages = in_pages(with_colors(blocks)) if blocks else []
+        for number, (file, page) in enumerate(zip(names(name, len(pages)), pages, strict=True), 1):
+            write(folder / file, page, title="", draw=True, pictures="png")
+            title = blocks[0].text if isinstance(blocks[0], Heading) else name
+            listed.append((0, f"[{title}{f', page {number}' if number > 1 else ''}](h200/{file})"))
+    notes = Items(tuple((0, note) for note in results.notes))
+    opening = [*answer(results, None), Heading("All rows"), Items(tuple(listed)), *([notes] if results.notes else [])]
+    write(DOCS / "h200.md", [*opening, *missing(results)], title="", draw=False, pictures="png")
+
+
+def write_document(number: str, ending: str, blocks: Sequence[Block]) -> None:
+    pages = in_pages(blocks) if ending == ".md" else [list(blocks)]
+    for old in DOCS.glob(f"{number}-*.md"):
+        old.unlink()
+    files = names(number, len(pages)) if ending == ".md" else [f"{number}{ending}"]
+    for file, page in zip(files, pages, strict=True):
+        goes_on = [Paragraph(f"Goes on in {', '.join(f'[{one}]({one})' for one in files[1:])}.")]
+        shown = [*goes_on, *page] if len(files) > 1 and file == files[0] else page
+        write(DOCS / file, shown, title="", draw=False, pictures="png")
+
+
 def main() -> None:
     results = latest(read(files("*.jsonl")))
+    if "--check" in sys.argv[1:]:
+        found = differing(results)
+        print("\n".join(f"{path} does not say what the rows say: make results" for path in found) or "documents and rows agree")
+        sys.exit(1 if found else 0)
+    if stale := unmarked(Path("README.md").read_text(encoding="utf-8"), results):
+        sys.exit("README.md shows rows of older code:\n" + "\n".join(stale))
     gaps = missing(results)
+    write_pages(results)
     blocks = [*build(View(results)), *provenance(results), *gaps]
-    write(DOCS / "h200.md", without_runs(blocks), title="", draw=True, pictures="png")
     write(DOCS / "h200.html", blocks, title="Flyweight on one H200", draw=False, pictures="png")
     for number, ending in DOCUMENTS.items():
         if found := files(f"{number}-*.jsonl"):
-            document = build(View(latest(read(found)), layout="seed"))
-            write(DOCS / f"{number}{ending}", document, title="", draw=False, pictures="png")
+            write_document(number, ending, build(View(latest(read(found)), layout="seed")))
     if (figure := picture(results)).series[0].points:
         draw(figure, DOCS)
-    for path in (Path("README.md"), Path("docs/performance.md"), Path("docs/quantize.md")):
-        fill(path, results)
+    for path in DOCUMENTS_WITH_BLOCKS:
+        path.write_text(filled(path.read_text(encoding="utf-8"), results), encoding="utf-8")
     print(terminal(gaps) if gaps else "no rows are missing")
 
 

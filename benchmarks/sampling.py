@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """What each way of choosing tokens costs: engine steps of every mode against greedy ones, in one run.
 
-    python benchmarks/sampling.py OUT.jsonl [--model preset:qwen3-8b:int4] [--batch 1 64] [--steps 200] [--only top_p,min_p]
+    python benchmarks/sampling.py OUT.jsonl [--model preset:qwen3-8b:int4] [--batch 1 64] [--rounds 10] [--only top_p,min_p]
 
-Each mode decodes the same batch, twice, with greedy steps before, between and after; a row has `tokens_per_s`, `step_us` (the
-better of two medians over blocks of 10 steps) and `of_greedy`, the same of the better greedy block divided by it. `kernel_us`
+All modes take turns on the same sequences, in blocks of 10 steps. A row has `step_us` and `host_us`, the medians over a mode's
+blocks of a step's time and of the host's work in it, and `of_greedy`, the median of the greedy block of the same round divided
+by its own (`spread`: the standard deviation of those). `kernel_us`
 is the sampling kernel alone on the model's own logits, captured and replayed. Mode `constrained` has one request
 of the batch under a constraint: its mask, of random bits, is unpacked on the host for each token as a grammar's is. `mixed` has
 all modes by turns.
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -21,6 +24,7 @@ import torch
 
 from flyweight import LLM, SamplingParams
 from flyweight.bench.rows import ResultFile, environment_row, make_row, rounded
+from flyweight.bench.steps import waits_into
 from flyweight.bench.timing import random_prompts
 from flyweight.clock import clock
 
@@ -32,7 +36,11 @@ MODES: dict[str, dict] = {
                                                                "presence_penalty": 0.2, "frequency_penalty": 0.1},
     "bias": {"temperature": 0.8, "logit_bias": {100 + i: 1.0 for i in range(100)}}, "constrained": GREEDY, "mixed": {},
 }
-INPUT, BLOCK, WARM = 128, 10, 8
+NOTHING: dict = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+                 "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
+INPUT = 128
+BLOCK = 10  # steps that are timed together
+WARM = 3  # before them
 
 
 class RandomMask:
@@ -55,30 +63,71 @@ def options_of(mode: str, index: int) -> dict:
     return kinds[index % len(kinds)]
 
 
-def measure(llm: LLM, mode: str, batch: int, steps: int) -> float:
-    """Seconds of a decode step: the median over blocks of steps."""
-    engine = llm.engine
-    prompts = random_prompts(batch, INPUT, vocabulary=llm.config.vocab_size, seed=1)
-    requests = []
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=steps + WARM + 20, ignore_eos=True, **options_of(mode, i)).with_defaults({})
-        bound = mode == "constrained" and i == 0
-        requests += engine.submit(prompt, params, constraint=(lambda: RandomMask(engine.vocabulary)) if bound else None)
-    while not all(request.generated >= WARM for request in requests):
-        engine.step()
-    times = []
-    for _ in range(steps // BLOCK):
+class Sequences:
+    """A batch that decodes, and may be asked to choose its tokens otherwise between two steps."""
+
+    def __init__(self, llm: LLM, batch: int, tokens: int):
+        self.engine = llm.engine
+        self.vocabulary = llm.engine.vocabulary
+        self.requests = []
+        for prompt in random_prompts(batch, INPUT, vocabulary=llm.config.vocab_size, seed=1):
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, **GREEDY)
+            self.requests += self.engine.submit(prompt, params)
+        while not all(request.generated >= 2 for request in self.requests):
+            self.engine.step()
+
+    def choose_by(self, mode: str) -> None:
+        rows = self.engine.runner.rows
+        for i, request in enumerate(rows.requests):
+            request.params = replace(request.params, **(NOTHING | options_of(mode, i)))
+            bound = mode == "constrained" and i == 0
+            request.constraint = RandomMask(self.vocabulary) if bound else None
+        rows.sampling.enter(range(len(rows)), rows.requests)
+        rows._join_modes()
+        for _ in range(WARM):
+            self.engine.step()
+
+    def block(self, steps: int) -> tuple[float, float]:
+        """Seconds of a step, and those in which the host worked."""
+        waits: list[float] = []
         torch.cuda.synchronize()
         begin = clock()
-        for _ in range(BLOCK):
-            engine.step()
+        with waits_into(waits):
+            for _ in range(steps):
+                self.engine.step()
         torch.cuda.synchronize()
-        times.append((clock() - begin) / BLOCK)
-    engine.cancel(requests)
-    while engine.busy:
-        engine.step()
-    engine.step()
-    return statistics.median(times)
+        seconds = clock() - begin
+        return seconds / steps, (seconds - sum(waits)) / steps
+
+    def end(self) -> None:
+        self.engine.cancel(self.requests)
+        while self.engine.busy:
+            self.engine.step()
+        self.engine.step()
+
+
+def measure(llm: LLM, modes: Sequence[str], batch: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Of each mode (seconds of a step, of the host), a pair for every block; greedy ones are among them.
+
+    All modes take turns on the same sequences: contexts, clocks and the machine's moods meet them alike.
+    """
+    every = ["greedy", *modes]
+    for mode in every:  # graphs are captured, kernels loaded
+        sequences = Sequences(llm, batch, 4 * WARM)
+        sequences.choose_by(mode)
+        sequences.end()
+    sequences = Sequences(llm, batch, answer_tokens(modes, rounds))
+    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in every}
+    for turn in range(rounds):
+        for mode in every if turn % 2 == 0 else reversed(every):
+            sequences.choose_by(mode)
+            found[mode].append(sequences.block(BLOCK))
+    sequences.end()
+    return found
+
+
+def answer_tokens(modes: Sequence[str], rounds: int) -> int:
+    return (BLOCK + WARM) * rounds * (len(modes) + 1) + 8
 
 
 def kernel_seconds(llm: LLM, mode: str, batch: int, replays: int = 20) -> float | None:
@@ -118,30 +167,38 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="preset:qwen3-8b:int4")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", default="", help="some of: " + ", ".join(MODES))
     options = parser.parse_args()
     modes = options.only.split(",") if options.only else [*MODES]
-    length = INPUT + options.steps + WARM + 64
-    llm = LLM(options.model, max_num_seqs=max(options.batch), max_model_len=length, blocks=max(options.batch) * (length // 16 + 2))
-    file, environment = ResultFile(options.out), environment_row(llm.device, measure_bandwidth=False)
+    most = max(options.batch)
+    length = INPUT + answer_tokens(modes, options.rounds) + 16
+    llm = LLM(options.model, max_num_seqs=most, max_model_len=length, blocks=most * (length // 16 + 2))
+    file = ResultFile(options.out)
+    environment = environment_row(llm.device, measure_bandwidth=False)
     for batch in options.batch:
-        greedy = [measure(llm, "greedy", batch, options.steps) for _ in range(2)]
-        found: dict[str, list[float]] = {}
-        for _ in range(2):
-            for mode in modes:
-                found.setdefault(mode, []).append(measure(llm, mode, batch, options.steps))
-            greedy.append(measure(llm, "greedy", batch, options.steps))
-        for mode, times in {"greedy": greedy, **found}.items():
-            best, kernel = min(times), kernel_seconds(llm, mode, batch)
-            row = {"model": options.model, "batch": batch, "sampling": mode, "options": str(options_of(mode, 1)),
-                   "step_us": best * 1e6, "tokens_per_s": batch / best, "of_greedy": min(greedy) / best,
-                   "kernel_us": None if kernel is None else kernel * 1e6, "steps": options.steps,
-                   "spread": max(times) / best - 1}
+        times = measure(llm, modes, batch, options.rounds)
+        for mode, blocks in times.items():
+            step = statistics.median(one for one, _ in blocks)
+            ratios = [before / now for (before, _), (now, _) in zip(times["greedy"], blocks, strict=True)]
+            kernel = kernel_seconds(llm, mode, batch)
+            row = {
+                "model": options.model,
+                "batch": batch,
+                "sampling": mode,
+                "options": str(options_of(mode, 1)),
+                "step_us": step * 1e6,
+                "tokens_per_s": batch / step,
+                "of_greedy": statistics.median(ratios),
+                "kernel_us": None if kernel is None else kernel * 1e6,
+                "host_us": statistics.median(host for _, host in blocks) * 1e6,
+                "steps": BLOCK * options.rounds,
+                "spread": statistics.pstdev(ratios),
+            }
             file.add(environment, make_row("sampling", environment["id"], **rounded(row, 5)))
             kernel_text = "" if kernel is None else f", kernel {kernel * 1e6:.1f} µs"
-            print(f"batch {batch:3} {mode:12} {best * 1e6:8.1f} µs  {batch / best:9.0f} tok/s  {min(greedy) / best:.3f}{kernel_text}",
-                  flush=True)
+            print(f"batch {batch:3} {mode:12} {step * 1e6:8.1f} µs  {batch / step:9.0f} tok/s  "
+                  f"{row['of_greedy']:.3f}, host {row['host_us']:.0f} µs{kernel_text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Published coding agents against our server, with a script in the model's place: is every call parsed, over twenty turns?
 
-    python benchmarks/serve_agents.py --mini mini --qwen qwen --aider aider
+    python benchmarks/serve_agents.py --mini mini --qwen qwen --aider aider [-o benchmarks/cpu/serve_agents.jsonl]
 
 Each agent is a command line, so that it can live in an environment of its own. The model is a script that writes calls as
 Qwen does: nineteen calls that each append a line to a file, one that says it is done. It sees in the prompt how many
@@ -24,6 +24,7 @@ from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "server"))
 
+from flyweight.bench.rows import ResultFile, environment_row, make_row
 from tiny_server import ScriptedEngine, serving
 from tool_models import fits, make_family
 
@@ -101,9 +102,9 @@ def count_streams(service) -> list[bool]:
     streams: list[bool] = []
     original = service.run
 
-    async def counted(*arguments, stream: bool, **options):
-        streams.append(stream)
-        return await original(*arguments, stream=stream, **options)
+    async def counted(request, body, *arguments, **options):
+        streams.append(bool(body.stream))
+        return await original(request, body, *arguments, **options)
 
     service.run = counted
     return streams
@@ -148,7 +149,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in AGENTS:
         parser.add_argument(f"--{name}", metavar="COMMAND", help="how to start it")
+    parser.add_argument("-o", "--output", type=Path, help="where rows are written; else they are only printed")
     given = vars(parser.parse_args())
+    output = given.pop("output")
+    output = output and output.absolute()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_family("qwen", folder / "model")
@@ -156,6 +160,10 @@ def main() -> None:
         os.chdir("/")
     for row in rows:
         print(json.dumps(row))
+    if output:
+        environment = environment_row("cpu")
+        found = [make_row("agents", environment["id"], **row) for row in rows]
+        ResultFile(output).append([environment, *found])
     sys.exit(any(row["exit_code"] != 0 or not row["lines"] or False in (row["turns"], row["grammar"]) for row in rows))
 
 

@@ -48,10 +48,10 @@ TOOL = {
         "description": "Write a text into a file.",
         "parameters": {
             "type": "object",
-            # longer than any answer, so that none of them ends early
             "properties": {
                 "path": {"type": "string", "enum": ["notes.txt", "draft.txt"]},
-                "text": {"type": "string", "minLength": 20_000},
+                # any text, which may end only after letters that no answer writes: all have one length
+                "text": {"type": "string", "pattern": r'^[^"\\\x00-\x1f]*qqqqqqqq$'},
             },
             "required": ["path", "text"],
             "additionalProperties": False,

@@ -1,5 +1,5 @@
-"""Flyweight's native CPU engine beside llama.cpp and transformers: the same work, threads and bits,
-taking turns.
+"""Flyweight's native CPU engine beside llama.cpp, ONNX Runtime and transformers: the same work,
+threads and bits, taking turns.
 
     python benchmarks/cpu/engine_vs_peers.py --threads 2 --rounds 5 \\
         --peer-python PEERS/bin/python --ours 4-bit=out/int4@8 --llama 4-bit=Q4_0.gguf \\
@@ -8,7 +8,8 @@ taking turns.
 Every contender is a process of its own that loads once and then waits for work on its standard
 input; while one runs, the others sleep. llama.cpp runs in the Python environment `--peer-python`
 (llama-cpp-python, built for this very machine: pip builds it so from source); its files are made
-by `--make-gguf SOURCE.gguf FOLDER`. A contender belongs to a class (`4-bit=…`), and ratios are
+by `--make-gguf SOURCE.gguf FOLDER`. ONNX Runtime runs in `--onnx-python`, its graph is made of one
+of our folders by make_onnx.py. A contender belongs to a class (`4-bit=…`), and ratios are
 taken within a class; file sizes stand beside them. `@8` after a folder of ours rounds its head
 to 8 bits at load, as llama.cpp's quantized files have it.
 
@@ -206,8 +207,73 @@ class Transformers:
         return times
 
 
+class OnnxRuntime:
+    """A graph of make_onnx.py, its cache bound to the same memory before and after each step."""
+
+    name = "onnxruntime"
+
+    def __init__(self, path: str, threads: int, head_bits: int | None):
+        import numpy
+        import onnxruntime
+
+        self.numpy = numpy
+        self.runtime = onnxruntime
+        self.version = onnxruntime.__version__
+        begin = time.perf_counter()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self.session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"]
+        )
+        self.load_s = time.perf_counter() - begin
+        self.weight_bytes = os.path.getsize(path)
+        self.caches: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def cache(self, sequences: int, length: int) -> dict[str, Any]:
+        """Memory for so many tokens of each sequence, kept for the next turn."""
+        key = (sequences, length)
+        if key not in self.caches:
+            self.caches[key] = {
+                given.name: self.runtime.OrtValue.ortvalue_from_numpy(
+                    self.numpy.zeros(
+                        (sequences, given.shape[1], length, given.shape[3]), self.numpy.float32
+                    )
+                )
+                for given in self.session.get_inputs()
+                if given.name.startswith("past_")
+            }
+        return self.caches[key]
+
+    def step(self, tokens: list[list[int]], done: int, cache: dict[str, Any]) -> list[int]:
+        """The likeliest next tokens of sequences of which `done` tokens are in the cache."""
+        total = done + len(tokens[0])
+        numpy = self.numpy
+        binding = self.session.io_binding()
+        binding.bind_cpu_input("tokens", numpy.array(tokens, numpy.int64))
+        binding.bind_cpu_input("last", numpy.full(len(tokens), total - 1, numpy.int32))
+        binding.bind_cpu_input("total", numpy.array(total, numpy.int32))
+        for name, memory in cache.items():
+            binding.bind_ortvalue_input(name, memory)
+            binding.bind_ortvalue_output(name.removeprefix("past_"), memory)
+        binding.bind_output("logits")
+        self.session.run_with_iobinding(binding)
+        logits = binding.get_outputs()[-1].numpy()
+        return logits[:, -1].argmax(-1).tolist()
+
+    def run(self, prompts: list[list[int]], answer: int) -> list[Instant]:
+        length = len(prompts[0])
+        cache = self.cache(len(prompts), length + answer)
+        times = [now()]
+        tokens = self.step(prompts, 0, cache)
+        times.append(now())
+        for step in range(answer - 1):
+            tokens = self.step([[token] for token in tokens], length + step, cache)
+            times.append(now())
+        return times
+
+
 CONTENDERS: dict[str, type] = {
-    contender.name: contender for contender in (Flyweight, Llama, Transformers)
+    contender.name: contender for contender in (Flyweight, Llama, OnnxRuntime, Transformers)
 }
 
 
@@ -245,7 +311,8 @@ class Process:
     """A contender of a class, at work elsewhere."""
 
     def __init__(self, name: str, group: str, path: str, options: argparse.Namespace):
-        python = options.peer_python if name == "llama.cpp" else sys.executable
+        pythons = {"llama.cpp": options.peer_python, "onnxruntime": options.onnx_python}
+        python = pythons.get(name, sys.executable)
         path, _, self.head_bits = path.partition("@")
         command = [
             python,
@@ -289,6 +356,7 @@ def referee(options: argparse.Namespace) -> None:
     asked = [("flyweight", item) for item in options.ours] + [
         ("llama.cpp", item) for item in options.llama
     ]
+    asked += [("onnxruntime", item) for item in options.onnx]
     asked += [("transformers", item) for item in options.transformers]
     processes = [Process(name, *item.split("=", 1), options) for name, item in asked]
     rows, chance = [], random.Random(0)
@@ -442,9 +510,13 @@ def main() -> None:
     )
     parser.add_argument("--ours", action="append", default=[], metavar="CLASS=FOLDER[@8]")
     parser.add_argument("--llama", action="append", default=[], metavar="CLASS=FILE")
+    parser.add_argument("--onnx", action="append", default=[], metavar="CLASS=FILE")
     parser.add_argument("--transformers", action="append", default=[], metavar="CLASS=FOLDER")
     parser.add_argument(
         "--peer-python", default=sys.executable, help="the environment that has llama-cpp-python"
+    )
+    parser.add_argument(
+        "--onnx-python", default=sys.executable, help="the environment that has onnxruntime"
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)

@@ -5,8 +5,8 @@
 
 Rows are those of `flyweight eval MODEL MODEL --kv-dtype fp8`: keys and values as a cache of that
 type gives them back, products exact. The weights are loaded once, and what the model makes of a
-window with its plain cache is kept, for every type is compared with it: `log_ratio` and its error
-are of pairs of losses. Predictions of 4,096 tokens take a gigabyte or two.
+window with its plain cache is kept where there is room for it, for every type is compared with it:
+`log_ratio` and its error are of pairs of losses.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from flyweight.models.decoder import Decoder
 from flyweight.models.kv_scheme import KVScheme, choose_kv_scheme
 from flyweight.quant.evaluate import compare
 from flyweight.quant.subject import Subject, load_subject
+
+KEPT_BYTES = 4 << 30  # of predictions
 
 
 class Seen:
@@ -74,7 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
     text = options.text.read_text(encoding="utf-8")
     for name in options.model:
         subject = load_subject(name, text, device=options.device, dtype=None)
-        plain = Seen(subject.decoder, KVScheme(), keeps=True)
+        count = min(options.tokens, len(subject.ids))
+        fits = 4 * count * subject.decoder.config.vocab_size <= KEPT_BYTES
+        plain = Seen(subject.decoder, KVScheme(), keeps=fits)
         rows = []
         for kv in options.kv:
             rows.append(measure(subject, plain, name, kv, options))

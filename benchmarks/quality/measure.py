@@ -1,14 +1,15 @@
-"""How good a quantized folder is: perplexity by window, KL divergence and top-1 agreement with the original, in float32.
+"""How good a quantized folder is: perplexity by window, KL divergence and top-1 agreement with the original.
 
 Windows run in batches, the same for every model, and their losses are kept, so that any two models can be compared pair
-by pair. KL needs the whole distribution of the original: every `KL_EVERY`th batch is enough for it.
+by pair. KL and agreement are of every scored token. Products are float32's own, or TF32's where that is asked for: several
+times as fast, the same for the original and for what is compared with it, and said in the rows.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,78 +26,101 @@ from flyweight.quant.evaluate import cut_windows
 from flyweight.quant.subject import encode
 
 WINDOW = 512
-KL_EVERY = 4
+LOGITS = 2**30  # bytes of logits that a batch may take: vocabularies differ by ten
 
 
 class Ruler:
-    """The original model, the text in its tokens, and what it makes of it."""
+    """The original model, one text in its tokens, and what it makes of it."""
 
-    def __init__(self, original: Path, text: Path, *, device: str, windows: int | None = None) -> None:
-        exact_float32()
-        self.checkpoint, self.device, self.text = Checkpoint(original), torch.device(device), text.name
-        ids, self.bos = encode(self.checkpoint.tokenizer(), text.read_text(encoding="utf-8"))
+    def __init__(self, original: Original, text: Path, *, windows: int | None = None) -> None:
+        self.original, self.device, self.text = original, original.device, text.name
+        ids, self.bos = encode(original.checkpoint.tokenizer(), text.read_text(encoding="utf-8"))
         self.windows = cut_windows(ids, window=WINDOW, bos=self.bos)[:windows]
-        self.model = load(self.checkpoint, self.device)
-        kept = original.with_name(f"{original.name}-{text.stem}-{len(self.windows)}.safetensors")
+        folder = original.folder
+        kept = folder.with_name(f"{folder.name}-{text.stem}-{len(self.windows)}-{original.products}.safetensors")
         with FileLock(f"{kept}.lock"):  # one worker measures the original, the others wait for it
             if not kept.exists():
                 self.measure_original(kept)
         with safe_open(kept, framework="pt") as file:
-            count = len(file.keys()) // 2
-            self.losses = [file.get_tensor(f"losses-{i}") for i in range(count)]  # by batch
-            self.best = [file.get_tensor(f"best-{i}").to(self.device) for i in range(count)]
+            self.losses = [file.get_tensor(f"losses-{i}") for i in range(len(file.keys()))]  # by batch
 
     def measure_original(self, kept: Path) -> None:
         found = {}
         for i, (ids, scored) in enumerate(self.batches()):
-            logs = predictions(self.model, ids, scored)
-            found |= {f"losses-{i}": losses_of(logs, ids, scored), f"best-{i}": logs.argmax(-1).int().cpu()}
-        save_file(found, kept)
+            logits = self.original.logits(ids, scored)
+            found[f"losses-{i}"] = torch.stack([losses_of(torch.log_softmax(one, -1), line, scored)
+                                                for one, line in zip(logits, ids, strict=True)]).cpu()
+        half = kept.with_suffix(".half")
+        save_file(found, half)
+        half.rename(kept)  # whole or not there: a run may be cut off here
 
     def batches(self) -> Iterator[tuple[Tensor, int]]:
         """(tokens [windows, length], scored tokens of each); a window that is shorter comes alone."""
-        size, begin = (8 if self.device.type == "cuda" else 2), 0
+        most = max(1, LOGITS // (4 * WINDOW * self.original.model.config.vocab_size))
+        size, begin = min(most, 8 if self.device.type == "cuda" else 2), 0
         while begin < len(self.windows):
             same = [w for w in self.windows[begin : begin + size] if len(w.tokens) == len(self.windows[begin].tokens)
                     and w.scored == self.windows[begin].scored]
             yield torch.tensor([window.tokens for window in same], device=self.device), same[0].scored
             begin += len(same)
 
-    def measure(self, folder: Path) -> dict[str, Any]:
+    def measure(self, checkpoint: Checkpoint, model: Decoder) -> dict[str, Any]:
         """The fields of a `quality` row that depend on the model."""
         started = time.perf_counter()
-        exact_float32()
-        checkpoint = Checkpoint(folder)
-        model, losses, same, divergence = load(checkpoint, self.device), [], [], []
-        for number, (ids, scored) in enumerate(self.batches()):
-            found = predictions(model, ids, scored)
-            losses.append(losses_of(found, ids, scored))
-            same.append((found.argmax(-1) == self.best[number]).double().mean(1))
-            if number % KL_EVERY == 0:
-                expected = predictions(self.model, ids, scored)
-                divergence.append((expected.exp() * (expected - found)).sum(-1).double().mean(1))
+        losses, same, divergence = [], [], []
+        for ids, scored in self.batches():
+            pairs = zip(self.original.logits(ids, scored), logits_of(model, ids, scored), ids, strict=True)
+            for expected, found, line in pairs:  # one window at a time: a vocabulary can be large
+                expected, found = torch.log_softmax(expected, -1), torch.log_softmax(found, -1)
+                losses.append(losses_of(found, line, scored))
+                same.append((found.argmax(-1) == expected.argmax(-1)).double().mean())
+                divergence.append((expected.exp() * (expected - found)).sum(-1).double().mean())
+        losses = [line.cpu() for line in losses]  # only now: a device that is asked at every window waits for the next one
         facts = self.facts(losses) | facts_of(checkpoint)
-        change = torch.cat([(a - b).mean(1) for a, b in zip(losses, self.losses, strict=True)])
+        before = [line for part in self.losses for line in part]
+        change = torch.stack([(a - b).mean() for a, b in zip(losses, before, strict=True)])
         return facts | {
-            "perplexity_original": math.exp(float(torch.cat([part.flatten() for part in self.losses]).mean())),
-            "kl": float(torch.cat(divergence).mean()), "kl_error": standard_error(torch.cat(divergence)),
-            "kl_windows": sum(len(part) for part in divergence), "top1_agreement": float(torch.cat(same).mean()),
+            "perplexity_original": math.exp(float(torch.cat(before).mean())),
+            "kl": float(torch.stack(divergence).mean()), "kl_error": standard_error(torch.stack(divergence)),
+            "kl_windows": len(divergence), "top1_agreement": float(torch.stack(same).mean()),
             "log_ratio": float(change.mean()), "log_ratio_error": standard_error(change),
             "seconds": round(time.perf_counter() - started, 3)}
 
     def facts(self, losses: list[Tensor] | None = None) -> dict[str, Any]:
-        """Perplexity, its standard error from window to window, and the losses themselves."""
-        found = self.losses if losses is None else losses
-        flat, by_window = torch.cat([part.flatten() for part in found]), torch.cat([part.mean(1) for part in found])
-        value = math.exp(float(flat.mean()))
+        """Perplexity, its standard error from window to window, and the losses [scored] of the windows themselves."""
+        found = [line for part in self.losses for line in part] if losses is None else losses
+        by_window = torch.stack([line.mean() for line in found])
+        value = math.exp(float(torch.cat(found).mean()))
         return {"perplexity": value, "perplexity_error": value * standard_error(by_window), "text": self.text, "window": WINDOW,
-                "bos": self.bos is not None, "tokens": flat.numel(), "dtype": "float32", "kv_dtype": "float32",
-                "window_losses": [round(loss, 6) for loss in by_window.tolist()]}
+                "bos": self.bos is not None, "tokens": sum(len(line) for line in found), "dtype": self.original.products,
+                "kv_dtype": "float32", "window_losses": [round(loss, 6) for loss in by_window.tolist()]}
 
 
-def exact_float32() -> None:
-    """Whatever a peer has set: float32, and no TF32."""
-    torch.set_float32_matmul_precision("highest")
+class Original:
+    """The model that all are compared with; `products` is float32 or tf32."""
+
+    def __init__(self, folder: Path, *, device: str, products: str = "float32") -> None:
+        set_products(products)
+        self.folder, self.products, self.device = folder, products, torch.device(device)
+        self.checkpoint = Checkpoint(folder)
+        self.model = load(self.checkpoint, self.device)
+
+    def logits(self, ids: Tensor, scored: int) -> Tensor:
+        return logits_of(self.model, ids, scored)
+
+
+def measure_folder(rulers: Sequence[Ruler], folder: Path) -> list[dict[str, Any]]:
+    """One quantized model on every text."""
+    original = rulers[0].original
+    set_products(original.products)
+    checkpoint = Checkpoint(folder)
+    model = load(checkpoint, original.device)
+    return [ruler.measure(checkpoint, model) for ruler in rulers]
+
+
+def set_products(products: str) -> None:
+    """Whatever a peer has set: float32, with TF32's products or without."""
+    torch.set_float32_matmul_precision({"float32": "highest", "tf32": "high"}[products])
     torch.set_default_dtype(torch.float32)
 
 
@@ -105,14 +129,14 @@ def load(checkpoint: Checkpoint, device: torch.device) -> Decoder:
 
 
 @torch.no_grad()
-def predictions(model: Decoder, ids: Tensor, scored: int) -> Tensor:
-    """Log-probabilities [windows, scored, vocabulary]."""
-    return torch.log_softmax(model.forward_whole(ids)[:, -scored - 1 : -1], -1)
+def logits_of(model: Decoder, ids: Tensor, scored: int) -> Tensor:
+    """[windows, scored, vocabulary]"""
+    return model.forward_whole(ids)[:, -scored - 1 : -1]
 
 
 def losses_of(found: Tensor, ids: Tensor, scored: int) -> Tensor:
-    """Negative log-likelihoods [windows, scored], float64."""
-    return -found.gather(2, ids[:, -scored:, None])[..., 0].double().cpu()
+    """Negative log-likelihoods [scored] of one window, float64."""
+    return -found.gather(1, ids[-scored:, None])[:, 0].double()
 
 
 def standard_error(values: Tensor) -> float:

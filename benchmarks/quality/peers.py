@@ -1,12 +1,14 @@
 """The published packages, on the same model and the same calibration tokens: (job, model, tokens) → a model folder.
 
-Group size 64 (the default model's widths are no multiple of 128) and symmetry are those of our scheme of the same name;
-everything else is what the package does by default or in its documentation's example of the method. Where its ranges can
-be searched too (`mse`, `imatrix`), that stands beside the default.
+Group size (`group_of`), symmetry and the type of the scales (16 bits) are those of our scheme of the same name; everything
+else is what the package does by default or in its documentation's example of the method. Where its ranges can be searched
+too (`mse`, `imatrix`), that stands beside the default.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -15,17 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-GROUP = 64
+GROUP = 128  # where the model's widths are multiples of it, else the largest power of two that divides them
 BATCH = 8  # sequences of one length together: the packages' default of one is several times slower and gives the same
 
 
-def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, activations: bool = False,
+def group_of(model: Path) -> int:
+    """The group size that our schemes take for this model."""
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return math.gcd(GROUP, config["hidden_size"], config["intermediate_size"], config["num_attention_heads"] * head_dim)
+
+
+def integers(bits: int, *, grouped: bool = True, symmetric: bool = True, activations: bool = False,
              observer: str | None = None) -> dict[str, Any]:
     """A scheme of compressed-tensors; without a group one scale per channel, without an observer the default's whole range."""
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel",
-               "group_size": group} | ({"observer": observer} if observer else {})
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if grouped else "channel",
+               "group_size": GROUP if grouped else None} | ({"observer": observer} if observer else {})
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if activations else None
     return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
 
@@ -34,7 +44,7 @@ def integers(bits: int, *, group: int | None = GROUP, symmetric: bool = True, ac
 LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rtn-int4": ("", "rtn", integers(4)),
     "rtn-int4-mse": ("", "rtn", integers(4, observer="memoryless_mse")),
-    "rtn-int8": ("", "rtn", integers(8, group=None)),
+    "rtn-int8": ("", "rtn", integers(8, grouped=False)),
     "rtn-int8-group": ("", "rtn", integers(8)),
     "gptq-int3": ("", "gptq", integers(3)),
     "gptq-int3-imatrix": ("", "gptq", integers(3, observer="imatrix_mse")),
@@ -42,12 +52,14 @@ LLM_COMPRESSOR: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq-int4-imatrix": ("", "gptq", integers(4, observer="imatrix_mse")),
     "awq-int3": ("awq", "rtn", integers(3, symmetric=False)),
     "awq-int4": ("awq", "rtn", integers(4, symmetric=False)),
-    "w8a8-smooth": ("smooth", "rtn", integers(8, group=None, activations=True)),
-    "w8a8-smooth-gptq": ("smooth", "gptq", integers(8, group=None, activations=True)),
+    "w8a8-smooth": ("smooth", "rtn", integers(8, grouped=False, activations=True)),
+    "w8a8-smooth-gptq": ("smooth", "gptq", integers(8, grouped=False, activations=True)),
 }
 AUTO_ROUND: dict[str, dict[str, Any]] = {
     "autoround-int4": {"bits": 4, "sym": True},
     "autoround-int4-asym": {"bits": 4, "sym": False},
+    "autoround-int3-asym": {"bits": 3, "sym": False},
+    "autoround-int2-asym": {"bits": 2, "sym": False},
 }
 SCHEMES = {"llm-compressor": list(LLM_COMPRESSOR), "auto-round": list(AUTO_ROUND)}
 VARIANTS = ("-mse", "-imatrix", "-group")  # of a peer's scheme: ours has one of that name without the ending
@@ -74,13 +86,27 @@ def llm_compressor(scheme: str, model: Path, tokens: Tensor, output: Path, *, de
 
     torch.manual_seed(seed)
     before, rounding, groups = LLM_COMPRESSOR[scheme]
+    weights = groups["group_0"]["weights"]
+    sized = weights | {"group_size": weights["group_size"] and group_of(model)}
+    groups = {"group_0": groups["group_0"] | {"weights": sized}}
     rounder = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[rounding](config_groups=groups, ignore=["lm_head"])
     first = {"": [], "awq": [AWQModifier()], "smooth": [SmoothQuantModifier(smoothing_strength=0.8)]}[before]
     needed = None if not first and rounding == "rtn" else loader(tokens)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # it moves layer by layer to a GPU itself
     oneshot(model=loaded, tokenizer=AutoTokenizer.from_pretrained(model), dataset=needed, recipe=[*first, rounder],
             max_seq_length=tokens.shape[1], num_calibration_samples=len(tokens), output_dir=str(output))
+    narrow_scales(output)
     return output
+
+
+def narrow_scales(folder: Path) -> None:
+    """A float32 model gets float32 scales; in 16 bits, as ours are, they cost half as much and nothing else."""
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        wide = {name: value.half() for name, value in tensors.items()
+                if name.endswith("weight_scale") and value.dtype == torch.float32 and value.shape[-1] > 1}
+        if wide:
+            save_file(tensors | wide, shard, {"format": "pt"})
 
 
 def loader(tokens: Tensor) -> torch.utils.data.DataLoader:
@@ -93,7 +119,7 @@ def auto_round(scheme: str, model: Path, tokens: Tensor, output: Path, *, device
     from auto_round import AutoRound
 
     options, place = AUTO_ROUND[scheme], 0 if device.startswith("cuda") else device
-    rounder = AutoRound(str(model), group_size=GROUP, iters=steps, seed=seed, device_map=place, seqlen=tokens.shape[1],
+    rounder = AutoRound(str(model), group_size=group_of(model), iters=steps, seed=seed, device_map=place, seqlen=tokens.shape[1],
                         dataset=[row[None] for row in tokens], nsamples=len(tokens), batch_size=BATCH, enable_torch_compile=False,
                         **options)
     rounder.quantize_and_save(str(output), format="auto_gptq")

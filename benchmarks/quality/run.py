@@ -1,10 +1,11 @@
-"""Quality of every scheme, ours and the published packages', on one model and one text; rows as docs/results.md says.
+"""Quality of every scheme, ours and the published packages', on one model; rows as docs/results.md says.
 
     python benchmarks/quality/run.py --model smollm2-135m --text valid.txt --calibration train.txt --out rows.jsonl
+    python benchmarks/quality/run.py --model coder.gguf --natural --text valid.txt c4.txt code.txt --calibration train.txt --out rows.jsonl
     python benchmarks/quality/run.py --out rows.jsonl --table
 
-The model's off-grid equivalent is quantized once per scheme and seed, and each result is measured on the whole text by
-the same evaluator. Jobs run in `--jobs` worker processes on one device: a small model leaves a GPU idle most of the time.
+The model's off-grid equivalent (or, with `--natural`, the model as it is) is quantized once per scheme and seed, and each
+result is measured on all of each text by the same evaluator. Jobs run in `--jobs` worker processes on one device: a small model leaves a GPU idle most of the time.
 A job that fails becomes a `failed` row with its reason; one that is finished in OUT is not done again, unless it is one of
 ours and the solvers have changed since. Blocks of ours that were finished when time ran out are not done again either, as
 long as the folder WORK is there.
@@ -21,6 +22,8 @@ import os
 import queue
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +57,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for every job; `model` is the off-grid folder."""
+    """What is the same for every job; `model` is the folder that is quantized, float32."""
 
     model: str
-    text: str
+    texts: tuple[str, ...]
     calibration: str
     work: str
     device: str
@@ -67,42 +70,73 @@ class Setting:
     learn_steps: int
     keep: bool
     recipes: tuple[tuple[str, str], ...] = ()  # name → file, for schemes that are none of ours
+    products: str = "float32"  # of the evaluation
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """One process: the original is loaded once, then job after job is quantized and measured."""
+    """One process: job after job is quantized and measured. What a job has made is kept until it is measured, so that a run
+    that was cut off between the two measures it without making it again.
+    """
 
     def __init__(self, setting: Setting) -> None:
-        import measure
+        from flyweight.checkpoint.reader import Checkpoint
 
         self.setting, self.samples, self.resumed = setting, {}, 0
-        self.ruler = measure.Ruler(Path(setting.model), Path(setting.text), device=setting.device, windows=setting.windows)
+        self.checkpoint = Checkpoint(Path(setting.model))
+
+    def measured(self, folder: Path | None) -> list[dict[str, Any]]:
+        """Facts of `folder`, or of the original, on each text. One worker at a time: the models and the logits of several
+        would fill a GPU, and not be ready sooner."""
+        import measure
+        from filelock import FileLock
+
+        setting = self.setting
+        with FileLock(Path(setting.work) / "measuring.lock"):
+            original = measure.Original(Path(setting.model), device=setting.device, products=setting.products)
+            rulers = [measure.Ruler(original, Path(text), windows=setting.windows) for text in setting.texts]
+            if folder is None:
+                return [measure.facts_of(original.checkpoint) | ruler.facts() for ruler in rulers]
+            return measure.measure_folder(rulers, folder)
 
     def calibration(self, seed: int) -> Any:
         from flyweight.quant.calibration import draw_samples, read_text
         from flyweight.quant.subject import encode
 
         if seed not in self.samples:
-            ids, bos = encode(self.ruler.checkpoint.tokenizer(), read_text(self.setting.calibration))
+            ids, bos = encode(self.checkpoint.tokenizer(), read_text(self.setting.calibration))
             self.samples[seed] = draw_samples(ids, count=self.setting.samples, length=self.setting.length, seed=seed, bos=bos,
                                               source=Path(self.setting.calibration).name)
         return self.samples[seed]
 
     def run(self, job: Job) -> list[dict[str, Any]]:
-        """The `quantize` and the `quality` row, without what every row has."""
+        """The `quantize` row and a `quality` row for each text, without what every row has."""
+        import shutil
+
+        if job.tool == "original":
+            return [{"bench": "quality", **facts} for facts in self.measured(None)]
+        output = Path(self.setting.work) / solvers_digest() / job.name.replace("/", "-").replace(":", "-")
+        kept = output.with_name(f"{output.name}.json")
+        if not kept.exists():
+            made = self.make(job, output)
+            kept.write_text(json.dumps(made))
+        made = json.loads(kept.read_text())
+        calibration = {key: made[key] for key in ("calibration", "calibration_tokens")}
+        found = [{"bench": "quality", **calibration, **facts} for facts in self.measured(Path(made.pop("folder")))]
+        if not self.setting.keep:
+            kept.unlink()
+            shutil.rmtree(output, ignore_errors=True)
+        return [made | {key: found[0][key] for key in ("checkpoint", "size_gb", "bits_per_weight")}, *found]
+
+    def make(self, job: Job, output: Path) -> dict[str, Any]:
+        """The `quantize` row of a job, and the folder that it made."""
         import shutil
 
         import torch
 
-        if job.tool == "original":
-            import measure
-
-            return [{"bench": "quality"} | measure.facts_of(self.ruler.checkpoint) | self.ruler.facts()]
         samples = self.calibration(job.seed)
-        output = Path(self.setting.work) / solvers_digest() / job.name.replace("/", "-").replace(":", "-")
         output.parent.mkdir(exist_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         started, on_gpu = time.perf_counter(), self.setting.device.startswith("cuda")
@@ -112,14 +146,12 @@ class Worker:
             job.scheme, Path(self.setting.model), samples.tokens, output, device=self.setting.device, seed=job.seed,
             steps=self.setting.learn_steps or 200)
         seconds = time.perf_counter() - started
-        calibration = {"calibration": samples.facts(), "calibration_tokens": samples.tokens.numel()}
+        if on_gpu:
+            torch.cuda.empty_cache()  # others measure now
         resumed = {"resumed_blocks": self.resumed} if self.resumed else {}  # then the seconds are those of the rest
-        made = {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),
-                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **resumed, **calibration}
-        found = {"bench": "quality", **calibration, **self.ruler.measure(folder)}
-        if not self.setting.keep:
-            shutil.rmtree(output, ignore_errors=True)
-        return [made | {key: found[key] for key in ("checkpoint", "size_gb", "bits_per_weight")}, found]
+        return {"bench": "quantize", "device": self.setting.device, "seconds": round(seconds, 2), "peak_host_gb": host_gb(),
+                "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if on_gpu else 0.0, **resumed,
+                "calibration": samples.facts(), "calibration_tokens": samples.tokens.numel(), "folder": str(folder)}
 
     def ours(self, job: Job, output: Path) -> Path:
         from flyweight.quant import recipe
@@ -203,7 +235,7 @@ class Seat:
 
 
 class Rows:
-    """OUT: an environment row per run, then two rows per job, written when the job ends."""
+    """OUT: an environment row per run, then the rows of each job, written when the job ends."""
 
     def __init__(self, path: Path, setting: Setting, model: str) -> None:
         from flyweight.bench.rows import environment_row
@@ -226,7 +258,8 @@ class Rows:
                   "weights": "trained"} | ({"solvers": solvers_digest()} if job.tool == "flyweight" else {})
         if reason:
             return self.write([make_row("quality", self.environment, status="failed", reason=reason, **shared)])
-        self.write([make_row(row.pop("bench"), self.environment, **shared, **row) for row in found])
+        self.write([make_row(row["bench"], self.environment, **shared, **{k: v for k, v in row.items() if k != "bench"})
+                    for row in found])
 
 
 def peer_versions() -> dict[str, str]:
@@ -259,11 +292,14 @@ def make_jobs(schemes: list[str], tools: list[str], seeds: list[int], recipes: l
     return jobs
 
 
-def finished_jobs(rows: list[dict[str, Any]]) -> set[str]:
-    """Names of the jobs that need not be done again."""
-    now = solvers_digest()
-    return {row["job"] for row in rows if row.get("status") == "ok" and row["bench"] == "quality"
-            and (row["tool"] != "flyweight" or row.get("solvers") == now)}
+def finished_jobs(rows: list[dict[str, Any]], model: str, texts: Sequence[str]) -> set[str]:
+    """Names of the jobs that need not be done again: measured on every one of the texts."""
+    now, found = solvers_digest(), defaultdict(set)
+    for row in rows:
+        good = row["bench"] == "quality" and row.get("status") == "ok" and row["model"] == model
+        if good and (row["tool"] != "flyweight" or row.get("solvers") == now):
+            found[row["job"]].add(row["text"])
+    return {job for job, seen in found.items() if seen >= set(texts)}
 
 
 def calibrated(job: Job) -> bool:
@@ -298,7 +334,7 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
             found, reason = seat.run(job, deadline)
             rows.add(job, found, reason)
             done += 1
-            result = reason or f"perplexity {found[-1]['perplexity']:.4f}"
+            result = reason or "perplexity " + ", ".join(f"{row['perplexity']:.4f}" for row in found if row["bench"] == "quality")
             print(f"[{done}/{len(jobs)}] {job.name}: {result} ({time.monotonic() - started:.1f} s)", flush=True)
 
     sitting = [threading.Thread(target=sit) for _ in range(min(seats, len(jobs)))]
@@ -311,7 +347,10 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a name, folder or GGUF file; its off-grid copy is measured")
-    parser.add_argument("--text", help="what is evaluated, a text file")
+    parser.add_argument("--natural", action="store_true", help="measure the model as it is: its weights lie on no 4-bit grid")
+    parser.add_argument("--name", help="what the rows call the model; default: its file or folder")
+    parser.add_argument("--text", nargs="+", default=[], help="what is evaluated, text files")
+    parser.add_argument("--tf32", action="store_true", help="evaluate with TF32 products, several times as fast")
     parser.add_argument("--calibration", help="what is calibrated on, another text file")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="*", default=["all"])
@@ -341,23 +380,24 @@ def main() -> None:
     from offgrid import make_offgrid
 
     work_folder = (options.work or options.out.with_suffix(".work")).absolute()
-    model = work_folder / "offgrid"
+    model = work_folder / ("natural" if options.natural else "offgrid")
     if not model.exists():
         work_folder.mkdir(parents=True, exist_ok=True)
-        make_offgrid(options.model, model)
-    setting = Setting(str(model), options.text, options.calibration, str(work_folder),
+        make_offgrid(options.model, model, spread=1.0 if options.natural else 1.3)
+    setting = Setting(str(model), tuple(options.text), options.calibration, str(work_folder),
                       options.device or ("cuda" if torch.cuda.is_available() else "cpu"), options.samples, options.length,
                       options.windows, options.learn_steps, options.keep,
-                      tuple((path.stem, str(path.absolute())) for path in options.recipes))
-    finished = finished_jobs(table.read(options.out))
+                      tuple((path.stem, str(path.absolute())) for path in options.recipes),
+                      "tf32" if options.tf32 else "float32")
+    name = (options.name or Path(options.model).stem) + ("" if options.natural else "-offgrid")
+    finished = finished_jobs(table.read(options.out), name, [Path(text).name for text in options.text])
     names = [path.stem for path in options.recipes]
     jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds, names) if job.name not in finished]
     if options.only_peers:
         jobs = [job for job in jobs if job.tool != "flyweight"]
     print(f"{len(jobs)} jobs to do, {len(finished)} done before", flush=True)
     if jobs:
-        run(jobs, setting, Rows(options.out, setting, f"{Path(options.model).stem}-offgrid"), seats=options.jobs,
-            deadline=deadline)
+        run(jobs, setting, Rows(options.out, setting, name), seats=options.jobs, deadline=deadline)
     table.show(options.out)
 
 

@@ -26,13 +26,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
 
 
-def collect(path: Path) -> Results:
-    """(tool, scheme) → the last good row of each seed."""
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+def by_setting(path: Path) -> dict[tuple[str, str], Results]:
+    """(model, text) → (tool, scheme) → the last good row of each seed."""
+    found: dict[tuple[str, str], dict[tuple[str, str], dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for row in read(path):
         if row["bench"] == "quality" and row["status"] == "ok":
-            found[row["tool"], row["scheme"]][row["seed"]] = row
-    return {key: [rows[seed] for seed in sorted(rows)] for key, rows in found.items()}
+            found[row.get("model", ""), row.get("text", "")][row["tool"], row["scheme"]][row["seed"]] = row
+    return {setting: {key: [rows[seed] for seed in sorted(rows)] for key, rows in schemes.items()}
+            for setting, schemes in found.items()}
+
+
+def collect(path: Path) -> Results:
+    """Of a file with one model and one text."""
+    (results,) = by_setting(path).values() or [{}]
+    return results
 
 
 def error_of(values: list[float]) -> float:
@@ -76,14 +83,16 @@ def quality_lines(results: Results) -> list[str]:
     return lines
 
 
-def rival_lines(results: Results) -> list[str]:
-    """Every comparison that is asked for; "not measured" where a side of it is missing."""
+def rival_lines(results: Results, *, measured: bool = False) -> list[str]:
+    """Every comparison that is asked for; "not measured" where a side of it is missing, or none of those."""
     lines = ["| ours | against | ours is |", "|---|---|---|"]
     for scheme, others in peers.RIVALS.items():
         ours = results.get(("flyweight", scheme))
         for other in others:
-            said = verdict(ours, results[other]) if ours and other in results else "not measured"
-            lines.append(f"| {scheme} | {' '.join(other)} | {f'**{said}**' if said.startswith('worse') else said} |")
+            both = ours and other in results
+            if both or not measured:
+                said = verdict(ours, results[other]) if both else "not measured"
+                lines.append(f"| {scheme} | {' '.join(other)} | {f'**{said}**' if said.startswith('worse') else said} |")
     return lines
 
 
@@ -105,17 +114,60 @@ def best_lines(results: Results) -> list[str]:
 
 def unfinished(rows: list[dict[str, Any]]) -> list[str]:
     """Jobs whose last attempt failed, with the reason."""
-    last = {row["job"]: row for row in rows if row["bench"] == "quality"}
-    return [f"{job}: {row['reason']}" for job, row in sorted(last.items()) if row["status"] == "failed"]
+    last = {(row.get("model", ""), row["job"]): row for row in rows if row["bench"] == "quality"}
+    return [f"{job}: {row['reason']}" for (_, job), row in sorted(last.items()) if row["status"] == "failed"]
 
 
 def document(path: Path) -> str:
-    """Everything there is to say of the rows, in markdown."""
-    rows, results = read(path), collect(path)
-    parts = ["\n".join(quality_lines(results)), "\n".join(rival_lines(results))]
+    """Everything there is to say of the rows, in markdown; a heading for each model and text where there are several."""
+    rows, settings = read(path), by_setting(path)
+    parts = []
+    for (model, text), results in settings.items():
+        if len(settings) > 1:
+            parts.append(f"### {model}, {text}")
+        parts += ["\n".join(quality_lines(results)), "\n".join(rival_lines(results, measured=len(settings) > 1))]
     if missing := unfinished(rows):
         parts.append("Did not finish:\n\n" + "\n".join(f"- {line}" for line in missing))
     return "\n\n".join(parts)
+
+
+def across(path: Path) -> str:
+    """One line for each model, tool and scheme, the texts side by side; then every comparison with a peer."""
+    settings = by_setting(path)
+    texts = list(dict.fromkeys(text for _, text in settings))
+    lines = [f"| model | tool | scheme | bits | {' | '.join(f'{text}, KL' for text in texts)} |",
+             "|" + "---|" * (4 + len(texts))]
+    rivals = [f"| model | ours | against | {' | '.join(texts)} |", "|" + "---|" * (3 + len(texts))]
+    for model in dict.fromkeys(model for model, _ in settings):
+        found = {text: settings[model, text] for text in texts if (model, text) in settings}
+        first = next(iter(found.values()))
+        for key in sorted(first, key=lambda key: (-first[key][0]["bits_per_weight"], key)):
+            cells = [told(found.get(text, {}).get(key)) for text in texts]
+            lines.append(f"| {model} | {' | '.join(key)} | {first[key][0]['bits_per_weight']:.3f} | {' | '.join(cells)} |")
+        for scheme, others in peers.RIVALS.items():
+            for other in others:
+                if ("flyweight", scheme) in first and other in first:
+                    said = [compared(found.get(text, {}), scheme, other) for text in texts]
+                    rivals.append(f"| {model} | {scheme} | {' '.join(other)} | {' | '.join(said)} |")
+    return "\n".join(lines) + "\n\n" + "\n".join(rivals)
+
+
+def told(rows: list[dict[str, Any]] | None) -> str:
+    """Change of perplexity and KL of one cell; the original's perplexity itself."""
+    if not rows:
+        return "–"
+    if "kl" not in rows[0]:
+        return f"perplexity {mean(rows, 'perplexity'):.3f}"
+    error = math.hypot(mean(rows, "log_ratio_error"), error_of([row["log_ratio"] for row in rows]))
+    return f"{100 * math.expm1(mean(rows, 'log_ratio')):+.2f} ± {100 * error:.2f} %, {mean(rows, 'kl'):.4f}"
+
+
+def compared(results: Results, scheme: str, other: tuple[str, str]) -> str:
+    ours, theirs = results.get(("flyweight", scheme)), results.get(other)
+    if not ours or not theirs:
+        return "–"
+    said = verdict(ours, theirs)
+    return f"**{said}**" if said.startswith("worse") else said
 
 
 def show(path: Path) -> None:

@@ -22,6 +22,14 @@ PACKAGES = {  # bench → the code that its figures are of
     "serve": (*FAST, "src/flyweight/server"), "quality": ("src/flyweight/quant",), "quantize": ("src/flyweight/quant",),
     "sanitize": FAST[:1], "prefill": FAST, "agreement": FAST, "ablation": FAST, "adapters": FAST, "sampling": FAST,
 }
+REAL_WEIGHTS = (*FAST, "src/flyweight/quant")  # a `quality` row with a check runs a quantized folder through the engine
+
+
+def code_of(row: Row) -> tuple[str, ...]:
+    """The folders that the figures of a row are of."""
+    return REAL_WEIGHTS if row["bench"] == "quality" and row.get("check") else PACKAGES[row["bench"]]
+
+
 CELL = ("bench", "model", "scheme", "backend", "tool", "workload", "batch", "input", "output", "prompts", "seed", "check",
         "setting", "format", "kernel", "rows", "in_features", "out_features", "chain", "context", "main_centroids",
         "residual_centroids", "case", "passes")
@@ -148,11 +156,12 @@ def changed(commit: str | None, paths: Iterable[str]) -> str:
 
 def provenance(results: Results) -> list[Block]:
     """One line for each bench, model and commit: how old its rows are, and whether their code has changed since."""
-    found: dict[tuple[str, str, str | None], list[Row]] = {}
+    found: dict[tuple[str, str, str | None, tuple[str, ...]], list[Row]] = {}
     for row in results.rows:
-        found.setdefault((row["bench"], str(row.get("model") or "–"), commit_of(results, row)), []).append(row)
+        key = (row["bench"], str(row.get("model") or "–"), commit_of(results, row), code_of(row))
+        found.setdefault(key, []).append(row)
     lines = [(bench, model, str(len(rows)), str(max(str(row["time"]) for row in rows))[:16].replace("T", " "), commit or "–",
-              changed(commit, PACKAGES[bench])) for (bench, model, commit), rows in found.items()]
+              changed(commit, code)) for (bench, model, commit, code), rows in found.items()]
     return [Heading("Of which code these rows are"),
             Paragraph("The last column: whether the code that a row's figures are of has changed since its commit; "
                       "a commit that ends in -dirty had changes of its own."),

@@ -7,6 +7,8 @@ to be held here.
 
 from __future__ import annotations
 
+import functools
+
 import numpy
 import torch
 from torch import Tensor
@@ -44,6 +46,27 @@ def upload(
     ]
 
 
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def upload_beside(device: torch.device, *arrays: numpy.ndarray) -> list[Tensor]:
+    """As `upload`, while the device goes on with what was launched before: only what is launched
+    after this waits for the copy.
+    """
+    if device.type == "cpu":
+        return upload(device, *arrays)
+    now = torch.cuda.current_stream(device)
+    side = side_stream(device)
+    with torch.cuda.stream(side):
+        moved = upload(device, *arrays)
+    now.wait_stream(side)
+    for tensor in moved:
+        tensor.record_stream(now)  # its memory is the side stream's
+    return moved
+
+
 def torch_type(array: numpy.ndarray) -> torch.dtype:
     return torch.from_numpy(numpy.empty(0, array.dtype)).dtype
 
@@ -63,8 +86,14 @@ class Download:
             )
             for tensor in tensors
         ]
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event(enable_timing=True)
         self.event.record()
+
+    def seconds_since(self, before: Download) -> float | None:
+        """On the device, from one download to this one, both of which are there; None on a CPU."""
+        if self.event is None or before.event is None:
+            return None
+        return before.event.elapsed_time(self.event) / 1e3
 
     def lists(self) -> list[list]:
         if self.event is not None:

@@ -182,7 +182,7 @@ def test_the_same_weights_are_compared_with_the_baseline_which_is_started_for_it
     bench.out.write_text("\n".join(kept) + "\n")
     rows, error = bench(*arguments, *models)
     assert rows[-1]["scheme"] == "second" and rows[-1]["agreement"] == 1.0 and "first on native" in rows[-1]["agreement_with"]
-    assert [row["bench"] for row in rows].count("agreement") == 1 and "loading model first" in error
+    assert [row["bench"] for row in rows].count("agreement") == 1 and "loading tiny first" in error
 
 
 def test_an_only_model_of_its_own_weights_is_the_baseline_and_is_not_started_to_say_so(bench, tmp_path):

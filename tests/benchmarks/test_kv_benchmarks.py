@@ -1,4 +1,4 @@
-"""The benchmarks of 8-bit caches and prompts, with models of a few weights: rows, scoring."""
+"""The benchmarks of 8-bit caches, prompts and heads, with models of a few weights: rows, scoring."""
 
 import json
 import sys
@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("benchmarks", "tests/quant")
+FOLDERS = ("benchmarks", "benchmarks/quality", "tests/quant")
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 import kv_cache  # noqa: E402
 import needle  # noqa: E402
 import prompt_dtype  # noqa: E402
+import served_head  # noqa: E402
 from tiny_model import TEXT, make_tiny_model  # noqa: E402
 
+import flyweight  # noqa: E402
 from flyweight.checkpoint.reader import Checkpoint  # noqa: E402
 from flyweight.engine.tokenizer import tokenizer_of  # noqa: E402
 
@@ -99,3 +101,15 @@ def test_first_tokens_are_measured_with_each_type_of_prompt(tmp_path):
     prompt_dtype.main([str(out), *words])
     assert [row["scheme"] for row in rows_of(out)] == ["int4", "int4, prompts int8"]
     assert all(row["ttft_ms_last"] > 0 for row in rows_of(out))
+
+
+def test_an_8_bit_head_is_measured_beside_the_stored_one(model, text, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    quantized = tmp_path / "rtn"
+    flyweight.quantize(model, "rtn-int4", quantized)
+    words = [str(out), "--text", str(text), "--original", str(model), "--model", str(quantized)]
+    served_head.main([*words, "--head", "int8", "int4", "--tokens", "192", "--window", "64", "--device", "cpu"])
+    stored, eight, four = rows_of(out)
+    assert [row["head"] for row in (stored, eight, four)] == ["stored", "int8", "int4"]
+    assert stored["kl"] > 0 and stored["kl_growth"] == 0
+    assert abs(eight["kl_growth"]) < 0.005 < four["kl_growth"], "four bits are coarser than eight"

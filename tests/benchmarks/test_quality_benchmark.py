@@ -92,11 +92,12 @@ def test_jobs_need_one_seed_where_nothing_is_calibrated_and_finish_a_seed_first(
 
 def test_ours_is_made_again_when_the_solvers_change_and_a_peers_is_not():
     def done(tool, **more):
-        return {"bench": "quality", "status": "ok", "tool": tool, "job": f"{tool}/x/0", **more}
+        return {"bench": "quality", "status": "ok", "tool": tool, "job": f"{tool}/x/0", "model": "m", "text": "t", **more}
 
     rows = [done("llm-compressor"), done("flyweight"), done("flyweight", job="flyweight/y/0", solvers=run.solvers_digest()),
             done("auto-round", status="failed")]
-    assert run.finished_jobs(rows) == {"llm-compressor/x/0", "flyweight/y/0"}
+    assert run.finished_jobs(rows, "m", ["t"]) == {"llm-compressor/x/0", "flyweight/y/0"}
+    assert run.finished_jobs(rows, "m", ["t", "u"]) == run.finished_jobs(rows, "n", ["t"]) == set()
 
 
 def test_every_rival_is_a_scheme_that_someone_makes():
@@ -174,3 +175,41 @@ def test_workers_take_jobs_side_by_side(tmp_path, monkeypatch):
     run.main()
     found = {row["job"]: row["status"] for row in map(json.loads, out.read_text().splitlines()) if row["bench"] == "quality"}
     assert found == {"original/fp32/0": "ok", "flyweight/rtn-int8/0": "ok"}
+
+
+def test_training_goes_on_where_it_was_cut_off(tmp_path, monkeypatch, capsys):
+    import train_small
+
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}, and its half {i / 2}.\n" for i in range(3000)))
+
+    def trained(folder, steps):
+        small = "--hidden 64 --layers 1 --vocabulary 300 --length 32 --batch 4 --device cpu --seconds 1e9 --rate 1e-3"
+        monkeypatch.setattr(sys, "argv", ["train_small.py", str(folder), "--text", str(tmp_path / "text.txt"),
+                                          "--steps", str(steps), *small.split()])
+        train_small.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    monkeypatch.setattr(train_small.Training, "rate", lambda self: 1e-3)  # else it depends on the steps in all
+    whole = trained(tmp_path / "whole", 6)
+    trained(tmp_path / "parts", 2)
+    parts = trained(tmp_path / "parts", 6)
+    assert whole["steps"] == parts["steps"] == 6 and whole["held_out_loss"] == parts["held_out_loss"]
+    logits = Decoder.load(Checkpoint(tmp_path / "parts"), device="cpu", dtype=torch.float32).forward_whole(torch.arange(8)[None])
+    assert logits.shape == (1, 8, 300) and logits.isfinite().all()
+
+
+def test_scales_of_groups_are_stored_in_16_bits_and_those_of_channels_as_they_are(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_file({"a.weight_scale": torch.rand(4, 2), "b.weight_scale": torch.rand(4, 1), "norm.weight": torch.rand(4)},
+              tmp_path / "model.safetensors")
+    peers.narrow_scales(tmp_path)
+    found = {name: value.dtype for name, value in load_file(tmp_path / "model.safetensors").items()}
+    assert found == {"a.weight_scale": torch.float16, "b.weight_scale": torch.float32, "norm.weight": torch.float32}
+
+
+def test_peers_take_the_group_size_of_our_schemes(tmp_path):
+    for widths, group in (((576, 1536, 9), 64), ((896, 4864, 14), 128)):
+        config = dict(zip(("hidden_size", "intermediate_size", "num_attention_heads"), widths, strict=True))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert peers.group_of(tmp_path) == group

@@ -46,6 +46,40 @@ def test_documents_get_their_figures_from_the_rows_and_keep_their_prose(results)
     assert {path: path.read_bytes() for path in Path(".").rglob("*.md")} == before
 
 
+def test_a_document_that_says_something_else_than_the_rows_is_found(results, monkeypatch, capsys):
+    results.main()
+    monkeypatch.setattr(results.sys, "argv", ["results.py", "--check"])
+    with pytest.raises(SystemExit) as ended:
+        results.main()
+    assert ended.value.code == 0
+    Path("README.md").write_text(Path("README.md").read_text().replace("580", "590"))
+    with pytest.raises(SystemExit) as ended:
+        results.main()
+    assert ended.value.code == 1 and "README.md does not say what the rows say" in capsys.readouterr().out
+
+
+def test_rows_of_older_code_stand_in_the_readme_only_where_they_are_marked(results, monkeypatch):
+    monkeypatch.setattr(results, "changed", lambda commit, paths: "changed: kernels")
+    before = Path("README.md").read_text()
+    with pytest.raises(SystemExit) as ended:
+        results.main()
+    assert "headline: changed: kernels" in str(ended.value.code) and Path("README.md").read_text() == before
+    Path("README.md").write_text(before.replace("rows: headline", "rows: headline, older"))
+    results.main()
+    assert "| 276" in Path("README.md").read_text() and "Measured by older code than this: unknown" in Path("README.md").read_text()
+
+
+def test_no_page_is_too_long_and_no_line_is_lost(results):
+    from flyweight.report.blocks import Heading, Table
+
+    rows = tuple((str(i), "x" * 90) for i in range(500))
+    pages = results.in_pages([Heading("A"), Table("t", ("n", "x"), rows[:20]), Heading("B"), Table("u", ("n", "x"), rows)], 9_000)
+    assert all(sum(map(results.sys.modules["pages"].size_of, page)) <= 9_000 for page in pages) and len(pages) > 5
+    assert not any(isinstance(page[-1], Heading) for page in pages)
+    tables = [block for page in pages for block in page if isinstance(block, Table)]
+    assert [row for table in tables[1:] for row in table.rows] == list(rows) and tables[2].title == "u (continued)"
+
+
 def test_a_file_that_was_cut_off_before_its_first_row_is_passed_over(results):
     first = Path("benchmarks/h200/latency.jsonl").read_text().splitlines()[0]
     Path("benchmarks/h200/002-qwen3-4b.jsonl").write_text(first.replace('"e"', '"f"') + "\n")
@@ -99,3 +133,13 @@ def test_linears_stand_beside_others_kernels_by_rows(results):
     (table,) = results.linears(results.latest(results.read(results.files("*.jsonl"))))
     assert table.headers == ("format", "kernel", "1 row", "256 rows")
     assert table.rows == (("w4a16", "Flyweight", "2.00 – 4.00", "0.80 – 0.80"), ("w4a16", "vllm.marlin", "1.25 – 1.25", "–"))
+
+
+def test_the_documents_of_this_repository_say_what_its_rows_say(monkeypatch):
+    monkeypatch.chdir(SCRIPT.parents[1])
+    specification = importlib.util.spec_from_file_location("results_of_this_repository", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    assert module.differing(module.latest(module.read(module.files("*.jsonl")))) == [], "make results"
+    long = [path for path in Path("docs/results").rglob("*.md") if path.stat().st_size > module.sys.modules["pages"].LIMIT + 1_000]
+    assert not long, "pages.py cuts what is longer"

@@ -1,6 +1,7 @@
 """The step loop with a toy model: however a request is batched, cut, thrown out and resumed, its tokens are its own."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -359,3 +360,15 @@ def test_a_request_that_is_refused_leaves_the_others_alone():
         with pytest.raises(RequestError, match="logit_bias"):
             engine.submit(PROMPTS[2], params(logit_bias={1: bias}))
     assert run(engine, neighbour) == [alone(PROMPTS[1], params(max_tokens=6))]
+
+
+def test_steps_launched_ahead_are_timed_by_the_device(monkeypatch):
+    """The host reads a step when the next one runs already: what it took is what lay between two ends on the device."""
+    monkeypatch.setattr("flyweight.transfer.Download.seconds_since", lambda self, before: 0.25)
+    engine = toy_engine(captured=True)
+    taught = []
+    engine.scheduler.pace = SimpleNamespace(
+        tokens=lambda most: most, learn=lambda seconds, **counts: taught.append((seconds, *counts.values())))
+    run(engine, engine.submit([1, 2, 3], params(max_tokens=4)))
+    assert taught[0][0] < 0.25 and taught[0][1:] == (3, 0), "nothing ran before the first one"
+    assert taught[1:] == [(0.25, 0, 1)] * 3

@@ -1,13 +1,22 @@
 """A head in fewer bits than its file has: right values, its own table, nothing else changed."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "quant"))
+from tiny_model import make_tiny_model
+
+from flyweight.checkpoint.reader import Checkpoint
 from flyweight.engine.llm import LLM
 from flyweight.errors import OptionError
 from flyweight.models.decoder import Decoder
 from flyweight.models.narrow_head import narrow_head, nearest
 from flyweight.models.presets import PRESETS, PresetWeights
+from flyweight.tensors import IntGroup
 
 TINY = PRESETS["tiny"]
 
@@ -42,12 +51,26 @@ def test_only_the_head_changes(tied, head):
     weights = PresetWeights(TINY | {"tie_word_embeddings": tied})
     stored = load(weights)
     narrow = load(narrow_head(weights, head))
-    bits = narrow_head(weights, head).linear("lm_head").bits_per_weight
-    assert bits < (8.3 if head == "int8" else 4.5)
-    assert torch.equal(narrow.embedding.weight, stored.embedding.weight)
+    shared = tied and head == "int8"
+    table = narrow_head(weights, head).linear("model.embed_tokens" if shared else "lm_head")
+    assert table.bits_per_weight < (8.3 if head == "int8" else 4.5)
+    if shared:  # the model reads what the head's table says
+        every = torch.arange(stored.config.vocab_size)
+        assert torch.equal(narrow.embedding(every), table.dequantize())
+    else:
+        assert torch.equal(narrow.embedding.weight, stored.embedding.weight)
     tokens = torch.randint(0, stored.config.vocab_size, (1, 12))
     error = (narrow.forward_whole(tokens) - stored.forward_whole(tokens)).norm()
     assert 0 < error < (0.02 if head == "int8" else 0.2) * stored.forward_whole(tokens).norm()
+
+
+def test_a_tied_head_that_is_written_twice_is_read_and_shared(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    decoder = load(narrow_head(Checkpoint(folder), "int8"))
+    assert isinstance(decoder.embedding.weight, IntGroup)
 
 
 def test_a_head_that_is_stored_in_as_few_bits_stays():
@@ -77,6 +100,6 @@ def test_the_engine_runs_with_a_narrow_head():
 
 def test_a_folder_may_ask_for_a_narrow_head_and_the_user_for_the_stored_one():
     weights = PresetWeights(TINY | {"served_head": "int8"})
-    assert narrow_head(weights, None).linear("lm_head").bits_per_weight < 8.3
+    assert narrow_head(weights, None).linear("model.embed_tokens").bits_per_weight < 8.3
     assert narrow_head(weights, "stored") is weights
     assert narrow_head(weights, "int4").linear("lm_head").bits_per_weight < 4.5

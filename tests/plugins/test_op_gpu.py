@@ -4,9 +4,8 @@ import pytest
 import torch
 from vllm_parameters import LAYOUTS
 
-from flyweight.plugins import op
+from flyweight.plugins import ahead, layouts, op
 from flyweight.plugins.shards import inputs_of, outputs_of
-from flyweight.plugins.vllm import layouts
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, VectorQuant
 
 pytestmark = [
@@ -26,6 +25,12 @@ WEIGHTS = {
 }
 # activations in 8 bits: a rank rounds its own inputs, so that sums differ from those of the whole
 ROUNDED = {"w8a8": 2e-2, "2:4 w8a8": 2e-2, "fp8": 6e-2}
+
+
+@pytest.fixture(autouse=True)
+def compiled_when_used(monkeypatch):
+    """Few rows are asked for here: not the kernels of all that an engine might."""
+    monkeypatch.setenv(ahead.SETTING, "off")
 
 
 def hold(tensor, dtype=torch.float16):

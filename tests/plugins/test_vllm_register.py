@@ -14,7 +14,7 @@ from fake_vllm import LayerConfig, PlatformEnum
 from vllm_parameters import assert_near, inputs_first
 
 from flyweight.plugins import vllm as plugin
-from flyweight.plugins.vllm.layer import folded_bias
+from flyweight.plugins.layer import folded_bias
 from flyweight.tensors import IntGroup
 
 ROOT = Path(__file__).parents[2]

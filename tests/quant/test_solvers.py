@@ -337,3 +337,14 @@ def test_an_error_without_statistics_is_that_of_the_weight():
     weight = torch.randn(8, 64)
     quantized = weight + 0.1 * torch.randn_like(weight)
     assert layer_error(weight, quantized, None) == pytest.approx(layer_error(weight, quantized, torch.eye(64)), rel=1e-5)
+
+
+def test_clipping_lowers_the_error_of_every_row_even_where_inputs_have_a_mean():
+    generator = torch.Generator().manual_seed(0)
+    statistics = Statistics(96)
+    statistics.add(torch.randn(400, 96, generator=generator) + 2)  # errors of one sign add up from group to group
+    weight = torch.randn(24, 96, generator=generator).abs() * torch.rand(24, 96, generator=generator) ** 2
+    settings = Integers(3, 16, symmetric=False)
+    rows = [((made.dequantize() - weight) @ statistics.hessian * (made.dequantize() - weight)).sum(1)
+            for made in (awq_round(weight, statistics, settings, clipped=clipped) for clipped in (True, False))]
+    assert (rows[0] <= rows[1] * (1 + 1e-5)).all() and rows[0].sum() < 0.8 * rows[1].sum()

@@ -113,3 +113,10 @@ def test_two_runs_of_tuning_are_the_same(model, tmp_path):
         make(model, tmp_path, run, base="rtn-int4", tune_steps=3)
     first, second = (Checkpoint(tmp_path / run) for run in ("a", "b"))
     assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.names())
+
+
+def test_a_block_of_codebooks_is_tuned_towards_the_output_of_the_originals(model, tmp_path):
+    books = {"base": "vptq-2bit", "vector_length": 2, "centroids": 16, "refits": 0, "tune_steps": 0}
+    summary = make(model, tmp_path, "out", **books, learn_steps=8, learn_batch=4, learn_rate=0.01)
+    facts = json.loads((summary.output / "flyweight.json").read_text())["transforms"]
+    assert len(facts) == 2 and all(0 < one["learned"]["after"] < one["learned"]["before"] for one in facts.values())

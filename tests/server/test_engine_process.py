@@ -3,17 +3,15 @@
 import multiprocessing
 import signal
 import threading
-from types import SimpleNamespace
 
 import pytest
-import torch
 from tiny_server import DEADLINE, ScriptedEngine, serving, wait_for
 
 from flyweight.engine.kv_cache import BlockPool
 from flyweight.engine.llm import LLM
+from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.scheduler import Scheduler
-from flyweight.server import engine_process
 from flyweight.server.engine_process import EngineLoop, facts, run_engine, warm_up
 from flyweight.server.messages import FAILED, REFUSED, Cancel, CannotStart, ResetPrefixCache, Step, Submit
 
@@ -158,17 +156,16 @@ def test_a_schema_that_compiles_long_holds_up_only_its_own_request(loop):
     assert not thread.is_alive() and not loop.requests
 
 
-def test_on_a_cpu_the_loop_learns_what_prompts_cost_beside_answers(loop, monkeypatch):
+def test_the_loop_learns_what_prompts_cost_beside_answers(loop, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("flyweight.server.engine_process.time.perf_counter", lambda: now[0])
-    step = loop.engine.step
+    monkeypatch.setattr("flyweight.engine.core.time.perf_counter", lambda: now[0])
+    launch = loop.engine.runner.launch
 
-    def timed():
-        tokens = step()
-        now[0] += 0.1 + 0.01 * (tokens - loop.engine.scheduler.answers)
-        return tokens
+    def timed(works, launched=None):
+        now[0] += 0.1 + 0.01 * sum(work.known for work in works if work.known > 1)
+        return launch(works, launched)
 
-    monkeypatch.setattr(loop.engine, "step", timed)
+    monkeypatch.setattr(loop.engine.runner, "launch", timed)
     pace = loop.engine.scheduler.pace
     loop.say(Submit(1, PROMPT, GREEDY))
     loop.say()
@@ -196,36 +193,33 @@ def test_guesses_are_told_with_the_last_token_and_in_the_load(loop, monkeypatch)
     assert steps[-1].load.accepted >= deltas[-1].accepted
 
 
-def test_a_long_prompt_beside_chats_is_bounded_by_time(monkeypatch):
+def test_a_long_prompt_beside_chats_is_bounded_by_time():
     """30,000 tokens beside ten chats, by a clock of our own: no step takes more than three times one of answers alone, however
     long a token of a prompt takes on this machine."""
-    now = [0.0]
-    monkeypatch.setattr(engine_process, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     scheduler = Scheduler(BlockPool(4000, 16), max_num_seqs=16, max_num_batched_tokens=512, prompt_tokens_beside=512)
+    scheduler.pace = Pace()
     answer_seconds, token_seconds = 0.033, 0.0007
 
     def step():
         works = scheduler.schedule()
-        tokens = sum(work.count for work in works)
-        now[0] += answer_seconds * (scheduler.answers > 0) + token_seconds * (tokens - scheduler.answers)
+        answers = sum(work.count == 1 for work in works)
+        prompts = sum(work.count for work in works) - answers
+        seconds = answer_seconds * (answers > 0) + token_seconds * prompts
+        scheduler.pace.learn(seconds, prompt_tokens=prompts, answers=answers)
         for work in works:
             if work.samples:
                 work.request.tokens.append(7)
-        return tokens
+        return seconds
 
-    engine = SimpleNamespace(scheduler=scheduler, step=step)
-    loop = EngineLoop(SimpleNamespace(engine=engine, device=torch.device("cpu")), connection=None)
     plain = SamplingParams().with_defaults({})
     for number in range(10):
         scheduler.add(Request(number, [5] * 8, plain, seed=0, limit=2000))
     for _ in range(3):
-        loop.step()
+        step()
     prompt = Request(10, [5] * 30_000, plain, seed=0, limit=31_000)
     scheduler.add(prompt)
     gaps = []
     while prompt.generated == 0:
-        begin = now[0]
-        loop.step()
-        gaps.append(now[0] - begin)
+        gaps.append(step())
     assert max(gaps[1:]) <= 3 * answer_seconds, "the first is a guess: nothing of prompts is known then"
     assert sorted(gaps)[len(gaps) // 2] > 2 * answer_seconds, "and the prompt gets its share"

@@ -81,7 +81,7 @@ def test_compilations_are_counted(tmp_path, monkeypatch):
 def stuck(connection):
     """An engine process whose step never ends, as a kernel that waits for ever makes it."""
     engine = SimpleNamespace(busy=True, step=threading.Event().wait, scheduler=SimpleNamespace(pace=None))
-    llm = SimpleNamespace(engine=engine, device=SimpleNamespace(type="cuda"))
+    llm = SimpleNamespace(engine=engine, device=SimpleNamespace(type="cuda"), pace_prompts=lambda: None)
     EngineLoop(llm, connection, patience=0.2).run()
 
 

@@ -29,7 +29,7 @@ from flyweight.errors import UnsupportedError
 if TYPE_CHECKING:
     from flyweight.engine.llm import LLM
 
-FIRST = "embed"  # the kernel that begins a step
+FIRST = ("embed", "look_up")  # the kernels that begin a step
 LINEARS = (
     "gemv",
     "gemm",
@@ -70,7 +70,7 @@ class Kernel:
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     """Whole steps, each with the first kernel of the next one as its end."""
     ordered = sorted(kernels, key=lambda one: one.start)
-    starts = [i for i, kernel in enumerate(ordered) if kernel.name == FIRST]
+    starts = [i for i, kernel in enumerate(ordered) if kernel.name in FIRST]
     return [ordered[begin : end + 1] for begin, end in itertools.pairwise(starts)]
 
 

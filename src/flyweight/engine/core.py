@@ -57,6 +57,8 @@ class Engine:
         # On a CPU the launch is the work itself: reading late would only cost a step at the end of each answer.
         self.overlap = device.type == "cuda" if overlap is None else overlap
         self.flight: Flight | None = None
+        self.begun = 0.0  # when that step was begun,
+        self.behind: Flight | None = None  # and which one the device was busy with then
         self.adapters = slots_of(model)
         self.speculator: Speculator | None = None  # who guesses tokens, if anybody does
         self.vocabulary = vocabulary
@@ -118,13 +120,12 @@ class Engine:
             try:
                 self._read_for_guesses()
                 begin = time.perf_counter()
-                behind = self.flight is not None
                 works = self.scheduler.schedule(self._draft())
+                behind = self.flight
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
                 self._land()
-                self.flight = flight
-                at_once = not self.overlap or (flight is not None and flight.speculative)
-                if at_once:
+                self.flight, self.begun, self.behind = flight, begin, behind
+                if not self.overlap or (flight is not None and flight.speculative):
                     self._land()
             except BaseException as error:
                 cause = explain(error)
@@ -132,14 +133,7 @@ class Engine:
                 if cause is not error:
                     raise cause from error
                 raise
-            if behind or at_once:  # else it was launched and not waited for: no time of a step
-                self._learn(works, time.perf_counter() - begin)
             return sum(work.count for work in works)
-
-    def _learn(self, works: Sequence[Work], seconds: float) -> None:
-        """Tell the speculator how long a step of answers alone took."""
-        if self.speculator is not None and works and all(work.known == 1 and work.samples for work in works):
-            self.speculator.lengths.learn(seconds, sum(work.count for work in works))
 
     def _launched(self, works: Sequence[Work]) -> None:
         """The model runs, tokens are still to be chosen."""
@@ -167,6 +161,7 @@ class Engine:
             return
         results = flight.results()
         now = time.perf_counter()
+        self._learn(flight, now)
         if flight.speculative:
             self.runner.settle(flight.works, results)
         for work, result in zip(flight.works, results, strict=True):
@@ -176,6 +171,20 @@ class Engine:
             if work.drafts:
                 self._settle(work, len(result.tokens) - 1)
             self._accept(work, result, now)
+
+    def _learn(self, flight: Flight, now: float) -> None:
+        """What the step took, for whoever decides how much of prompts the next ones get, and how many guesses."""
+        pace, works = self.scheduler.pace, flight.works
+        if pace is None and self.speculator is None:
+            return
+        before = self.behind.download if self.behind is not None else None
+        behind = None if before is None else flight.download.seconds_since(before)
+        seconds = now - self.begun if behind is None else behind
+        prompts = sum(work.known for work in works if work.known > 1)
+        if pace is not None:
+            pace.learn(seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in works))
+        if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
+            self.speculator.lengths.learn(seconds, sum(work.count for work in works))
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)

@@ -31,6 +31,7 @@ from flyweight.engine.loading import (
 )
 from flyweight.engine.memory import CacheShape, Memory, count_blocks, count_states, graph_bytes, measure_workspace
 from flyweight.engine.packed import SIZES
+from flyweight.engine.pace import Pace
 from flyweight.engine.request import Chunk, Output, Request, SamplingOptions, SamplingParams
 from flyweight.engine.scheduler import long_prompts
 from flyweight.engine.speculation.drafter import Drafter
@@ -82,7 +83,7 @@ class LLM:
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer make the gaps between tokens
-                       smaller, and first tokens later
+                       smaller, and first tokens later. None: 4,096; CPU: 512, and of a server fewer, by the time they take
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the folder asks for, else as stored
@@ -165,6 +166,7 @@ class LLM:
             decode=self.tokenizer.decode if self.tokenizer else None,
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer), state_slots=slots,
         )
+        self.beside = prompt_tokens_beside
         self.engine.scheduler.long_prompts = long_prompts(config)
         if guessing is not None:
             assert wanted.guesses is not None
@@ -174,6 +176,12 @@ class LLM:
             self.engine.speculator = Speculator(drafter, lengths)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
+
+    def pace_prompts(self) -> None:
+        """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside their answers are bounded by
+        time, unless by a given number."""
+        by_time = self.beside is None and self.device.type == "cpu"
+        self.engine.scheduler.pace = Pace(self.device.type) if by_time else None
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
         return Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config))) if folders else None

@@ -17,7 +17,7 @@ from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
 from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
 from flyweight.kernels.sample import Masks, Sampler, When, unsupported_reason
-from flyweight.transfer import upload
+from flyweight.transfer import upload, upload_beside
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows that steps are captured for
 
@@ -185,11 +185,11 @@ class Rows:
 
 
 def masks_of(allowed: Mapping[int, Tensor], count: int, device: torch.device) -> Masks:
-    """For the kernel: a bit a token, in one upload."""
+    """For the kernel: a bit a token, in one upload, while the model runs."""
     of_row = numpy.full(count, -1, dtype=numpy.int32)
     of_row[[*allowed]] = numpy.arange(len(allowed), dtype=numpy.int32)
     bits = numpy.stack([numpy.packbits(mask.numpy(), bitorder="little") for mask in allowed.values()])
-    return Masks(*upload(device, bits, of_row))
+    return Masks(*upload_beside(device, bits, of_row))
 
 
 def masked(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:

@@ -119,8 +119,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
-        self.answers = 0  # in the latest step
-        self.pace: Pace | None = None  # a server's, where steps are slow: bounds the share by time as well
+        self.pace: Pace | None = None  # a server's: bounds the share by time as well
         self.long_prompts: LongPrompts | None = None  # of models whose rope differs for them
         self.states: StatePool | None = None  # of models whose layers keep states
         self.waiting: deque[Request] = deque()
@@ -178,7 +177,6 @@ class Scheduler:
             self.waiting.popleft()
             works.append(work)
             budget.take(work)
-        self.answers = sum(work.known == 1 for work in works)
         return works
 
     def _admit(self, request: Request, budget: Budget) -> Work | None:

@@ -34,7 +34,6 @@ from flyweight.kernels.gated_delta import decode as states
 from flyweight.kernels.gated_delta.decode import DeltaRows
 from flyweight.kernels.gated_delta.shape import DeltaWeights
 from flyweight.kernels.linear.fused import KvPrefetch, PackedInput
-from flyweight.kernels.token import embed
 from flyweight.models import latent_step
 from flyweight.models.attention import normed_projections
 from flyweight.models.buffers import Buffers, StepRows
@@ -269,20 +268,11 @@ class DecodeStep:
     def separate(self) -> str | None:
         return self.stage.separate
 
-    def _embed(self) -> None:
-        table = self.decoder.embedding.weight
-        if isinstance(table, Tensor):
-            embed(table, self.rows.tokens, self.hidden)
-        else:  # rows of codes, written out by torch
-            self.hidden.copy_(self.decoder.embedding.rows(self.rows.tokens))
-
     def launch(self) -> None:
         """embedding → blocks → head, into `logits`; the rows stay as they are."""
         decoder = self.decoder
         with jit.overlap(all(block.mlp.overlaps(self.size) for block in decoder.blocks)):
-            self._embed()
-            if decoder.embedding.scale is not None:
-                self.hidden.mul_(decoder.embedding.scale)
+            decoder.embedding.write(self.rows.tokens, self.hidden)
             self.stage.place = 0
             if (taps := decoder.taps) is not None:
                 taps.begin(self.hidden)

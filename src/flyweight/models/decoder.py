@@ -131,6 +131,7 @@ class Decoder:
                 stored.weight if isinstance(stored, Plain) else stored,
                 plan.embedding_scale,
                 dtype=dtype,
+                head=head if config.tied_embeddings else None,
             ),
             blocks=blocks,
             norm=Norm(weight, config.epsilon, plan.norm.plus_one),
@@ -169,11 +170,10 @@ class Decoder:
         has a copy of its own.
         """
         linears = [linear for block in self.blocks for linear in block.linears.values()]
-        table = self.embedding.weight
-        shared = self.config.tied_embeddings and table.device.type == "cpu"
+        shared = self.config.tied_embeddings and self.device.type == "cpu"
         head = 0 if shared else self.head.nbytes
         latents = sum(block.latent.nbytes for block in self.blocks if block.latent is not None)
-        return sum(linear.nbytes for linear in linears) + latents + table.nbytes + head
+        return sum(linear.nbytes for linear in linears) + latents + self.embedding.nbytes + head
 
     @property
     def step_nbytes(self) -> int:

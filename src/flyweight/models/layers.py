@@ -27,6 +27,7 @@ from flyweight.kernels.linear.fused import (
     TorchLinear,
     plainly,
 )
+from flyweight.kernels.token import embed
 from flyweight.models.adapters import Adapters
 from flyweight.models.plan import Group
 from flyweight.tensors import Plain, QuantTensor, merge, reorder_rows
@@ -329,7 +330,9 @@ def read_embedding(weights: Weights) -> QuantTensor:
 
 
 class Embedding:
-    """A table of floats, or of codes whose rows are written out when they are looked up."""
+    """A table of floats, or of codes whose rows are written out when they are looked up. `head`:
+    the one that is tied to it; where rows can be looked up in its weight, that is the only copy.
+    """
 
     def __init__(
         self,
@@ -337,13 +340,21 @@ class Embedding:
         scale: float = 1.0,
         *,
         dtype: torch.dtype | None = None,
+        head: Linear | None = None,
     ):
-        self.weight = weight  # [vocab, hidden]
+        shared = head is not None and not isinstance(weight, Tensor) and head.fused.looks_up
+        self.head = head.fused if shared and head is not None else None
+        self.weight = None if self.head else weight  # [vocab, hidden]
+        self.width = weight.shape[-1]
         self.dtype = weight.dtype if isinstance(weight, Tensor) else dtype
         # in the rows' own type and place: a step must not bring a number to the device
         self.scale = None
         if scale != 1:
             self.scale = torch.full((), scale, dtype=self.dtype, device=weight.device)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.weight is None else self.weight.nbytes
 
     def __call__(self, tokens: Tensor) -> Tensor:
         rows = self.rows(tokens)
@@ -352,6 +363,23 @@ class Embedding:
     def rows(self, tokens: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
             return torch.nn.functional.embedding(tokens, self.weight)
-        assert self.dtype is not None
+        if self.head is not None:
+            out = torch.empty(
+                *tokens.shape, self.width, dtype=self.dtype, device=tokens.device
+            )
+            self.head.look_up(tokens.reshape(-1), out.view(-1, self.width))
+            return out
+        assert self.dtype is not None and self.weight is not None
         found = reorder_rows(self.weight, tokens.flatten()).dequantize(self.dtype)
         return found.view(*tokens.shape, -1)
+
+    def write(self, tokens: Tensor, out: Tensor) -> None:
+        """The rows of a captured step, by kernels of ours where there are any."""
+        if isinstance(self.weight, Tensor):
+            embed(self.weight, tokens, out)
+        elif self.head is not None:
+            self.head.look_up(tokens, out)
+        else:
+            out.copy_(self.rows(tokens))
+        if self.scale is not None:
+            out.mul_(self.scale)

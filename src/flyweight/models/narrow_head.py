@@ -2,8 +2,8 @@
 
 Every decode step reads the whole head, of a small model as much as a third of all weights, and most
 files keep it in 16 bits. Rounded to the nearest with a scale for each group of inputs it needs no
-calibration. A model whose head is tied to its embedding gets a head of its own; the embedding, of
-which a step reads one row, stays as it is.
+calibration. Where the head is tied to the embedding both share the 8-bit table; four bits are the
+head's alone, for too much would be lost of what a model reads.
 
 A folder may ask for it (`SERVED` in its config.json): schemes of 4 bits and fewer do, because their
 own rounding moves a model's predictions far more than an 8-bit head does. Its file keeps the head
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from flyweight.errors import OptionError, unknown
-from flyweight.models.layers import Weights
+from flyweight.models.layers import EMBEDDING, Weights
 from flyweight.tensors import IntGroup, QuantTensor, merge
 
 HEAD = "lm_head"
-EMBEDDING = "model.embed_tokens.weight"
 TIED = "tie_word_embeddings"
 BITS = {"int8": 8, "int4": 4}
 AS_STORED = "stored"
@@ -49,22 +48,23 @@ class NarrowHead:
         self.weights = weights
         self.bits = bits
         self.tied = bool(weights.config.get(TIED))
-        self.config: dict[str, Any] = weights.config | {TIED: False}
+        self.shared = self.tied and bits == 8  # one table, of the embedding and of the head
+        self.config: dict[str, Any] = weights.config | {TIED: self.shared}
 
     def has(self, name: str) -> bool:
+        if self.shared and name == f"{HEAD}.weight":  # a second copy, which `linear` has read
+            return False
         return self.weights.has(name)
 
     def tensor(self, name: str) -> Tensor:
         return self.weights.tensor(name)
 
     def linear(self, prefix: str) -> QuantTensor:
-        if prefix != HEAD:
+        if prefix != (EMBEDDING if self.shared else HEAD):
             return self.weights.linear(prefix)
-        if self.tied:
-            if self.has(f"{HEAD}.weight"):  # some tools write the tied head a second time
-                self.tensor(f"{HEAD}.weight")
-            return nearest(self.tensor(EMBEDDING), self.bits)
-        stored = self.weights.linear(HEAD)
+        if self.tied and self.weights.has(f"{HEAD}.weight"):  # some tools write it a second time
+            self.tensor(f"{HEAD}.weight")
+        stored = self.weights.linear(EMBEDDING if self.tied else HEAD)
         if stored.bits_per_weight < self.bits + 1:  # scales included
             return stored
         return nearest(stored.dequantize(), self.bits)

@@ -4,6 +4,7 @@ folder loads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from flyweight.models.config import ModelConfig
 from flyweight.models.presets import PresetWeights
 from flyweight.models.standard import plan_of
 from flyweight.tensors import Plain, QuantTensor
+
+NOTE = "flyweight.json"
 
 
 def write_preset(
@@ -56,4 +59,7 @@ def write_preset(
             settings["quantization_config"] = chosen.config(
                 layers, ignore=["lm_head"], biased=biased
             )
-        return writer.finish(settings)
+        folder = writer.finish(settings)
+    # as `quantize` leaves it: benchmarks tell from it whose weights these are
+    (folder / NOTE).write_text(json.dumps({"model": name}), encoding="utf-8")
+    return folder

@@ -143,42 +143,70 @@ def search_scales(
 
 
 def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: int = 10) -> Grid:
-    """A grid whose ranges are cut where the group's own output error, e·H_gg·eᵀ, gets smaller.
+    """A grid whose ranges are cut where the output error of the row, e·H·eᵀ, gets smaller.
 
-    That error takes a product with H for each candidate, so only those are measured whose errors,
+    Groups go one after the other, each with the errors of all others as they are then: what is
+    clipped shrinks, and where inputs have a mean, shrinking adds up from group to group while
+    rounding cancels out. A group's own error would not see that.
+
+    That error takes products with H for each candidate, so only those are measured whose errors,
     each column's weighted with its mean square input, are least: `TRIED` for each group.
     """
     start = make_grid(weight, settings, statistics.importance)
     weight = weight.float()
-    size = start.group_size
+    tries = likeliest(weight, start, statistics.importance, steps)
+    hessian = statistics.hessian
+    error = start.values(start.codes(weight)) - weight  # [rows, in]
+    scales = start.scales.clone()
+    zeros = start.zeros.clone()
+    for group in range(scales.shape[1]):
+        columns = slice(group * start.group_size, (group + 1) * start.group_size)
+        own = hessian[columns, columns]
+        pull = torch.zeros_like(error[:, columns])  # of the other groups
+        if scales.shape[1] > 1:
+            pull = error @ hessian[:, columns] - error[:, columns] @ own
+
+        def cost(difference: Tensor, own: Tensor = own, pull: Tensor = pull) -> Tensor:
+            return ((difference @ own + 2 * pull) * difference).sum(1)
+
+        least = cost(error[:, columns])
+        for tried in tries:
+            piece = part(tried, group)
+            difference = piece.values(piece.codes(weight[:, columns])) - weight[:, columns]
+            found = cost(difference)
+            better = found < least
+            least = torch.where(better, found, least)
+            error[:, columns] = torch.where(better[:, None], difference, error[:, columns])
+            scales[:, group] = torch.where(better, piece.scales[:, 0], scales[:, group])
+            zeros[:, group] = torch.where(better, piece.zeros[:, 0], zeros[:, group])
+    return Grid(scales, zeros, settings, start.group_size)
+
+
+def likeliest(weight: Tensor, start: Grid, importance: Tensor, steps: int) -> list[Grid]:
+    """`TRIED` grids of ranges cut by so many shares, of each group those with the least expected
+    error.
+    """
+    size, settings = start.group_size, start.settings
     pieces = weight.unflatten(1, (-1, size))
-    importance = statistics.importance.unflatten(0, (-1, size))
+    weights = importance.unflatten(0, (-1, size))
     shares = torch.linspace(1, smallest_share(settings.bits, 0.55), steps).tolist()[1:]
-    candidates = [start, *(cut(start, share) for share in shares)]
+    candidates = [cut(start, share) for share in shares]
     expected = torch.stack(
-        [
-            rounding_error(pieces, candidate.scales, candidate.zeros, settings, importance)
-            for candidate in candidates
-        ]
+        [rounding_error(pieces, one.scales, one.zeros, settings, weights) for one in candidates]
     )
     scales, zeros = (
-        torch.stack([getattr(candidate, name) for candidate in candidates])
-        for name in ("scales", "zeros")
+        torch.stack([getattr(one, name) for one in candidates]) for name in ("scales", "zeros")
     )
-    error = group_errors(weight, statistics.hessian, size)
-    best, grid = torch.full_like(start.scales, torch.inf), start
-    for picked in expected.argsort(0)[:TRIED, None]:  # a candidate of each group's own
-        tried = Grid(scales.gather(0, picked)[0], zeros.gather(0, picked)[0], settings, size)
-        found = error(tried)
-        better = found < best
-        best = torch.where(better, found, best)
-        grid = Grid(
-            torch.where(better, tried.scales, grid.scales),
-            torch.where(better, tried.zeros, grid.zeros),
-            settings,
-            size,
-        )
-    return grid
+    return [
+        Grid(scales.gather(0, picked)[0], zeros.gather(0, picked)[0], settings, size)
+        for picked in expected.argsort(0)[:TRIED, None]
+    ]
+
+
+def part(grid: Grid, group: int) -> Grid:
+    """One group of it."""
+    only = slice(group, group + 1)
+    return dataclasses.replace(grid, scales=grid.scales[:, only], zeros=grid.zeros[:, only])
 
 
 def cut(grid: Grid, share: float) -> Grid:
@@ -189,20 +217,6 @@ def cut(grid: Grid, share: float) -> Grid:
         low = -grid.zeros * grid.scales * share
         zeros = torch.clamp(torch.round(-low / scales), 0, 2**grid.settings.bits - 1)
     return Grid(scales, zeros, grid.settings, grid.group_size)
-
-
-def group_errors(weight: Tensor, hessian: Tensor, size: int) -> Callable[[Grid], Tensor]:
-    """Grid → e·H_gg·eᵀ of each group, [rows, groups]."""
-    blocks = torch.stack(
-        [hessian[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
-    )
-
-    def errors(grid: Grid) -> Tensor:
-        difference = grid.values(grid.codes(weight)) - weight
-        parts = difference.unflatten(1, (-1, size)).transpose(0, 1)
-        return ((parts @ blocks) * parts).sum(-1).T
-
-    return errors
 
 
 def awq_round(

@@ -38,12 +38,12 @@ from flyweight.quant.events import Event
 from flyweight.quant.guards import memory_errors
 from flyweight.quant.options import Setting
 from flyweight.quant.recipe import Layer, Recipe
-from flyweight.quant.rounding import Learning, learn_rounding
+from flyweight.quant.rounding import Learning, learn_rounding, learnable
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import NonFiniteError, Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
 from flyweight.quant.transforms import Transforms
-from flyweight.quant.tune import Predictions, Tuning, tune
+from flyweight.quant.tune import Predictions, Tuning, tune, tune_block
 from flyweight.quant.work import WorkBlock
 from flyweight.tensors import QuantTensor
 
@@ -285,13 +285,29 @@ class Loop:
         block = self.load(work.index).build()
         for x in self.original:
             targets.append(block.forward(x, self.context))
-        settings = Learning(
-            self.recipe.learn_steps,
-            self.recipe.learn_batch,
-            self.recipe.learn_rate,
-            seed=self.setting.seed,
-            relative=self.recipe.relative,
-        )
-        before, after = learn_rounding(work, self.hidden, targets, self.context, settings)
+        before, after = self.learned(work, targets)
         targets.close()
         return {"before": before, "after": after}
+
+    def learned(self, work: WorkBlock, targets: ActivationCache) -> tuple[float, float]:
+        """Codes of integers are nudged; where there are none, what else may move is tuned."""
+        assert self.context is not None
+        recipe = self.recipe
+        if any(
+            learnable([work.quantized[name] for name in group.linears]) for group in work.groups
+        ):
+            settings = Learning(
+                recipe.learn_steps,
+                recipe.learn_batch,
+                recipe.learn_rate,
+                seed=self.setting.seed,
+                relative=recipe.relative,
+            )
+            return learn_rounding(work, self.hidden, targets, self.context, settings)
+        tuning = Tuning(
+            recipe.learn_steps,
+            recipe.learn_batch,
+            recipe.learn_rate or Tuning.rate,
+            seed=self.setting.seed,
+        )
+        return tune_block(work, self.hidden, targets, self.context, tuning)

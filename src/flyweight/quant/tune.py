@@ -10,6 +10,9 @@ No gradient outlives its block: memory holds the packed weights, the hidden stat
 one dense block. With `rounding` codes move too, by sign-SGD: a code becomes its neighbour where the
 gradient keeps pointing there. Some samples are held out; the result is kept only if their loss
 falls.
+
+`tune_block` does the same to one block alone, towards the output of the original's block, before
+the blocks behind it are solved: those then see inputs that are nearer to the original's.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from torch import Tensor
 from flyweight.kernels import reference
 from flyweight.kernels.linear.fused import Norm
 from flyweight.models.attention import PromptStage
-from flyweight.quant.rounding import SAME_GRADIENTS, straight_round, trainable
+from flyweight.quant.cache import ActivationCache
+from flyweight.quant.rounding import SAME_GRADIENTS, output_error, straight_round, trainable
 from flyweight.quant.statistics import matmul_precision
 from flyweight.quant.work import WorkBlock, input_quantizer
 from flyweight.tensors import IntGroup, QuantTensor, VectorQuant
@@ -218,9 +222,7 @@ class TunedBlock:
 
     def finish(self) -> None:
         self.work.quantized |= {name: part.result() for name, part in self.parts.items()}
-        self.work.others |= {
-            f"{name}.weight": field.result() for name, field in self.norms.items()
-        }
+        self.work.others |= {f"{name}.weight": field.result() for name, field in self.norms.items()}
 
 
 class Predictions:
@@ -265,6 +267,37 @@ class Predictions:
                 loss.backward()
                 parts.append(x.grad)
         return total, torch.cat(parts).view_as(hidden) if gradient else None
+
+
+@torch.no_grad()
+def tune_block(
+    work: WorkBlock,
+    inputs: ActivationCache,
+    targets: ActivationCache,
+    context: PromptStage,
+    settings: Tuning,
+) -> tuple[float, float]:
+    """Improve one solved block in place; returns its relative output error before and after."""
+    before = output_error(work, inputs, targets, context)
+    original = (dict(work.quantized), dict(work.others))
+    block = TunedBlock(work, context, settings)
+    samples = inputs.samples
+    generator = torch.Generator().manual_seed(settings.seed + work.index)
+    with matmul_precision("high"), SAME_GRADIENTS():
+        for step in range(settings.steps):
+            picked = torch.randperm(len(samples), generator=generator)[: settings.batch].tolist()
+            x, wanted = (
+                torch.stack([cache.sample(samples[i]) for i in picked])
+                for cache in (inputs, targets)
+            )
+            gradient = block.forward(x) - wanted  # of half the squared error
+            block.backward(x, gradient, 1 - step / settings.steps)
+    block.finish()
+    after = output_error(work, inputs, targets, context)
+    if not after < before:
+        work.quantized, work.others = original
+        after = before
+    return before, after
 
 
 @torch.no_grad()

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from flyweight import garbage
 from flyweight.engine.grammar import Grammars
-from flyweight.engine.pace import Pace
 from flyweight.errors import FlyweightError, RequestError
 from flyweight.server.messages import (
     FAILED,
@@ -123,8 +122,7 @@ class EngineLoop:
         self.texts: deque[Submit] = deque()  # that want a vector
         self.deltas: list[Delta] = []
         self.wake = threading.Event()
-        # On a GPU a step is read after the next one has begun: its time is not known then, and prompts are fast.
-        self.engine.scheduler.pace = Pace() if llm.device.type == "cpu" else None
+        llm.pace_prompts()
         self.steps = 0
         self.preemptions = 0  # of the requests that are over
         self.closed = False
@@ -203,7 +201,7 @@ class EngineLoop:
         if self.texts:
             self.embed()
         try:
-            self.step()
+            self.steps += self.engine.step() > 0
         except Exception:  # every request of the step was told; go on with those to come if the device still works
             traceback.print_exc()
             self.check_device()
@@ -212,15 +210,6 @@ class EngineLoop:
             self.send(Step(time.perf_counter(), deltas, self.load()))
         except OSError:  # the server is gone
             self.closed = True
-
-    def step(self) -> None:
-        pace = self.engine.scheduler.pace
-        begin = time.perf_counter()
-        tokens = self.engine.step()
-        self.steps += tokens > 0
-        if pace is not None and tokens:
-            answers = self.engine.scheduler.answers
-            pace.learn(time.perf_counter() - begin, prompt_tokens=tokens - answers, answers=answers)
 
     def obey(self, command: Any) -> None:
         if command is None:

@@ -20,7 +20,7 @@ from flyweight.engine.speculation.shared_rows import CAPACITY, FUSED_SIZES, SIZE
 from flyweight.kernels import jit
 from flyweight.kernels.accept import ChainState, CheckedRows, accept
 from flyweight.kernels.attention.decode import rope_pairs
-from flyweight.kernels.token import GreedyChoice, embed
+from flyweight.kernels.token import GreedyChoice
 from flyweight.models.buffers import Buffers
 from flyweight.models.decode_step import DecodeAttention, StepRows, head_shape
 from flyweight.models.decoder import Decoder
@@ -106,11 +106,8 @@ class HeadGraphs:
     def _embed(self, tokens: Tensor) -> Tensor:
         table = self.head.embedding
         out = self.buffers.take("embedded", self.head.config.hidden_size, len(tokens))
-        if isinstance(table.weight, Tensor):
-            embed(table.weight, tokens, out)
-        else:
-            out.copy_(table.rows(tokens))
-        return out if table.scale is None else out.mul_(table.scale)
+        table.write(tokens, out)
+        return out
 
     def _follow(self, size: int) -> Callable[[], None]:
         head = self.head

@@ -1,6 +1,7 @@
 // A weight in the tiles of gemv.cu → row-major [NDIM, KDIM] in 16-bit floats, for the matrix product of many rows, or (IN_TILES)
 // 16-bit tiles, for that of gemm.cu (its BY_ROWS), or (INTO) tiles of 8-bit codes with a scale for each output, for gemm.cu with x
 // in 8 bits: code = q · scale of the group / scale of the output, rounded. A lane's nibbles are the bytes of two words there.
+// Or (LOOK_UP) single rows of it: the head as the table of an embedding that is tied to it.
 //
 // One warp a 16 × 64 block, lane by lane as gemv.cu reads it: a lane's codes are 8 neighbouring inputs of a row, so each
 // store is 16 bytes; of a 2:4 weight twice two kept ones of 4 neighbours. W8A8 and float8 codes come out as they are (exact
@@ -8,7 +9,7 @@
 // Limit: bytes read + written / bandwidth.
 //
 // defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, INTERLEAVED (rows of gate and up take turns, eight by eight),
-// IN_TILES (0), INTO (0; W8A8 or FP8, from INT4 alone)
+// IN_TILES (0), INTO (0; W8A8 or FP8, from INT4 alone), LOOK_UP (0; INT4 or INT8)
 #include "common.cuh"
 #include "linear.cuh"
 #ifndef IN_TILES
@@ -16,6 +17,9 @@
 #endif
 #ifndef INTO
 #define INTO 0
+#endif
+#ifndef LOOK_UP
+#define LOOK_UP 0
 #endif
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
@@ -68,16 +72,15 @@ DEVICE void expand(const u8* block_bytes, const u32* records, u16* out, int tile
 
 #if INTO
 static_assert(FORMAT == INT4 && !SPARSE && (INTO == W8A8 || INTO == FP8), "nibbles with scales of groups");
-// Of a word of nibbles in one half of the inputs: four codes.
-DEVICE u32 recoded(u32 word, int half, int zero, float by) {
-  float v[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) v[i] = (float)((int)(word >> (8 * i + 4 * half) & 15) - zero) * by;
-  if (INTO == FP8) return to_float8(v[0], v[1]) | to_float8(v[2], v[3]) << 16;
-  u32 codes = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) codes |= (to_int8(fminf(fmaxf(v[i], -127.f), 127.f)) & 255) << (8 * i);
-  return codes;
+// Four codes of a word of nibbles, in one half of the inputs; `less` is −(1024 + zero), twice, and `by` the factor, twice, in fp16.
+// A nibble is the last bits of 1024 + q; 1536 more than a whole number has that number in its last byte, rounded by the addition.
+DEVICE u32 recoded(u32 word, int half, u32 less, u32 by) {
+  const u32 q = word >> (4 * half) & 0x0f0f0f0f, ones = 0x64646464;
+  const u32 low = add_halves(__byte_perm(q, ones, 0x4140), less), high = add_halves(__byte_perm(q, ones, 0x4342), less);
+  if (INTO == W8A8) return __byte_perm(fma_halves(low, by, 0x66006600), fma_halves(high, by, 0x66006600), 0x6420);
+  const u32 a = fma_halves(low, by, 0), b = fma_halves(high, by, 0);
+  return to_float8(float_of<true>((u16)a), float_of<true>((u16)(a >> 16))) |
+         to_float8(float_of<true>((u16)b), float_of<true>((u16)(b >> 16))) << 16;
 }
 // `channel_scale` [NDIM], in the order of the tiles.
 extern "C" __global__ void __launch_bounds__(256)
@@ -86,20 +89,45 @@ recode(const uint4* weights, const u32* records, const float* channel_scale, uin
   const int unit = blockIdx.x * 8 + threadIdx.x / 32, tile = unit / BLOCKS, block = unit % BLOCKS;
   if (tile >= TILES) return;
   const uint4 nibbles = weights[(size_t)unit * 32 + lane];  // words: inputs 0 to 3 of rows g, g + 8; inputs 4 to 7 of both
+  u32 less[2], by[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    int zero[2];
-    float by[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
+      if (half && GROUP % 64 == 0 && KDIM % 64 == 0) continue;  // of the same group
       const int row = tile * 16 + g + 8 * j, column = block * 64 + 32 * half + 8 * t;
       const bool there = row < NDIM && column < KDIM;
       const Scale s = there ? read_scale(records, tile, g + 8 * j, column) : Scale{0.f, 0};
-      zero[j] = s.zero, by[j] = there ? s.scale / channel_scale[row] : 0.f;
+      const float factor = there ? s.scale / channel_scale[row] : 0.f;
+      less[j] = (0xe400 + s.zero) * 0x10001, by[j] = pack_as<true>(factor, factor);
     }
     out[((size_t)unit * 2 + half) * 32 + lane] =
-        make_uint4(recoded(nibbles.x, half, zero[0], by[0]), recoded(nibbles.y, half, zero[1], by[1]),
-                   recoded(nibbles.z, half, zero[0], by[0]), recoded(nibbles.w, half, zero[1], by[1]));
+        make_uint4(recoded(nibbles.x, half, less[0], by[0]), recoded(nibbles.y, half, less[1], by[1]),
+                   recoded(nibbles.z, half, less[0], by[0]), recoded(nibbles.w, half, less[1], by[1]));
+  }
+}
+#endif
+
+#if LOOK_UP
+static_assert((FORMAT == INT4 || FORMAT == INT8) && !SPARSE && !INTERLEAVED && KDIM % 8 == 0, "rows of whole eights");
+// out[i] = the weight's row rows[i]: a CTA each, 8 neighbouring inputs a thread.
+extern "C" __global__ void __launch_bounds__(256) look_up(const u32* weights, const u32* records, const u64* rows, u16* out) {
+  wait_for_inputs();  // and no early start of what follows: token.cu says why
+  const int place = (int)rows[blockIdx.x], tile = place / 16, row = place % 16, g = row % 8, j = row / 8;
+  for (int column = threadIdx.x * 8; column < KDIM; column += 256 * 8) {
+    const int half = column % 64 / 32, t = column % 32 / 8;
+    const size_t unit = (size_t)tile * BLOCKS + column / 64;
+    const u32* words = weights + ((unit * VECTORS + (NIBBLES ? 0 : half)) * 32 + g * 4 + t) * 4 + j;
+    const Scale s = read_scale(records, tile, row, column);
+    float value[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const u32 word = words[i / 4 * 2] >> (8 * (i % 4));
+      const int q = (int)(NIBBLES ? word >> (4 * half) & 15 : word & 255) - s.zero;
+      value[i] = MINS ? q * s.scale - s.least : q * s.scale;
+    }
+    *(uint4*)(out + (size_t)blockIdx.x * KDIM + column) = make_uint4(
+        pack2(value[0], value[1]), pack2(value[2], value[3]), pack2(value[4], value[5]), pack2(value[6], value[7]));
   }
 }
 #endif

@@ -260,7 +260,7 @@ FORMATS = {
             NIBBLES,
             either(has_groups(4), has_blocks(2, 3, 4)),
             read_either,
-            INTEGER | {"recode"},
+            INTEGER | {"recode", "look_up"},
             grouped=True,
         ),
         WeightFormat(
@@ -271,7 +271,7 @@ FORMATS = {
             BYTES,
             either(has_groups(8), has_blocks(5, 6, tables=True)),
             read_either,
-            INTEGER,
+            INTEGER | {"look_up"},
             grouped=True,
             signed_pays=True,
         ),

@@ -126,6 +126,15 @@ class FusedLinear:
         """The kernel that multiplies so many rows."""
         return self.kernel
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether `look_up` gives rows of the weight: then an embedding may share it."""
+        return False
+
+    def look_up(self, rows: Tensor, out: Tensor) -> None:
+        """out [n, in] = the weight's rows, int64 [n]."""
+        raise NotImplementedError
+
     def adapts(self, rows: int, activation: str | None = None) -> bool:
         """Whether `project_row` takes so many rows, and gate and up of that activation."""
         return False

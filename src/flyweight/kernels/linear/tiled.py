@@ -26,7 +26,7 @@ from flyweight.kernels.linear import (
 from flyweight.kernels.linear.choose import Choice, Fusion, choose, explain
 from flyweight.kernels.linear.delta import AdaptedRow
 from flyweight.kernels.linear.fused import FusedLinear, Handover, KvPrefetch, Norm, PackedInput
-from flyweight.kernels.linear.untile import recode, untile, via_cublas
+from flyweight.kernels.linear.untile import look_up, recode, untile, via_cublas
 from flyweight.tensors import QuantTensor
 
 MULTIPLY: dict[str, Callable[..., Tensor]] = {
@@ -97,6 +97,15 @@ class TiledLinear(FusedLinear):
 
     def kernel_for(self, rows: int) -> str:
         return self.choose(rows).kernel
+
+    @property
+    def looks_up(self) -> bool:
+        weight = self.weight
+        whole = not weight.interleaved and weight.order is None and weight.in_features % 8 == 0
+        return whole and "look_up" in weight.format.kernels
+
+    def look_up(self, rows: Tensor, out: Tensor) -> None:
+        look_up(self.weight, rows, out)
 
     # -- handing x over --------------------------------------------------------------------
 

@@ -46,6 +46,13 @@ def recode(weight: TiledWeight, into: TiledWeight) -> Tensor:
     return out
 
 
+def look_up(weight: TiledWeight, rows: Tensor, out: Tensor) -> None:
+    """out [n, in_features] = the weight's rows, int64 [n]."""
+    _kernel(weight, "look_up", {"LOOK_UP": 1}).launch(
+        len(rows), 256, (weight.weights, weight.records, rows, out), pdl=True
+    )
+
+
 def _kernel(weight: TiledWeight, name: str, own: dict[str, int]) -> jit.Kernel:
     key = (name, *own.items())
     if key not in weight.calls:

@@ -23,10 +23,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.errors import UnsupportedError
-from flyweight.plugins import op
+from flyweight.plugins.layer import KEY, take
 from flyweight.plugins.shards import inputs_of, outputs_of
 from flyweight.plugins.vllm.claims import NAME, claims
-from flyweight.plugins.vllm.layer import KEY, folded_bias
 from flyweight.tensors import QuantTensor
 
 
@@ -105,7 +104,6 @@ class FlyweightLinearMethod(LinearMethodBase):
     def __init__(self, model: str, parts: Sequence[str]) -> None:
         self.checkpoint = opened(model)
         self.parts = parts
-        self.adds_bias = False
 
     def create_weights(
         self,
@@ -146,11 +144,7 @@ class FlyweightLinearMethod(LinearMethodBase):
         rank = getattr(layer, "tp_rank", 0)
         ranks = getattr(layer, "tp_size", 1)
         parts = [part.to(self.device) for part in self._shards(rank, ranks)]
-        bias = folded_bias(layer)
-        found = op.prepare(parts, dtype=self.dtype, bias=bias)
-        self.adds_bias = found.adds_bias and bias is not None
-        key = op.hold(found, self.device, owner=layer)
-        layer.register_parameter(KEY, torch.nn.Parameter(key, requires_grad=False))
+        self.taken = take(layer, parts, dtype=self.dtype, device=self.device)
 
     def _shards(self, rank: int, ranks: int) -> list[QuantTensor]:
         return shards_of(
@@ -161,8 +155,7 @@ class FlyweightLinearMethod(LinearMethodBase):
         )
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = op.linear(x, getattr(layer, KEY), sum(self.outputs))
-        return y if bias is None or self.adds_bias else y + bias
+        return self.taken.multiply(layer, x, bias)
 
 
 def shards_of(

@@ -23,10 +23,9 @@ from vllm.model_executor.kernels.linear import (
 from vllm.platforms import current_platform
 
 from flyweight.errors import UnsupportedError
-from flyweight.plugins import op
-from flyweight.plugins.vllm import layouts, limits
-from flyweight.plugins.vllm.layer import KEY, folded_bias
-from flyweight.plugins.vllm.limits import Wanted
+from flyweight.plugins import layouts, limits
+from flyweight.plugins.layer import Taken, let_go, take
+from flyweight.plugins.limits import Wanted
 from flyweight.tensors import QuantTensor
 
 logger = init_logger("vllm.flyweight")
@@ -51,41 +50,24 @@ def unsigned(kind: Any, *, zero_points: bool) -> bool:
     return kind.is_integer() and not kind.signed and (zero_points or kind.has_bias())
 
 
-class Taken:
-    """A layer that has become a linear of ours. `outputs` and whether the bias is part of it are
-    known once the weight is loaded.
-    """
+class Chosen:
+    """What all of ours do once vLLM has chosen them: the layer becomes a linear of ours."""
 
     other: Any = None  # vLLM's kernel, where ours could not take the loaded weight
-    outputs: int = 0
-    adds_bias: bool = False
+    taken: Taken
 
     def take(self, layer: torch.nn.Module, tensor: QuantTensor, *, dtype: torch.dtype) -> None:
-        bias = folded_bias(layer)
-        found = op.prepare([tensor], dtype=dtype, bias=bias)
-        self.outputs = tensor.matrix_shape[0]
-        self.adds_bias = found.adds_bias and bias is not None
-        key = op.hold(found, tensor.device, owner=layer)
-        layer.register_parameter(KEY, torch.nn.Parameter(key, requires_grad=False))
+        self.taken = take(layer, [tensor], dtype=dtype, device=tensor.device)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         if self.other is not None:
             return self.other.apply_weights(layer, x, bias)
-        y = op.linear(x, getattr(layer, KEY), self.outputs)
-        return y if bias is None or self.adds_bias else y + bias
+        return self.taken.multiply(layer, x, bias)
 
 
-def let_go(layer: torch.nn.Module, *names: str | None) -> None:
-    """The originals' memory; their names stay, as vLLM looks at them."""
-    for name in names:
-        parameter = getattr(layer, name or "", None)
-        if isinstance(parameter, Tensor):
-            parameter.data = parameter.data.new_empty(0)
-
-
-class FlyweightLinearKernel(Taken, MPLinearKernel):
+class FlyweightLinearKernel(Chosen, MPLinearKernel):
     """Integers of 4 or 8 bits, 16-bit activations."""
 
     @classmethod
@@ -146,7 +128,7 @@ class FlyweightLinearKernel(Taken, MPLinearKernel):
         raise error
 
 
-class Scaled(Taken):
+class Scaled(Chosen):
     """Kernels whose class vLLM chooses before it knows the shape: a weight that ours does not take
     goes to the next class when it is loaded.
     """

@@ -1,0 +1,67 @@
+"""What codebooks of VPTQ in 8 bits cost in perplexity (`FLYWEIGHT_VPTQ_BOOKS=int8`).
+
+    python benchmarks/quality/vptq_books.py OUT.jsonl --text wiki.txt --model FOLDER …
+        [--tokens 4096] [--window 512] [--device cpu]
+
+Each folder of VPTQ weights is loaded twice: its codebooks as the files have them, and rounded to
+bytes. A row is of the rounded one, compared token by token with the other; products are exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from flyweight.bench.rows import ResultFile
+from flyweight.commands.evaluate import complete_rows, result_row
+from flyweight.kernels.dispatch import VPTQ_BOOKS
+from flyweight.quant.evaluate import compare
+from flyweight.quant.subject import Subject, load_subject
+
+
+def load(model: str, books: str, options: argparse.Namespace) -> Subject:
+    """`books`: stored or int8."""
+    before = os.environ.get(VPTQ_BOOKS)
+    os.environ[VPTQ_BOOKS] = books
+    try:
+        text = options.text.read_text(encoding="utf-8")
+        return load_subject(model, text, device=options.device, dtype=None)
+    finally:
+        if before is None:
+            del os.environ[VPTQ_BOOKS]
+        else:
+            os.environ[VPTQ_BOOKS] = before
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--model", nargs="+", required=True)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--device")
+    options = parser.parse_args(arguments)
+    results = ResultFile(options.out)
+    for name in options.model:
+        stored, rounded = (load(name, books, options) for books in ("stored", "int8"))
+        result, agreement = compare(
+            stored.decoder,
+            rounded.decoder,
+            rounded.ids[: options.tokens],
+            window=options.window,
+            bos=rounded.bos,
+        )
+        row = result_row(
+            result, agreement, rounded, model=name, text=options.text.name, exact=True
+        ) | {"codebooks": "int8"}
+        shown = {key: row[key] for key in ("perplexity", "log_ratio", "log_ratio_error", "kl")}
+        print(name, shown, flush=True)
+        results.append(complete_rows([row], rounded.decoder.device))
+
+
+if __name__ == "__main__":
+    main()
