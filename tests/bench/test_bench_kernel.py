@@ -241,10 +241,3 @@ def test_heat_maps_show_our_kernels_whatever_they_are_named_and_no_peers():
     (figure,) = figures.heat_maps([ours, theirs])
     assert [(series.name, [(point.x, point.y) for point in series.points]) for series in figure.series] == [
         ("w8a8, 64 → 32", [("8", 0.5)])]
-
-
-def test_a_peer_gets_the_options_that_its_version_has():
-    """vLLM 0.33 took act-order out of Marlin's calls."""
-    options = dict(weight="w", g_idx="g", is_k_full=True)
-    assert peers.accepted(lambda input, weight, g_idx: (input, weight, g_idx), **options)("x") == ("x", "w", "g")
-    assert peers.accepted(lambda input, weight: (input, weight), **options)("x") == ("x", "w")

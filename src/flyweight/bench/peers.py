@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -168,49 +167,49 @@ def gemlite(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
 
 
 def marlin(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
-    """vLLM's, with its own repacking. Symmetric weights only: its zero points are packed in yet
-    another order.
+    """vLLM's (0.33), with its own repacking, from the package or from its library alone.
+
+    Symmetric weights only: its zero points are packed in yet another order.
     """
-    utils = package("vllm.model_executor.layers.quantization.utils.marlin_utils")
-    types = package("vllm.scalar_type").scalar_types
+    if not hasattr(torch.ops._C, "marlin_gemm"):
+        package("vllm._custom_ops")
     need(
         tensor.zeros is None and tensor.g_idx is None and tensor.bits in (4, 8),
         "symmetric, without act-order; add --symmetric",
     )
     outputs, inputs = tensor.matrix_shape
-    device = tensor.device
-    empty = torch.empty(0, dtype=torch.int32, device=device)
-    packed = (
-        pack(tensor.values(), tensor.bits).t().contiguous()
-    )  # GPTQ's order: [in · bits / 32, out]
-    repack = package("vllm._custom_ops").gptq_marlin_repack
-    weight = accepted(
-        repack, b_q_weight=packed, perm=empty, size_k=inputs, size_n=outputs, num_bits=tensor.bits
-    )()
-    group = tensor.group_size if tensor.group_size < inputs else -1
-    scales = utils.marlin_permute_scales(
-        tensor.scales.t().to(dtype).contiguous(), inputs, outputs, group
-    )
-    blocks = getattr(utils, "MARLIN_MAX_BLOCKS_PER_SM", 1)
-    return accepted(
-        utils.apply_gptq_marlin_linear,
+    bits = tensor.bits
+    packed = pack(tensor.values(), bits).t().contiguous()  # GPTQ's order: [in · bits / 32, out]
+    weight = torch.ops._C.gptq_marlin_repack(packed, inputs, outputs, bits, False)
+    scales = tensor.scales.t().to(dtype).contiguous()  # [groups, out]
+    processors = torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return functools.partial(
+        _run_marlin,
         weight=weight,
-        weight_scale=scales,
-        weight_zp=empty,
-        g_idx=empty,
-        g_idx_sort_indices=empty,
-        workspace=utils.marlin_make_workspace_new(device, blocks),
-        wtype=types.uint4b8 if tensor.bits == 4 else types.uint8b128,
-        output_size_per_partition=outputs,
-        input_size_per_partition=inputs,
-        is_k_full=True,
+        scales=_permuted(scales, _scale_order(tensor.group_size < inputs)),
+        locks=torch.zeros(4 * processors, dtype=torch.int32, device=tensor.device),
+        kind=1 << 50 | 1 << (bits - 1 + 17) | bits << 8,  # uint4b8, uint8b128 of vllm.scalar_type
     )
 
 
-def accepted(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`call` with those of the options that this version of it has: act-order went in 0.33."""
-    known = inspect.signature(call).parameters
-    return functools.partial(call, **{name: options[name] for name in known if name in options})
+def _scale_order(grouped: bool) -> list[int]:
+    """In which order Marlin's threads take the scales of neighbouring outputs."""
+    if grouped:
+        return [i + 8 * j for i in range(8) for j in range(8)]
+    return [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+
+
+def _permuted(scales: Tensor, order: list[int]) -> Tensor:
+    return scales.reshape(-1, len(order))[:, order].reshape(scales.shape).contiguous()
+
+
+def _run_marlin(x: Tensor, *, weight: Tensor, scales: Tensor, locks: Tensor, kind: int) -> Tensor:
+    # the nulls: result, bias, scales of x, of the whole, zero points; the flags are vLLM's defaults:
+    # no atomic additions, sums in float32, integer zero points
+    return torch.ops._C.marlin_gemm(
+        x, None, weight, None, scales, None, None, None, locks, kind,
+        x.shape[0], scales.shape[1], x.shape[1], False, True, False,
+    )  # fmt: skip
 
 
 def machete(tensor: IntGroup, *, rows: int, dtype: torch.dtype) -> Run:
