@@ -12,12 +12,14 @@ Kinds of prompts:
     plain     the beginning of a passage of --text, to be continued: nothing to copy
 
 A row for each kind and drafter: tokens a second after the first token (median over prompts), the ratio to no speculation in the
-same run, tokens a step, the share of right guesses, and how many answers are the same token by token. Greedy.
+same run, tokens a step, the share of right guesses, and how many answers are the same token by token. Greedy. On a GPU there
+is a row for each drafter, too, of the memory that it takes: all of it, its weights, and what is beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import statistics
@@ -29,8 +31,12 @@ import torch
 
 from flyweight.engine.llm import LLM, Prompt
 from flyweight.engine.request import Output
+from flyweight.engine.speculation.head import HeadDrafter
+from flyweight.engine.speculation.model import ModelDrafter
+from flyweight.models.decoder import Decoder
 
 PASSAGE, PIECE = 900, 1400  # characters
+CONTEXT = 2048  # tokens
 
 
 def passages(files: list[str], length: int, count: int) -> list[str]:
@@ -68,7 +74,7 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
     if options.chat:
         lines = [json.loads(line) for line in Path(options.chat).read_text().splitlines() if line]
         found["chat"] = [ask(line["turns"][0]) for line in lines[:: max(1, len(lines) // count)][:count]]
-    return found
+    return {kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only}
 
 
 def speed(output: Output) -> float:
@@ -94,6 +100,28 @@ def measure(llm: LLM, prompts: list[Prompt], tokens: int) -> tuple[float, dict[s
     return statistics.median([speed(output) for output in outputs]), more, answers
 
 
+def held_bytes() -> int:
+    """Of the device's memory by this process, captured steps included, once nothing is held that is not needed. The driver's
+    own, which the first engine of a process makes it take, does not count."""
+    if not torch.cuda.is_available():
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def drafter_bytes(llm: LLM) -> int:
+    """Of the drafter's weights."""
+    speculator = llm.engine.speculator
+    drafter = None if speculator is None else speculator.drafter
+    if isinstance(drafter, HeadDrafter):
+        return drafter.head.nbytes
+    if isinstance(drafter, ModelDrafter) and isinstance(drafter.runner.model, Decoder):
+        return drafter.runner.model.nbytes
+    return 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -101,16 +129,19 @@ def main() -> None:
     parser.add_argument("--text", action="append")
     parser.add_argument("--code", action="append")
     parser.add_argument("--chat")
+    parser.add_argument("--only", action="append", choices=("quoting", "plain", "code", "chat"), help="kinds; all that there are")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
     kinds = prompts_of(options)
     plain: dict[str, tuple[float, list[list[int]]]] = {}
+    used_by: dict[str, int] = {}
     for drafter in ["off", *options.speculate]:
         begin = time.monotonic()
+        held = held_bytes()
         llm = LLM(options.model, device=options.device, speculate=drafter, prefix_cache=False, max_num_seqs=4,
-                  memory_fraction=0.2)
+                  max_model_len=CONTEXT, blocks=4 * CONTEXT // 16)
         name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
         for kind, prompts in kinds.items():
             tok_s, more, answers = measure(llm, prompts, options.tokens)
@@ -120,6 +151,12 @@ def main() -> None:
                    "tok_s": round(tok_s, 1), "ratio": round(tok_s / without, 3) if without else None,
                    "same_answers": sum(a == b for a, b in zip(answers, same, strict=True)), "of": len(answers)}
             print(json.dumps(row | more), flush=True)
+        if llm.device.type == "cuda":
+            used_by[drafter] = held_bytes() - held
+            more, weights = used_by[drafter] - used_by["off"], drafter_bytes(llm)
+            row = {"model": options.model, "device": name, "what": "memory", "drafter": drafter, "mb": round(more / 1e6, 1),
+                   "drafter_weights_mb": round(weights / 1e6, 1), "beside_mb": round((more - weights) / 1e6, 1)}
+            print(json.dumps(row), flush=True)
         print(f"# {drafter}: {time.monotonic() - begin:.0f} s", flush=True)
         del llm
 

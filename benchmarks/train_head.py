@@ -8,9 +8,10 @@
     flyweight generate ./smollm2-fp16 --speculate model:./my-student --prompt "Once upon a time"
 
 A drafter should guess what the model says, not what books say: the texts are cut into prompts, the model answers all of them
-(`--answer` tokens each), and prompts and answers are what is learned from, towards the model's own probabilities. The
-answers are kept in OUT/answers.json and the state of training in OUT/training.pt, so that a run that was cut off goes on where
-it was; both can be deleted afterwards.
+(up to `--answer` tokens each), and prompts and answers are what is learned from, towards the model's own probabilities. With
+`--chat` a piece of text is a part of a question, in the model's chat template: to be repeated, explained, summed up and so on
+(`REQUESTS`). The answers are kept in OUT/answers.json and the state of training in OUT/training.pt, so that a run that was cut
+off goes on where it was; both can be deleted afterwards.
 
 A head begins as the model's last layer, its lm_head as the rows of the model's own for the `--vocabulary` most frequent tokens. It
 is trained on its own results for `--unroll` guesses ahead, as EAGLE-3 is ("training-time test"): guess j of place i sees the
@@ -25,9 +26,12 @@ import argparse
 import itertools
 import json
 import random
+import re
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +45,65 @@ from flyweight.models.heads import eagle3
 from flyweight.models.taps import Taps
 
 KEPT_BACK = 16  # a sequence in so many is never trained on
+CONTEXT = 1024  # tokens of a prompt and its answer, at most
 Sequences = list[list[int]]
 
 
-def answers_of(llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7) -> Sequences:
-    """Each prompt with what the model says next."""
-    outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=True)
-    return [[*prompt, *output.completions[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+REQUESTS = {  # what is asked about a piece of text with --chat, by how often
+    "Repeat the following text word for word:\n\n{piece}": 2,
+    "Sum up this text in a few sentences:\n\n{piece}": 1,
+    "Explain the following to a beginner.\n\n{piece}": 1,
+    "{piece}\n\nWhat is the most important point here, and why?": 1,
+    "Write a short story that begins like this: {piece}": 1,
+    "Give me five questions about the following, with answers.\n\n{piece}": 1,
+    "Write an email to a friend about this: {piece}": 1,
+}
+CODE_REQUESTS = {
+    "Rewrite this code with `{name}` renamed to `{name}_new`, and change nothing else.\n\n"
+    "```python\n{piece}\n```": 3,
+    "Explain what this code does.\n\n```python\n{piece}\n```": 1,
+    "Write a test for this function.\n\n```python\n{piece}\n```": 1,
+    "Add comments to this code.\n\n```python\n{piece}\n```": 2,
+}
+NAME = re.compile(r"\b[a-z_]{5,}\b")
 
 
-def prompts_of(llm: LLM, files: Sequence[str], length: int, most: int) -> Sequences:
-    """Texts cut into pieces, in an order that does not depend on the files'."""
+def answers_of(llm: LLM, prompts: Sequences, tokens: int, *, temperature: float = 0.7,
+               whole: bool = True) -> Sequences:
+    """Each prompt with what the model says next; not `whole`: up to where its answer ends."""
+    outputs = llm.generate(prompts, max_tokens=tokens, temperature=temperature, ignore_eos=whole)
+    return [[*prompt, *output.completions[0].token_ids]
+            for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def prompts_of(llm: LLM, files: Sequence[str], length: int, most: int, *, chat: bool = False) -> Sequences:
+    """Texts cut into pieces of `length` tokens, as many of each file as it has, up to `most` in all, in
+    an order that does not depend on the files'.
+    """
     assert llm.tokenizer is not None
-    pieces = []
+    pieces: list[tuple[bool, list[int]]] = []
     for file in files:
         tokens = llm.tokenizer.encode(Path(file).read_text(encoding="utf-8", errors="replace"))
-        pieces += [tokens[i : i + length] for i in range(0, len(tokens) - length, length)]
-    random.Random(0).shuffle(pieces)
-    return pieces[:most]
+        code = file.endswith(".py")
+        pieces += [(code, tokens[i : i + length]) for i in range(0, len(tokens) - length, length)]
+    chance = random.Random(0)
+    chance.shuffle(pieces)
+    if not chat:
+        return [piece for _, piece in pieces[:most]]
+    return [llm.prepare(question(llm, piece, code, chance)).tokens for code, piece in pieces[:most]]
+
+
+def question(llm: LLM, piece: list[int], code: bool, chance: random.Random) -> Any:
+    """A message that asks something about a piece of text, of which a random part is taken."""
+    assert llm.tokenizer is not None
+    requests = CODE_REQUESTS if code else REQUESTS
+    (request,) = chance.choices(list(requests), list(requests.values()))
+    short = request.startswith("Write ") and not code
+    begin = chance.randrange(len(piece) // 2)
+    text = llm.tokenizer.decode(piece[begin : begin + 12] if short else piece[begin:]).strip()
+    names = NAME.findall(text) or ["value"]
+    content = request.format(piece=text, name=max(set(names), key=names.count))
+    return [{"role": "user", "content": content}]
 
 
 def frequent(sequences: Sequences, count: int, vocabulary: int) -> Tensor:
@@ -176,38 +221,64 @@ def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) ->
 class Lesson:
     """What the model knows of a few sequences: states, embeddings, and its own probabilities of the head's tokens."""
 
-    def __init__(self, target: Decoder, head: Head, tokens: Tensor, unroll: int):
+    def __init__(self, target: Decoder, head: Head, batch: Taught, unroll: int):
         with torch.inference_mode():
-            logits = target.forward_whole(tokens)
+            logits = target.forward_whole(batch.tokens)
             assert target.taps is not None
             states = target.taps.states
-            embedded = target.embedding(tokens)
-        length = tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
+            embedded = target.embedding(batch.tokens)
+            best = logits.argmax(-1)
+            kept = logits[..., head.kept]
+        length = batch.tokens.shape[1] - 1 - unroll  # places that all guesses can be checked at
         self.states = states[:, :length].clone().float()
         self.embedded = embedded[:, 1:].clone().float()
-        self.wanted = [logits[:, 1 + guess : 1 + guess + length].clone() for guess in range(unroll)]
+        self.wanted = [kept[:, 1 + guess : 1 + guess + length].clone() for guess in range(unroll)]
+        self.best = [best[:, 1 + guess : 1 + guess + length].clone() for guess in range(unroll)]
+        self.counted = batch.counted(length, unroll)
         self.kept = head.kept
 
     def loss(self, head: Head, unroll: int) -> tuple[Tensor, list[float]]:
         """Cross-entropy with the model's probabilities, later guesses counting less; and the share of right guesses."""
         total, right = self.states.new_zeros(()), []
         for guess, logits in enumerate(head.guesses(self.states, self.embedded, unroll)):
-            wanted = self.wanted[guess]
-            shares = wanted[..., self.kept].softmax(-1)
-            total = total - 0.8**guess * (shares * logits.log_softmax(-1)).sum(-1).mean()
-            right.append((self.kept[logits.argmax(-1)] == wanted.argmax(-1)).float().mean().item())
+            shares = self.wanted[guess].float().softmax(-1)
+            missed = -(shares * logits.log_softmax(-1)).sum(-1)
+            total = total + 0.8**guess * mean(missed, self.counted)
+            found = self.kept[logits.argmax(-1)] == self.best[guess]
+            right.append(mean(found.float(), self.counted).item())
         return total, right
 
 
-def batches(sequences: Sequences, size: int, device: torch.device, first: int = 0) -> Iterator[Tensor]:
-    """Forever, in an order of its own for each round, from batch number `first` on."""
-    length = min(map(len, sequences))
-    each = max(1, len(sequences) // size)
+@dataclass(frozen=True)
+class Taught:
+    """A few sequences, filled up with zeros behind their ends."""
+
+    tokens: Tensor  # [batch, longest]
+    lengths: Tensor  # [batch]
+
+    def counted(self, length: int, behind: int) -> Tensor:
+        """[batch, length] 1 where a place has so many tokens behind it and one more."""
+        places = torch.arange(length, device=self.tokens.device)
+        return (places[None] + 1 + behind < self.lengths[:, None]).float()
+
+
+def mean(values: Tensor, counted: Tensor) -> Tensor:
+    return (values * counted).sum() / counted.sum()
+
+
+def batches(sequences: Sequences, size: int, device: torch.device, first: int = 0) -> Iterator[Taught]:
+    """Forever, sequences of about one length together, in an order of its own for each round, from batch number `first` on."""
+    ordered = sorted(sequences, key=len)
+    groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
     for number in itertools.count(first):
-        order = list(range(len(sequences)))
-        random.Random(number // each).shuffle(order)
-        at = number % each * size
-        yield torch.tensor([sequences[i][:length] for i in order[at : at + size]], device=device)
+        order = list(range(len(groups)))
+        random.Random(number // len(groups)).shuffle(order)
+        group = groups[order[number % len(groups)]]
+        tokens = torch.zeros(len(group), max(map(len, group)), dtype=torch.int64)
+        for row, sequence in enumerate(group):
+            tokens[row, : len(sequence)] = torch.tensor(sequence)
+        lengths = torch.tensor([len(sequence) for sequence in group])
+        yield Taught(tokens.to(device), lengths.to(device))
 
 
 def tap(target: Decoder, head: Head) -> None:
@@ -224,8 +295,8 @@ def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int,
     head = Head(llm, frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size))
     tap(target, head)
 
-    def loss_of(tokens: Tensor) -> tuple[Tensor, list[float]]:
-        return Lesson(target, head, tokens, unroll).loss(head, unroll)
+    def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
+        return Lesson(target, head, batch, unroll).loss(head, unroll)
 
     found = train(head, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
                   device=target.device, say=say)
@@ -233,10 +304,10 @@ def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int,
     return found
 
 
-def train(module: nn.Module, loss_of: Callable[[Tensor], tuple[Tensor, list[float]]], texts: tuple[Sequences, Sequences],
+def train(module: nn.Module, loss_of: Callable[[Taught], tuple[Tensor, list[float]]], texts: tuple[Sequences, Sequences],
           folder: Path, *, steps: int, minutes: float, batch: int, rate: float, device: torch.device,
           say: Callable[[str], None]) -> dict[str, Any]:
-    """Until `steps` are done or `minutes` are over. `loss_of` takes tokens [batch, length]."""
+    """Until `steps` are done or `minutes` are over. What is kept back is looked at in a few batches of all lengths."""
     taught, kept_back = texts
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     state, done = folder / "training.pt", 0
@@ -249,20 +320,25 @@ def train(module: nn.Module, loss_of: Callable[[Tensor], tuple[Tensor, list[floa
     end = time.monotonic() + 60 * minutes
 
     def check() -> tuple[float, list[float]]:
+        losses, shares = [], []
         with torch.no_grad():
-            loss, right = loss_of(next(batches(kept_back, min(len(kept_back), 2 * batch), device)))
-        return round(loss.item(), 4), [round(one, 4) for one in right]
+            for one in itertools.islice(batches(kept_back, min(len(kept_back), batch), device), 6):
+                loss, right = loss_of(one)
+                losses.append(loss.item())
+                shares.append(right)
+        means = [round(statistics.mean(column), 4) for column in zip(*shares, strict=True)]
+        return round(statistics.mean(losses), 4), means
 
     before = check()
     begin = time.monotonic()
-    for tokens in batches(taught, batch, device, done):
+    for lesson in batches(taught, batch, device, done):
         past, left = (time.monotonic() - begin) / max(1e-9, 60 * minutes), 1 - done / steps
         share = min(left, 1 - past)
         if share <= 0 or time.monotonic() >= end:
             break
         for group in optimizer.param_groups:  # up for 50 steps, then down to a tenth
             group["lr"] = rate * min(1.0, (done + 1) / 50) * (0.1 + 0.9 * share)
-        loss, right = loss_of(tokens)
+        loss, right = loss_of(lesson)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -288,16 +364,19 @@ def train_student(source: str, target: Decoder, sequences: Sequences, folder: Pa
     for i, layer in enumerate(whole.model.layers):
         layer.self_attn.layer_idx = i
     whole.config.num_hidden_layers = layers
+    if kinds := getattr(whole.config, "layer_types", None):
+        whole.config.layer_types = [kinds[i] for i in chosen]
     for parameter in whole.get_input_embeddings().parameters():
         parameter.requires_grad_(False)  # and with it a tied head
 
-    def loss_of(tokens: Tensor) -> tuple[Tensor, list[float]]:
+    def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
         with torch.inference_mode():
-            wanted = target.forward_whole(tokens)
-        wanted = wanted.clone()
-        logits = whole(tokens, use_cache=False).logits.float()
-        loss = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-        return loss, [(logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()]
+            wanted = target.forward_whole(batch.tokens)
+        logits = whole(batch.tokens, use_cache=False).logits.float()
+        counted = batch.counted(logits.shape[1], 0)
+        missed = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+        found = logits.argmax(-1) == wanted.argmax(-1)
+        return mean(missed, counted), [mean(found.float(), counted).item()]
 
     kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
     found = train(whole, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
@@ -314,6 +393,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", action="append", required=True, help="a file to cut prompts from; may be given several times")
     parser.add_argument("--student", type=int, default=0, metavar="LAYERS", help="train a model of so many layers, not a head")
+    parser.add_argument("--layers-from", metavar="FOLDER", help="a student's first layers, where the model is no folder that "
+                        "transformers reads")
+    parser.add_argument("--chat", action="store_true", help="ask about the texts, in the model's chat template")
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--batch", type=int, default=16)
@@ -327,17 +409,19 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None, memory_fraction=0.3)
+    llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None,
+              max_model_len=CONTEXT, blocks=64 * CONTEXT // 16)
     stored = options.out / "answers.json"
     if not stored.exists():
         begin = time.monotonic()
-        answers = answers_of(llm, prompts_of(llm, options.text, options.prompt, options.prompts), options.answer)
+        prompts = prompts_of(llm, options.text, options.prompt, options.prompts, chat=options.chat)
+        answers = answers_of(llm, prompts, options.answer, whole=not options.chat)
         stored.write_text(json.dumps(answers))
         print(f"{len(answers)} answers in {time.monotonic() - begin:.0f} s", flush=True)
     sequences = json.loads(stored.read_text())
     common: dict[str, Any] = dict(steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate)
     if options.student:
-        found = train_student(options.model, llm.decoder, sequences, options.out, layers=options.student, **common)
+        found = train_student(options.layers_from or options.model, llm.decoder, sequences, options.out, layers=options.student, **common)
     else:
         found = train_head(llm, sequences, options.out, vocabulary=options.vocabulary, unroll=options.unroll, **common)
     print(json.dumps({"model": options.model, "student_layers": options.student or None} | found))

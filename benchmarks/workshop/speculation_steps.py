@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from trials import Constants, assignments
 
 from flyweight.batch import KVStorage
 from flyweight.engine import runner
@@ -56,8 +58,8 @@ def milliseconds(work, repeats: int = 40, rounds: int = 5) -> float:
     return sorted(found)[rounds // 2]
 
 
-@torch.inference_mode()
-def step_costs(decoder: Decoder, context: int) -> dict[str, float]:
+def make_rows(decoder: Decoder, context: int) -> tuple[list[KVStorage], Rows, list[Request]]:
+    """Eight sequences of so many tokens."""
     config, device = decoder.config, decoder.device
     pages = context // PAGE + 2
     caches = [KVStorage.zeros((8 * pages, PAGE, config.kv_heads, config.head_dim), decoder.dtype, device)
@@ -68,6 +70,12 @@ def step_costs(decoder: Decoder, context: int) -> dict[str, float]:
     rows.enter(requests)
     rows.extend()
     rows.lengths.fill_(context)
+    return caches, rows, requests
+
+
+@torch.inference_mode()
+def step_costs(decoder: Decoder, context: int, *, kernels: bool = False) -> dict[str, float]:
+    caches, rows, requests = make_rows(decoder, context)
     graphs = DecodeGraphs(decoder, caches, rows)
     shared = SharedRows(rows)
     steps = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
@@ -81,7 +89,70 @@ def step_costs(decoder: Decoder, context: int) -> dict[str, float]:
         number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
         found[f"rows_{count}"] = milliseconds(lambda n=number: steps.logits(n))
         found[f"rows_{count}_apart"] = milliseconds(lambda n=number: apart.logits(n))
+    if kernels:
+        for count in (1, 2, 4, 8):
+            number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+            for row in kernel_times(lambda n=number: steps.logits(n)):
+                print(json.dumps({"what": "kernel", "rows": count} | row), flush=True)
     return {name: round(value, 4) for name, value in found.items()}
+
+
+@torch.inference_mode()
+def trials(decoder: Decoder, context: int, tries: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Steps of 4 and 8 rows of one sequence with other numbers of kernels/tuned or constants, all by turns."""
+    caches, rows, requests = make_rows(decoder, context)
+    shared = SharedRows(rows)
+    constants = Constants()
+    found: dict[tuple[str, int], DecodeGraphs] = {}
+    for text in ("", *tries):
+        constants.set(assignments(text))
+        try:
+            for count in (1, 4, 8):
+                graphs = DecodeGraphs(decoder, caches, shared, sizes=(1, 2, 4, 8, 16))
+                graphs.logits(shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))]))
+                found[text, count] = graphs
+        except (ValueError, RuntimeError) as error:
+            yield {"what": "trial", "try": text, "error": str(error)[:200]}
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in found}
+    for _ in range(3):
+        for (text, count), graphs in found.items():
+            number = shared.fill([Work(requests[0], context - 1, count, True, (7,) * (count - 1))])
+            times[text, count].append(milliseconds(lambda n=number, g=graphs: g.logits(n), 30, 1))
+    constants.set({})
+    one = statistics.median(times["", 1])
+    for (text, count), each in times.items():
+        middle = statistics.median(each)
+        yield {"what": "trial", "try": text or "now", "rows": count, "ms": round(middle, 4), "over_1": round(middle / one, 3)}
+
+
+def kernel_times(work, repeats: int = 8) -> list[dict[str, object]]:
+    """Where the time of a step goes: microseconds from the end of the kernel before to a kernel's own end, since kernels begin
+    while others run. Those of layers are named by their place in a layer, with the mean over layers."""
+    work()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    events = [one for one in profiler.events() if one.device_type != torch.autograd.DeviceType.CPU]
+    ended = sorted(events, key=lambda one: one.time_range.end)
+    each = len(ended) // repeats
+    names = [one.name for one in ended[:each]]
+    period = next((p for p in range(1, 20) if names[4 : each - 8 - p] == names[4 + p : each - 8]), each)
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    before = None
+    for i, one in enumerate(ended):
+        place = i % each
+        key = (place % period if 4 <= place < each - 8 else -place - 1, one.name)
+        if before is not None and place:
+            found.setdefault(key, []).append((one.time_range.end - before, one.time_range.elapsed_us()))
+        before = one.time_range.end
+    rows = []
+    for (place, name), times in found.items():
+        ends, whole = zip(*times, strict=True)
+        rows.append({"place": place, "kernel": name[:60], "each_step": len(times) // repeats, "us": round(sum(ends) / len(ends), 3),
+                     "resident_us": round(sum(whole) / len(whole), 3)})
+    return rows
 
 
 class Repeats:
@@ -187,6 +258,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
     parser.add_argument("--many", action="store_true", help="the throughput of 64 answers at once, too")
+    parser.add_argument("--kernels", action="store_true", help="where the time of steps of several rows goes, by kernel")
+    parser.add_argument("--try", dest="tries", action="append", default=[], help="steps with other numbers, as trials.py takes them")
+    parser.add_argument("--no-answers", dest="answers", action="store_false", help="no answers with guesses")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
@@ -194,12 +268,14 @@ def main() -> None:
     decoder = Decoder.load(weights, device=device, dtype=torch.bfloat16)
     facts = {"model": options.model, "scheme": options.scheme, "head": options.head or "stored", "context": options.context,
              "gpu": torch.cuda.get_device_name(0), "load_s": round(time.perf_counter() - begin, 1)}
-    costs = step_costs(decoder, options.context)
+    costs = step_costs(decoder, options.context, kernels=options.kernels)
     ratios = {f"rows_{count}_over_1": round(costs[f"rows_{count}"] / costs["sequences_1"], 3) for count in (4, 8)}
     print(json.dumps(facts | {"what": "step_ms"} | costs | ratios), flush=True)
+    for row in trials(decoder, options.context, options.tries) if options.tries else ():
+        print(json.dumps(row), flush=True)
     for row in many_answers(decoder) if options.many else ():
         print(json.dumps(facts | {"what": "throughput", "context": 128} | row), flush=True)
-    for row in answers(decoder, options):
+    for row in answers(decoder, options) if options.answers else ():
         print(json.dumps(facts | {"what": "answer"} | row), flush=True)
 
 

@@ -1,6 +1,7 @@
 """The command lines that start other engines on the same folder, and what a preset is to them."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def test_codes_of_dummy_weights_become_random_and_nothing_else_changes():
     vllm.make_codes_random(model)
     assert len(model.qweight.unique()) > 4000 and model.qweight.min() < -(2**30) and model.qweight.max() > 2**30
     assert len(model.weight.unique()) > 200 and not model.scales.any() and not model.g_idx.any()
+
+
+def test_rows_of_sglang_are_without_our_kernels(monkeypatch):
+    monkeypatch.setenv("FLYWEIGHT_SGLANG", "on")
+    monkeypatch.setattr(servers, "need", lambda module: None)
+    sglang.Sglang("x", EngineOptions())
+    assert os.environ["FLYWEIGHT_SGLANG"] == "off"
 
 
 def test_sglang_is_started_on_the_same_folder(tmp_path):

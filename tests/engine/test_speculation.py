@@ -325,6 +325,31 @@ def test_earlier_answers_help_those_of_the_same_salt_alone():
     assert not drafter.readers
 
 
+def test_only_whole_steps_say_how_long_steps_take():
+    """A step that is launched right after guesses were read is not waited for, so its time is that of launching alone."""
+
+    class NowAndThen(Oracle):
+        def promising(self, request):
+            return (len(request.tokens) + request.pending) % 6 == 0
+
+        def propose(self, requests, most):
+            return super().propose([one for one in requests if self.promising(one)], most)
+
+    text = alone(PROMPTS[0], params(max_tokens=40))
+    engine = speculating(NowAndThen([PROMPTS[0] + text]), count=2, overlap=True)
+    learned, kinds = [], []
+    engine.speculator.lengths.learn = lambda seconds, rows: learned.append(rows)
+    (request,) = engine.submit(PROMPTS[0], params(max_tokens=40))
+    while engine.busy:
+        known, before = len(learned), engine.flight
+        engine.step()
+        guessed = engine.flight is None and not request.finished
+        kinds.append((before is not None, guessed, len(learned) > known))
+    assert any(guessed for _, guessed, _ in kinds) and len(learned) > 10
+    assert not any(told for ahead, guessed, told in kinds if not ahead and not guessed), "nothing was waited for"
+    assert {1, 3} <= set(learned)
+
+
 def test_without_a_guess_steps_are_launched_ahead():
     """The drafter is asked before the step in flight is read, and lets it fly where it has nothing."""
     engine = speculating(NgramDrafter(), captured=True)
@@ -338,7 +363,7 @@ def test_without_a_guess_steps_are_launched_ahead():
 
 
 @pytest.mark.parametrize(("text", "want"), [
-    (None, Speculation()), ("off", Speculation()), ("ngram", Speculation("ngram", None, 7)),
+    (None, Speculation()), ("off", Speculation()), ("ngram", Speculation("ngram")),
     ("ngram:3", Speculation("ngram", None, 3)), ("auto", Speculation("auto")),
     ("model:preset:tiny:fp32", Speculation("model", "preset:tiny:fp32", 4)), ("model:a:2", Speculation("model", "a", 2)),
 ])

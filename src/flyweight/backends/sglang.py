@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from flyweight.backends.base import EngineOptions, Limits
 from flyweight.backends.servers import Server, flags
 from flyweight.backends.vllm import model_folder
+from flyweight.plugins.sglang import SETTING
 
 
 class Sglang(Server):
     name = "sglang"
     package = "sglang"
+
+    def __init__(self, model: str, options: EngineOptions):
+        os.environ[SETTING] = "off"  # rows of this backend are what SGLang does by itself
+        super().__init__(model, options)
 
     def command(self, folder: str, limits: Limits, port: int) -> list[str]:
         return serve_command(folder, self.options, limits=limits, port=port)

@@ -118,9 +118,9 @@ class Engine:
         with self.lock:
             self._empty_inbox()
             try:
+                self._read_for_guesses()
                 begin = time.perf_counter()
-                drafts = self._draft()
-                works = self.scheduler.schedule(drafts)
+                works = self.scheduler.schedule(self._draft())
                 behind = self.flight
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
                 self._land()
@@ -133,8 +133,6 @@ class Engine:
                 if cause is not error:
                     raise cause from error
                 raise
-            if self.speculator is not None and works and all(work.known == 1 and work.samples for work in works):
-                self.speculator.lengths.learn(time.perf_counter() - begin, sum(work.count for work in works))
             return sum(work.count for work in works)
 
     def _launched(self, works: Sequence[Work]) -> None:
@@ -144,13 +142,17 @@ class Engine:
         if any(work.samples and work.request.constraint for work in works):
             self._land()
 
-    def _draft(self) -> dict[int, Sequence[int]]:
-        """Guesses for the next step, by request. Whoever guesses needs the tokens of the step in flight; where nobody will,
-        the next step is launched before that one is read."""
-        speculator, running = self.speculator, self.scheduler.running
-        if not self.overlap or (speculator is not None and speculator.promising(running)):
+    def _read_for_guesses(self) -> None:
+        """Whoever guesses needs the tokens of the step in flight; where nobody will, the next step is launched before that one
+        is read."""
+        speculator = self.speculator
+        if not self.overlap or (speculator is not None and speculator.promising(self.scheduler.running)):
             self._land()
-        return speculator.propose(running) if speculator is not None and self.flight is None else {}
+
+    def _draft(self) -> dict[int, Sequence[int]]:
+        """Guesses for the next step, by request."""
+        speculator = self.speculator
+        return speculator.propose(self.scheduler.running) if speculator is not None and self.flight is None else {}
 
     def _land(self) -> None:
         """Read the step in flight."""
@@ -171,15 +173,18 @@ class Engine:
             self._accept(work, result, now)
 
     def _learn(self, flight: Flight, now: float) -> None:
-        """What the step took, for whoever decides how much of prompts the next ones get."""
-        pace = self.scheduler.pace
-        if pace is None:
+        """What the step took, for whoever decides how much of prompts the next ones get, and how many guesses."""
+        pace, works = self.scheduler.pace, flight.works
+        if pace is None and self.speculator is None:
             return
         before = self.behind.download if self.behind is not None else None
         behind = None if before is None else flight.download.seconds_since(before)
         seconds = now - self.begun if behind is None else behind
-        prompts = sum(work.known for work in flight.works if work.known > 1)
-        pace.learn(seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in flight.works))
+        prompts = sum(work.known for work in works if work.known > 1)
+        if pace is not None:
+            pace.learn(seconds, prompt_tokens=prompts, answers=sum(work.known == 1 for work in works))
+        if self.speculator is not None and all(work.known == 1 and work.samples for work in works):
+            self.speculator.lengths.learn(seconds, sum(work.count for work in works))
 
     def _settle(self, work: Work, accepted: int) -> None:
         self.scheduler.settle(work, accepted)

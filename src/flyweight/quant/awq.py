@@ -31,7 +31,7 @@ from flyweight.quant.noise import Allowed, quietest, weight_noise
 from flyweight.quant.statistics import Statistics
 from flyweight.tensors import IntGroup
 
-TRIED = 2  # clipped ranges of the least expected error whose true error is measured
+TRIED = 3  # clipped ranges of the least expected error whose true error is measured
 RATIOS = tuple(i / 20 for i in range(20))
 Judge = Callable[
     [Sequence[Tensor]], float

@@ -11,7 +11,7 @@ NAMED = {  # kinds that need a name behind them, and what of
     "model": "a model that guesses, such as model:smollm2-135m",
     "eagle3": "a folder with a head, such as eagle3:./my-head",
 }
-GUESSES = {"ngram": 7, "model": 4, "eagle3": 3, "mtp": 3}  # in a step, unless a number is given
+GUESSES = {"model": 4, "eagle3": 3, "mtp": 3}  # in a step, unless a number is given; others: as many as pay
 MOST_GUESSES = 15  # a step's rows of one sequence are 16 at most
 
 
