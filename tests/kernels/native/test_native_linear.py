@@ -65,6 +65,7 @@ WEIGHT_ONLY = {
     )
     for bits, size, count, mins in [
         (4, 32, 1, True),
+        (4, 64, 1, True),
         (5, 32, 1, False),
         (5, 32, 1, True),
         (2, 16, 16, True),

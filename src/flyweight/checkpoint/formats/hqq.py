@@ -4,7 +4,8 @@
             bits) or of a word (3 bits: ten to a word), the first part highest
     scale, zero [N · K / group, 1]; shape [2]; nbits, group_size, axis, packing and others as tensors
 
-W = (code − zero) · scale with a zero point that is no whole number: a minimum of zero · scale.
+W = (code − zero) · scale with a zero point that is no whole number: a minimum of zero · scale, which
+is rounded to float16 once, as scales are.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ class Hqq(Format):
         packed = take(checkpoint, f"{prefix}.W_q", dtypes=(words,), shape=(length, group))
         codes = unpacked(packed, bits)[:count].reshape(rows, columns)
         grouped = (rows, columns // group)
-        mins = (scale.float() * zero.float()).reshape(grouped)
+        mins = (scale.float() * zero.float()).half().reshape(grouped)
         return IntBlock(
             *IntBlock.planes(codes, bits),
-            _sixteen_bits(scale).reshape(grouped),
+            scale.half().reshape(grouped),
             mins,
             None,
             None,
@@ -112,11 +113,6 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
     shifts = FIELDS[bits] * torch.arange(parts - 1, -1, -1, device=packed.device)
     fields = packed[None].int() >> shifts[:, None, None] & ((1 << bits) - 1)
     return fields.flatten(0, 1).to(torch.uint8)
-
-
-def _sixteen_bits(scale: Tensor) -> Tensor:
-    half = scale.half()
-    return half if scale.dtype != torch.bfloat16 or torch.equal(half.float(), scale.float()) else scale
 
 
 def _number(checkpoint: Source, name: str) -> int:
