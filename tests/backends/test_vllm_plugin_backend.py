@@ -6,8 +6,10 @@ import sys
 import types
 
 import pytest
+import torch
 
 from flyweight.backends.base import EngineOptions, Limits, create
+from flyweight.backends.vllm import RANDOM
 from flyweight.plugins import vllm as plugin
 
 
@@ -29,6 +31,14 @@ def engine(monkeypatch):
     fake.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     fake.LLM = LLM
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    loaders = types.ModuleType("vllm.model_executor.model_loader")
+    loaders.register_model_loader = lambda name: lambda loader: loaded.setdefault(name, loader)
+    dummy = types.ModuleType("vllm.model_executor.model_loader.dummy_loader")
+    dummy.DummyModelLoader = type("DummyModelLoader", (), {"load_weights": lambda self, model, config: None})
+    loaded = {}
+    for module in (types.ModuleType("vllm.model_executor"), loaders, dummy):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    fake.loaders = loaded
     monkeypatch.setenv(plugin.SETTING, "mp")
     monkeypatch.setattr(plugin, "register", lambda: calls.append("register"))
     return seen
@@ -40,6 +50,10 @@ def test_whose_kernels_run(engine, name, expected):
     backend.start(Limits(1, 64, None))
     assert engine == [expected]
     assert backend.linear_kernels == {"TheirKernel": 4}
+    linear = torch.nn.Linear(4, 4)
+    linear.register_parameter("qweight", torch.nn.Parameter(torch.zeros(64, dtype=torch.int32), requires_grad=False))
+    sys.modules["vllm"].loaders[RANDOM]().load_weights(linear, None)
+    assert linear.qweight.unique().numel() > 60, "codes as real weights have them"
 
 
 def test_a_backend_before_does_not_turn_the_plug_in_off(engine):

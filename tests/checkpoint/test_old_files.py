@@ -15,6 +15,7 @@ from flyweight.models.decoder import Decoder
 FILES = Path(__file__).parents[1] / "files"
 FOLDERS = sorted(path.parent for path in FILES.glob("flyweight-*/*/numbers.json"))
 TOKENS = [1, 40, 41, 50, 60, 70, 80, 90]  # as write_old_files.py has them
+NEWER = {"modelopt"}  # formats that no remembered version could write
 
 
 def test_every_file_format_that_is_written_has_an_old_folder():
@@ -22,7 +23,7 @@ def test_every_file_format_that_is_written_has_an_old_folder():
         json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
         for folder in FOLDERS
     }
-    assert written == {name.removesuffix("_v2") for name in WRITABLE}
+    assert written | NEWER == {name.removesuffix("_v2") for name in WRITABLE}
     assert {"gptq", "gptq_v2"} <= {folder.name for folder in FOLDERS}
 
 
