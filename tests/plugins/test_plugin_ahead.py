@@ -51,6 +51,6 @@ def test_weights_on_a_cpu_ask_for_nothing():
     assert op.linear(torch.ones(2, 256), key, 64).shape == (2, 64)
 
 
-def test_a_fault_of_the_second_process_is_told_and_nothing_more(monkeypatch, tmp_path):
-    finished, told = ahead._run(str(tmp_path / "missing.pickle"))
-    assert not finished and "missing.pickle" in told
+def test_a_fault_of_the_second_process_is_told_and_nothing_more():
+    finished, told = ahead._run("no order")
+    assert not finished and "ValueError" in told

@@ -181,7 +181,7 @@ class LLM:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside their answers are bounded by
         time, unless by a given number."""
         by_time = self.beside is None and self.device.type == "cpu"
-        self.engine.scheduler.pace = Pace(self.device.type) if by_time else None
+        self.engine.scheduler.pace = Pace() if by_time else None
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
         return Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config))) if folders else None

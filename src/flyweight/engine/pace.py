@@ -1,9 +1,8 @@
 """How many tokens of prompts may run beside answers, by the time they take.
 
-A fixed number of tokens is too many for a slow machine, or beside few answers: on two cores 512 of them take ten times as
-long as the answers alone, on a large GPU 4,096 do, and every answer waits. So a server learns two figures from the steps it
-has read: what a step of answers takes, and what a token of a prompt adds to it. Prompts then get as many tokens as add `STRETCH`
-times the former.
+A fixed number of tokens is too many for a slow machine: on two cores 512 of them take ten times as long as the answers
+alone, and every answer waits. So a server on a CPU learns two figures from the steps it has read: what a step of answers
+takes, and what a token of a prompt adds to it. Prompts then get as many tokens as add `STRETCH` times the former.
 
 Offline nobody waits between tokens, and steps that depend on the clock would not come out the same twice: there the fixed
 number stands.
@@ -12,14 +11,12 @@ number stands.
 from __future__ import annotations
 
 STRETCH = 1.5  # a step with prompts takes 2.5 times one without: within three, which readers hardly notice
-# Tokens: a prompt must get on, and a smaller pass costs hardly less, on a GPU because of what every pass costs.
-FEWEST = {"cpu": 32, "cuda": 256}
+FEWEST = 32  # tokens: a prompt must get on, and a smaller pass costs hardly less
 NEW = 0.2  # the weight of the latest step in the moving averages
 
 
 class Pace:
-    def __init__(self, device: str = "cpu") -> None:
-        self.fewest = FEWEST[device]
+    def __init__(self) -> None:
         self.answer_seconds: float | None = None  # of a step of answers only
         self.token_seconds: float | None = None  # that a token of a prompt adds
 
@@ -36,7 +33,7 @@ class Pace:
         """Of prompts, in the next step beside answers."""
         if not self.answer_seconds or not self.token_seconds:
             return most
-        return max(min(self.fewest, most), min(most, int(STRETCH * self.answer_seconds / self.token_seconds)))
+        return max(min(FEWEST, most), min(most, int(STRETCH * self.answer_seconds / self.token_seconds)))
 
 
 def average(before: float | None, value: float) -> float:

@@ -16,10 +16,10 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,28 +90,32 @@ def compile_noted() -> None:
     if done.exists():
         return
     begin = time.perf_counter()
-    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
-        device = gpu.of(torch.cuda.current_device())
-        pickle.dump((list(noted.values()), device, jit.current_architecture()), file)
-        file.flush()
-        finished, told = _run(file.name)
+    device = gpu.of(torch.cuda.current_device())
+    finished, told = _run((list(noted.values()), device, jit.current_architecture()))
     logger.info("Flyweight: %s; %.1f s", told, time.perf_counter() - begin)
     if finished:
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
 
 
-def _run(path: str) -> tuple[bool, str]:
-    """Whether the second process has compiled all, and its last line."""
-    command = [sys.executable, "-m", "flyweight.plugins.ahead", path]
+def _run(order: Any) -> tuple[bool, str]:
+    """Whether the second process has compiled all, and its last line. The order goes through a pipe
+    that nobody else can reach.
+    """
+    command = [sys.executable, "-m", "flyweight.plugins.ahead"]
     try:
         found = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, timeout=MOST_SECONDS
+            command,
+            input=pickle.dumps(order),
+            env=_environment(),
+            capture_output=True,
+            timeout=MOST_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return False, f"kernels were not compiled in {MOST_SECONDS} s"
     told = found.stdout if found.returncode == 0 else found.stderr
-    return found.returncode == 0, (told.strip().splitlines() or ["nothing was said"])[-1]
+    lines = told.decode(errors="replace").strip().splitlines()
+    return found.returncode == 0, (lines or ["nothing was said"])[-1]
 
 
 def _environment() -> dict[str, str]:
@@ -169,8 +173,8 @@ def wanted_by(noted: Sequence[Noted], device: Gpu, rows: Sequence[int]) -> set[j
     return jit.wanted
 
 
-def main(path: str) -> None:
-    noted, device, architecture = pickle.loads(Path(path).read_bytes())
+def main() -> None:
+    noted, device, architecture = pickle.load(sys.stdin.buffer)  # from the process that asks
     rows = row_counts(device)
     runs = [functools.partial(wanted_by, [one], device, rows) for one in noted]
     done = precompile(runs, architecture, listen=lambda *_: None)
@@ -181,4 +185,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
