@@ -7,9 +7,9 @@ few steps to the others. Qwen2.5's biases make such channels: they are a hundred
 the rest. Small channels are multiplied by a power of two as the weights are loaded, and those of
 the queries divided by it. No product changes, and since it is a power of two no rounding does.
 
-How large a channel is can be told from the weights: the norm's weight where keys are normed, else
-√(bias² + Σ (weight · norm)²), as if the channels of the hidden state were independent. Rope turns
-two channels into each other, so these have one exponent.
+How large a channel can be is told by the weights: the norm's weight where keys are normed, else
+|bias| + PEAK · √(Σ (weight · norm)²), as if the channels of the hidden state were independent. Rope
+turns two channels into each other, so these have one exponent.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from flyweight.models.plan import LayerPlan
 from flyweight.models.standard import plan_of
 from flyweight.tensors import QuantTensor, scale_rows
 
+PEAK = 1.0  # standard deviations that a channel may be away from its bias
 SHARE = 0.75  # of the difference in bits: large channels need finer steps than small ones
 MOST = 8  # the largest exponent: smaller channels hardly count, and 16-bit scales have their limits
 
@@ -103,10 +104,10 @@ class BalancedKeys:
         if norm is not None:
             by = self.weights.tensor(f"{layer.prefix}{norm.name}.weight").to(weight)
             weight = weight * (by + 1 if norm.plus_one else by)
-        sizes = weight.square().sum(-1)
+        sizes = PEAK * weight.square().sum(-1).sqrt()
         if self.weights.has(f"{key}.bias"):
-            sizes = sizes + self.weights.tensor(f"{key}.bias").to(weight).square()
-        return sizes.sqrt()
+            sizes = sizes + self.weights.tensor(f"{key}.bias").to(weight).abs()
+        return sizes
 
 
 def balanced_names(layer: LayerPlan) -> tuple[str, ...]:
