@@ -388,7 +388,8 @@ def main() -> None:
     from offgrid import make_offgrid
 
     work_folder = (options.work or options.out.with_suffix(".work")).absolute()
-    model = work_folder / ("natural" if options.natural else "offgrid")
+    name = (options.name or Path(options.model).stem) + ("" if options.natural else "-offgrid")
+    model = work_folder / name  # what is made of it remembers what it was called
     if not model.exists():
         work_folder.mkdir(parents=True, exist_ok=True)
         make_offgrid(options.model, model, spread=1.0 if options.natural else 1.3)
@@ -397,7 +398,6 @@ def main() -> None:
                       options.windows, options.learn_steps, options.keep,
                       tuple((path.stem, str(path.absolute())) for path in options.recipes),
                       "tf32" if options.tf32 else "float32")
-    name = (options.name or Path(options.model).stem) + ("" if options.natural else "-offgrid")
     finished = finished_jobs(table.read(options.out), name, [Path(text).name for text in options.text])
     names = [path.stem for path in options.recipes]
     jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds, names) if job.name not in finished]

@@ -36,15 +36,18 @@ def name_of(row: Row) -> str:
     return Path(row["model"]).name.removesuffix(".gguf")
 
 
-def change(row: Row) -> str:
-    return f"{100 * math.expm1(row['log_ratio']):+.2f} ± {100 * row['log_ratio_error']:.2f} %"
+def compared(row: Row) -> tuple[str, str, str]:
+    """Change of perplexity, KL, and over how many tokens."""
+    error = 100 * row["log_ratio_error"]
+    change = f"{100 * math.expm1(row['log_ratio']):+.2f} ± {error:.2f} %"
+    return change, f"{row['kl']:.5f}", f"{row['tokens']:,}"
 
 
 def caches(folder: Path) -> str:
     """Perplexity with keys and values in 8 bits, against a cache in the type of activations."""
     rows = last_of(folder / "kv-cache.jsonl", ("model", "text", "kv_dtype"))
     lines = [
-        (name_of(row), row["text"], row["kv_dtype"], change(row), f"{row['kl']:.5f}", f"{row['tokens']:,}")
+        (name_of(row), row["text"], row["kv_dtype"], *compared(row))
         for row in sorted(rows, key=lambda row: (name_of(row), row["text"], row["kv_dtype"]))
     ]
     return lines_of(("model", "text", "cache", "perplexity", "KL", "tokens"), lines) if lines else ""
@@ -64,35 +67,36 @@ def needles(folder: Path) -> str:
 
 def heads(folder: Path) -> str:
     """By how much a head in fewer bits moves a quantized model further from its original."""
-    rows = last_of(folder / "heads.jsonl", ("model", "head"))
-    by_model: dict[str, dict[str, Row]] = {}
+    rows = last_of(folder / "heads.jsonl", ("model", "scheme", "head"))
+    found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        by_model.setdefault(name_of(row), {})[row["head"]] = row
-    kinds = [kind for kind in ("int8", "int4") if any(kind in one for one in by_model.values())]
+        found.setdefault((name_of(row), row["scheme"]), {})[row["head"]] = row
+    kinds = [kind for kind in ("int8", "int4") if any(kind in one for one in found.values())]
     lines = [
-        (model, f"{one['stored']['kl']:.4f}")
+        (*key, f"{one['stored']['kl']:.4f}")
         + tuple(f"{100 * one[kind]['kl_growth']:+.2f} %" if kind in one else "–" for kind in kinds)
-        for model, one in by_model.items()
+        for key, one in sorted(found.items())
     ]
-    return lines_of(("model", "KL with its own head", *kinds), lines) if lines else ""
+    return lines_of(("model", "scheme", "KL with its own head", *kinds), lines) if lines else ""
 
 
 def prompts(folder: Path) -> str:
     """4-bit weights with prompts in 8 bits, against themselves."""
-    rows = last_of(folder / "prompts.jsonl", ("model", "prompt_dtype"))
+    rows = last_of(folder / "prompts.jsonl", ("model", "scheme", "prompt_dtype"))
     lines = [
-        (name_of(row), str(row.get("prompt_dtype")), change(row), f"{row['kl']:.5f}", f"{row['tokens']:,}")
+        (name_of(row), row["scheme"], row["prompt_dtype"], *compared(row))
         for row in rows
         if row.get("prompt_dtype")
     ]
-    return lines_of(("model", "prompts", "perplexity", "KL", "tokens"), lines) if lines else ""
+    columns = ("model", "scheme", "prompts", "perplexity", "KL", "tokens")
+    return lines_of(columns, lines) if lines else ""
 
 
 def books(folder: Path) -> str:
     """VPTQ with codebooks in 8 bits, against itself."""
-    rows = last_of(folder / "vptq-books.jsonl", ("model",))
-    lines = [(name_of(row), change(row), f"{row['kl']:.5f}", f"{row['tokens']:,}") for row in rows]
-    return lines_of(("model", "perplexity", "KL", "tokens"), lines) if lines else ""
+    rows = last_of(folder / "vptq-books.jsonl", ("model", "scheme"))
+    lines = [(name_of(row), row["scheme"], *compared(row)) for row in rows]
+    return lines_of(("model", "scheme", "perplexity", "KL", "tokens"), lines) if lines else ""
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
