@@ -4,9 +4,10 @@
         [--length 16384 32768] [--depths 10] [--kv model fp8 int8]
 
 The text is cut to so many tokens that the whole prompt (the chat template's parts, the text with
-the needle, the question) has `length`. The needle stands at evenly spaced depths, 0 the beginning
-and 1 the end, between two lines of the text, and names a number that the answer must hold. The
-deepest needle comes first: the prompts after it find what they share with it in the prefix cache.
+the needle, the question) and its answer have `length`, which may be all that the model takes. The
+needle stands at evenly spaced depths, 0 the beginning and 1 the end, between two lines of the text,
+and names a number that the answer must hold. The deepest needle comes first: the prompts after it
+find what they share with it in the prefix cache.
 
 One row for each type of cache and length: the share of needles found, and which. A CPU takes
 minutes for each prompt of 16,384 tokens; this is for a GPU, or for shorter texts.
@@ -94,7 +95,7 @@ def measure(llm: LLM, haystack: Haystack, length: int, hidden: list[tuple[float,
     found, answers = [], []
     begin = clock()
     for depth, number in hidden:
-        prompt = haystack.prompt(number, depth, length)
+        prompt = haystack.prompt(number, depth, length - ANSWER)
         (output,) = llm.generate([prompt], temperature=0, max_tokens=ANSWER)
         answers.append(output.text)
         found.append(str(number) in output.text)
@@ -112,12 +113,12 @@ def measure(llm: LLM, haystack: Haystack, length: int, hidden: list[tuple[float,
 def load(options: argparse.Namespace, kv: str) -> LLM:
     """With room for the prefixes that the prompts of each length share."""
     page = 16
-    blocks = sum(2 * (length + ANSWER) // page + 2 for length in options.length)
+    blocks = sum(2 * length // page + 2 for length in options.length)
     return LLM(
         options.model,
         device=options.device,
         kv_dtype=kv,
-        max_model_len=max(options.length) + ANSWER,
+        max_model_len=max(options.length),
         max_num_seqs=4,
         blocks=blocks,
         block_size=page,
