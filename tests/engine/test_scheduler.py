@@ -94,7 +94,7 @@ def test_prompts_get_a_smaller_share_beside_answers_and_the_whole_step_without()
 
 def test_answers_and_prompts_take_turns_in_passes_that_grow_with_what_waits():
     scheduler = make(blocks=40_000, seqs=8, budget=16_384, prompt_tokens_beside=4096)
-    now = itertools.count(step=0.01)  # 40 gaps in as many seconds as all that waits may take
+    now = itertools.count(step=0.01)  # 25 gaps in the time that all that waits may take
     scheduler.turns = Turns((64, 128, 256, 512), clock=lambda: next(now))
     answering = [request(number, 3, answer=1000) for number in range(2)]
     for one in answering:
@@ -121,7 +121,7 @@ def test_answers_and_prompts_take_turns_in_passes_that_grow_with_what_waits():
     assert turns(200) == [64, 64, 64, 8]
     assert turns(40, 40) == [64, 16], "several prompts share a pass"
     assert turns(65) == [63, 2], "no token is left that would pass for an answer"
-    assert turns(5000)[0] == 128 and turns(16_384)[0] == 512
+    assert turns(5000)[0] == 256 and turns(16_384)[0] == 512
     assert turns(60_000)[0] == 750, "where too much waits, passes are as large as it takes"
     for _ in range(2):
         works = scheduler.schedule()
@@ -137,13 +137,13 @@ def test_passes_of_prompts_are_larger_where_steps_are_slow():
         for _ in range(100):
             now[0] += seconds
             turns.answer()
-        return turns.tokens(4096)
+        return turns.tokens(2048)
 
     assert [after_gaps_of(seconds) for seconds in (0.005, 0.02, 0.05)] == [64, 256, 512]
     turns.rest()
     now[0] += 1000
     turns.answer()
-    assert turns.tokens(4096) == 512, "a pause is no gap"
+    assert turns.tokens(2048) == 512, "a pause is no gap"
     assert after_gaps_of(30) == 512 and turns.gap_seconds < 0.1, "nor is a stall"
 
 

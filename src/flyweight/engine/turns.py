@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-SECONDS = 0.4
+SECONDS = 0.25
 SECONDS_AT_MOST = 0.8
 FEWEST = 64  # tokens: a smaller pass takes hardly less time
 MOST = 512  # a larger one takes hardly less for a token
