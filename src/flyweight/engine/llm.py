@@ -93,7 +93,7 @@ class LLM:
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer make the gaps between tokens
-                       smaller, and first tokens later. None: 4,096; CPU: 512, and of a server fewer, by the time they take
+                       smaller, and first tokens later. None: 4,096 (a server: turns.py); CPU: 512, and of a server fewer, by time
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the folder asks for, else as stored
