@@ -194,7 +194,8 @@ class LLM:
         scheduler = self.engine.scheduler
         by_time = self.beside is None and self.device.type == "cpu"
         scheduler.pace = Pace() if by_time else None
-        if self.beside is None and self.engine.runner.passes is not None:
+        guessed = self.engine.speculator is not None  # a step with guesses is read before the next one is launched
+        if self.beside is None and not guessed and self.engine.runner.passes is not None:
             scheduler.turns = Turns(SIZES)
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
