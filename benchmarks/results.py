@@ -118,7 +118,7 @@ def quantizing(results: Results) -> list[Block]:
 
 def serving_block(name: str, results: Results) -> list[Block]:
     """What an option of serving costs in quality; its rows are no part of the pages."""
-    shown = serving.BLOCKS[name](ROWS / "quality")
+    shown = serving.BLOCKS[name]([Path("benchmarks/cpu/quality"), ROWS / "quality"])
     return [Paragraph(shown)] if shown else []
 
 

@@ -17,10 +17,12 @@ import table
 Row = dict[str, Any]
 
 
-def last_of(path: Path, keys: Sequence[str]) -> list[Row]:
-    """The last good row for each value of the keys, in the order in which these came first."""
+def last_of(folders: Sequence[Path], name: str, keys: Sequence[str]) -> list[Row]:
+    """The last good row for each value of the keys, in the order in which these came first; a later
+    folder comes after an earlier one.
+    """
     found: dict[tuple[Any, ...], Row] = {}
-    for row in table.read(path):
+    for row in (row for folder in folders for row in table.read(folder / name)):
         if row["bench"] == "quality" and row["status"] == "ok":
             found[tuple(row.get(key) for key in keys)] = row
     return list(found.values())
@@ -43,9 +45,9 @@ def compared(row: Row) -> tuple[str, str, str]:
     return change, f"{row['kl']:.5f}", f"{row['tokens']:,}"
 
 
-def caches(folder: Path) -> str:
+def caches(folders: Sequence[Path]) -> str:
     """Perplexity with keys and values in 8 bits, against a cache in the type of activations."""
-    rows = last_of(folder / "kv-cache.jsonl", ("model", "text", "kv_dtype"))
+    rows = last_of(folders, "kv-cache.jsonl", ("model", "text", "kv_dtype"))
     lines = [
         (name_of(row), row["text"], row["kv_dtype"], *compared(row))
         for row in sorted(rows, key=lambda row: (name_of(row), row["text"], row["kv_dtype"]))
@@ -53,9 +55,9 @@ def caches(folder: Path) -> str:
     return lines_of(("model", "text", "cache", "perplexity", "KL", "tokens"), lines) if lines else ""
 
 
-def needles(folder: Path) -> str:
+def needles(folders: Sequence[Path]) -> str:
     """Sentences found again in long texts."""
-    rows = last_of(folder / "needle.jsonl", ("model", "kv_dtype", "window"))
+    rows = last_of(folders, "needle.jsonl", ("model", "kv_dtype", "window"))
     lengths = sorted({row["window"] for row in rows})
     found = {(name_of(row), row["kv_dtype"], row["window"]): row["found"] for row in rows}
     lines = []
@@ -65,9 +67,9 @@ def needles(folder: Path) -> str:
     return lines_of(("model", "cache", *(f"{n:,} tokens" for n in lengths)), lines) if lines else ""
 
 
-def heads(folder: Path) -> str:
+def heads(folders: Sequence[Path]) -> str:
     """By how much a head in fewer bits moves a quantized model further from its original."""
-    rows = last_of(folder / "heads.jsonl", ("model", "scheme", "head"))
+    rows = last_of(folders, "heads.jsonl", ("model", "scheme", "head"))
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         found.setdefault((name_of(row), row["scheme"]), {})[row["head"]] = row
@@ -80,9 +82,9 @@ def heads(folder: Path) -> str:
     return lines_of(("model", "scheme", "KL with its own head", *kinds), lines) if lines else ""
 
 
-def prompts(folder: Path) -> str:
+def prompts(folders: Sequence[Path]) -> str:
     """4-bit weights with prompts in 8 bits, against themselves."""
-    rows = last_of(folder / "prompts.jsonl", ("model", "scheme", "prompt_dtype"))
+    rows = last_of(folders, "prompts.jsonl", ("model", "scheme", "prompt_dtype"))
     lines = [
         (name_of(row), row["scheme"], row["prompt_dtype"], *compared(row))
         for row in rows
@@ -92,14 +94,14 @@ def prompts(folder: Path) -> str:
     return lines_of(columns, lines) if lines else ""
 
 
-def books(folder: Path) -> str:
+def books(folders: Sequence[Path]) -> str:
     """VPTQ with codebooks in 8 bits, against itself."""
-    rows = last_of(folder / "vptq-books.jsonl", ("model", "scheme"))
+    rows = last_of(folders, "vptq-books.jsonl", ("model", "scheme"))
     lines = [(name_of(row), row["scheme"], *compared(row)) for row in rows]
     return lines_of(("model", "scheme", "perplexity", "KL", "tokens"), lines) if lines else ""
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {
+BLOCKS: dict[str, Callable[[Sequence[Path]], str]] = {
     "caches": caches,
     "needles": needles,
     "heads": heads,

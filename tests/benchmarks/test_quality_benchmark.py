@@ -223,9 +223,9 @@ def test_tables_of_serving_show_the_last_row_of_each_kind(tmp_path):
 
     cache = dict(text="t", kv_dtype="int8", log_ratio=0.5, log_ratio_error=0.001, kl=0.25, tokens=1000)
     write("kv-cache.jsonl", cache, cache | {"log_ratio": 0.0})
-    assert serving.caches(tmp_path).splitlines()[2:] == ["| m | t | int8 | +0.00 ± 0.10 % | 0.25000 | 1,000 |"]
+    assert serving.caches([tmp_path]).splitlines()[2:] == ["| m | t | int8 | +0.00 ± 0.10 % | 0.25000 | 1,000 |"]
     write("needle.jsonl", dict(kv_dtype="fp8", window=4096, found=[True, False]))
-    assert serving.needles(tmp_path).splitlines()[-1] == "| m | fp8 | 1 of 2 |"
+    assert serving.needles([tmp_path]).splitlines()[-1] == "| m | fp8 | 1 of 2 |"
     write("heads.jsonl", dict(head="stored", kl=0.1, kl_growth=0), dict(head="int8", kl=0.101, kl_growth=0.01))
-    assert serving.heads(tmp_path).splitlines()[-1] == "| m | s | 0.1000 | +1.00 % |"
-    assert serving.prompts(tmp_path) == serving.books(tmp_path) == "", "nothing was measured"
+    assert serving.heads([tmp_path]).splitlines()[-1] == "| m | s | 0.1000 | +1.00 % |"
+    assert serving.prompts([tmp_path]) == serving.books([tmp_path]) == "", "nothing was measured"
