@@ -49,6 +49,7 @@ from flyweight.engine.turns import Turns
 from flyweight.errors import OptionError, RequestError
 from flyweight.models.adapters import Adapters
 from flyweight.kernels.linear.prompts import check_prompt_dtype
+from flyweight.models.balanced_keys import balance_keys
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import choose_kv_scheme
 from flyweight.models.narrow_head import narrow_head
@@ -127,8 +128,11 @@ class LLM:
         self.decoder: Any = decoder
         self.executor = "the decoder that was given"
         if decoder is None:
+            served = narrow_head(self.weights, head)
+            if not adapters:  # what they add to queries and keys is not balanced
+                served = balance_keys(served, scheme)
             with shortage.told(f"{model}: its weights do not fit"):
-                self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
+                self.decoder, self.executor = load_decoder(served, self.device, self.dtype, exact=exact,
                                                            native=native, offload=offload,
                                                            adapters=self._read_adapters(adapters),
                                                            eight_bit_prompts=prompt_dtype is not None,
