@@ -18,6 +18,7 @@ from flyweight.models.random_folder import write_preset
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"{library.why_not()}")
 
+IS_WANTED = prepared.is_wanted
 TINY = dict(
     model_type="qwen2",  # with biases
     hidden_size=64,
@@ -44,6 +45,7 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "folder", lambda: tmp_path / "prepared")
     monkeypatch.setattr(prepared, "LEAST_BYTES", 0)
     monkeypatch.setattr(prepared, "SPARE_BYTES", 0)
+    monkeypatch.setattr(prepared, "is_wanted", lambda path: True)
 
 
 @pytest.fixture
@@ -86,6 +88,16 @@ def test_what_is_kept_comes_back_as_it_was(scheme, packings):
     for weight in [*second.layers[1].weights, second.head]:
         assert weight.matrix.data == weight.tensors["data"].data_ptr() != 0
         assert weight.matrix.data % 64 == 0, "kernels read whole vectors"
+
+
+def test_only_what_is_loaded_again_is_kept(monkeypatch):
+    monkeypatch.setattr(prepared, "is_wanted", IS_WANTED)
+    path = prepared.file_of("model", ["key"])
+    tensor = torch.zeros(1000)
+    assert not prepared.write(path, {}, [tensor]) and prepared.files() == []
+    assert prepared.write(path, {}, [tensor]) and prepared.files() == [path]
+    prepared.remove("model")
+    assert not prepared.write(path, {}, [tensor]), "forgotten with the model"
 
 
 def test_weights_that_are_no_files_are_not_kept(packings):

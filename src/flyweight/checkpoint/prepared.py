@@ -7,6 +7,9 @@ one of all that the bytes depend on: the model's files by size and time, our own
 A file that fits no key any more is never read, and goes when room is needed: all files together
 stay below a limit (`FLYWEIGHT_PREPARED_GB`, 0 turns it off), the longest unused goes first.
 
+A file is written when a model is loaded for the second time: many are loaded once, such as one that
+was just quantized and is measured. An empty file `<model>-<key>.seen` remembers the first.
+
 A file is written beside its place, flushed to the disk and renamed: a reader sees a whole file or
 none. It is read into memory of its own, not mapped: mapped pages cannot be huge ones, and a file
 that somebody cuts would end the process.
@@ -21,6 +24,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +43,8 @@ SPARE_BYTES = 1 << 30  # of the disk, that stay free
 MAGIC = b"flyprep1"
 ALIGNMENT = 128
 SUFFIX = ".weights"
+SEEN = ".seen"
+FORGOTTEN = 30 * 24 * 3600  # seconds after which a model counts as never loaded
 
 
 def folder() -> Path:
@@ -79,8 +85,22 @@ def total_bytes(paths: Iterable[Path]) -> int:
 
 def remove(model: str | Path) -> None:
     """What was made of a model that is deleted."""
-    for path in files(model):
+    for path in folder().glob(f"{model_hash(model)}-*"):
         path.unlink(missing_ok=True)
+
+
+def is_wanted(path: Path) -> bool:
+    """Was it wanted before? From now on it was."""
+    mark = path.with_suffix(SEEN)
+    if mark.exists():
+        return True
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        for old in folder().glob(f"*{SEEN}"):
+            if time.time() - old.stat().st_mtime > FORGOTTEN:
+                old.unlink(missing_ok=True)
+        mark.touch()
+    return False
 
 
 def read(path: Path) -> tuple[Any, list[Tensor]] | None:
@@ -123,15 +143,15 @@ def huge_memory(size: int) -> mmap.mmap:
 
 
 def write(path: Path, value: Any, tensors: list[Tensor]) -> bool:
-    """Keep a JSON value and tensors; False where there is no room for them. A cache that cannot be
-    written is no reason to fail.
+    """Keep a JSON value and tensors; False where there is no room for them, or nobody wanted them
+    before. A cache that cannot be written is no reason to fail.
     """
     offsets = []
     size = 0
     for tensor in tensors:
         offsets.append(size)
         size = aligned(size + tensor.nbytes)
-    if not LEAST_BYTES <= size <= LARGEST_SHARE * limit_bytes():
+    if not LEAST_BYTES <= size <= LARGEST_SHARE * limit_bytes() or not is_wanted(path):
         return False
     described = [
         [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
