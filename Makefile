@@ -31,7 +31,7 @@ demo: .venv/installed
 	@echo "Quantizing by $(SCHEMES), two at a time; each is shown when it is finished"
 	@$(MAKE) --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) $(SCHEMES:%=quantize-%)
 	rm -f out/result.jsonl
-	$(BIN)/flyweight eval out/original $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/result.jsonl
+	$(BIN)/flyweight eval out/original $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 --served -o out/result.jsonl
 	$(BIN)/flyweight bench latency out/original $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/result.jsonl
 	$(BIN)/flyweight report out/result.jsonl -o out/report.html --title "$(MODEL), quantized"
 	@echo "The report is in out/report.html"
