@@ -35,3 +35,15 @@ def release() -> None:
     """All cycles that nobody holds are freed, `settle` or not."""
     gc.unfreeze()
     gc.collect()
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """No collection begins by itself meanwhile."""
+    began = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if began:
+            gc.enable()
