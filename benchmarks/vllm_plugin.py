@@ -42,7 +42,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rou
 from flyweight.bench.timing import batch_figures, random_prompts
 from flyweight.bench.workloads import LATENCY, Workload
 from flyweight.checkpoint.reader import Checkpoint
-from flyweight.models.presets import preset_config
+from flyweight.models import presets
 from flyweight.quant.subject import encode
 
 SIDES = {  # → backend
@@ -109,6 +109,8 @@ def work(channel: Connection) -> None:
     try:
         if side != "native":
             look_at(order["architectures"])
+        if order["layers"]:
+            shorten(order["layers"])
         options = EngineOptions(dtype=order["dtype"], extra=order["extra"])
         engine = create(SIDES[side], order["model"], options)
         engine.start(Limits(**order["limits"]))
@@ -139,6 +141,12 @@ def look_at(architectures: list[str]) -> None:
     for name in architectures:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def shorten(layers: int) -> None:
+    """Presets of this process have so many layers."""
+    whole = presets.preset_config
+    presets.preset_config = lambda name: whole(name) | dict(num_hidden_layers=layers)
 
 
 def work_forked(channel: Connection, log: str, environment: dict[str, str]) -> None:
@@ -303,7 +311,6 @@ class Engine:
 
     def _forked(self, theirs: Connection, environment: dict[str, str]) -> Any:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
         found = context.Process(target=work_forked, args=(theirs, str(self.log), environment))
         found.start()
         return found
@@ -376,15 +383,13 @@ class Bench:
         limits = self.limits
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
         order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
-        order |= dict(traceback_seconds=self.options.traceback_seconds)
+        order |= dict(traceback_seconds=self.options.traceback_seconds, layers=self.subject.layers)
         sizes = sorted({shape.batch for shape in self.subject.shapes})
         for engine in self.engines:
             if engine.side == "native":
                 engine.begin(order | dict(limits=vllm | dict(tokens=limits.tokens), extra={}))
             else:
                 extra = engine_options(engine.side, sizes, self.cache_gb, self.options.option)
-                if self.subject.layers:
-                    extra["hf_overrides"] = dict(num_hidden_layers=self.subject.layers)
                 engine.begin(order | dict(limits=vllm, extra=extra))
 
     @property
@@ -509,7 +514,7 @@ class Bench:
 
 def architectures(model: str) -> list[str]:
     if model.startswith("preset:"):
-        config = preset_config(model.split(":")[1])
+        config = presets.preset_config(model.split(":")[1])
     else:
         config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
     return list(config.get("architectures") or [])
@@ -562,6 +567,9 @@ def main() -> None:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
     folder.mkdir(parents=True, exist_ok=True)
     file = ResultFile(options.out)
+    if not options.no_forks:  # imports while models are looked at
+        forkserver.set_forkserver_preload(IMPORTED)
+        forkserver.ensure_running()
     waves: list[list[Bench]] = [[]]
     for text in options.models:
         if text == THEN:
