@@ -149,7 +149,7 @@ def shorten(layers: int) -> None:
     presets.preset_config = lambda name: whole(name) | dict(num_hidden_layers=layers)
 
 
-def work_forked(channel: Connection, log: str, environment: dict[str, str]) -> None:
+def work_forked(channel: Connection, log: str, environment: dict[str, str], gpu: bool) -> None:
     """`work` in a fork of the process that has imported vLLM, or from the beginning where a GPU
     cannot be used in forks.
     """
@@ -158,7 +158,7 @@ def work_forked(channel: Connection, log: str, environment: dict[str, str]) -> N
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    if _has_gpu() and not _gpu_works():
+    if gpu and not _gpu_works():
         os.set_inheritable(channel.fileno(), True)
         command = [sys.executable, __file__, "--worker", str(channel.fileno())]
         os.execve(command[0], command, environment)
@@ -170,7 +170,7 @@ def _gpu_works() -> bool:
 
     try:
         torch.zeros(1, device="cuda")
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         print(f"no fork: {error}", flush=True)
         return False
     return True
@@ -311,7 +311,8 @@ class Engine:
 
     def _forked(self, theirs: Connection, environment: dict[str, str]) -> Any:
         context = multiprocessing.get_context("forkserver")
-        found = context.Process(target=work_forked, args=(theirs, str(self.log), environment))
+        given = (theirs, str(self.log), environment, _has_gpu())
+        found = context.Process(target=work_forked, args=given)
         found.start()
         return found
 
