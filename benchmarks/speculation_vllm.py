@@ -72,7 +72,7 @@ def measure(llm: Any, options: argparse.Namespace) -> None:
         for _ in range(2):
             found = [rate(llm, vllm.SamplingParams, prompt, options.tokens) for prompt in prompts]
         rates = [one for one, count in found if count > 1]
-        row = {"engine": f"vllm {vllm.__version__}", "model": options.model, "device": torch.cuda.get_device_name(0),
+        row = {"engine": f"vllm {vllm.__version__}", "model": Path(options.model).name, "device": torch.cuda.get_device_name(0),
                "prompts": kind, "drafter": f"ngram:{options.ngram}" if options.ngram else "off",
                "tok_s": round(statistics.median(rates), 1), "of": len(rates), "tokens": sum(count for _, count in found)}
         print(json.dumps(row), flush=True)

@@ -29,7 +29,7 @@ from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
-# kernels of TiledLinear.multiply that are launches and nothing else, with buffers that stay the same
+# kernels of TiledLinear.multiply that are launches alone, with buffers that stay the same
 NOTED = ("gemv", "gemv_splitk", "gemv_cluster", "gemm_small", "gemm")
 MOST = 8192  # products that a workspace keeps: rows of prompts take any value
 TENSORS = ("weights", "records", "channel_scale", "bias", "order")  # of a TiledWeight
