@@ -80,7 +80,7 @@ def load_subject(
 
     place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
-    ids, bos = encode(checkpoint.tokenizer(), text)
+    ids, bos = tokens_of(checkpoint, text)
     weights = narrow_head(checkpoint, head)
     computed = choose_dtype(dtype, checkpoint.config, place)
     config = ModelConfig.from_dict(checkpoint.config)
@@ -95,6 +95,18 @@ def load_subject(
         decoder.narrow_prompts(check_prompt_dtype(prompt_dtype))
     decoder.kv_scheme = scheme
     return Subject(checkpoint, decoder, ids, bos)
+
+
+def tokens_of(checkpoint: Checkpoint, text: str) -> tuple[list[int], int | None]:
+    """The text's own tokens, and the BOS id if this model's texts begin with one; without
+    transformers, which takes a second to import, where that leaves nothing out.
+    """
+    bare = checkpoint.bare_tokenizer()
+    if bare is None:
+        return encode(checkpoint.tokenizer(), text)
+    first = bare.tokenizer.encode("a").ids[0]
+    ids = bare.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids, bare.begin_id if first == bare.begin_id else None
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
