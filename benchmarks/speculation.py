@@ -152,7 +152,7 @@ def measure(llm: LLM, prompts: list[Prompt], tokens: int, clock: StepClock) -> t
     more: dict[str, Any] = {"tokens_per_step": round(sum(map(len, answers)) / max(1, steps), 3)}
     if llm.engine.speculator is not None:
         more |= {name: round(value, 4) for name, value in llm.engine.speculator.figures().items()}
-        more |= clock.figures()
+        more |= clock.figures() if llm.device.type == "cuda" else {}  # a CPU's launch is the step itself
     return statistics.median([speed(output) for output in outputs]), more, answers
 
 
