@@ -193,6 +193,10 @@ def main() -> None:
     kinds = prompts_of(options)
     plain: dict[str, tuple[float, list[list[int]]]] = {}
     used_by: dict[str, int] = {}
+    first = LLM(options.model, device=options.device, max_model_len=CONTEXT, blocks=4 * CONTEXT // 16)
+    if first.device.type == "cuda":  # what libraries take once, the first engine's memory would count
+        first.generate([next(iter(kinds.values()))[0]], max_tokens=8, temperature=0)
+    del first
     for drafter in ["off", *options.speculate]:
         begin = time.monotonic()
         held = held_bytes()

@@ -103,8 +103,9 @@ class SharedRows:
     def _stage(self, wide: Sequence[list[int]], narrow: Sequence[list[int]]) -> None:
         """All columns in one copy, filled up with zeros: rows of length 0 are nobody's."""
         pinned = self.rows.device.type == "cuda"
-        staged = torch.zeros(self._staged.shape, dtype=torch.uint8, pin_memory=pinned)
+        staged = torch.empty(self._staged.shape, dtype=torch.uint8, pin_memory=pinned)
         found = staged.numpy()
+        found.fill(0)
         split = 8 * CAPACITY * len(wide)
         words = found[:split].view(numpy.int64).reshape(-1, CAPACITY)
         halves = found[split:].view(numpy.int32).reshape(-1, CAPACITY)
