@@ -29,8 +29,8 @@ from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.kernels.linear.tiled import TiledLinear
 from flyweight.kernels.linear.tiles import TiledWeight
 
-# kernels of TiledLinear.multiply that are launches alone, with buffers that stay the same
-NOTED = ("gemv", "gemv_splitk", "gemv_cluster", "gemm_small", "gemm")
+# kernels of TiledLinear.multiply that are launches and nothing else
+NOTED = ("gemv", "gemv_splitk", "gemv_cluster", "gemm_small", "gemm", "gemm_dequantized")
 MOST = 8192  # products that a workspace keeps: rows of prompts take any value
 TENSORS = ("weights", "records", "channel_scale", "bias", "order")  # of a TiledWeight
 _shapes: dict[tuple[Any, ...], int] = {}
