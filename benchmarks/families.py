@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -200,42 +201,31 @@ def load(name: str) -> LLM:
 
 def kernels(name: str, llm: LLM, steps: int = 24) -> dict[str, Any]:
     """Where the time of a step goes: microseconds from the end of the kernel before to a kernel's
-    own end, since kernels begin while others run. `period`: launches after which names repeat.
+    own end, since kernels begin while others run. Launches of one kernel are told apart by the one
+    before them.
     """
     profiler = Profiler(llm, Workload(1, 64, steps + 2)).record("decode")
     events = [one for one in profiler.events() if one.device_type != torch.autograd.DeviceType.CPU]
     launched = [one for one in events if not one.name.startswith("Mem")]
     ended = sorted(launched, key=lambda one: one.time_range.end)
-    names = [one.name for one in ended]
-    about = len(ended) // steps
-    each = next((p for p in range(about // 2, 2 * about) if repeats(names, p)), about)
-    middle = names[2 * each : 3 * each]
-    period = next((p for p in range(2, each // 2) if repeats(middle, p)), each)
-    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for at in range(1, len(ended)):
-        name_of_place = (at % each % period, names[at])
-        time_range = ended[at].time_range
-        since = time_range.end - ended[at - 1].time_range.end
-        found.setdefault(name_of_place, []).append((since, time_range.elapsed_us()))
-    launches = []
-    for (place, kernel), times in sorted(found.items()):
-        since = statistics.median(one for one, _ in times)
-        resident = statistics.median(one for _, one in times)
-        launches.append((place, kernel[:40], len(times), round(since, 2), round(resident, 2)))
-    return dict(
-        kind="family kernels",
-        preset=name,
-        layers=llm.config.layers,
-        launches_a_step=each,
-        period=period,
-        columns="place, kernel, times, us since the end before, us resident",
-        launches=launches,
-    )
-
-
-def repeats(names: list[str], period: int) -> bool:
-    inner = names[len(names) // 4 : -len(names) // 4]
-    return inner[period:] == inner[:-period]
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for before, one in itertools.pairwise(ended):
+        since = one.time_range.end - before.time_range.end
+        times = found.setdefault((one.name[:40], before.name[:40]), [])
+        times.append((since, one.time_range.elapsed_us()))
+    launches = [
+        dict(
+            kernel=kernel,
+            after=before,
+            each_step=round(len(times) / steps, 1),
+            us=round(statistics.median(since for since, _ in times), 2),
+            resident_us=round(statistics.median(resident for _, resident in times), 2),
+        )
+        for (kernel, before), times in found.items()
+    ]
+    launches.sort(key=lambda one: -one["us"] * one["each_step"])
+    layers = llm.config.layers
+    return dict(kind="family kernels", preset=name, layers=layers, launches=launches)
 
 
 def speed(name: str, llm: LLM) -> dict[str, Any]:
