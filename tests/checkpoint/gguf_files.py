@@ -14,7 +14,8 @@ ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
 
 
 def gguf_name(name: str, model_type: str) -> str:
-    names = {new: old for old, new in (OUTER | BY_TYPE[model_type].parts).items()}
+    family = BY_TYPE[model_type]
+    names = {new: old for old, new in (OUTER | family.parts | family.experts).items()}
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
@@ -80,7 +81,7 @@ def add_tensors(writer: gguf.GGUFWriter, model, quantize, *, skip, extra) -> Non
     config = model.config
     family = BY_TYPE[config.model_type]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in experts_together(model.state_dict()).items():
         new = gguf_name(name, config.model_type)
         if name in tied or new in skip:
             continue
@@ -91,12 +92,27 @@ def add_tensors(writer: gguf.GGUFWriter, model, quantize, *, skip, extra) -> Non
             values = permuted(values, config.num_key_value_heads)
         if family.raised and name.endswith("norm.weight"):
             values = values + 1
-        if quantize is not None and values.ndim == 2:
+        if quantize is not None and values.ndim > 1 and "gate_inp" not in new:
             writer.add_tensor(new, gguf.quantize(values, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(new, np.ascontiguousarray(values))
     for name, values in extra.items():
         writer.add_tensor(name, values)
+
+
+def experts_together(state):
+    """All gates, ups and downs of a layer as tensors of three dimensions, as GGUF files have them."""
+    found = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            stem = name.removesuffix("gate_up_proj")
+            found |= {f"{stem}{{}}.gate_proj.weight": gate, f"{stem}{{}}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            found[name.replace("experts.down_proj", "experts.{}.down_proj.weight")] = tensor
+        else:
+            found[name] = tensor
+    return found
 
 
 def tiny_model(family: str, *, tied: bool = True, **options):

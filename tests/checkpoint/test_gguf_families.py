@@ -28,6 +28,8 @@ FAMILIES = {
     "phi3": (dict(tied=False, pad_token_id=0), {}),
     "glm4": (dict(tied=False, partial_rotary_factor=0.5, attention_bias=True, pad_token_id=0),
              dict(glm4__rope__dimension_count=16)),
+    "qwen3_moe": (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+                  dict(qwen3moe__expert_count=4, qwen3moe__expert_used_count=2, qwen3moe__expert_feed_forward_length=32)),
     "smollm3": (dict(num_hidden_layers=4, pad_token_id=0), {}),
 }
 

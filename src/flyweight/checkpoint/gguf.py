@@ -150,7 +150,12 @@ def convert(path: str | Path, target: str | Path, *, dtype: torch.dtype = torch.
     with CheckpointWriter(target, overwrite=overwrite) as writer:
         for name in track(names, f"Converting {file.path.name}", console=Console(stderr=True), transient=True,
                           disable=not sys.stderr.isatty()):
-            writer.add(names[name], _converted(file, name, config, dtype))
+            values = _converted(file, name, config, dtype)
+            if "{}" in names[name]:
+                for expert, one in enumerate(values):
+                    writer.add(names[name].format(expert), one)
+            else:
+                writer.add(names[name], values)
         with writer.writing("the tokenizer"):
             write_tokenizer(file.metadata, writer.staging, file=file.path)
             write_json(writer.staging / "generation_config.json", make_generation_config(file))
@@ -284,7 +289,7 @@ def _wanted(file: GGUF, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int
     for name in ("token_embd", *(() if config["tie_word_embeddings"] else ("output",))):
         yield f"{name}.weight", shapes["token_embd"]
     for layer in range(config["num_hidden_layers"]):
-        for part in file.family.parts:
+        for part in file.family.parts | file.family.experts:
             yield f"blk.{layer}.{part}.weight", shapes[part]
             if part in ("attn_q", "attn_k", "attn_v") and (file.family.biased or config.get("attention_bias")):
                 yield f"blk.{layer}.{part}.bias", shapes[part][:1]
@@ -296,7 +301,11 @@ def _shapes(file: GGUF, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     whole = file.family.whole_norms
     ups = 1 if "ffn_gate" in file.family.parts else 2
     norms = dict.fromkeys(("output_norm", "attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,))
-    return norms | {
+    width = config.get("moe_intermediate_size", 0)
+    count = config.get("num_experts", 0)
+    experts = {"ffn_gate_inp": (count, hidden), "ffn_gate_exps": (count, width, hidden), "ffn_up_exps": (count, width, hidden),
+               "ffn_down_exps": (count, hidden, width)}
+    return norms | experts | {
         "token_embd": (config["vocab_size"], hidden), "attn_qkv": (queries + 2 * keys, hidden), "attn_q": (queries, hidden),
         "attn_k": (keys, hidden), "attn_v": (keys, hidden), "attn_output": (hidden, queries),
         "attn_q_norm": (queries if whole else head,), "attn_k_norm": (keys if whole else head,), "ffn_gate": (inner, hidden),

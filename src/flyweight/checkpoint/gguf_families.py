@@ -7,7 +7,7 @@ layers of SmolLM3 without rope), so they are written out here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,9 @@ FIRST_NORM = {"attn_norm": "input_layernorm"}
 SECOND_NORM = {"ffn_norm": "post_attention_layernorm"}
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+# of mixtures: the router, and tensors that hold a matrix of every expert
+ROUTER = {"ffn_gate_inp": "mlp.gate"}
+EXPERTS = {f"{old}_exps": new.replace("mlp.", "mlp.experts.{}.") for old, new in MLP.items()}
 PLAIN = FIRST_NORM | QKV | OUT | SECOND_NORM | MLP
 GEMMA_NORMS = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
@@ -35,6 +38,7 @@ class GgufFamily:
     model_type: str
     transformers: str  # the class
     parts: dict[str, str]  # of a layer: llama.cpp's name → Hugging Face's
+    experts: dict[str, str] = field(default_factory=dict)  # likewise, {} being the number of one
     turned: bool = False  # rows of q and k lie in the order of llama.cpp's own rope
     raised: bool = False  # 1 was added to the weights of norms
     whole_norms: bool = False  # of queries and keys, over all heads
@@ -73,6 +77,15 @@ def phi_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def mixture_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Of Qwen3: every layer has experts, whose shares add up to 1."""
+    return {
+        "num_experts": int(file.number("expert_count")), "num_experts_per_tok": int(file.number("expert_used_count")),
+        "moe_intermediate_size": int(file.number("expert_feed_forward_length")), "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }
+
+
 def smollm_settings(file: Any, config: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     return {"no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)], "use_sliding_window": False}
@@ -82,6 +95,8 @@ FAMILIES = {
     "llama": GgufFamily("llama", "LlamaForCausalLM", PLAIN, turned=True),
     "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", PLAIN, biased=True),
     "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", PLAIN | HEAD_NORMS),
+    "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", FIRST_NORM | QKV | OUT | HEAD_NORMS | SECOND_NORM | ROUTER, EXPERTS,
+                           settings=mixture_settings),
     "gemma2": GgufFamily("gemma2", "Gemma2ForCausalLM", GEMMA_NORMS | QKV | OUT | MLP, raised=True, windows=True,
                          settings=gemma_settings),
     "gemma3": GgufFamily("gemma3_text", "Gemma3ForCausalLM", GEMMA_NORMS | QKV | OUT | HEAD_NORMS | MLP, raised=True, windows=True,

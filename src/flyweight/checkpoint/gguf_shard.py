@@ -26,13 +26,24 @@ AT_ONCE = 1 << 22  # weights that are written out as floats together
 
 
 def hugging_face_name(file: Path, family: GgufFamily, name: str) -> str:
+    """Of a tensor with all experts, the name of each, with {} for its number."""
+    parts = family.parts | family.experts
     stem, _, kind = name.rpartition(".")
     if stem in OUTER and kind == "weight":
         return f"{OUTER[stem]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if not match or match[2] not in family.parts or kind not in ("weight", "bias"):
+    if not match or match[2] not in parts or kind not in ("weight", "bias"):
         raise UnsupportedError(f"{file}: tensor {name!r} is not part of a plain {family.model_type} decoder")
-    return f"model.layers.{match[1]}.{family.parts[match[2]]}.{kind}"
+    return f"model.layers.{match[1]}.{parts[match[2]]}.{kind}"
+
+
+def one_by_one(name: str, stored: Stored) -> dict[str, Stored]:
+    """The experts' own matrices, where one tensor holds them all."""
+    if "{}" not in name:
+        return {name: stored}
+    count, *shape = stored.shape
+    size = stored.nbytes // count
+    return {name.format(i): Stored(tuple(shape), stored.type, stored.offset + i * size) for i in range(count)}
 
 
 def heads_turned(config: dict[str, Any], name: str) -> int | None:
@@ -64,9 +75,10 @@ class GgufShard:
         self.file = file
         self.config = config
         self.family = family_of(config, file)
-        self.table: dict[str, Stored] = {
-            hugging_face_name(file, self.family, name): stored
-            for name, stored in read_table(file).items() if name not in IN_CONFIG}
+        self.table: dict[str, Stored] = {}
+        for name, stored in read_table(file).items():
+            if name not in IN_CONFIG:
+                self.table |= one_by_one(hugging_face_name(file, self.family, name), stored)
         self.bytes = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
     def type_name(self, name: str) -> str:
