@@ -20,8 +20,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -90,6 +90,8 @@ class Workspace:
         self.device = device
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._dequantized: list[Tensor] = []
+        # launches with the addresses of these buffers, by what they are for (linear/repeated.py)
+        self.products: dict[Hashable, Any] = {}
         self._turns: Turns | None = None
         if shared_device and device.type == "cuda" and not gpu.is_pretended():
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -150,6 +152,12 @@ class Workspace:
         if not self._dequantized or self._dequantized[-1].nbytes < size:
             self._dequantized.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         return self._dequantized[-1][:size].view(dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is one of these buffers, or a part of one."""
+        storage = tensor.untyped_storage().data_ptr()
+        every = (*self._buffers.values(), *self._dequantized)
+        return any(one.untyped_storage().data_ptr() == storage for one in every)
 
     def _held(self, name: str, size: int, make: Callable[[], Tensor]) -> Tensor:
         found = self._buffers.get((name, size))
