@@ -14,10 +14,12 @@ from flyweight.kernels.native import library
 from flyweight.kernels.native.linear import NativeLinear
 from flyweight.kernels.native.weight import describe
 from flyweight.tensors import (
+    Float4,
     Float8,
     Int8Channel,
     IntBlock,
     IntGroup,
+    NvFloat4,
     Plain,
     QuantTensor,
     Sparse24,
@@ -79,6 +81,8 @@ WEIGHT_ONLY = {
     "blocks with a table in 8s": IntBlock.random(
         (43, 512), mins=False, table=KVALUES, groups_of_block=8
     ),
+    "nvfp4": NvFloat4.random((43, 512)),
+    "mxfp4": Float4.random((43, 96)),
 }
 
 AS_DEFINED = {  # the activations are part of the format, so the result is exact either way

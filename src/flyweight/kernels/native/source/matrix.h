@@ -24,7 +24,7 @@ enum Activation {
 
 // Of BLOCKS; see product_blocks.c.
 enum Mins { MINS_NONE, MINS_STORED, MINS_ZEROS };
-enum Subs { SUBS_NONE, SUBS_BYTES, SUBS_NIBBLES };
+enum Subs { SUBS_NONE, SUBS_BYTES, SUBS_NIBBLES, SUBS_FLOAT8, SUBS_EXPONENTS };
 
 // Of product_half.c: 32 products of two such numbers stay below 2^15.
 #define HALF_INPUT 64.0f
