@@ -75,8 +75,7 @@ static float largest(const float *x, int count) {
 
 // Where the integers of one row go.
 typedef struct {
-    int8_t *codes;  // four columns each at codes, codes + apart, …
-    size_t apart;
+    int8_t *codes;
     float *scales;  // of groups 0, next, 2 · next, …
     int32_t *sums;
     size_t next;
@@ -85,7 +84,7 @@ typedef struct {
 // Up to GROUPS_AT_ONCE groups, in three passes over them: what each group needs from its largest
 // value is a long chain of instructions, and those of several groups run beside each other.
 ALWAYS_INLINE void quantize_groups(const float *x, Row row, int groups, int count,
-        const size_t apart) {
+        const int in_quad) {
     float most[GROUPS_AT_ONCE], inverse[GROUPS_AT_ONCE];
     for (int g = 0; g < groups; g++) {
         int32_t bits = 0;
@@ -100,8 +99,8 @@ ALWAYS_INLINE void quantize_groups(const float *x, Row row, int groups, int coun
     }
     for (int g = 0; g < groups; g++) {
         int32_t total = 0;
-        for (int k = 0; k < count; k += 16, row.codes += 4 * apart)
-            total += round_codes(x + g * count + k, inverse[g], row.codes, apart);
+        for (int k = 0; k < count; k += 16, row.codes += in_quad ? 16 * QUAD : 16)
+            total += round_codes(x + g * count + k, inverse[g], row.codes, in_quad);
         row.sums[g * row.next] = total;
     }
 }
@@ -112,23 +111,23 @@ static void quantize_row(const Matrix *w, Input *input, const float *x, int inde
     int tiled = index < tiled_rows(w, input->rows);
     size_t first = tiled ? index / QUAD * QUAD : index;
     int within = tiled ? index % QUAD : 0;
-    Row row = {input->codes + first * w->columns + 4 * within, tiled ? 4 * QUAD : 4,
-            input->scales + first * groups + within, input->sums + first * groups + within,
-            tiled ? QUAD : 1};
+    size_t next = tiled ? QUAD : 1;
+    Row row = {input->codes + first * w->columns + TOGETHER * within,
+            input->scales + first * groups + within, input->sums + first * groups + within, next};
     int32_t *sums = row.sums;
     for (int g = 0; g < groups; g += GROUPS_AT_ONCE) {
         int some = groups - g < GROUPS_AT_ONCE ? groups - g : GROUPS_AT_ONCE;
         const float *from = x + (size_t)g * w->input_group;
-        if (tiled) quantize_groups(from, row, some, w->input_group, 4 * QUAD);
-        else quantize_groups(from, row, some, w->input_group, 4);
-        row.codes += (size_t)some * w->input_group / 4 * row.apart;
-        row.scales += some * row.next;
-        row.sums += some * row.next;
+        if (tiled) quantize_groups(from, row, some, w->input_group, 1);
+        else quantize_groups(from, row, some, w->input_group, 0);
+        row.codes += (size_t)some * w->input_group * next;
+        row.scales += some * next;
+        row.sums += some * next;
     }
     if (w->zeros || w->format == BLOCKS) return;
     int32_t from = w->wide_scales ? 0 : MIDDLE_BITS;
     int32_t middle = w->format == INT4 ? 8 : BYTE_BIAS;
-    for (int g = 0; g < groups; g++) sums[g * row.next] = from - middle * sums[g * row.next];
+    for (int g = 0; g < groups; g++) sums[g * next] = from - middle * sums[g * next];
 }
 
 // x · 2^n as float16, with n such that the largest comes near HALF_INPUT; the scale is 2^-n.

@@ -79,8 +79,8 @@ typedef struct {
 // What a matrix takes: integers with scales and sums for INT8_…, else floats.
 //
 // The codes of rows that come in whole tiles of TALL (`tiled_rows`) lie in quads of four rows, in
-// which each four columns stand together, so that one load serves four rows; the other rows lie as
-// they are:
+// which each four columns (eight with i8mm: TOGETHER) stand together, so that one load serves
+// several rows; the other rows lie as they are:
 //
 //   quad = columns 0–3 of row 0 | of row 1 | of row 2 | of row 3 | columns 4–7 of row 0 | …
 //
@@ -109,7 +109,6 @@ static inline int takes_integers(const Matrix *w) {
     return w->activation == INT8_GROUP;
 }
 
-#define QUAD 4
 #define TILED_GROUP 32
 
 // How many of `rows` rows of x the kernels of whole tiles take: those of integers, where x comes

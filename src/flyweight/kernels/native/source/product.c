@@ -12,7 +12,7 @@
 // each few rows.
 #define MANY 16
 #define MANY_TILED (3 * TALL)
-#define CACHED (48 << 10) // bytes of weights, of the first cache's 32 KB or more
+#define CACHED (24 << 10) // bytes of weights, of the first cache's 32 KB or more
 
 // out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x.
 static void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,

@@ -7,8 +7,14 @@
 //
 // The sum inside is of integers and exact. Codes of 4 bits are unsigned, their zero point 8 where
 // none is stored; codes of 8 bits are signed (stored less 128), as are their zero points. One call
-// makes eight outputs of one to four rows of x: the codes are unpacked once for all of them, and
-// both sums stay in registers.
+// makes eight outputs of one to four rows of x, or of TALL rows that lie in quads (matrix.h):
+//
+//   NEON       8 rows × 4 outputs, twice       8 + 8 of 32 registers are sums of integers and floats
+//   AVX-512    8 rows × 8 outputs              8 + 8 of 32
+//   AVX2       4 rows × 8 outputs              4 + 4 of 16
+//
+// The codes are unpacked once for all of them, and both sums stay in registers. With many rows a
+// block's codes of 4 bits are unpacked once for all tiles (CODES).
 //
 // Bound by memory at one row, by dot products from about four rows on; rows in benchmarks/cpu/.
 #include "matrix.h"

@@ -30,6 +30,11 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define WIDTH 8
 
+// Four rows of x make a quad (matrix.h), in which TOGETHER columns of a row stand together: where
+// a column lies.
+#define QUAD 4
+#define QUAD_PLACE(column) ((column) / TOGETHER * TOGETHER * QUAD + (column) % TOGETHER)
+
 // Before a short loop over registers: without it arrays of vectors go to memory.
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
@@ -48,6 +53,7 @@
 #if !defined(PARTS)
 // A part of a block is all of it.
 #define PARTS 1
+#define TOGETHER 4
 typedef floats8 floats_part;
 typedef ints8 ints_part;
 
@@ -113,14 +119,14 @@ ALWAYS_INLINE int32_t largest_bits(const float *x, int32_t most) {
     return most;
 }
 
-// 16 numbers times `factor` to the nearest integers, ties to even, as codes: four of them at to,
-// to + apart, …; their sum.
-ALWAYS_INLINE int32_t round_codes(const float *x, float factor, int8_t *to, size_t apart) {
+// 16 numbers times `factor` to the nearest integers, ties to even, as codes, behind each other or
+// in a quad; their sum.
+ALWAYS_INLINE int32_t round_codes(const float *x, float factor, int8_t *to, const int in_quad) {
     int32_t sum = 0;
     for (int k = 0; k < 16; k++) {
         float value = rintf(x[k] * factor);
         int32_t code = value == value ? (int32_t)value : 0; // the scale says NaN
-        to[k / 4 * apart + k % 4] = (int8_t)code;
+        to[in_quad ? QUAD_PLACE(k) : k] = (int8_t)code;
         sum += code;
     }
     return sum;

@@ -3,7 +3,11 @@
 
 #include <arm_neon.h>
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define INSTRUCTIONS "neon i8mm"
+#else
 #define INSTRUCTIONS "neon dotprod"
+#endif
 #define BYTE_BIAS 0
 #define DOT_SUMS 1 // a dot product can add to the one before it without waiting
 
@@ -264,6 +268,63 @@ ALWAYS_INLINE void part_scale(floats_part to[4], floats_part a, const float *by)
     to[3] = vmulq_laneq_f32(a, four, 3);
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define TOGETHER 8
+
+// Eight inputs of eight rows and four outputs, in tiles of two rows and two outputs, which is what
+// one instruction multiplies:
+//
+//   tile[2 p + q] = rows 2p, 2p + 1 × outputs 2q, 2q + 1
+ALWAYS_INLINE void multiply_tiles(int32x4_t tile[8], int8x16_t w_first, int8x16_t w_second,
+        const int8_t *x, size_t quad) {
+    int8x16_t low = vreinterpretq_s8_s32(vzip1q_s32(vreinterpretq_s32_s8(w_first),
+            vreinterpretq_s32_s8(w_second)));
+    int8x16_t high = vreinterpretq_s8_s32(vzip2q_s32(vreinterpretq_s32_s8(w_first),
+            vreinterpretq_s32_s8(w_second)));
+    UNROLL for (int pair = 0; pair < 4; pair++) {
+        int8x16_t rows = vld1q_s8(x + pair / 2 * quad + 16 * (pair % 2));
+        tile[2 * pair] = vmmlaq_s32(tile[2 * pair], rows, low);
+        tile[2 * pair + 1] = vmmlaq_s32(tile[2 * pair + 1], rows, high);
+    }
+}
+
+ALWAYS_INLINE void add_tiles(ints_part *sum, const int32x4_t tile[8]) {
+    UNROLL for (int pair = 0; pair < 4; pair++) {
+        int64x2_t left = vreinterpretq_s64_s32(tile[2 * pair]);
+        int64x2_t right = vreinterpretq_s64_s32(tile[2 * pair + 1]);
+        int32x4_t first = vreinterpretq_s32_s64(vzip1q_s64(left, right));
+        int32x4_t second = vreinterpretq_s32_s64(vzip2q_s64(left, right));
+        sum[2 * pair] = vaddq_s32(sum[2 * pair], first);
+        sum[2 * pair + 1] = vaddq_s32(sum[2 * pair + 1], second);
+    }
+}
+
+// 32 inputs of eight rows, 4 bits.
+ALWAYS_INLINE void part_nibbles(ints_part *sum, const uint8_t *codes, const int8_t *x,
+        size_t quad) {
+    const uint8x16_t mask = vdupq_n_u8(15);
+    int32x4_t tile[8];
+    UNROLL for (int i = 0; i < 8; i++) tile[i] = vdupq_n_s32(0);
+    UNROLL for (int eight = 0; eight < 4; eight++) {
+        uint8x16_t both = vld1q_u8(codes + 32 * eight);
+        multiply_tiles(tile, LOWER(both), UPPER(both), x + 32 * eight, quad);
+    }
+    add_tiles(sum, tile);
+}
+
+// The same in 8 bits.
+ALWAYS_INLINE void part_bytes(ints_part *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
+    const int8_t *w = (const int8_t *)codes;
+    int32x4_t tile[8];
+    UNROLL for (int i = 0; i < 8; i++) tile[i] = vdupq_n_s32(0);
+    UNROLL for (int eight = 0; eight < 4; eight++)
+        multiply_tiles(tile, vld1q_s8(w + 64 * eight), vld1q_s8(w + 64 * eight + 32),
+                x + 32 * eight, quad);
+    add_tiles(sum, tile);
+}
+#else
+#define TOGETHER 4
+
 // Four inputs of eight rows.
 #define DOT_ROWS(w, x, y)                                                                         \
     "sdot %[sum0].4s, %[" w "].16b, %[" x "].4b[0]\n"                                             \
@@ -332,6 +393,7 @@ ALWAYS_INLINE void part_bytes(ints_part *sum, const uint8_t *codes, const int8_t
             : "memory");
 #undef EIGHT_INPUTS
 }
+#endif
 
 ALWAYS_INLINE void part_codes(ints_part *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
     part_bytes(sum, codes, x, quad);
@@ -369,21 +431,21 @@ ALWAYS_INLINE int32x4_t round_four(const float *x, float factor) {
     return vreinterpretq_s32_f32(vaddq_f32(scaled, vdupq_n_f32(12582912.0f)));
 }
 
-// 16 numbers as codes, four of them at to, to + apart, …; their sum.
-ALWAYS_INLINE int32_t round_codes(const float *x, float factor, int8_t *to, size_t apart) {
+// 16 numbers as codes, behind each other or in a quad; their sum.
+ALWAYS_INLINE int32_t round_codes(const float *x, float factor, int8_t *to, const int in_quad) {
     int16x8_t low = vuzp1q_s16(vreinterpretq_s16_s32(round_four(x, factor)),
             vreinterpretq_s16_s32(round_four(x + 4, factor)));
     int16x8_t high = vuzp1q_s16(vreinterpretq_s16_s32(round_four(x + 8, factor)),
             vreinterpretq_s16_s32(round_four(x + 12, factor)));
     int8x16_t codes = vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
-    if (apart == 4) {
+    if (!in_quad) {
         vst1q_s8(to, codes);
     } else {
         int32x4_t fours = vreinterpretq_s32_s8(codes);
-        vst1q_lane_s32((int32_t *)to, fours, 0);
-        vst1q_lane_s32((int32_t *)(to + apart), fours, 1);
-        vst1q_lane_s32((int32_t *)(to + 2 * apart), fours, 2);
-        vst1q_lane_s32((int32_t *)(to + 3 * apart), fours, 3);
+        vst1q_lane_s32((int32_t *)(to + QUAD_PLACE(0)), fours, 0);
+        vst1q_lane_s32((int32_t *)(to + QUAD_PLACE(4)), fours, 1);
+        vst1q_lane_s32((int32_t *)(to + QUAD_PLACE(8)), fours, 2);
+        vst1q_lane_s32((int32_t *)(to + QUAD_PLACE(12)), fours, 3);
     }
     return vaddvq_s32(vdotq_s32(vdupq_n_s32(0), codes, vdupq_n_s8(1)));
 }
