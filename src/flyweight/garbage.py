@@ -6,7 +6,9 @@ engine is ready stays alive as long as the engine, so it need never be looked at
 decision for a whole process: the library by itself does not take it.
 """
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 
 def settle() -> None:
@@ -15,7 +17,33 @@ def settle() -> None:
     gc.freeze()
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """While modules are imported and a model is loaded, nearly everything made stays: looking for
+    what does not takes an eighth of importing torch.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def release() -> None:
     """All cycles that nobody holds are freed, `settle` or not."""
     gc.unfreeze()
     gc.collect()
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """No collection begins by itself meanwhile."""
+    began = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if began:
+            gc.enable()
