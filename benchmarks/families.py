@@ -2,26 +2,31 @@
 
     python benchmarks/families.py check [NAME …] --out rows.jsonl
     python benchmarks/families.py speed gemma-3-12b:int4 qwen3-next-80b-a3b:int4@12 … --out rows.jsonl
+    python benchmarks/families.py kernels gpt-oss-20b:mxfp4@8 … --out rows.jsonl
 
 `check` takes presets with few layers and short windows, random weights, and compares the
 probabilities that the engine reports (captured steps where there are some) with a float32 model in
 plain torch on the same weights. The measure is the same model in 16 bits through torch's own
 products: `ratio` is the engine's error over that one's. `speed` decodes one sequence,
-and times a long prompt.
+and times a long prompt. `kernels` lists the launches of the layers of a captured step; `both` does both.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import statistics
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flyweight.bench.profile import Profiler, Workload
 from flyweight.engine import llm as engine
 from flyweight.engine.llm import LLM
 from flyweight.engine.request import SamplingParams
@@ -69,6 +74,7 @@ CHECKED = {
     "ministral-8b": 2,
     "qwen3-next-80b-a3b": 4,
 }
+Measure = Callable[[str, LLM], dict[str, Any]]
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
@@ -181,10 +187,8 @@ def check(preset: str, scheme: str, *, tiny: bool) -> dict[str, Any]:
     return row | dict(seconds=round(time.perf_counter() - started, 1))
 
 
-def speed(name: str) -> dict[str, Any]:
-    """Tokens a second of one sequence, from two runs that differ in their length alone, and how long
-    a prompt of PROMPT tokens takes. NAME@8: of a model with eight layers.
-    """
+def load(name: str) -> LLM:
+    """PRESET:SCHEME@8: a model with eight layers."""
     name, _, layers = name.partition("@")
     preset, _, scheme = name.partition(":")
     config = preset_config(preset)
@@ -192,9 +196,42 @@ def speed(name: str) -> dict[str, Any]:
         config["num_hidden_layers"] = int(layers)
     weights = PresetWeights(config, scheme or "bf16", device=DEVICE)
     engine.open_model = lambda model, device: (weights, None)  # type: ignore[assignment]
-    begun = time.perf_counter()
-    llm = LLM(f"preset:{name}", device=DEVICE, max_model_len=2560, max_num_seqs=1, blocks=192)
-    loaded = time.perf_counter() - begun
+    return LLM(f"preset:{name}", device=DEVICE, max_model_len=2560, max_num_seqs=1, blocks=192)
+
+
+def kernels(name: str, llm: LLM, steps: int = 24) -> dict[str, Any]:
+    """Where the time of a step goes: microseconds from the end of the kernel before to a kernel's
+    own end, since kernels begin while others run. Launches of one kernel are told apart by the one
+    before them.
+    """
+    profiler = Profiler(llm, Workload(1, 64, steps + 2)).record("decode")
+    events = [one for one in profiler.events() if one.device_type != torch.autograd.DeviceType.CPU]
+    launched = [one for one in events if not one.name.startswith("Mem")]
+    ended = sorted(launched, key=lambda one: one.time_range.end)
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for before, one in itertools.pairwise(ended):
+        since = one.time_range.end - before.time_range.end
+        times = found.setdefault((one.name[:40], before.name[:40]), [])
+        times.append((since, one.time_range.elapsed_us()))
+    launches = [
+        dict(
+            kernel=kernel,
+            after=before,
+            each_step=round(len(times) / steps, 1),
+            us=round(statistics.median(since for since, _ in times), 2),
+            resident_us=round(statistics.median(resident for _, resident in times), 2),
+        )
+        for (kernel, before), times in found.items()
+    ]
+    launches.sort(key=lambda one: -one["us"] * one["each_step"])
+    layers = llm.config.layers
+    return dict(kind="family kernels", preset=name, layers=layers, launches=launches)
+
+
+def speed(name: str, llm: LLM) -> dict[str, Any]:
+    """Tokens a second of one sequence, from two runs that differ in their length alone, and how long
+    a prompt of PROMPT tokens takes.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def run(prompt: int, count: int) -> float:
@@ -212,9 +249,8 @@ def speed(name: str) -> dict[str, Any]:
     copied = copy_bandwidth(torch.device(DEVICE))
     return dict(
         kind="family speed",
-        preset=name,
+        preset=name.partition("@")[0],
         layers=llm.config.layers,
-        seconds_to_load=round(loaded, 1),
         batch=1,
         tok_s=round(256 / seconds, 1),
         bytes_a_step=llm.decoder.step_nbytes,
@@ -227,6 +263,21 @@ def speed(name: str) -> dict[str, Any]:
     )
 
 
+def measure_one(name: str, measures: list[Measure], out: Path) -> None:
+    try:
+        begun = time.perf_counter()
+        llm = load(name)
+        loaded = round(time.perf_counter() - begun, 1)
+        for measure in measures:
+            write(measure(name, llm) | dict(seconds_to_load=loaded), out)
+    except Exception as error:  # the others still tell something
+        write(dict(kind="family speed", preset=name, error=repr(error)[:600]), out)
+    llm = None
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def write(row: dict[str, Any], out: Path) -> None:
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
     row |= dict(gpu=name, torch=torch.__version__)
@@ -237,22 +288,16 @@ def write(row: dict[str, Any], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("check", "speed"))
+    parser.add_argument("what", choices=("check", "speed", "kernels", "both"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--shapes", default="tiny,real")
     parser.add_argument("--schemes", default="int4,bf16")
     parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
     options = parser.parse_args()
-    if options.what == "speed":
+    if options.what != "check":
+        measures = [one for one in (speed, kernels) if options.what in (one.__name__, "both")]
         for name in options.names:
-            try:
-                row = speed(name)
-            except Exception as error:  # the others still tell something
-                row = dict(kind="family speed", preset=name, error=repr(error)[:600])
-            write(row, options.out)
-            gc.unfreeze()
-            gc.collect()
-            torch.cuda.empty_cache()
+            measure_one(name, measures, options.out)
         return
     for shapes in options.shapes.split(","):
         for preset in options.names or CHECKED:

@@ -4,8 +4,10 @@
 
 Both read the same 512 tokens of a held-out text and say of each position which token comes next.
 llama.cpp rounds activations to 8 bits, so close calls differ; a row says how many positions are
-alike where the two best logits of ours are `apart` or more. PYTHON is an interpreter with
-llama-cpp-python (default: this one).
+alike where the two best logits of ours are `apart` or more. Of a file with 16-bit weights
+(`flyweight convert MODEL -o model.gguf --format gguf --dtype F16`) neither side rounds activations
+to 8 bits, so that row shows what is left. PYTHON is an interpreter with llama-cpp-python (default:
+this one).
 """
 
 from __future__ import annotations

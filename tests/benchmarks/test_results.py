@@ -26,6 +26,7 @@ def results(tmp_path, monkeypatch):
     Path("docs").mkdir()
     Path("README.md").write_text("# By hand\n\n<!-- rows: headline -->\nold\n<!-- end -->\n\nby hand\n")
     Path("docs/quantize.md").write_text("<!-- rows: quantizing -->\n<!-- end -->\n<!-- rows: quality -->\n<!-- end -->\n")
+    Path("docs/serve.md").write_text("by hand\n")
     Path("docs/performance.md").write_text("<!-- rows: limits -->\n<!-- end -->\n\n<!-- rows: steps -->\n<!-- end -->\n")
     Path("docs/serve.md").write_text("<!-- rows: caches -->\n<!-- end -->\n")
     specification = importlib.util.spec_from_file_location("results_script", SCRIPT)

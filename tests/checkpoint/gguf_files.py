@@ -7,18 +7,20 @@ import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
-from flyweight.checkpoint.gguf_shard import BLOCK, OUTER
+from flyweight.checkpoint.gguf_families import BY_TYPE, FAMILIES, OUTER
 
 CONTROL, USER_DEFINED, UNUSED, BYTE, UNKNOWN = 3, 4, 5, 6, 2
-HUGGING_FACE = {new: old for old, new in (OUTER | BLOCK).items()}
+ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, model_type: str) -> str:
+    family = BY_TYPE[model_type]
+    names = {new: old for old, new in (OUTER | family.parts | family.experts).items()}
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{HUGGING_FACE[part]}.{kind}"
-    return f"{HUGGING_FACE[stem]}.{kind}"
+        return f"blk.{layer}.{names[part]}.{kind}"
+    return f"{names[stem]}.{kind}"
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -39,7 +41,7 @@ def write_gguf(path: Path, model, *, quantize: gguf.GGMLQuantizationType | None 
     """A transformers model of a tiny config as a GGUF file; `quantize` applies to the matrices, `fields` to the metadata."""
     config = model.config
     kind = config.model_type
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[kind])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -47,7 +49,8 @@ def write_gguf(path: Path, model, *, quantize: gguf.GGMLQuantizationType | None 
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim or config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_tokenizer(writer, pre)
     for name, value in fields.items():
@@ -76,21 +79,40 @@ def add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
 
 def add_tensors(writer: gguf.GGUFWriter, model, quantize, *, skip, extra) -> None:
     config = model.config
+    family = BY_TYPE[config.model_type]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, tensor in model.state_dict().items():
-        if name in tied or gguf_name(name) in skip:
+    for name, tensor in experts_together(model.state_dict()).items():
+        new = gguf_name(name, config.model_type)
+        if name in tied or new in skip:
             continue
         values = tensor.float().numpy()
-        if config.model_type == "llama" and ".q_proj." in name:
+        if family.turned and ".q_proj." in name:
             values = permuted(values, config.num_attention_heads)
-        if config.model_type == "llama" and ".k_proj." in name:
+        if family.turned and ".k_proj." in name:
             values = permuted(values, config.num_key_value_heads)
-        if quantize is not None and values.ndim == 2:
-            writer.add_tensor(gguf_name(name), gguf.quantize(values, quantize), raw_dtype=quantize)
+        if family.raised and name.endswith("norm.weight"):
+            values = values + 1
+        if quantize is not None and values.ndim > 1 and "gate_inp" not in new:
+            writer.add_tensor(new, gguf.quantize(values, quantize), raw_dtype=quantize)
         else:
-            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+            writer.add_tensor(new, np.ascontiguousarray(values))
     for name, values in extra.items():
         writer.add_tensor(name, values)
+
+
+def experts_together(state):
+    """All gates, ups and downs of a layer as tensors of three dimensions, as GGUF files have them."""
+    found = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            stem = name.removesuffix("gate_up_proj")
+            found |= {f"{stem}{{}}.gate_proj.weight": gate, f"{stem}{{}}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            found[name.replace("experts.down_proj", "experts.{}.down_proj.weight")] = tensor
+        else:
+            found[name] = tensor
+    return found
 
 
 def tiny_model(family: str, *, tied: bool = True, **options):

@@ -301,3 +301,5 @@ def test_a_model_without_a_chat_template_says_so():
 def test_prompts_beside_answers_get_as_many_tokens_as_asked():
     llm = LLM("preset:tiny", device="cpu", blocks=16, max_model_len=64, prompt_tokens_beside=7)
     assert llm.engine.scheduler.prompt_tokens_beside == 7
+    with pytest.raises(OptionError, match="turns is for a GPU"):
+        LLM("preset:tiny", device="cpu", turns=True)

@@ -89,6 +89,14 @@ DEVICE u32 __byte_perm(u32 a, u32 b, u32 order) {
   for (int i = 0; i < 4; i++) r |= (u32)(all >> 8 * (order >> 4 * i & 7) & 255) << 8 * i;
   return r;
 }
+DEVICE u32 bytes_or_signs(u32 a, u32 b, u32 order) {
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 byte = __byte_perm(a, b, order >> 4 * i & 7) & 255;
+    r |= (order >> 4 * i & 8 ? byte >> 7 ? 255 : 0 : byte) << 8 * i;
+  }
+  return r;
+}
 
 // ---- fibers: the threads of a CTA ----
 struct Meeting { int arrived = 0; unsigned turn = 0; };

@@ -131,6 +131,10 @@ CASES = [
     ("qkv_attention.cu", FUSED | dict(FORMAT=0, FP16=1, KDIM=576, NDIM=960, WARPS=8, STAGE_BLOCKS=9, HEADS=9, KV_HEADS=3,
                                       HEAD_DIM=64, ROTARY=32, HEAD_CTAS=20, WINDOW=128)),
     ("qkv_attention.cu", FUSED | dict(FORMAT=4, WARPS=8)),
+    # gpt-oss's and GLM-4.5's
+    ("qkv_attention.cu", FUSED | dict(FORMAT=0, KDIM=2880, NDIM=5120, WARPS=8, STAGE_BLOCKS=8, BIAS=1, QK_NORM=0, HEADS=64,
+                                      HEAD_DIM=64, ROTARY=64, WINDOW=128, SINKS=1)),
+    ("qkv_attention.cu", FUSED | dict(FORMAT=1, NDIM=14336, HEADS=96, ROTARY=64, ITEMS=2)),
     *(("experts.cu", GEMV | dict(FORMAT=kind, NORM=0, EPILOGUE=0, PER_SLOT=1, AHEAD=1, KDIM=2560, NDIM=3584))
       for kind in range(5)),
     ("experts.cu", GEMV | dict(FORMAT=1, EPILOGUE=2, PER_SLOT=0, AHEAD=0, KDIM=3584, NDIM=5120, ROWS=8, SLOTS=2,

@@ -252,6 +252,26 @@ def error_of_experts(kind, tokens):
     return error(out.double() - x.double(), want)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_shared_expert_of_one_token_is_one_choice_more(gated):
+    count, chosen, hidden, width = 40, 3, 192, 64
+    tensors = [(make("int4:64", (2 * width, hidden), i), make("int4:64", (hidden, width), i)) for i in range(count + 1)]
+    first = [linear_of(one, activation="silu") for one, _ in tensors]
+    second = [linear_of(one) for _, one in tensors]
+    assert experts.joins(first[-1], first[:-1], host_cuda.HOST) and not experts.joins(first[-1], second[:-1], host_cuda.HOST)
+    router = torch.randn(count + gated, hidden) * hidden**-0.5
+    ready = torch.zeros(1, dtype=torch.int32)
+    shared = (first[-1], second[-1])
+    layer = GroupedExperts(experts.stack(first), experts.stack(second), router, ready, Routing(count, chosen, normalize=True),
+                           shared, joined=True)
+    norm = Norm((1 + 0.1 * torch.randn(hidden)).bfloat16(), 1e-6)
+    x = torch.randn(1, hidden).bfloat16()
+    apart = dataclasses.replace(layer, joined=False)
+    assert torch.equal(experts_of(layer.route(x, norm=norm))[0, -1:], torch.tensor([count]))
+    assert error(layer.project(x, norm=norm), apart.project(x, norm=norm)) < 8e-3
+    assert int(ready) == 0
+
+
 def test_results_are_normed_and_added():
     hidden, y = torch.randn(2, 3, 2312).bfloat16()
     norm = Norm((0.1 * torch.randn(2312)).bfloat16(), 1e-6, plus_one=True)

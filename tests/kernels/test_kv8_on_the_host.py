@@ -161,20 +161,28 @@ def test_scales_that_a_checkpoint_fixes_are_used_for_every_token():
     assert same_bits(cache.eight.scales, plain.eight.scales)
 
 
+TWELVE = dict(heads=12, kv_heads=1)  # more query heads to a kv head than a product has columns
+
+
 @pytest.mark.parametrize(
-    ("format", "head_dim", "lengths", "before"),
+    ("format", "changes", "lengths", "before"),
     [
-        (FP8, 64, [50], None),
-        (INT8, 128, [50, 1], None),
-        (None, 64, [50, 1], None),
-        (None, 64, [32, 33, 34, 7], [0, 1, 2, 0]),  # new tokens on both sides of a border of runs
-        (INT8, 64, [1, 2, 3, 4], [0, 1, 2, 3]),  # and nothing but new ones
+        (FP8, {}, [50], None),
+        (INT8, dict(head_dim=128, rotary=128), [50, 1], None),
+        (None, {}, [50, 1], None),
+        (None, {}, [32, 33, 34, 7], [0, 1, 2, 0]),  # new tokens on both sides of a border of runs
+        (INT8, {}, [1, 2, 3, 4], [0, 1, 2, 3]),  # and nothing but new ones
+        (None, dict(sinks=True, window=40), [50, 1], None),
+        (None, dict(soft_cap=2.0), [50], None),
+        (None, TWELVE, [50], None),
+        (INT8, TWELVE | dict(sinks=True, soft_cap=3.0), [50, 3], None),
     ],
-    ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8"],
+    ids=["fp8", "int8", "16 bits", "guesses", "first guesses, int8", "sinks", "soft-cap", "twelve", "all"],
 )
-def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths, before):
+def test_qkv_with_attention_is_as_both_apart(format, changes, lengths, before):
     """CTAs of one head that share out a sequence, odd places in a page, a first token; rows of one sequence."""
-    shape = replace(SHAPE, head_dim=head_dim, rotary=head_dim, eight_bits=format is not None)
+    shape = replace(SHAPE, eight_bits=format is not None, **changes)
+    head_dim = shape.head_dim
     torch.manual_seed(0)
     rows = len(lengths)
     tensor = IntGroup.random((shape.width, 128), 1, dtype=torch.bfloat16, bits=4, group_size=128)
@@ -195,7 +203,8 @@ def test_qkv_with_attention_is_as_both_apart(format, head_dim, lengths, before):
         None if before is None else torch.tensor(before, dtype=torch.int32),
     )
     weights = [torch.rand(head_dim).bfloat16() + 0.5 for _ in range(2)]
-    layer = AttentionLayer(shape, head_dim**-0.5, HeadNorms(*weights, 1e-6))
+    sinks = torch.randn(shape.heads).bfloat16() + 2 if shape.sinks else None
+    layer = AttentionLayer(shape, head_dim**-0.5, HeadNorms(*weights, 1e-6), sinks)
     x = torch.randn(rows, 128).bfloat16()
     norm = Norm(torch.rand(128).bfloat16() + 0.5, 1e-6)
     want, got = torch.full((2, rows, shape.heads * head_dim), float("nan")).bfloat16()

@@ -54,6 +54,7 @@ class Layer:
         self.linear = linear_of(self.tensor, dtype=dtype, bias=self.offset)
         assert unsupported_reason(self.linear, shape, self.rows, gpu.of(DEVICE)) is None
         self.norm = (1 + 0.1 * torch.randn(self.hidden, device=DEVICE)).to(dtype)
+        self.sinks = (torch.randn(shape.heads, device=DEVICE) + 2).to(dtype) if shape.sinks else None
         self.norms = tuple((1 + 0.1 * torch.randn(size, device=DEVICE)).to(dtype) for _ in range(2)) if shape.qk_norm else None
         angles = 6 * torch.rand(self.context, shape.rotary // 2, device=DEVICE)
         self.tables = (angles.cos(), angles.sin())
@@ -67,7 +68,7 @@ class Layer:
 
     @property
     def layer(self):
-        return AttentionLayer(self.shape, self.shape.head_dim**-0.5, HeadNorms(*self.norms or (), epsilon=EPSILON))
+        return AttentionLayer(self.shape, self.shape.head_dim**-0.5, HeadNorms(*self.norms or (), epsilon=EPSILON), self.sinks)
 
     def row_tables(self, lengths):
         return Rows(self.rope, lengths, self.pages)
@@ -119,7 +120,12 @@ class Layer:
         first = max(0, length - shape.window) if shape.window else 0
         keys, values = (torch.cat([store.flatten(0, 1)[slots].double(), new[None]])[first:].repeat_interleave(shape.group, 1)
                         for store, new in ((self.cache.keys, key), (self.cache.values, value)))
-        weights = (torch.einsum("hd,thd->ht", query, keys) * shape.head_dim**-0.5).softmax(-1)
+        scores = torch.einsum("hd,thd->ht", query, keys) * shape.head_dim**-0.5
+        if shape.soft_cap is not None:
+            scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None]], -1)
+        weights = scores.softmax(-1)[:, : len(keys)]
         return torch.einsum("ht,thd->hd", weights, values).flatten(), key, value
 
     def check(self, lengths, fused=None):
@@ -175,6 +181,7 @@ def test_eight_sequences_whose_inputs_stay_in_registers(kind, dtype):
     dict(heads=16, kv_heads=4, head_dim=256, rotary=64),
     dict(heads=14, kv_heads=2, head_dim=64, rotary=64, page=8),
     dict(window=40), dict(window=1000), dict(heads=40, kv_heads=40),
+    dict(heads=64, head_dim=64, rotary=64, window=128, sinks=True, qk_norm=False), dict(soft_cap=2.0), dict(heads=24, kv_heads=2, sinks=True),
 ], ids=str)
 @pytest.mark.parametrize("kind", ["int4:128", "w8a8"])
 def test_head_shapes_windows_and_biases(kind, changes):

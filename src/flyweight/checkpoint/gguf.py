@@ -24,16 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from flyweight.checkpoint.gguf_families import FAMILIES, lowered
 from flyweight.checkpoint.gguf_header import read_table
-from flyweight.checkpoint.gguf_shard import BLOCK, ROPE_FACTORS, heads_turned, hugging_face_name, turned_back
+from flyweight.checkpoint.gguf_shard import IN_CONFIG, ROPE_FACTORS, heads_turned, hugging_face_name, turned_back
 from flyweight.checkpoint.gguf_tokenizer import write_tokenizer
 from flyweight.checkpoint.reader import is_finite
 from flyweight.checkpoint.writer import CheckpointWriter, write_json
 from flyweight.errors import CheckpointError, MissingPackageError, ResourceError, UnsupportedError, unknown
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-OPTIONAL = {"attn_q_norm", "attn_k_norm"}
 
 SIZES = {  # config.json ← GGUF metadata, less its architecture prefix
     "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
@@ -90,9 +87,10 @@ class GGUF:
                 raise CheckpointError(f"{part}: truncated or damaged GGUF file ({error}); get it again") from error
             self.metadata = fields | self.metadata  # the first part has it all
         self.architecture = str(self.metadata.get("general.architecture"))
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in FAMILIES:
             raise UnsupportedError(f"{self.path}: architecture {self.architecture!r} is not supported; known: "
-                                   f"{', '.join(ARCHITECTURES)}")  # the nearest name would be another model
+                                   f"{', '.join(FAMILIES)}")  # the nearest name would be another model
+        self.family = FAMILIES[self.architecture]
         count = self.metadata.get("split.count", 0)
         if count > 1 and count != len(self.paths):
             raise UnsupportedError(f"{self.path}: one of {count} parts whose names do not tell the others; join them with "
@@ -127,8 +125,8 @@ def keep(path: str | Path, target: Path, *, move: bool = False) -> Path:
     file = GGUF(path)
     config = make_config(file, torch.float16)
     for name in file.tensors:
-        if name != ROPE_FACTORS:
-            hugging_face_name(file.path, file.architecture, name)
+        if name not in IN_CONFIG:
+            hugging_face_name(file.path, file.family, name)
     _check_tensors(file, config)
     target.mkdir()
     write_tokenizer(file.metadata, target, file=file.path)
@@ -146,13 +144,18 @@ def convert(path: str | Path, target: str | Path, *, dtype: torch.dtype = torch.
     """Write `target`, a Hugging Face folder with the weights, config, tokenizer and chat template of a GGUF file."""
     file = GGUF(path)
     config = make_config(file, dtype)
-    names = {name: hugging_face_name(file.path, file.architecture, name) for name in file.tensors if name != ROPE_FACTORS}
+    names = {name: hugging_face_name(file.path, file.family, name) for name in file.tensors if name not in IN_CONFIG}
     _check_tensors(file, config)
     check_room(file, Path(target), dtype)
     with CheckpointWriter(target, overwrite=overwrite) as writer:
         for name in track(names, f"Converting {file.path.name}", console=Console(stderr=True), transient=True,
                           disable=not sys.stderr.isatty()):
-            writer.add(names[name], _converted(file, name, config, dtype))
+            values = _converted(file, name, config, dtype)
+            if "{}" in names[name]:
+                for expert, one in enumerate(values):
+                    writer.add(names[name].format(expert), one)
+            else:
+                writer.add(names[name], values)
         with writer.writing("the tokenizer"):
             write_tokenizer(file.metadata, writer.staging, file=file.path)
             write_json(writer.staging / "generation_config.json", make_generation_config(file))
@@ -176,22 +179,26 @@ def make_config(file: GGUF, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = {key: file.number(name) for key, name in SIZES.items()}
     heads = config["num_attention_heads"]
     head_dim = file.number("attention.key_length", config["hidden_size"] // heads)
-    if file.setting("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedError(f"{file.path}: rope on a part of the head ({file.setting('rope.dimension_count')} of {head_dim})")
-    if file.setting("attention.sliding_window", 0):
+    rotary = file.number("rope.dimension_count", head_dim)
+    if rotary != head_dim and not file.family.partial_rope:
+        raise UnsupportedError(f"{file.path}: rope on a part of the head ({rotary} of {head_dim})")
+    if file.setting("attention.sliding_window", 0) and not file.family.windows:
         raise UnsupportedError(f"{file.path}: sliding-window attention in a GGUF file; get the Hugging Face folder of this model")
     config |= {
-        "architectures": [ARCHITECTURES[file.architecture]], "model_type": file.architecture,
+        "architectures": [file.family.transformers], "model_type": file.family.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."), "transformers_version": WRITTEN_FOR,
         "num_key_value_heads": file.number("attention.head_count_kv", heads), "head_dim": head_dim, "hidden_act": "silu",
         "vocab_size": int(_tensor(file, "token_embd.weight").shape[-1]),
         "tie_word_embeddings": "output.weight" not in file.tensors, "rope_theta": file.number("rope.freq_base", 10000.0),
         "rms_norm_eps": float(f"{config['rms_norm_eps']:.6g}"),  # stored in float32: 9.99999974e-06
     }
-    if file.architecture != "qwen2":  # whose q, k and v always have one
+    if rotary != head_dim:
+        config["partial_rotary_factor"] = rotary / head_dim
+    if not file.family.biased:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if scaling := _rope_scaling(file, head_dim, config["rope_theta"]):
         config["rope_scaling"] = scaling
+    config |= file.family.settings(file, config)
     return config | _token_ids(file) | {SOURCE: describe_source(file)}
 
 
@@ -277,30 +284,38 @@ def _check_tensors(file: GGUF, config: dict[str, Any]) -> None:
 
 
 def _wanted(file: GGUF, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    shapes = _shapes(config)
+    shapes = _shapes(file, config)
     yield "output_norm.weight", shapes["output_norm"]
     for name in ("token_embd", *(() if config["tie_word_embeddings"] else ("output",))):
         yield f"{name}.weight", shapes["token_embd"]
     for layer in range(config["num_hidden_layers"]):
-        for part in BLOCK:
-            if part not in OPTIONAL or file.architecture == "qwen3":
-                yield f"blk.{layer}.{part}.weight", shapes[part]
-            if part in ("attn_q", "attn_k", "attn_v") and (file.architecture == "qwen2" or config.get("attention_bias")):
+        for part in file.family.parts | file.family.experts:
+            yield f"blk.{layer}.{part}.weight", shapes[part]
+            if part in ("attn_q", "attn_k", "attn_v") and (file.family.biased or config.get("attention_bias")):
                 yield f"blk.{layer}.{part}.bias", shapes[part][:1]
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(file: GGUF, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {"token_embd": (config["vocab_size"], hidden), "output_norm": (hidden,), "attn_norm": (hidden,), "ffn_norm": (hidden,),
-            "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden), "attn_output": (hidden, queries),
-            "attn_q_norm": (head,), "attn_k_norm": (head,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
-            "ffn_down": (hidden, inner)}
+    whole = file.family.whole_norms
+    ups = 1 if "ffn_gate" in file.family.parts else 2
+    norms = dict.fromkeys(("output_norm", "attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,))
+    width = config.get("moe_intermediate_size", 0)
+    count = config.get("num_experts", 0)
+    experts = {"ffn_gate_inp": (count, hidden), "ffn_gate_exps": (count, width, hidden), "ffn_up_exps": (count, width, hidden),
+               "ffn_down_exps": (count, hidden, width)}
+    return norms | experts | {
+        "token_embd": (config["vocab_size"], hidden), "attn_qkv": (queries + 2 * keys, hidden), "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden), "attn_v": (keys, hidden), "attn_output": (hidden, queries),
+        "attn_q_norm": (queries if whole else head,), "attn_k_norm": (keys if whole else head,), "ffn_gate": (inner, hidden),
+        "ffn_up": (ups * inner, hidden), "ffn_down": (hidden, inner)}
 
 
 def _converted(file: GGUF, name: str, config: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    values = file.values(name)
-    heads = heads_turned(config, hugging_face_name(file.path, file.architecture, name))
+    new = hugging_face_name(file.path, file.family, name)
+    values = lowered(file.family, new, file.values(name))
+    heads = heads_turned(config, new)
     converted = (values if heads is None else turned_back(values, heads)).to(dtype)
     if not is_finite(converted):
         raise CheckpointError(f"{file.path}: tensor {name!r} holds NaN, infinity or more than {dtype} can hold; try float32")

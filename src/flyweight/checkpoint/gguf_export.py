@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from flyweight.checkpoint.convert import Converted
-from flyweight.checkpoint.gguf import ARCHITECTURES, llama3_factors
+from flyweight.checkpoint.gguf import llama3_factors
 from flyweight.checkpoint.gguf_blocks import TYPES
 from flyweight.checkpoint.gguf_encode import ENCODERS, encode_stored
-from flyweight.checkpoint.gguf_shard import BLOCK, OUTER, ROPE_FACTORS, heads_turned
+from flyweight.checkpoint.gguf_families import FAMILIES, HEAD_NORMS, OUTER, PLAIN
+from flyweight.checkpoint.gguf_shard import ROPE_FACTORS, heads_turned
 from flyweight.checkpoint.gguf_vocabulary import add_vocabulary
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.errors import MissingPackageError, OptionError, UnsupportedError, unknown, writing
@@ -31,7 +32,8 @@ KINDS = (STORED, "F16", *ENCODERS)
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q6_K": 18}  # general.file_type: what the file is called
 ENDS = ("model.embed_tokens", "lm_head")
 NUMBERS = {number.name: code for code, number in TYPES.items()}
-NAMES = {new: old for old, new in (OUTER | BLOCK).items()}
+NAMES = {new: old for old, new in (OUTER | PLAIN | HEAD_NORMS).items()}
+WRITTEN = ("llama", "qwen2", "qwen3")  # architectures
 
 
 def export(source: str | Path, target: str | Path, *, kind: str = STORED, overwrite: bool = False,
@@ -78,9 +80,9 @@ def export(source: str | Path, target: str | Path, *, kind: str = STORED, overwr
 
 def architecture_of(checkpoint: Checkpoint) -> str:
     kind = str(checkpoint.config.get("model_type"))
-    if kind not in ARCHITECTURES:
+    if kind not in WRITTEN:
         raise UnsupportedError(f"{checkpoint.folder}: {kind} models are not written as GGUF; these are: "
-                               f"{', '.join(ARCHITECTURES)}")
+                               f"{', '.join(WRITTEN)}")
     return kind
 
 
@@ -101,7 +103,7 @@ def tensors(checkpoint: Checkpoint, kind: str) -> Iterator[tuple[str, Tensor, in
 def modules(checkpoint: Checkpoint) -> list[str]:
     """Prefixes in the order of llama.cpp's own files."""
     layers = checkpoint.config["num_hidden_layers"]
-    parts = [part for part in BLOCK.values() if checkpoint.config["model_type"] == "qwen3" or not part.endswith(("q_norm", "k_norm"))]
+    parts = FAMILIES[architecture_of(checkpoint)].parts.values()
     ends = ["model.norm", *(["lm_head"] if not checkpoint.config.get("tie_word_embeddings") else [])]
     return ["model.embed_tokens", *(f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts), *ends]
 

@@ -15,28 +15,35 @@ import torch
 from torch import Tensor
 
 from flyweight.checkpoint.gguf_blocks import FLOATS, TYPES, read_blocks
+from flyweight.checkpoint.gguf_families import BY_TYPE, LONG_ROPE, OUTER, GgufFamily, lowered
 from flyweight.checkpoint.gguf_header import Stored, block_size, read_table
 from flyweight.errors import CheckpointError, UnsupportedError
 from flyweight.tensors import IntBlock, IntGroup, QuantTensor
 
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor per rope frequency, part of the config elsewhere
+IN_CONFIG = {ROPE_FACTORS, *LONG_ROPE.values()}  # tensors that Hugging Face has among the settings
 AT_ONCE = 1 << 22  # weights that are written out as floats together
 
 
-def hugging_face_name(file: Path, architecture: str, name: str) -> str:
+def hugging_face_name(file: Path, family: GgufFamily, name: str) -> str:
+    """Of a tensor with all experts, the name of each, with {} for its number."""
+    parts = family.parts | family.experts
     stem, _, kind = name.rpartition(".")
     if stem in OUTER and kind == "weight":
         return f"{OUTER[stem]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if not match or match[2] not in BLOCK or kind not in ("weight", "bias"):
-        raise UnsupportedError(f"{file}: tensor {name!r} is not part of a plain {architecture} decoder")
-    return f"model.layers.{match[1]}.{BLOCK[match[2]]}.{kind}"
+    if not match or match[2] not in parts or kind not in ("weight", "bias"):
+        raise UnsupportedError(f"{file}: tensor {name!r} is not part of a plain {family.model_type} decoder")
+    return f"model.layers.{match[1]}.{parts[match[2]]}.{kind}"
+
+
+def one_by_one(name: str, stored: Stored) -> dict[str, Stored]:
+    """The experts' own matrices, where one tensor holds them all."""
+    if "{}" not in name:
+        return {name: stored}
+    count, *shape = stored.shape
+    size = stored.nbytes // count
+    return {name.format(i): Stored(tuple(shape), stored.type, stored.offset + i * size) for i in range(count)}
 
 
 def heads_turned(config: dict[str, Any], name: str) -> int | None:
@@ -44,7 +51,8 @@ def heads_turned(config: dict[str, Any], name: str) -> int | None:
 
     It rotates neighbours (0, 1), (2, 3), … of Llama models, Hugging Face halves (0, d / 2), (1, d / 2 + 1), …
     """
-    if config.get("model_type") != "llama":
+    family = BY_TYPE.get(str(config.get("model_type")))
+    if family is None or not family.turned:
         return None
     if ".q_proj." in name:
         return config["num_attention_heads"]
@@ -55,13 +63,22 @@ def turned_back(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def family_of(config: dict[str, Any], file: Path) -> GgufFamily:
+    kind = str(config.get("model_type"))
+    if kind not in BY_TYPE:
+        raise UnsupportedError(f"{file}: its config.json says {kind!r}, which is no model that GGUF files are read of")
+    return BY_TYPE[kind]
+
+
 class GgufShard:
     def __init__(self, file: Path, config: dict[str, Any]):
         self.file = file
         self.config = config
-        kind = str(config.get("model_type"))
-        self.table: dict[str, Stored] = {
-            hugging_face_name(file, kind, name): stored for name, stored in read_table(file).items() if name != ROPE_FACTORS}
+        self.family = family_of(config, file)
+        self.table: dict[str, Stored] = {}
+        for name, stored in read_table(file).items():
+            if name not in IN_CONFIG:
+                self.table |= one_by_one(hugging_face_name(file, self.family, name), stored)
         self.bytes = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
     def type_name(self, name: str) -> str:
@@ -88,7 +105,7 @@ class GgufShard:
         if (dtype := FLOATS.get(self.type_name(name))) is not None:
             if rows.data_ptr() % dtype.itemsize:  # of a file with an odd alignment
                 rows = rows.clone()
-            return rows.view(dtype).view(stored.shape)
+            return lowered(self.family, name, rows.view(dtype).view(stored.shape))
         step = max(1, AT_ONCE // stored.shape[-1])
         return torch.cat([self._floats(stored.type, part) for part in rows.split(step)]).view(stored.shape)
 

@@ -46,8 +46,10 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
     prompt_tokens_beside: Annotated[int | None, typer.Option(
         min=1, help="Of prompts, most tokens in one step beside answers: fewer make gaps smaller, first tokens later. "
-                    "Default: answers and prompts take turns, in small passes; on a CPU as many as keep gaps within "
-                    "three times the usual one, at most 512.")] = None,
+                    "Default: 4096; on a CPU as many as keep gaps within three times the usual one, at most 512.")] = None,
+    turns: Annotated[bool, typer.Option(
+        "--turns", help="On a GPU: answers and prompts in steps of their own, by turns, prompts in small passes: "
+                        "the longest gaps between tokens are half as long, most first tokens later.")] = False,
     adapter: Adapter = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")] = True,
     device: Device = None,
@@ -104,6 +106,10 @@ def serve(
               "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_cache, "device": device, "dtype": dtype,
               "kv_dtype": kv_dtype, "prompt_dtype": prompt_dtype, "head": head, "native": native,
               "prompt_tokens_beside": prompt_tokens_beside}
+    if turns and backend != "native":
+        raise OptionError(f"--turns is for the native engine; {backend} has options of its own for it")
+    if turns:
+        engine["turns"] = True
     if offload and backend == "native":
         engine["offload"] = offload
     if speculate and backend != "native":

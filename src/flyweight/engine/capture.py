@@ -1,16 +1,16 @@
 """A captured graph: what a function launches, to be replayed without Python."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from flyweight import garbage
 
 
-def capture(
-    launch: Callable[[], None], pool: tuple[int, int] | None = None
-) -> torch.cuda.CUDAGraph:
+def capture(launch: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     """What `launch` does on the GPU. It must have run before, so that all is compiled and loaded.
+    `pool`: of another graph, whose memory this one may use, too.
 
     Other threads may go on allocating. Python's collector may not run meanwhile: an engine that
     nobody holds any more may own graphs, and the driver breaks off a capture in a thread that

@@ -94,7 +94,8 @@ class LLM:
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer make the gaps between tokens
-                       smaller, and first tokens later. None: 4,096 (a server: turns.py); CPU: 512, and of a server fewer, by time
+                       smaller, and first tokens later. None: 4,096; CPU: 512, and of a server fewer, by the time they take
+    turns              a server's answers and prompts on a GPU: in steps of their own by turns, prompts in small passes (turns.py)
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the folder asks for, else as stored
@@ -113,6 +114,7 @@ class LLM:
                  max_num_batched_tokens: int | None = None, block_size: int = 16, blocks: int | None = None,
                  prefix_cache: bool = True, seed: int = 0, exact: bool = False, decoder: Decoder | None = None,
                  head: str | None = None, native: bool | None = None, offload: int = 0, prompt_tokens_beside: int | None = None,
+                 turns: bool = False,
                  kv_dtype: str | None = None, speculate: str | None = None, prompt_dtype: str | None = None,
                  adapters: Mapping[str, str | Path] | None = None):
         self.name = str(model)
@@ -122,6 +124,8 @@ class LLM:
             if offload:
                 raise OptionError("prompt_dtype needs all weights on the GPU: leave it out, or leave out offload")
         self.device = pick_device(device)
+        if turns and (self.device.type == "cpu" or wanted.kind != "off"):
+            raise OptionError("turns is for a GPU without speculation: leave it out, or leave out speculate")
         self.weights, self.tokenizer = open_model(self.name, self.device)
         self.dtype = choose_dtype(dtype, self.weights.config, self.device)
         scheme = choose_kv_scheme(kv_dtype, self.weights, ModelConfig.from_dict(self.weights.config))
@@ -181,6 +185,7 @@ class LLM:
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer), state_slots=slots,
         )
         self.beside = prompt_tokens_beside
+        self.turns = turns
         self.engine.scheduler.long_prompts = long_prompts(config)
         if guessing is not None:
             assert wanted.guesses is not None
@@ -193,14 +198,14 @@ class LLM:
         self._delivery: Delivery | None = None  # of the step that runs in that thread
 
     def pace_prompts(self) -> None:
-        """From now on readers wait between tokens. Unless a number is given, prompts beside their answers are bounded: on a
-        CPU, where passes are slow, by time; where steps are captured they take turns with answers, in small passes."""
+        """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside their answers are bounded by
+        time, unless by a given number; on a GPU they take turns with answers where that is asked for."""
         scheduler = self.engine.scheduler
         by_time = self.beside is None and self.device.type == "cpu"
         scheduler.pace = Pace() if by_time else None
-        guessed = self.engine.speculator is not None  # a step with guesses is read before the next one is launched
-        if self.beside is None and not guessed and self.engine.runner.passes is not None:
-            scheduler.turns = Turns(SIZES)
+        if self.turns and self.engine.runner.passes is None:
+            raise OptionError("turns: this model's passes are not captured; leave it out")
+        scheduler.turns = Turns(SIZES) if self.turns else None
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
         return Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config))) if folders else None
@@ -242,6 +247,8 @@ class LLM:
         for captured in (runner.steps, runner.passes):
             if captured is not None:
                 captured.warm_up()
+        if runner.passes is not None and self.turns:
+            runner.passes.warm_up_parts()
         if self.engine.speculator is not None:
             self.engine.speculator.drafter.warm_up()
             if runner.shared_steps is not None:

@@ -66,16 +66,17 @@ class PassGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture prompts alone of every size that the context allows, the largest first, whose memory the others live in;
-        then parts of prompts as they come between answers."""
-        sizes = sorted((size for size in SIZES if size < self.context + 128), reverse=True)
-        for size in sizes:
+        """Capture prompts alone of every size that the context allows; the largest first, whose memory the others live in."""
+        for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
             self._run_through(size)
-        for size in sizes:
-            for cached in AFTER if turns.FEWEST <= size <= turns.MOST else ():
-                if cached + size <= self.context:
-                    self._run_through(size, cached)
-                    self._run_through(size, cached)  # of such a kind the second is captured
+
+    @torch.inference_mode()
+    def warm_up_parts(self) -> None:
+        """And parts of prompts, as they come between answers by turns."""
+        for size in (size for size in reversed(SIZES) if turns.FEWEST <= size <= turns.MOST):
+            for cached in (cached for cached in AFTER if cached + size <= self.context):
+                self._run_through(size, cached)
+                self._run_through(size, cached)  # of such a kind the second is captured
 
     def _run_through(self, size: int, cached: int = 0) -> None:
         """A pass of one sequence that nobody asked for."""

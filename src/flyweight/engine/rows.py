@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flyweight.batch import NOBODY
 from flyweight.engine.request import Request, State
-from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, sample
+from flyweight.engine.sampling import GREEDY, Mode, SamplingTable, likeliest, sample
 from flyweight.kernels.sample import Masks, Sampler, When, unsupported_reason
 from flyweight.transfer import upload, upload_beside
 
@@ -154,7 +154,7 @@ class Rows:
         """Tokens as the requests want them chosen, into these rows, whose lengths count them already. `rows` None: the first
         ones, which have their likeliest tokens. `allowed`: of rows of the logits, bool [vocabulary], where not all are."""
         if self.mode == GREEDY and not allowed:
-            return self.tokens[: len(logits)] if rows is None else self._put(logits.argmax(-1), rows)
+            return self.tokens[: len(logits)] if rows is None else self._put(likeliest(logits), rows)
         if self.sampler is None:
             return self._sample(logits, slice(0, len(logits)) if rows is None else rows, allowed)
         chosen = None if rows is None else torch.empty(len(logits), dtype=torch.int64, device=self.device)
@@ -167,7 +167,7 @@ class Rows:
         if allowed:
             logits = masked(logits, allowed)
         if self.mode == GREEDY:
-            return self._put(logits.argmax(-1), rows)
+            return self._put(likeliest(logits), rows)
         positions = self.lengths[rows].long() - 1
         tokens = sample(logits.float(), self.sampling.batch(self.mode, positions, rows))
         self.sampling.count(self.mode, tokens, rows)

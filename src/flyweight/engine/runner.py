@@ -82,6 +82,9 @@ class Passes(Protocol):
     def warm_up(self) -> None:
         """Prepare those that most requests need ahead of the first one."""
 
+    def warm_up_parts(self) -> None:
+        """And those of prompts that take turns with answers."""
+
 
 class Follower(Protocol):
     """Who reads the hidden states of a step (models/taps.py) once its tokens are chosen."""

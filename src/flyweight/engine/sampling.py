@@ -120,19 +120,26 @@ def candidates(logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor
     return best, ids, keep
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The ids of the largest logits [rows, vocabulary]: on a CPU by numpy, whose argmax takes a tenth of the time of torch's."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Logits float32 [rows, vocabulary] → token ids int64 [rows]."""
     mode = batch.mode
     logits = apply_penalties(logits, batch)
-    likeliest = logits.argmax(-1)
+    first = likeliest(logits)
     if not mode.random:
-        return likeliest
+        return first
     greedy = batch.temperature == 0
     logits = logits / torch.where(greedy, 1.0, batch.temperature)
     if not mode.candidates:
         ids = torch.arange(logits.shape[-1], device=logits.device)
-        chosen = (logits + gumbel_noise(batch.seeds, batch.positions, ids)).argmax(-1)
-        return torch.where(greedy[:, 0], likeliest, chosen)
+        chosen = likeliest(logits + gumbel_noise(batch.seeds, batch.positions, ids))
+        return torch.where(greedy[:, 0], first, chosen)
     limit = min(mode.candidates, logits.shape[-1])
     count = min(limit, PREFIX) if logits.device.type == "cpu" else limit
     best, ids, keep = candidates(logits, batch, count)
@@ -140,7 +147,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         best, ids, keep = candidates(logits, batch, limit)
     noisy = torch.where(keep, best + gumbel_noise(batch.seeds, batch.positions, ids), -torch.inf)
     chosen = ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0]
-    return torch.where(greedy[:, 0], likeliest, chosen)
+    return torch.where(greedy[:, 0], first, chosen)
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

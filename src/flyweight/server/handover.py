@@ -36,7 +36,7 @@ NO_PREFIX_CACHE = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-ra
 KEY_VARIABLES = {"vllm": "VLLM_API_KEY"}  # where a key need not be an argument, which other users could read
 OURS = {"allowed_host", "max_queue", "max_body_mb", "timeout", "engine_timeout", "drain", "strict", "allow_reset",
         "hide_cached_tokens", "log_format", "log_prompts", "tool_parser", "lazy", "max_loaded", "embeddings", "head",
-        "prompt_tokens_beside", "prompt_dtype", "offload", "native", "speculate"}
+        "prompt_tokens_beside", "prompt_dtype", "offload", "native", "speculate", "turns"}
 
 
 def command(backend: str, model: str, *, prefix_cache: bool = True, keys: tuple[str, ...] = (), names: tuple[str, ...] = (),

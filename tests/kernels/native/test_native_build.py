@@ -83,9 +83,25 @@ def test_products_are_right_on_x86_with_avx2(tmp_path: Path):
     assert (answer.returncode, answer.stdout) == (0, "avx2\n")
 
 
+@pytest.mark.skipif(
+    platform.machine() != "aarch64" or not shutil.which("gcc") or not shutil.which("qemu-aarch64"),
+    reason="needs an ARM processor, gcc and qemu-user",
+)
+def test_products_are_right_on_arm_with_i8mm(tmp_path: Path):
+    flags = processor_flags("aarch64", frozenset({"asimddp", "asimdhp", "i8mm"}))
+    program = compile_check(tmp_path, ["gcc"], flags)
+    answer = subprocess.run(["qemu-aarch64", "-cpu", "max", program], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (0, "neon i8mm\n")
+
+
 @pytest.mark.parametrize(
     "machine, features, expected",
     [
+        (
+            "aarch64",
+            {"asimddp", "asimdhp", "i8mm"},
+            ["-march=armv8.2-a+dotprod+fp16+i8mm"],
+        ),
         ("aarch64", {"asimd", "asimddp", "asimdhp", "fp"}, ["-march=armv8.2-a+dotprod+fp16"]),
         ("aarch64", {"asimd", "fp"}, []),
         ("x86_64", {"avx2", "fma", "f16c"}, ["-mavx2", "-mfma", "-mf16c"]),

@@ -14,10 +14,12 @@ from flyweight.kernels.native import library
 from flyweight.kernels.native.linear import NativeLinear
 from flyweight.kernels.native.weight import describe
 from flyweight.tensors import (
+    Float4,
     Float8,
     Int8Channel,
     IntBlock,
     IntGroup,
+    NvFloat4,
     Plain,
     QuantTensor,
     Sparse24,
@@ -79,6 +81,8 @@ WEIGHT_ONLY = {
     "blocks with a table in 8s": IntBlock.random(
         (43, 512), mins=False, table=KVALUES, groups_of_block=8
     ),
+    "nvfp4": NvFloat4.random((43, 512)),
+    "mxfp4": Float4.random((43, 96)),
 }
 
 AS_DEFINED = {  # the activations are part of the format, so the result is exact either way
@@ -125,7 +129,7 @@ ALL = WEIGHT_ONLY | AS_DEFINED | HALVES
 def test_exact_products_differ_by_float32_rounding_alone(name: str):
     tensor = ALL[name]
     linear = NativeLinear(tensor, exact=True)
-    for rows in (1, 2, 3, 4, 5, 65):
+    for rows in (1, 2, 3, 4, 5, 13, 65):
         x = torch.randn(rows, tensor.matrix_shape[1])
         assert relative(linear(x), tensor.matmul_reference(x)) < FLOAT32_ERROR
 
@@ -134,7 +138,7 @@ def test_exact_products_differ_by_float32_rounding_alone(name: str):
 def test_weight_only_integers_multiply_x_in_8_bits(name: str):
     tensor = WEIGHT_ONLY[name]
     linear = NativeLinear(tensor)
-    for rows in (1, 4, 65):
+    for rows in (1, 4, 9, 23, 65):
         x = torch.randn(rows, tensor.matrix_shape[1])
         assert relative(linear(x), tensor.matmul_reference(x)) < INT8_ERROR
 
@@ -193,14 +197,14 @@ def test_bias_is_added():
 )
 def test_nan_and_infinity_are_passed_on_in_their_row_alone(name: str, exact: bool, bad: float):
     tensor = ALL[name]
-    x = torch.randn(6, tensor.matrix_shape[1])
+    x = torch.randn(9, tensor.matrix_shape[1])
     x[2, 17] = bad
     out = NativeLinear(tensor, exact=exact)(x)
     touched = (
         tensor.dequantize()[:, 17] != 0
     )  # infinity times nothing is NaN, too, but is another matter
     assert not out[2][touched].isfinite().any()
-    assert out[[0, 1, 3, 4, 5]].isfinite().all()
+    assert out[[0, 1, 3, 4, 5, 6, 7, 8]].isfinite().all()
 
 
 def test_a_row_of_zeros_gives_zeros():

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flyweight.engine.rows import Rows
-from flyweight.engine.sampling import GREEDY, SamplingBatch, sample
+from flyweight.engine.sampling import GREEDY, SamplingBatch, likeliest, sample
 from flyweight.engine.scheduler import Work
 from flyweight.transfer import upload
 
@@ -49,7 +49,7 @@ def choose_after_drafts(
     `at`, `positions`: of each such row, its sequence's place in `rows` and the position to fill.
     """
     if rows.mode == GREEDY:
-        return logits.argmax(-1)
+        return likeliest(logits)
     if rows.sampler is not None and not rows.mode.penalized:
         chosen = torch.empty_like(at)
         table = rows.sampling.for_kernel(rows.tokens, rows.lengths)

@@ -49,9 +49,8 @@ class Mailbox:
     def make(
         cls, shape: HeadShape, rows: int, *, dtype: torch.dtype, device: torch.device
     ) -> Mailbox:
-        states = (
-            shape.kv_heads * head_ctas(shape, gpu.of(device)) * shape.group * (shape.head_dim + 4)
-        )
+        ctas = shape.kv_heads * head_ctas(shape, gpu.of(device))
+        states = ctas * shape.item_heads * (shape.head_dim + 4)
         return cls(
             torch.full((rows, shape.width), -1, dtype=torch.int16, device=device).view(dtype),
             torch.full((states,), -1, dtype=torch.int32, device=device).view(torch.float32),
@@ -71,8 +70,11 @@ def mailbox_cycle(
 
 
 def head_ctas(shape: HeadShape, device: Gpu) -> int:
-    """CTAs that share a kv head: all are resident at once, and each has a tile of the linear."""
-    return min(device.processors // shape.kv_heads, (shape.group + 2) * shape.head_dim // 16)
+    """CTAs that share a kv head: all are resident at once, and each has a tile of the linear. As
+    many for each part of its query heads.
+    """
+    most = min(device.processors // shape.kv_heads, (shape.group + 2) * shape.head_dim // 16)
+    return most // shape.items_of_kv_head * shape.items_of_kv_head
 
 
 def most_tiles(shape: HeadShape, device: Gpu) -> int:
@@ -95,9 +97,9 @@ def linear_plan(
 ) -> Plan | None:
     """`more`: bytes of shared memory that are needed besides."""
     tiles = most_tiles(shape, device)
-    own = more + shape.group * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
+    own = more + shape.item_heads * (shape.head_dim + 8) * 2 + 4 * shape.head_dim + 128
     if shape.eight_bits:  # rows of queries lie further apart, and the newest token has scales
-        own += shape.group * 48 + 128
+        own += shape.item_heads * 48 + 128
     # Beside kernels that have an SM each it takes one too: of CTAs with room for two, an SM that is
     # free early would get both
     alone = route(weight.matrix, rows, device).kernel in ("gemv_cluster", "gemm_small")
@@ -120,19 +122,17 @@ def unsupported_reason(
             f"head_dim {shape.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}, so "
             f"attention is a kernel of its own"
         )
-    if shape.bent:
-        return "scores with a soft-cap or sinks need an attention kernel of their own"
-    if shape.items_of_kv_head > 1:
+    if shape.group % shape.items_of_kv_head:
         return (
-            f"{shape.group} query heads share a kv head, and more than {COLUMNS} need an "
-            f"attention kernel of their own"
+            f"{shape.group} query heads share a kv head: more than {COLUMNS}, and not to be cut "
+            f"into equal parts"
         )
     if rows not in gemv.ROWS:
         return f"{rows} rows are not {', '.join(map(str, gemv.ROWS))}"
     if weight.out_features != shape.width:
         return f"the linear has {weight.out_features} outputs, its heads {shape.width}"
-    if shape.kv_heads > device.processors:
-        return f"{shape.kv_heads} kv heads are more than the GPU has processors"
+    if shape.items > device.processors:
+        return f"{shape.items} parts of kv heads are more than the GPU has processors"
     if shape.rotary % (shape.head_dim // 16):
         return (
             f"rope turns {shape.rotary} of {shape.head_dim} dimensions, no multiple of "
@@ -212,6 +212,7 @@ def qkv_attention(
         gemv.tickets(weight, count, x.device),
         *((rows.before,) if chunk > 1 else ()),
         *eight_bit_arguments(cache),
+        *layer.bend_arguments,
         *(adapted.arguments if adapted else ()),
     )
     # one on every SM, so that all offer the same room

@@ -56,19 +56,8 @@
 #ifndef VECTORS
 #define VECTORS 0
 #endif
-#ifndef SOFT_CAP
-#define SOFT_CAP 0
-#endif
-#ifndef SINKS
-#define SINKS 0
-#endif
 #ifndef GATED
 #define GATED 0
-#endif
-#if SOFT_CAP || SINKS
-#define BEND_ARGUMENTS , float soft_cap, const u16* sinks
-#else
-#define BEND_ARGUMENTS
 #endif
 #include "attention.cuh"
 #include "attention_words.cuh"
@@ -204,9 +193,6 @@ DEVICE uint2 weigh(Running& run, const float (&score)[4], const float (&scale)[2
     for (int j = 0; j < 4; j++) run.acc[i][j] *= fade[j % 2];
   return make_uint2(transpose8(low), transpose8(high));
 }
-
-// cap · tanh(x / cap), as both grow: exp2 of much is infinite, and of little 0.
-DEVICE float bend(float x, float cap) { return cap - __fdividef(2.f * cap, 1.f + exp2_fast(2.8853900817779268f * x / cap)); }
 
 // The weighted sum of the warps' partial states for one (head, dimension): value, maximum, sum.
 DEVICE float3 merge_warps(const Shared& sh, int h, int d) {

@@ -69,6 +69,12 @@ DEVICE u32 and_xor(u32 a, u32 b, u32 c) {
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
+// A byte of `a` and `b` for each of the four lowest digits of `order`; for digits from 8 on the sign of byte (digit - 8), eight times.
+DEVICE u32 bytes_or_signs(u32 a, u32 b, u32 order) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(order));
+  return r;
+}
 // sum + two signed 16-bit numbers of `pair` times the lower (upper) two unsigned bytes of `four`
 DEVICE int dot_lower(u32 pair, u32 four, int sum) {
   int r;

@@ -27,9 +27,13 @@ experts(const u8* weights, const u32* records, const float* channel_scale, const
   LinearShared& sh = *(LinearShared*)raw;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_linear(sh);
-  int used;
-  Patience patience;
-  while (!(used = load_acquire(slots))) patience.poll();
+  __shared__ int found;
+  if (threadIdx.x == 0) {  // alone: others would keep memory from those who find it out
+    Patience patience;
+    while (!(found = load_acquire(slots))) patience.poll();
+  }
+  __syncthreads();
+  const int used = found;
   const int tiles = used * TILES;
   const int first = (int)((long long)blockIdx.x * tiles / gridDim.x), count = (int)((long long)(blockIdx.x + 1) * tiles / gridDim.x) - first;
   auto tile_at = [=](int i) {

@@ -41,14 +41,14 @@ DEVICE Fragment load_fragment(const u8* w, int lane) {
 }
 #else
 #if FORMAT == MXFP4
-// Eight e2m1 codes, the low and the high halves of four bytes → twice their values in signed bytes.
-DEVICE void twice_float4(u32 codes, u32& low, u32& high) {
-  const u32 places = codes & 0x77777777;
-  const u32 one = __byte_perm(0x03020100, 0x0c080604, places), two = __byte_perm(0x03020100, 0x0c080604, places >> 16);
-  const u32 minus_one = __byte_perm(0xfdfeff00, 0xf4f8fafc, places), minus_two = __byte_perm(0xfdfeff00, 0xf4f8fafc, places >> 16);
-  const u32 below = (codes >> 3 & 0x01010101) * 255, above = (codes >> 7 & 0x01010101) * 255;  // all ones where negative
-  low = (__byte_perm(one, two, 0x6420) & ~below) | (__byte_perm(minus_one, minus_two, 0x6420) & below);
-  high = (__byte_perm(one, two, 0x7531) & ~above) | (__byte_perm(minus_one, minus_two, 0x7531) & above);
+// Eight e2m1 codes, the low and the high halves of four bytes → twice their values and RAISED, in bytes. There is a table for codes
+// without and one for codes with a sign; each gives zeros for the others, whose digits are 8 and more.
+constexpr int RAISED = 12;
+DEVICE void raised_float4(u32 codes, u32& low, u32& high) {
+  const u32 other = codes ^ 0x88888888;
+  const u32 one = bytes_or_signs(0x0f0e0d0c, 0x18141210, codes) | bytes_or_signs(0x090a0b0c, 0x00040608, other);
+  const u32 two = bytes_or_signs(0x0f0e0d0c, 0x18141210, codes >> 16) | bytes_or_signs(0x090a0b0c, 0x00040608, other >> 16);
+  low = __byte_perm(one, two, 0x6420), high = __byte_perm(one, two, 0x7531);
 }
 #endif
 DEVICE Fragment load_fragment(const u8* w, int lane) {
@@ -62,8 +62,8 @@ DEVICE Fragment load_fragment(const u8* w, int lane) {
   f.a[1] = make_uint4(q.x >> shift & mask, q.y >> shift & mask, q.z >> shift & mask, q.w >> shift & mask);
 #elif FORMAT == MXFP4
   const uint4 q = words[0];
-  twice_float4(q.x, f.a[0].x, f.a[1].x), twice_float4(q.y, f.a[0].y, f.a[1].y);
-  twice_float4(q.z, f.a[0].z, f.a[1].z), twice_float4(q.w, f.a[0].w, f.a[1].w);
+  raised_float4(q.x, f.a[0].x, f.a[1].x), raised_float4(q.y, f.a[0].y, f.a[1].y);
+  raised_float4(q.z, f.a[0].z, f.a[1].z), raised_float4(q.w, f.a[0].w, f.a[1].w);
 #else
 #pragma unroll
   for (int i = 0; i < 2 * WIDE; i++) f.a[i] = words[32 * i];
@@ -146,7 +146,12 @@ DEVICE void add_group(float (&total)[COLUMN_TILES][2], const int (&value)[COLUMN
     for (int j = 0; j < 2; j++) {
       const Record record = records[g + 8 * j];
       const float scale = scale_of(record) * x.scale;
-      total[n][j] += (float)(SIGNED ? value[n][j] : value[n][j] - (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum)) * scale;
+#if FORMAT == MXFP4
+      const int taken = RAISED * x.sum;
+#else
+      const int taken = SIGNED ? 0 : (int)(record >> 16) * (SPARSE ? kept[n][j] : x.sum);
+#endif
+      total[n][j] += (float)(value[n][j] - taken) * scale;
     }
   }
 }

@@ -3,11 +3,16 @@
 // Integer weights: 16-bit integers with a scale for each group, as high and low bytes. W8A8 and float8: codes of 8 bits with a
 // scale for the row, which its maximum gives. Plain weights: 16-bit floats.
 #include "integers.cuh"
-constexpr int UNIT_BLOCKS = GROUPED && FORMAT != BIT_PLANES && GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
+#if FORMAT == BIT_PLANES
+constexpr int SMALLEST_GROUP = SUBGROUP;  // inputs that share a scale
+#else
+constexpr int SMALLEST_GROUP = GROUP;
+#endif
+constexpr int UNIT_BLOCKS = GROUPED && SMALLEST_GROUP % 128 == 0 ? 2 : 1;    // blocks of 64 inputs between two scalings
 constexpr bool SIGNED = (SPARSE && GROUPED && SYMMETRIC) || FORMAT == MXFP4;  // codes of weights, as the matrix units get them
 DEVICE constexpr int larger(int sets) { return FORMAT == INT4 && (sets == 2 || SIGNED) ? 16 : 1; }  // the products are than they should be
 constexpr int PLANES = GROUPED && !FLOATS ? 2 : 1;                             // columns of B that one row of x takes
-constexpr int SHARERS = FORMAT == BIT_PLANES ? 8 : GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // lanes that share a scale
+constexpr int SHARERS = FORMAT != BIT_PLANES && GROUP == 32 ? 4 : UNIT_BLOCKS * 8;  // lanes that share a scale
 constexpr int ADDERS = FORMAT == BIT_PLANES ? 2 : SHARERS;          // lanes whose inputs have a sum
 constexpr float LARGEST = FORMAT == FP8 ? 448.f : 127.f;            // code of x
 constexpr bool DIVIDED = STATIC || FORMAT == FP8;                   // codes are x / scale, not x · (largest / most)

@@ -30,6 +30,9 @@
 // token takes all of the sequence's new ones, `before` + 1 of them, from shared memory: it makes their keys and values for itself
 // from the mailbox, and stores those of its own row alone. Other runs end where the new tokens begin.
 //
+// ITEMS: where more than 8 query heads share a kv head, its CTAs attend in as many equal parts, G query heads each. They share out the
+// tiles of the linear all the same. All make the newest key and value for themselves, and the first part alone stores them.
+//
 // defines: those of gemv.cuh and attention.cuh, HEAD_CTAS, ROTARY, PAGE, QK_NORM, SHARED_BYTES, KV8 (0), CHUNK (1)
 #ifndef CHUNK
 #define CHUNK 1
@@ -44,8 +47,9 @@
 #include "attention.cuh"
 #include "kv8.cuh"
 
-constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = (G + 2) * HEAD_TILES;
-constexpr int SPLITS = HEAD_CTAS < ROWS ? 1 : HEAD_CTAS / ROWS < 32 ? HEAD_CTAS / ROWS : 32;  // runs of a sequence, at most
+constexpr int HEAD_TILES = HEAD_DIM / 16, LOCAL_TILES = (SHARING + 2) * HEAD_TILES;
+constexpr int ITEM_CTAS = HEAD_CTAS / ITEMS;  // that attend with the same query heads
+constexpr int SPLITS = ITEM_CTAS < ROWS ? 1 : ITEM_CTAS / ROWS < 32 ? ITEM_CTAS / ROWS : 32;  // runs of a sequence, at most
 constexpr int DIM_PARTS = HEAD_DIM / 64;
 constexpr int KV_ROW = sizeof(Stored) * HEAD_DIM + (KV8 ? 32 : 16);  // bytes; the padding keeps loads free of bank conflicts
 constexpr int NEW_ROW = CHUNK > 1 ? KV_ROW : HEAD_DIM * sizeof(Stored);  // of a new token, where several are one tile
@@ -61,6 +65,7 @@ constexpr int PER = HEAD_DIM / 32;                // values of a head in one thr
 
 static_assert(EPILOGUE == STORE && NDIM == (HEADS + 2 * KV_HEADS) * HEAD_DIM && HEAD_CTAS <= LOCAL_TILES, "a merged qkv");
 static_assert(LANES >= 1 && G * STATE * 4 <= KV_TILE && G <= 8, "a lane leaves its result where its tokens were");
+static_assert(SHARING % ITEMS == 0 && HEAD_CTAS % ITEMS == 0, "equal parts");
 static_assert(CHUNK <= 16, "the new tokens are one tile");
 static_assert(ROTARY % (2 * PER) == 0, "a thread turns whole pairs with one other");
 
@@ -82,6 +87,8 @@ struct Attention {
   u16* out;
   float scale;  // of logits in base 2
   int table_width;
+  float soft_cap;    // of logits in base 2
+  const u16* sinks;  // of this part's query heads
 #if KV8
   u16 *key_scales, *value_scales;
 #endif
@@ -89,8 +96,8 @@ struct Attention {
 
 // A tile of the head: its query heads' first, then k, then v.
 DEVICE int head_tile(int head, int i) {
-  if (i < G * HEAD_TILES) return head * G * HEAD_TILES + i;
-  const int kind = i / HEAD_TILES - G;  // 0: key, 1: value
+  if (i < SHARING * HEAD_TILES) return head * SHARING * HEAD_TILES + i;
+  const int kind = i / HEAD_TILES - SHARING;  // 0: key, 1: value
   return (HEADS + kind * KV_HEADS + head) * HEAD_TILES + i % HEAD_TILES;
 }
 
@@ -194,7 +201,7 @@ struct Softmax {
 #if KV8
 // The next `count` (1 to 16) tokens, of which `first` is the first; rows beyond them are read as the last one, and count for
 // nothing. A scale is the half of its word that its token's place in the page says.
-DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, int first, int count, int lane) {
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 scales, int first, int count, float soft_cap, int lane) {
   const int g = lane / 4, t = lane % 4;
   float score[2][4] = {};  // two chains of additions
   float key_by[2], value_by[2], shift[2];
@@ -217,7 +224,8 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, u32 sca
   float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), head 2 t + j % 2
-    score[0][j] = g + j / 2 * 8 < count ? (score[0][j] + score[1][j]) * key_by[j / 2] : LOWEST;
+    const float whole = (score[0][j] + score[1][j]) * key_by[j / 2];
+    score[0][j] = g + j / 2 * 8 < count ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
     most[j % 2] = fmaxf(most[j % 2], score[0][j] + shift[j / 2]);
   }
 #pragma unroll
@@ -254,7 +262,7 @@ DEVICE int dimension_of(int i, int lane) { return lane / 4 * 8 + i; }
 #else
 DEVICE int dimension_of(int i, int lane) { return i * 8 + lane / 4; }
 // The next `count` (1 to 16) tokens; rows beyond them are read as the last one, and count for nothing.
-DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int count, float scale, int lane) {
+DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int count, float scale, float soft_cap, int lane) {
   const int g = lane / 4, t = lane % 4;
   float score[2][4] = {};  // two chains of additions
   keys += min(lane % 16, count - 1) * KV_ROW + lane / 16 * 16;
@@ -267,7 +275,8 @@ DEVICE void absorb(Softmax& run, const u16* query, u32 keys, u32 values, int cou
   float most[2] = {run.most[0], run.most[1]};
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // token g + 8 · (j / 2), head 2 t + j % 2
-    score[0][j] = g + j / 2 * 8 < count ? (score[0][j] + score[1][j]) * scale : LOWEST;
+    const float whole = (score[0][j] + score[1][j]) * scale;
+    score[0][j] = g + j / 2 * 8 < count ? SOFT_CAP ? bend(whole, soft_cap) : whole : LOWEST;
     most[j % 2] = fmaxf(most[j % 2], score[0][j]);
   }
 #pragma unroll
@@ -348,9 +357,9 @@ DEVICE int attend(Shared& sh, const Attention& a, int sequence, int head, int be
     const int count = old ? min(16, end - begin - tile * 16) : fresh;
 #if KV8
     const u32 scales = old ? keys + SCALES : shared_address(sh.newest_scales);
-    absorb(run, sh.query[0], keys, values + part, scales, begin + tile * 16, count, lane);
+    absorb(run, sh.query[0], keys, values + part, scales, begin + tile * 16, count, a.soft_cap, lane);
 #else
-    absorb(run, sh.query[0], keys, values + part, count, a.scale, lane);
+    absorb(run, sh.query[0], keys, values + part, count, a.scale, a.soft_cap, lane);
 #endif
     meet();
     fetch(tile + DEPTH * LANES, slot);
@@ -386,9 +395,14 @@ DEVICE float3 merge_lanes(const Shared& sh, int count, int h, int d) {
   return make_float3(value, most, sum);
 }
 
+// What a sum of weights has to be raised by, where `most` is the logit that weighs 1.
+DEVICE float sunk(const Attention& a, int h, float most) {
+  return SINKS ? exp2_fast(to_float(a.sinks[h]) * 1.4426950408889634f - most) : 0.f;
+}
+
 // This CTA's share of the outputs of its head, from the states of all runs; `states` is the first one's. Runs sit side by
 // side in the lanes of a warp, four outputs in each.
-DEVICE void gather(const float* states, u16* out, int split, int used, int warp, int lane) {
+DEVICE void gather(const Attention& a, const float* states, u16* out, int split, int used, int warp, int lane) {
   constexpr int QUADS = G * HEAD_DIM / 4;
   const int wide = used <= 2 ? 2 : used <= 4 ? 4 : used <= 8 ? 8 : used <= 16 ? 16 : 32;  // lanes for one quad
   const int last = (split + 1) * QUADS / used;
@@ -416,7 +430,7 @@ DEVICE void gather(const float* states, u16* out, int split, int used, int warp,
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], o);
     }
-    const float inverse = __fdividef(1.f, sum);
+    const float inverse = __fdividef(1.f, sum + sunk(a, h, most));
     if (quad < last && run == 0)
       ((uint2*)out)[quad] = make_uint2(pack2(v[0] * inverse, v[1] * inverse), pack2(v[2] * inverse, v[3] * inverse));
   }
@@ -436,12 +450,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, ON_SM)
 qkv_attention(const u8* weights, const u32* records, const float* channel_scale, const u16* X, const u16* norm, const u16* bias,
               const u16* query_norm, const u16* key_norm, const float2* rope, const int* lengths, const int* tables, Stored* keys,
               Stored* values, u16* out, u16* qkv, float* states, u16* next_qkv, float* next_states, float epsilon, float scale,
-              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
+              int table_width, u32* turns CHUNK_ARGUMENTS SCALE_ARGUMENTS BEND_ARGUMENTS ADAPTER_ARGUMENTS LAUNCH_ARGUMENTS) {
 
   extern __shared__ __align__(128) u8 raw[];
   BEGIN_LAUNCH;
   Shared& sh = *(Shared*)raw;
-  const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS, split = cta % SPLITS;
+  const int head = blockIdx.x / HEAD_CTAS, cta = blockIdx.x % HEAD_CTAS;
+  const int item = cta / ITEM_CTAS, member = cta % ITEM_CTAS, split = member % SPLITS;
   if (head >= KV_HEADS) {  // stays until the next kernel has surely taken the room that the one before this left on every SM
     launch_dependents();
     wait_for_inputs();
@@ -455,20 +470,25 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
   }
   const int first = cta * LOCAL_TILES / HEAD_CTAS, last = (cta + 1) * LOCAL_TILES / HEAD_CTAS;
   const Linear arguments = {weights, records, channel_scale, X, norm, bias, nullptr, qkv, epsilon, turns ADAPTER_GIVEN};
-  const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width
+  const Attention a = {query_norm, key_norm, rope, lengths, tables, keys, values, out, scale * 1.4426950408889634f, table_width,
+#if SOFT_CAP || SINKS
+                       soft_cap * 1.4426950408889634f, SINKS ? sinks + head * SHARING + item * G : nullptr
+#else
+                       0.f, nullptr
+#endif
 #if KV8
                        , key_scales, value_scales
 #endif
   };
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto early = [&] { prefetch(a, cta / SPLITS, split, head, lane); };
-  const int own = cta / SPLITS < ROWS ? lengths[cta / SPLITS] : 0;  // in a register before it is needed
+  auto early = [&] { prefetch(a, member / SPLITS, split, head, lane); };
+  const int own = member / SPLITS < ROWS ? lengths[member / SPLITS] : 0;  // in a register before it is needed
   if (!linear(sh.linear, arguments, last - first, [=](int i) { return head_tile(head, first + i); }, early,
               blockIdx.x, KV_HEADS * HEAD_CTAS)) return;
 
   empty(next_qkv, next_states);
-  for (int sequence = cta / SPLITS; sequence < ROWS; sequence += HEAD_CTAS / SPLITS) {
-    const int length = sequence == cta / SPLITS ? own : lengths[sequence], newest = length - 1;
+  for (int sequence = member / SPLITS; sequence < ROWS; sequence += ITEM_CTAS / SPLITS) {
+    const int length = sequence == member / SPLITS ? own : lengths[sequence], newest = length - 1;
     const Run run = run_of(length, split, SPLITS);
     if (length == 0 || split >= run.used) continue;
 #if CHUNK > 1
@@ -483,14 +503,14 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
         const int place = query ? back : (h - G) / 2, ago = back - place;  // among the new tokens; rows and tokens back
         const float2* turns = rope + (size_t)(newest - ago) * (ROTARY / 2);
         const u16* row = qkv + (size_t)(sequence - ago) * NDIM;
-        const int column = (query ? head * G + h : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
+        const int column = (query ? head * SHARING + item * G + h : key ? HEADS + head : HEADS + KV_HEADS + head) * HEAD_DIM;
         const Head v = prepare_head(row + column, query ? query_norm : key ? key_norm : nullptr, query || key ? turns : nullptr,
                                     epsilon, lane);
         if (query) {
           store_query(v, a.scale, sh.query[h], lane);
         } else {
           const size_t slot = slot_of(a, sequence, newest);
-          Stored* cache = ago ? nullptr : (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM;
+          Stored* cache = ago || item ? nullptr : (key ? keys : values) + (slot * KV_HEADS + head) * HEAD_DIM;
           Stored* to = (Stored*)sh.newest[!key][place];
 #if KV8
           store_newest(v, to, cache, sh.newest_scales[!key] + place,
@@ -502,20 +522,20 @@ qkv_attention(const u8* weights, const u32* records, const float* channel_scale,
       }
     });
     named_barrier(1, THREADS);
-    u16* target = out + ((size_t)sequence * HEADS + head * G) * HEAD_DIM;
+    u16* target = out + ((size_t)sequence * HEADS + head * SHARING + item * G) * HEAD_DIM;
     float* mine = states + (size_t)blockIdx.x * G * STATE;
     for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) {
       const int h = i / HEAD_DIM, d = i % HEAD_DIM;
       const float3 state = merge_lanes(sh, count, h, d);
       if (run.used == 1) {
-        target[i] = to_bits(state.x / state.z);
+        target[i] = to_bits(state.x / (state.z + sunk(a, h, state.y)));
       } else {
         store_relaxed(mine + h * STATE + d, state.x);
         if (d < 2) store_relaxed(mine + h * STATE + HEAD_DIM + d, d ? state.z : state.y);
       }
     }
-    if (run.used > 1) gather(mine - (size_t)split * G * STATE, target, split, run.used, warp, lane);
-    if (sequence + HEAD_CTAS / SPLITS < ROWS) named_barrier(1, THREADS);  // before others fetch over the states
+    if (run.used > 1) gather(a, mine - (size_t)split * G * STATE, target, split, run.used, warp, lane);
+    if (sequence + ITEM_CTAS / SPLITS < ROWS) named_barrier(1, THREADS);  // before others fetch over the states
   }
   end_launch(THREADS);
 }

@@ -8,13 +8,15 @@
 // largest sums of their two best (SIGMOID), or with the largest of all. NORMALIZE: shares of a token add up to 1. All shares are multiplied by `scale` in the end.
 // SHARED: there is an expert for all tokens, counted by its gate (GATE) or whole.
 //
-// Work split of route: a CTA has ROWS tokens, normed, in registers and some rows of the router, which come through shared memory
-// two at a time. The last CTA of those tokens chooses their experts, a warp a token; the last of these lays the tiles of the
+// Work split of route: a CTA has ROWS tokens, normed, in registers and some rows of the router, which come through shared memory,
+// RING at a time: of few tokens all that a CTA has, before its inputs are there. The last CTA of those tokens chooses their experts, a warp a token; the last of these lays the tiles of the
 // grouped product out, TILE rows of one expert each. An expert has as many tiles as its tokens fill, and rows that nobody fills
 // have source -1; or (BY_TOKEN, for few tokens) one tile, row t being token t. Tokens of an expert come in any order: no product
 // depends on its neighbours. The router and all sums are float32; x is normed and rounded as the other kernels do it. The gate of
 // the shared expert is the router's last row. Rows of length 0 are nobody's: they go to no expert (their shares are 0), but for
 // the first, so that there is a tile.
+// One token (ROWS 1, BY_TOKEN) needs no such order: its j-th choice is tile j. JOINED: the shared expert, which lies behind the others,
+// then is one choice more, and the experts' own linears multiply it too.
 // combine adds in the order of the choices: the same bits every time. It also takes the number of tiles down to 0, which is
 // how experts.cu knows that it is looking at this layer's own: it fetches weights before the kernels between are done.
 // Limit: latency; of route with many tokens reads of shared memory, of combine bytes / bandwidth.
@@ -24,7 +26,7 @@
 // early gets two CTAs of the next kernel and another none.
 //
 // defines: FP16, KDIM, EXPERTS, CHOSEN, GATE, SHARED (GATE), NORMALIZE, SIGMOID (0), BIASED (0), GROUPS (1), CHOSEN_GROUPS (1), ROWS,
-// TILE, BY_TOKEN
+// TILE, BY_TOKEN, JOINED (0), RING (2)
 #include "common.cuh"
 #include "patience.cuh"
 
@@ -41,13 +43,22 @@
 #ifndef SHARED
 #define SHARED GATE
 #endif
+#ifndef JOINED
+#define JOINED 0
+#endif
+#ifndef RING
+#define RING 2
+#endif
 constexpr int THREADS = 256, WARPS = 8, OUTPUTS = EXPERTS + GATE;
 constexpr int PER_ROW = WARPS / ROWS, PIECES = KDIM / 8;  // warps of a token; 8 inputs each
 constexpr int PER_LANE = (PIECES + PER_ROW * 32 - 1) / (PER_ROW * 32);
 constexpr int OWN = (EXPERTS + 31) / 32;  // experts of a lane
 constexpr int AHEAD = 8;                  // pairs that a thread reads at a time where there are many
 constexpr int PER_GROUP = EXPERTS / GROUPS;
-static_assert(KDIM % 8 == 0 && CHOSEN <= 32 && CHOSEN <= EXPERTS, "sizes");
+constexpr int CHOICES = CHOSEN + JOINED;
+constexpr bool ALONE = ROWS == 1 && BY_TOKEN;  // one token
+static_assert(KDIM % 8 == 0 && CHOICES <= 32 && CHOSEN <= EXPERTS, "sizes");
+static_assert(!JOINED || (!SHARED && TILE == 1) || !BY_TOKEN, "of one token alone");
 static_assert(EXPERTS % GROUPS == 0 && GROUPS <= 32 && CHOSEN <= CHOSEN_GROUPS * PER_GROUP, "groups");
 
 struct Piece {
@@ -100,11 +111,11 @@ DEVICE void keep_groups(u64* keys, int lane) {
   __syncwarp();
 }
 
-// One warp, one token. An expert's place among the chosen is the number of experts that rank before it.
+// One warp, one token: the CHOSEN largest, one after the other.
 DEVICE void choose(const float* logits, const float* bias, float scale, u64* keys, int* chosen, float* shares, float* gate, int lane) {
   float value[OWN], most = LOWEST, sum = 0, kept = 0;
   u64 own[OWN];
-  int before[OWN] = {};
+  int before[OWN];  // its place among the chosen
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     const int e = lane + 32 * i;
@@ -118,19 +129,23 @@ DEVICE void choose(const float* logits, const float* bias, float scale, u64* key
   __syncwarp();
   if (GROUPS > 1) keep_groups(keys, lane);
 #pragma unroll
-  for (int i = 0; i < OWN; i++) own[i] = lane + 32 * i < EXPERTS ? keys[lane + 32 * i] : 0;
-#pragma unroll 8
-  for (int e = 0; e < EXPERTS; e++) {
-    const u64 other = keys[e];
+  for (int i = 0; i < OWN; i++) own[i] = lane + 32 * i < EXPERTS ? keys[lane + 32 * i] : 0, before[i] = -1;
+#pragma unroll 1
+  for (int place = 0; place < CHOSEN; place++) {
+    u64 best = own[0];
 #pragma unroll
-    for (int i = 0; i < OWN; i++) before[i] += other > own[i];
+    for (int i = 1; i < OWN; i++) best = own[i] > best ? own[i] : best;
+    const u32 high = __reduce_max_sync(~0u, (u32)(best >> 32));
+    const u32 low = __reduce_max_sync(~0u, (u32)(best >> 32) == high ? (u32)best : 0);
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+      if (own[i] == ((u64)high << 32 | low)) before[i] = place, own[i] = 0;
   }
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     if (!SIGMOID) value[i] = __expf(value[i] - most);
     sum += value[i];
-    if (before[i] >= CHOSEN || lane + 32 * i >= EXPERTS) value[i] = 0, before[i] = -1;
-    kept += value[i];
+    if (before[i] >= 0) kept += value[i];
   }
   const float all = NORMALIZE || !SIGMOID ? warp_sum(NORMALIZE ? kept : sum) : 1.f;
 #pragma unroll
@@ -195,7 +210,7 @@ DEVICE void arrange(const int* chosen, int* place, int* source, int* expert_of, 
 }
 
 struct RouteShared {
-  float4 weights[2][2][PIECES];  // of the router: this row and the next, the halves of its pieces apart, so that lanes are neighbours
+  float4 weights[RING][2][PIECES];  // of the router: this row and those after it, the halves of pieces apart, so that lanes are neighbours
   uint4 norm[PIECES];
 };
 
@@ -216,7 +231,9 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
       copy_piece(&sh.weights[to][i % 2][i / 2], (const float4*)(router + (size_t)output * KDIM) + i);
   };
   if (blockIdx.x < OUTPUTS) {
-    fetch(blockIdx.x, 0);
+#pragma unroll
+    for (int i = 0; i < RING; i++)
+      if (blockIdx.x + i * gridDim.x < OUTPUTS) fetch(blockIdx.x + i * gridDim.x, i);
     for (int i = threadIdx.x; i < PIECES; i += THREADS) copy_piece(&sh.norm[i], (const uint4*)norm + i);
     copy_group();
   }
@@ -249,15 +266,13 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     const uint4 f = sh.norm[min((i * PER_ROW + part) * 32 + lane, PIECES - 1)];
     x[i] = make_uint4(normed(x[i].x, f.x, inverse), normed(x[i].y, f.y, inverse), normed(x[i].z, f.z, inverse), normed(x[i].w, f.w, inverse));
   }
-  for (int output = blockIdx.x, turn = 0; output < OUTPUTS; output += gridDim.x, turn ^= 1) {
-    if (output + gridDim.x < OUTPUTS) fetch(output + gridDim.x, turn ^ 1);
-    copy_group();
+  for (int output = blockIdx.x, turn = 0, slot = 0; output < OUTPUTS; output += gridDim.x, turn ^= 1) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
       const int piece = min((i * PER_ROW + part) * 32 + lane, PIECES - 1);  // x is 0 beyond the last
       const Piece p = unpack(x[i]);
-      const float4 a = sh.weights[turn][0][piece], b = sh.weights[turn][1][piece];
+      const float4 a = sh.weights[slot][0][piece], b = sh.weights[slot][1][piece];
       const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int j = 0; j < 8; j++) sum += p.v[j] * w[j];
@@ -266,6 +281,9 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
     if (lane == 0) sums[turn][warp] = sum;
     copy_wait<0>();
     __syncthreads();  // all have added up, and the next row is here
+    if (output + RING * gridDim.x < OUTPUTS) fetch(output + RING * gridDim.x, slot);
+    copy_group();
+    if (++slot == RING) slot = 0;
     if (threadIdx.x < ROWS && blockIdx.y * ROWS + threadIdx.x < tokens) {
       sum = 0;
 #pragma unroll
@@ -276,6 +294,19 @@ route(const u16* X, const u16* norm, const float* router, float* logits, int* ch
   if (!is_last(arrived + blockIdx.y, min((int)gridDim.x, OUTPUTS))) return count_launch();
   const int own = blockIdx.y * ROWS + warp;
   __shared__ u64 keys[ROWS][EXPERTS];
+  if (ALONE) {
+    if (warp > 0) return;
+    choose(logits, bias, scale, keys[0], expert_of, shares, gates, lane);
+    if (lane < CHOICES) place[lane] = lane;
+    if (JOINED && lane == 0) {
+      expert_of[CHOSEN] = EXPERTS;
+      shares[CHOSEN] = GATE ? sigmoid(__ldcg(logits + EXPERTS)) : 1.f;
+    }
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) store_release(tiles, CHOICES);  // experts.cu waits for no more than this
+    return count_launch();
+  }
   if (warp < ROWS && own < tokens && lengths && own && !lengths[own]) {
     if (lane < CHOSEN) chosen[own * CHOSEN + lane] = -1, shares[own * CHOSEN + lane] = 0;
     if (GATE && lane == 0) gates[own] = 0;
@@ -299,9 +330,9 @@ combine(const u16* y, const int* place, const float* shares, const u16* shared, 
     const u32 old = ((const u32*)residual)[i];
     float low = 0, high = 0;
 #pragma unroll
-    for (int j = 0; j < CHOSEN; j++) {
-      const u32 pair = ((const u32*)y)[(size_t)place[token * CHOSEN + j] * (KDIM / 2) + column];
-      const float share = shares[token * CHOSEN + j];
+    for (int j = 0; j < CHOICES; j++) {
+      const u32 pair = ((const u32*)y)[(size_t)place[token * CHOICES + j] * (KDIM / 2) + column];
+      const float share = shares[token * CHOICES + j];
       low += share * low_float(pair), high += share * high_float(pair);
     }
     if (SHARED) {

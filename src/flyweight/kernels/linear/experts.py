@@ -66,9 +66,9 @@ class Routed:
     (token, choice) is.
     """
 
-    shares: Tensor  # float32 [tokens, chosen]
+    shares: Tensor  # float32 [tokens, choices]: the chosen, and the shared expert where it is one
     gates: Tensor | None  # float32 [tokens], of the shared expert
-    place: Tensor  # int32 [tokens, chosen]: row
+    place: Tensor  # int32 [tokens, choices]: row
     # int32 [rows]: token, -1 for rows that fill up a tile; None: row t of a tile is token t
     source: Tensor | None
     expert_of: Tensor  # int32 [most tiles]
@@ -130,6 +130,18 @@ def unsupported_reason(linears: Sequence[FusedLinear], device: Gpu) -> str | Non
     return None
 
 
+def joins(shared: FusedLinear, members: Sequence[FusedLinear], device: Gpu) -> bool:
+    """Whether the linear of a shared expert can be stacked behind those of the others."""
+    if unsupported_reason([*members, shared], device):
+        return False
+    shapes = {
+        (one.weight.in_features, one.weight.out_features, one.weight.interleaved)
+        for one in (shared, members[0])
+        if isinstance(one, TiledLinear)
+    }
+    return len(shapes) == 1
+
+
 def shape_for(
     weight: TiledWeight, rows: int, tile: int, device: Gpu, *, processors: int | None = None
 ) -> Shape | None:
@@ -180,6 +192,7 @@ class GroupedExperts:
     # gate/up and down of the expert that sees every token
     shared: tuple[FusedLinear, FusedLinear] | None = None
     bias: Tensor | None = None  # float32 [experts]: of the logits, or of the choice by sigmoids
+    joined: bool = False  # the shared expert is stacked behind the others: a choice of one token
 
     @classmethod
     def make(
@@ -206,11 +219,18 @@ class GroupedExperts:
         if any(isinstance(one, TiledLinear) and not one.weight.interleaved for one in gate_up):
             return "the kernels do not know the experts' activation"
         rows = [router] if shared_gate is None else [router, shared_gate.float()]
+        parts = [list(gate_up), list(down)]
+        joined = shared is not None and all(
+            joins(one, part, device) for one, part in zip(shared, parts, strict=True)
+        )
+        if shared is not None and joined:
+            for one, part in zip(shared, parts, strict=True):
+                part.append(one)
         first, second = (
-            stack([one for one in part if isinstance(one, TiledLinear)]) for part in (gate_up, down)
+            stack([one for one in part if isinstance(one, TiledLinear)]) for part in parts
         )
         ready = torch.zeros(1, dtype=torch.int32, device=router.device)
-        return cls(first, second, torch.cat(rows), ready, routing, shared, bias)
+        return cls(first, second, torch.cat(rows), ready, routing, shared, bias, joined)
 
     @property
     def gated(self) -> bool:
@@ -243,7 +263,7 @@ class GroupedExperts:
         for part, end in zip(x.split(TOKENS_AT_ONCE), out.split(TOKENS_AT_ONCE), strict=True):
             routed = self.route(part, norm=norm, lengths=lengths)
             shared = None
-            if self.shared is not None:
+            if self.shared is not None and not self._joined(routed):
                 gate_up, down = self.shared
                 gated = gate_up.project(part, norm=norm, activation=self.gate_up.activation)
                 shared = down.project(gated)
@@ -259,8 +279,10 @@ class GroupedExperts:
         tokens = len(x)
         pairs = tokens * routing.chosen
         by_token = self.few(tokens, device)
+        joined = int(self.joined and by_token and tokens == 1)
+        choices = routing.chosen + joined
         tile = tokens if by_token else tile_rows(pairs, routing.experts)
-        most = min(routing.experts, pairs) + (0 if by_token else pairs // tile)
+        most = min(routing.experts, pairs) + (joined if by_token else pairs // tile)
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=x.device)
@@ -268,9 +290,9 @@ class GroupedExperts:
         gates = table(tokens, dtype=torch.float32) if self.gated else None
         source = None if by_token else table(most * tile)
         found = Routed(
-            table(tokens, routing.chosen, dtype=torch.float32),
+            table(tokens, choices, dtype=torch.float32),
             gates,
-            table(tokens, routing.chosen),
+            table(tokens, choices),
             source,
             table(most),
             self.ready if by_token else table(1),
@@ -282,10 +304,7 @@ class GroupedExperts:
         # Few tokens: a CTA on every SM, so that the next kernel finds all alike. Many: two, each
         # with several outputs in turn.
         each = math.ceil(outputs / max(1, 2 * device.processors // groups))
-        grid = (
-            max(outputs, device.processors) if groups == 1 else math.ceil(outputs / each),
-            groups,
-        )
+        grid = (device.processors if groups == 1 else math.ceil(outputs / each), groups)
         logits = table(tokens, outputs, dtype=torch.float32)
         chosen = table(tokens, routing.chosen)
         args = (
@@ -307,12 +326,22 @@ class GroupedExperts:
             norm.epsilon,
             routing.scale,
         )
-        # two rows of the router and the norm
-        shared = max(10 * x.shape[1], reserved(device) * by_token)
-        self._kernel("route", x, rows, tile, by_token).launch(
-            grid, THREADS, args, shared=shared, pdl=True
-        )
+        ring = self._ring(x.shape[1], device) if by_token else 2
+        # rows of the router, and the norm
+        shared = max((4 * ring + 2) * x.shape[1], reserved(device) * by_token)
+        kernel = self._kernel("route", found, x, rows, ring if by_token else 0, shared=False)
+        kernel.launch(grid, THREADS, args, shared=shared, pdl=True)
         return found
+
+    def _ring(self, hidden: int, device: Gpu) -> int:
+        """Rows of the router that a CTA of few tokens fetches before its inputs are there: all that
+        it has, if there is room.
+        """
+        each = math.ceil(len(self.router) / device.processors)
+        return max(2, min(each, (reserved(device) // hidden - 2) // 4))
+
+    def _joined(self, routed: Routed) -> bool:
+        return routed.shares.shape[1] > self.routing.chosen
 
     def combine(
         self,
@@ -338,26 +367,31 @@ class GroupedExperts:
             len(residual),
         )
         grid = max(min(count, 16 * device.processors), device.processors)
-        kernel = self._kernel("combine", residual, 1, 16, False, shared=shared is not None)
+        kernel = self._kernel("combine", routed, residual, 1, 0, shared=shared is not None)
         kernel.launch(
             grid, THREADS, args, shared=reserved(device) * (routed.source is None), pdl=True
         )
 
     def _kernel(
-        self, name: str, x: Tensor, rows: int, tile: int, by_token: bool, *, shared: bool = False
+        self, name: str, routed: Routed, x: Tensor, rows: int, ring: int, *, shared: bool
     ) -> jit.Kernel:
+        """`ring`: of a route of few tokens, else 0."""
         defines = {
             **self.routing.defines,
             "FP16": int(x.dtype == torch.float16),
             "KDIM": x.shape[1],
             "GATE": int(self.gated),
             "ROWS": rows,
-            "TILE": tile,
-            "BY_TOKEN": int(by_token),
+            "TILE": routed.tile if name == "route" else 16,  # of which a sum knows nothing
+            "BY_TOKEN": int(ring > 0),
         }
+        if ring > 2:
+            defines["RING"] = ring
         if self.bias is not None:
             defines["BIASED"] = 1
-        if shared and not self.gated:
+        if self._joined(routed):
+            defines |= {"JOINED": 1, "SHARED": 0}
+        elif shared and not self.gated:
             defines["SHARED"] = 1
         return jit.load("route.cu", defines=defines).kernel(name)
 

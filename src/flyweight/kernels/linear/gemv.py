@@ -92,8 +92,9 @@ def _own_units(matrix: Matrix, wanted: Wanted) -> int:
 
 def _unit_blocks(matrix: Matrix) -> int:
     """Blocks of 64 inputs between two scalings."""
-    whole = matrix.format.grouped and not matrix.format.in_planes and matrix.group % 128 == 0
-    return 2 if whole else 1
+    variant = matrix.format.variant
+    group = matrix.group if variant is None else variant.group
+    return 2 if matrix.format.grouped and group % 128 == 0 else 1
 
 
 def _input_scales(matrix: Matrix, blocks: int) -> int:

@@ -1,5 +1,5 @@
-"""Codes of 2 to 6 bits in the layout of source/product_blocks.c: those of GGUF's files, and
-integers of bits that have no kernel of their own.
+"""Codes of 2 to 6 bits in the layout of source/product_blocks.c: those of GGUF's files, integers of
+bits that have no kernel of their own, and floats of 4 bits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from flyweight.kernels.native.matrix import (
     blocks,
     empty_matrix,
 )
-from flyweight.tensors import IntBlock, IntGroup
+from flyweight.tensors import Float4, IntBlock, IntGroup, NvFloat4, QuantTensor
+from flyweight.tensors.float4 import FLOAT4, FLOAT4_BLOCK, FLOAT4_GROUP
 
 BITS = (2, 3, 4, 5, 6)
 MINS_NONE, MINS_STORED, MINS_ZEROS = range(3)  # `Mins` of source/matrix.h
-SUBS_NONE, SUBS_BYTES, SUBS_NIBBLES = range(3)
+SUBS_NONE, SUBS_BYTES, SUBS_NIBBLES, SUBS_FLOAT8, SUBS_EXPONENTS = range(5)
 SUB_BIAS = 128
 AT_ONCE = 1 << 24  # codes that are put into order together
 
@@ -91,9 +92,7 @@ def _assemble(weight: Weight, headers: Tensor, subs: list[Tensor], values: Tenso
     weight.keep("data", data.flatten())
 
 
-def _begin(
-    tensor: IntBlock | IntGroup, *, bits: int, group: int, groups: int, exact: bool
-) -> Weight:
+def _begin(tensor: QuantTensor, *, bits: int, group: int, groups: int, exact: bool) -> Weight:
     matrix = empty_matrix(tensor, "blocks", group=group, groups=groups)
     matrix.activation = ACTIVATIONS.index("as it is" if exact else "int8 by group")
     matrix.input_group = min(group, INPUT_GROUP)
@@ -148,3 +147,28 @@ def _subs(weight: Weight, tensor: IntBlock) -> list[Tensor]:
     if tensor.sub_mins is not None:
         subs.append(_by_block(tensor.sub_mins, torch.uint8))
     return subs
+
+
+def pack_floats(tensor: Float4 | NvFloat4, *, exact: bool) -> Weight:
+    """Twice their values are integers, so the scale of a row is half of what it was."""
+    nvidia = isinstance(tensor, NvFloat4)
+    own = tensor.scales.view(torch.uint8) if isinstance(tensor, NvFloat4) else tensor.exponents
+    group = FLOAT4_BLOCK if nvidia else FLOAT4_GROUP
+    weight = _begin(tensor, bits=4, group=group, groups=own.shape[1], exact=exact)
+    matrix = weight.matrix
+    matrix.wide_scales = 1
+    matrix.super_groups = own.shape[1]  # of all of a row
+    matrix.subs = SUBS_FLOAT8 if nvidia else SUBS_EXPONENTS
+    whole = tensor.global_scale if isinstance(tensor, NvFloat4) else torch.ones(len(own), 1)
+    doubled = [int(2 * value) for value in FLOAT4]
+    weight.keep("table", torch.tensor([*doubled, *(-value for value in doubled)], dtype=torch.int8))
+    headers = _by_block(whole / 2, torch.float32)
+    _assemble(weight, headers, [_by_block(own, torch.uint8)], tensor.unpacked())
+    return weight
+
+
+def holds_floats(tensor: Float4 | NvFloat4) -> bool:
+    """Whether no scale is infinite or no number, which the kernels do not know."""
+    if isinstance(tensor, NvFloat4):
+        return not bool((tensor.scales.view(torch.uint8) & 0x7F == 0x7F).any())
+    return not bool((tensor.exponents == 255).any())

@@ -21,7 +21,10 @@ from pathlib import Path
 COMMON = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 
 # What each processor is told, by the features that it must have.
-ARM = (({"asimddp", "asimdhp"}, "-march=armv8.2-a+dotprod+fp16"),)
+ARM = (
+    ({"asimddp", "asimdhp", "i8mm"}, "-march=armv8.2-a+dotprod+fp16+i8mm"),
+    ({"asimddp", "asimdhp"}, "-march=armv8.2-a+dotprod+fp16"),
+)
 X86 = (
     (
         {"avx2", "fma", "f16c", "avx512vl", "avx512bw", "avx512_vnni"},
@@ -30,7 +33,10 @@ X86 = (
     ({"avx2", "fma", "f16c", "avx_vnni"}, "-mavx2 -mfma -mf16c -mavxvnni"),
     ({"avx2", "fma", "f16c"}, "-mavx2 -mfma -mf16c"),
 )
-ZIG = {"-march=armv8.2-a+dotprod+fp16": "-mcpu=generic+v8_2a+dotprod+fullfp16"}
+ZIG = {
+    "-march=armv8.2-a+dotprod+fp16": "-mcpu=generic+v8_2a+dotprod+fullfp16",
+    "-march=armv8.2-a+dotprod+fp16+i8mm": "-mcpu=generic+v8_2a+dotprod+fullfp16+i8mm",
+}
 
 
 @dataclass(frozen=True)

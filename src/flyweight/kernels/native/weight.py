@@ -6,6 +6,7 @@ Every kind keeps about the bits of its file:
     IntGroup      2 to 6 and 8 bits as they are, 7 → 8; scales in float16 where that holds them (a
                   power of two for all may help), else float32. Act-order: x is reordered.
     IntBlock      as it is, sub-scales and sub-minima in 8 bits (blocks.py)
+    Float4, NvFloat4  as they are (blocks.py)
     Int8Channel   8 bits, one float32 scale an output, x in 8 bits by token: what the format means
     Plain         as it is; float32 in 16 bits where those hold every value. Where the processor
                   multiplies float16, 16 bits become float16 times a power of two
@@ -43,10 +44,12 @@ from flyweight.kernels.native.matrix import (
     empty_matrix,
 )
 from flyweight.tensors import (
+    Float4,
     Float8,
     Int8Channel,
     IntBlock,
     IntGroup,
+    NvFloat4,
     Plain,
     QuantTensor,
     Sparse24,
@@ -82,6 +85,8 @@ def _pack(tensor: QuantTensor, exact: bool) -> Weight:
         return _pack(tensor.to_dense(), exact)
     if isinstance(tensor, IntBlock) and tensor.group_size % 16 == 0:
         return small_codes.pack_blocks(tensor, exact=exact)
+    if isinstance(tensor, Float4 | NvFloat4) and small_codes.holds_floats(tensor):
+        return small_codes.pack_floats(tensor, exact=exact)
     if isinstance(tensor, IntGroup) and (layout := group_layout(tensor)):
         return pack_groups(tensor, layout, exact=exact)
     if isinstance(tensor, Int8Channel):

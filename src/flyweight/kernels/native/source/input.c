@@ -71,24 +71,63 @@ static float largest(const float *x, int count) {
     return value;
 }
 
-static void quantize_group(const float *x, int count, int8_t *codes, float *scale, int32_t *sum) {
-    float most = largest(x, count);
-    *sum = 0;
-    if (!(most <= 3.4028234e38f)) {
-        memset(codes, 0, count);
-        *scale = NAN;
-        return;
+#define GROUPS_AT_ONCE 8
+
+// Where the integers of one row go.
+typedef struct {
+    int8_t *codes;
+    float *scales;  // of groups 0, next, 2 · next, …
+    int32_t *sums;
+    size_t next;
+} Row;
+
+// Up to GROUPS_AT_ONCE groups, in three passes over them: what each group needs from its largest
+// value is a long chain of instructions, and those of several groups run beside each other.
+ALWAYS_INLINE void quantize_groups(const float *x, Row row, int groups, int count,
+        const int in_quad) {
+    float most[GROUPS_AT_ONCE], inverse[GROUPS_AT_ONCE];
+    for (int g = 0; g < groups; g++) {
+        int32_t bits = 0;
+        for (int k = 0; k < count; k += 16) bits = largest_bits(x + g * count + k, bits);
+        memcpy(most + g, &bits, 4);
     }
-    most = most < 127e-12f ? 127e-12f : most;
-    float inverse = 127.0f / most;
-    int32_t total = 0;
-    for (int k = 0; k < count; k++) {
-        int32_t code = (int32_t)rintf(x[k] * inverse);
-        codes[k] = (int8_t)code;
-        total += code;
+    for (int g = 0; g < groups; g++) {
+        int is_number = most[g] <= 3.4028234e38f;
+        float least = most[g] < 127e-12f ? 127e-12f : most[g];
+        inverse[g] = is_number ? 127.0f / least : 0;
+        row.scales[g * row.next] = is_number ? least / 127.0f : NAN;
     }
-    *sum = total;
-    *scale = most / 127.0f;
+    for (int g = 0; g < groups; g++) {
+        int32_t total = 0;
+        for (int k = 0; k < count; k += 16, row.codes += in_quad ? 16 * QUAD : 16)
+            total += round_codes(x + g * count + k, inverse[g], row.codes, in_quad);
+        row.sums[g * row.next] = total;
+    }
+}
+
+// One row of x as integers, among those of a quad or on its own.
+static void quantize_row(const Matrix *w, Input *input, const float *x, int index) {
+    int groups = input_groups(w);
+    int tiled = index < tiled_rows(w, input->rows);
+    size_t first = tiled ? index / QUAD * QUAD : index;
+    int within = tiled ? index % QUAD : 0;
+    size_t next = tiled ? QUAD : 1;
+    Row row = {input->codes + first * w->columns + TOGETHER * within,
+            input->scales + first * groups + within, input->sums + first * groups + within, next};
+    int32_t *sums = row.sums;
+    for (int g = 0; g < groups; g += GROUPS_AT_ONCE) {
+        int some = groups - g < GROUPS_AT_ONCE ? groups - g : GROUPS_AT_ONCE;
+        const float *from = x + (size_t)g * w->input_group;
+        if (tiled) quantize_groups(from, row, some, w->input_group, 1);
+        else quantize_groups(from, row, some, w->input_group, 0);
+        row.codes += (size_t)some * w->input_group * next;
+        row.scales += some * next;
+        row.sums += some * next;
+    }
+    if (w->zeros || w->format == BLOCKS) return;
+    int32_t from = w->wide_scales ? 0 : MIDDLE_BITS;
+    int32_t middle = w->format == INT4 ? 8 : BYTE_BIAS;
+    for (int g = 0; g < groups; g++) sums[g * next] = from - middle * sums[g * next];
 }
 
 // x · 2^n as float16, with n such that the largest comes near HALF_INPUT; the scale is 2^-n.
@@ -180,17 +219,6 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
         }
         if (takes_halves(w)) narrow_row(values, w->columns,
                 (uint16_t *)input->codes + (size_t)row * w->columns, input->scales + row);
-        if (!takes_integers(w)) continue;
-        int groups = input_groups(w);
-        int count = w->input_group;
-        int middle = w->format == INT4 ? 8 : BYTE_BIAS;
-        for (int g = 0; g < groups; g++) {
-            size_t at = (size_t)row * groups + g;
-            int8_t *codes = input->codes + (size_t)row * w->columns + (size_t)g * count;
-            quantize_group(values + (size_t)g * count, count, codes, input->scales + at,
-                    input->sums + at);
-            if (!w->zeros && w->format != BLOCKS) input->sums[at] = (w->wide_scales ? 0
-                    : MIDDLE_BITS) - middle * input->sums[at];
-        }
+        if (takes_integers(w)) quantize_row(w, input, values, row);
     }
 }

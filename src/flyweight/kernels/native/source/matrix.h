@@ -15,7 +15,8 @@
 #include "team.h"
 #include "vectors.h"
 
-enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS, BLOCKS };
+// CODES, made for many rows out of INT4: bytes below 128, whose scales are float32.
+enum Format { INT4, INT8, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, VECTORS, BLOCKS, CODES };
 #define WIDE_BFLOAT16 2
 
 enum Activation {
@@ -24,7 +25,7 @@ enum Activation {
 
 // Of BLOCKS; see product_blocks.c.
 enum Mins { MINS_NONE, MINS_STORED, MINS_ZEROS };
-enum Subs { SUBS_NONE, SUBS_BYTES, SUBS_NIBBLES };
+enum Subs { SUBS_NONE, SUBS_BYTES, SUBS_NIBBLES, SUBS_FLOAT8, SUBS_EXPONENTS };
 
 // Of product_half.c: 32 products of two such numbers stay below 2^15.
 #define HALF_INPUT 64.0f
@@ -76,6 +77,14 @@ typedef struct {
 #define MIDDLE 12582912.0f
 
 // What a matrix takes: integers with scales and sums for INT8_…, else floats.
+//
+// The codes of rows that come in whole tiles of TALL (`tiled_rows`) lie in quads of four rows, in
+// which each four columns (eight with i8mm: TOGETHER) stand together, so that one load serves
+// several rows; the other rows lie as they are:
+//
+//   quad = columns 0–3 of row 0 | of row 1 | of row 2 | of row 3 | columns 4–7 of row 0 | …
+//
+// and their scales and sums likewise: group 0 of rows 0 to 3 | group 1 of rows 0 to 3 | …
 typedef struct {
     int32_t rows;
     const float *values;  // [rows][stride]
@@ -98,6 +107,16 @@ static inline int input_groups(const Matrix *w) {
 static inline int takes_integers(const Matrix *w) {
     // a static scale may ask for −128, which AVX2 cannot multiply: that goes through floats
     return w->activation == INT8_GROUP;
+}
+
+#define TILED_GROUP 32
+
+// How many of `rows` rows of x the kernels of whole tiles take: those of integers, where x comes
+// in groups of 32 or, as in W8A8, in whole rows of such.
+static inline int tiled_rows(const Matrix *w, int rows) {
+    int is_long = w->format == INT8 && w->wide_scales && w->input_group % TILED_GROUP == 0;
+    int fits = w->format != BLOCKS && (is_long || w->input_group == TILED_GROUP);
+    return takes_integers(w) && fits ? rows / TALL * TALL : 0;
 }
 
 static inline int takes_halves(const Matrix *w) {
@@ -133,13 +152,15 @@ void input_fill(const Matrix *w, Input *input, const float *x, int stride, int b
 // Whether two matrices of the same x can share one Input.
 int input_same(const Matrix *a, const Matrix *b);
 
-// out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x (1 to 4),
-// scaled, with bias.
-void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
-        float out[][WIDTH]);
-
+// out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x (1 to 4).
 void integer_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]);
+// The same for TALL rows that lie in quads.
+void tall_product(const Matrix *w, const Input *input, int block, int begin, float out[][WIDTH]);
+// Bytes of a block of INT4 as CODES, and the block.
+size_t block_codes_bytes(const Matrix *w);
+void block_to_codes(const Matrix *w, int block, uint8_t *to);
+
 void float_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]);
 void blocks_product(const Matrix *w, const Input *input, int block, int begin, int rows,

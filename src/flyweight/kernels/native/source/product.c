@@ -6,24 +6,22 @@
 
 #include "maths.h"
 
-#define ROWS_AT_ONCE 4
-// Rows from which on writing a block out as floats once costs less than doing so every four rows.
+#define ROWS_AT_ONCE 4 // of rows that do not make a whole tile
+#define MOST_ROWS (TALL > ROWS_AT_ONCE ? TALL : ROWS_AT_ONCE)
+// Rows from which on writing a block out as floats, or as bytes, once costs less than doing so for
+// each few rows.
 #define MANY 16
+#define MANY_TILED (3 * TALL)
 #define CACHED (24 << 10) // bytes of weights, of the first cache's 32 KB or more
 
-void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
+// out[row][0..7] = the eight outputs of one block for rows begin … begin + rows of x.
+static void block_product(const Matrix *w, const Input *input, int block, int begin, int rows,
         float out[][WIDTH]) {
-    if (w->format == BLOCKS) blocks_product(w, input, block, begin, rows, out);
+    if (begin < tiled_rows(w, input->rows)) tall_product(w, input, block, begin, out);
+    else if (w->format == BLOCKS) blocks_product(w, input, block, begin, rows, out);
     else if (takes_integers(w)) integer_product(w, input, block, begin, rows, out);
     else if (takes_halves(w)) half_product(w, input, block, begin, rows, out);
     else float_product(w, input, block, begin, rows, out);
-    float factor = product_factor(w);
-    if (factor == 1 && !w->bias && !w->column_bias) return;
-    floats8 bias = w->bias ? floats_load(w->bias + (size_t)block * WIDTH) : floats_splat(0);
-    for (int m = 0; m < rows; m++) {
-        floats8 more = floats_add(bias, floats_splat(input->offsets[begin + m]));
-        floats_store(out[m], floats_fma_scalar(more, floats_load(out[m]), factor));
-    }
 }
 
 // So many pieces of work that a thread whose core is busy with something else leaves most to the
@@ -33,11 +31,10 @@ static int blocks_at_once(const Team *team, int blocks) {
     return share < 1 ? 1 : share;
 }
 
-// What becomes of `values` where `to` has `count` outputs, a constant in all blocks but the last: a
-// copy of a size that is known takes two instructions, another one a call.
-ALWAYS_INLINE void put_some(float *to, const float *values, int mode, const int count) {
+// What becomes of eight products where `to` has `count` outputs.
+ALWAYS_INLINE void put_eight(float *to, floats8 values, int count, const int mode) {
     float found[WIDTH], old[WIDTH] = {0};
-    memcpy(found, values, sizeof found);
+    floats_store(found, values);
     if (mode != REPLACE) memcpy(old, to, 4 * (size_t)count);
     if (mode == ADD)
         for (int i = 0; i < WIDTH; i++) found[i] += old[i];
@@ -48,47 +45,35 @@ ALWAYS_INLINE void put_some(float *to, const float *values, int mode, const int 
     memcpy(to, found, 4 * (size_t)count);
 }
 
-static void put(const Matrix *w, Target target, int block, int row, const float *values) {
-    float *to = target.out + (size_t)row * target.stride + (size_t)block * WIDTH;
+// The products of a block and some rows, scaled and with bias, to where they belong. The number of
+// outputs is a constant in all blocks but the last: a copy of a size that is known takes two
+// instructions, another one a call.
+ALWAYS_INLINE void put_rows(const Product *product, const Matrix *w, int block, int begin,
+        int rows, float out[][WIDTH], const int mode) {
+    int stride = product->target.stride;
+    float *to = product->target.out + (size_t)begin * stride + (size_t)block * WIDTH;
+    float factor = product_factor(w);
+    floats8 bias = w->bias ? floats_load(w->bias + (size_t)block * WIDTH) : floats_splat(0);
     int left = w->outputs - block * WIDTH;
-    if (left >= WIDTH) put_some(to, values, target.mode, WIDTH);
-    else put_some(to, values, target.mode, left);
-}
-
-// One block of a weight as a weight of floats of its own, in memory of the thread's; false where
-// there is none.
-static int widen(const Matrix *w, int block, Matrix *wide) {
-    static _Thread_local float *memory;
-    static _Thread_local size_t size;
-    size_t needed = (size_t)w->columns * WIDTH * sizeof(float);
-    if (size < needed) {
-        free(memory);
-        memory = aligned_alloc(64, (needed + 63) / 64 * 64);
-        size = memory ? needed : 0;
-        if (!memory) return 0;
-    }
-    block_to_floats(w, block, memory);
-    *wide = *w;
-    wide->format = FLOAT32;
-    wide->group = w->columns;
-    wide->groups = 1;
-    wide->scales = NULL;
-    wide->factor = 1 / input_factor(w);
-    wide->data = (const uint8_t *)memory;
-    wide->block_bytes = 0; // whatever the block's number is
-    return 1;
-}
-
-// Four rows of x (fewer at the end), from `row` on, and blocks first to last.
-static void project_rows(const Product *product, const Matrix *w, int row, int first, int last) {
-    int left = product->input.rows - row;
-    int count = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
-    for (int block = first; block < last; block++) {
-        float out[ROWS_AT_ONCE][WIDTH];
-        block_product(w, &product->input, block, row, count, out);
-        for (int m = 0; m < count; m++) put(w, product->target, block, row + m, out[m]);
+    for (int m = 0; m < rows; m++, to += stride) {
+        floats8 more = floats_add(bias, floats_splat(product->input.offsets[begin + m]));
+        floats8 values = floats_fma_scalar(more, floats_load(out[m]), factor);
+        if (left >= WIDTH) put_eight(to, values, WIDTH, mode);
+        else put_eight(to, values, left, mode);
     }
 }
+
+static void put(const Product *product, const Matrix *w, int block, int begin, int rows,
+        float out[][WIDTH]) {
+    switch (product->target.mode) {
+    case REPLACE: put_rows(product, w, block, begin, rows, out, REPLACE); return;
+    case ADD: put_rows(product, w, block, begin, rows, out, ADD); return;
+    case SILU: put_rows(product, w, block, begin, rows, out, SILU); return;
+    default: put_rows(product, w, block, begin, rows, out, GELU);
+    }
+}
+
+// -- blocks written out for many rows -------------------------------------------------------------
 
 static int is_widened(const Product *product) {
     const Matrix *w = product->w;
@@ -96,35 +81,108 @@ static int is_widened(const Product *product) {
             && w->format != FLOAT32;
 }
 
-// Blocks whose weights stay in the first cache while all rows of x go by, four at a time: what is
+static int is_unpacked(const Product *product) {
+    const Matrix *w = product->w;
+    return w->format == INT4 && tiled_rows(w, product->input.rows) >= MANY_TILED;
+}
+
+// Memory of the thread's, or NULL.
+static void *own_memory(size_t needed) {
+    static _Thread_local void *memory;
+    static _Thread_local size_t size;
+    if (size < needed) {
+        free(memory);
+        memory = aligned_alloc(64, (needed + 63) / 64 * 64);
+        size = memory ? needed : 0;
+    }
+    return size < needed ? NULL : memory;
+}
+
+static size_t written_bytes(const Product *product) {
+    const Matrix *w = product->w;
+    if (is_widened(product)) return (size_t)w->columns * WIDTH * sizeof(float);
+    return is_unpacked(product) ? block_codes_bytes(w) : 0;
+}
+
+// Blocks first to last as a weight of their own, in `memory`.
+static Matrix write_out(const Product *product, int first, int last, uint8_t *memory) {
+    Matrix made = *product->w;
+    size_t bytes = written_bytes(product);
+    if (!bytes || !memory) return made;
+    for (int block = first; block < last; block++) {
+        uint8_t *to = memory + (block - first) * bytes;
+        if (is_widened(product)) block_to_floats(product->w, block, (float *)to);
+        else block_to_codes(product->w, block, to);
+    }
+    if (is_widened(product)) {
+        made.format = FLOAT32;
+        made.group = made.columns;
+        made.groups = 1;
+        made.scales = NULL;
+        made.factor = 1 / input_factor(product->w);
+    } else {
+        made.format = CODES;
+    }
+    made.block_bytes = (int64_t)bytes;
+    made.data = memory - first * (int64_t)bytes;
+    return made;
+}
+
+// Blocks whose weights stay in the first cache while all rows of x go by, a few at a time: what is
 // written then are long pieces of rows, not one block's eight outputs of every row.
 static int blocks_in_cache(const Product *products, int count) {
     int64_t bytes = 0;
     for (int i = 0; i < count; i++) {
-        if (is_widened(products + i)) return 1;
-        bytes += products[i].w->block_bytes;
+        int64_t written = (int64_t)written_bytes(products + i);
+        bytes += written ? written : products[i].w->block_bytes;
     }
     return bytes && bytes < CACHED ? CACHED / bytes : 1;
+}
+
+// Some rows of x, from `row` on, and blocks first to last.
+static void project_rows(const Product *product, const Matrix *w, int row, int rows, int first,
+        int last) {
+    for (int block = first; block < last; block++) {
+        float out[MOST_ROWS][WIDTH];
+        const float *to = product->target.out + (size_t)row * product->target.stride;
+        for (int m = 0; m < rows; m++) // it is far away when there are many rows
+            __builtin_prefetch(to + (size_t)m * product->target.stride + block * WIDTH, 1);
+        block_product(w, &product->input, block, row, rows, out);
+        put(product, w, block, row, rows, out);
+    }
+}
+
+// The same, as many rows at a time as the product's kernels take; CODES are for whole tiles alone.
+static void project_some(const Product *product, const Matrix *made, int row, int rows, int first,
+        int last) {
+    int tiled = tiled_rows(product->w, product->input.rows);
+    for (int end = row + rows, some; row < end; row += some) {
+        some = end - row < ROWS_AT_ONCE ? end - row : ROWS_AT_ONCE;
+        if (row < tiled) some = TALL;
+        project_rows(product, row < tiled || made->format != CODES ? made : product->w, row, some,
+                first, last);
+    }
 }
 
 // All rows of x and blocks first to last of one product, or of a gate and what it multiplies.
 static void project_blocks(const Product *products, int count, int first, int last) {
     int together = blocks_in_cache(products, count);
+    int rows = products->input.rows;
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) bytes += together * written_bytes(products + i);
     for (int block = first; block < last; block += together) {
         int end = block + together < last ? block + together : last;
-        Matrix wide;
-        int rows = products->input.rows;
-        for (int i = 0; i < count; i++)
-            if (is_widened(products + i)) {
-                int made = widen(products[i].w, block, &wide);
-                const Matrix *w = made ? &wide : products[i].w;
-                for (int row = 0; row < rows; row += ROWS_AT_ONCE)
-                    project_rows(products + i, w, row, block, end);
-            }
-        for (int row = 0; row < rows; row += ROWS_AT_ONCE)
+        uint8_t *memory = bytes ? own_memory(bytes) : NULL;
+        Matrix made[2];
+        for (int i = 0; i < count; i++) {
+            made[i] = write_out(products + i, block, end, memory);
+            if (memory) memory += together * written_bytes(products + i);
+        }
+        for (int row = 0; row < rows; row += MOST_ROWS) {
+            int some = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
             for (int i = 0; i < count; i++)
-                if (!is_widened(products + i))
-                    project_rows(products + i, products[i].w, row, block, end);
+                project_some(products + i, made + i, row, some, block, end);
+        }
     }
 }
 

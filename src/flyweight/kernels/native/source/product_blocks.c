@@ -1,14 +1,16 @@
 // y[m, n] = Σ over groups g of scale[n, g] · Σ over k in g of value(code[n, k]) · x[m, k]
 //                             − min[n, g] · Σ over k in g of x[m, k]
 //
-// with codes of 2 to 6 bits, kept in those bits: GGUF's types, and integers of 2, 3, 5 and 6 bits.
+// with codes of 2 to 6 bits, kept in those bits: GGUF's types, integers of 2, 3, 5 and 6 bits, and
+// floats of 4.
 //
 //   block = super-block 0 | super-block 1 | …     of eight outputs and super_groups groups each
 //   super-block = 8 scales | 8 minima (float16), if MINS_STORED | group 0 | group 1 | …
 //   group = 8 sub-scales | 8 sub-minima or zero points (bytes), as far as there are | codes
 //
 // scale is the super-block's scale, times the group's (less sub_bias) where there is one; likewise
-// min. A zero point stands for a minimum of zero · scale. SUBS_NIBBLES has both in one byte.
+// min. A zero point stands for a minimum of zero · scale. SUBS_NIBBLES has both in one byte. Of
+// NVFP4 a sub-scale is a float8 (SUBS_FLOAT8), of MXFP4 a power of two (SUBS_EXPONENTS).
 //
 // Codes of 16 inputs are `16 · bits` bytes: their lower 4 (or 2) bits in the order of dot_nibbles,
 // then what is left of them as planes of 1 or 2 bits. They become bytes in registers, for which the
@@ -39,6 +41,16 @@ ALWAYS_INLINE const uint8_t *super_header(const Matrix *w, const uint8_t *at, Sc
     return at;
 }
 
+ALWAYS_INLINE floats8 powers_of_two(const uint8_t *exponents) {
+    union {
+        uint32_t bits[WIDTH];
+        float values[WIDTH];
+    } powers;
+    for (int i = 0; i < WIDTH; i++)
+        powers.bits[i] = exponents[i] ? (uint32_t)exponents[i] << 23 : 1u << 22;
+    return floats_load(powers.values);
+}
+
 ALWAYS_INLINE const uint8_t *group_scales(const Matrix *w, const uint8_t *at, Scales *s) {
     s->scale = s->scales;
     s->min = s->mins;
@@ -50,6 +62,12 @@ ALWAYS_INLINE const uint8_t *group_scales(const Matrix *w, const uint8_t *at, Sc
         }
         s->scale = floats_multiply(s->scales, bytes_as_floats(lower, 0));
         s->min = floats_multiply(s->mins, bytes_as_floats(upper, 0));
+        return at + 8;
+    }
+    if (w->subs >= SUBS_FLOAT8) {
+        const floats8 own = w->subs == SUBS_FLOAT8
+                ? floats_scale(small_float8s_load(at), FLOAT8_FACTOR) : powers_of_two(at);
+        s->scale = floats_multiply(s->scales, own);
         return at + 8;
     }
     if (w->subs) {

@@ -9,6 +9,9 @@
 //                                     unsigned, 64 bytes
 //   dot_bytes(sum, codes, x, …)       the same with codes of 8 bits, signed, 128 bytes; it may
 //                                     leave out BYTE_BIAS · Σ x
+//   part_nibbles, part_bytes          32 inputs of TALL rows of x that lie in quads (matrix.h), and
+//                                     one of PARTS parts of the eight outputs
+//   part_codes(sum, codes, x, …)      like part_bytes, but codes are unsigned and below 128
 //   nibbles_to_floats, bytes_to_floats   codes written out, unsigned: 8 inputs of 8 outputs
 //
 // A dot product of 16 inputs is four instructions, one after each four inputs. They go to `sums`
@@ -20,11 +23,17 @@
 // input 4 + j.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define WIDTH 8
+
+// Four rows of x make a quad (matrix.h), in which TOGETHER columns of a row stand together: where
+// a column lies.
+#define QUAD 4
+#define QUAD_PLACE(column) ((column) / TOGETHER * TOGETHER * QUAD + (column) % TOGETHER)
 
 // Before a short loop over registers: without it arrays of vectors go to memory.
 #if defined(__clang__)
@@ -39,4 +48,87 @@
 #include "vectors_avx2.h"
 #else
 #include "vectors_plain.h"
+#endif
+
+#if !defined(PARTS)
+// A part of a block is all of it.
+#define PARTS 1
+#define TOGETHER 4
+typedef floats8 floats_part;
+typedef ints8 ints_part;
+
+ALWAYS_INLINE floats_part part_splat(float value) {
+    return floats_splat(value);
+}
+
+ALWAYS_INLINE floats_part part_load(const void *from) {
+    return floats_load(from);
+}
+
+ALWAYS_INLINE floats_part part_load_halves(const void *from) {
+    return halves_load(from);
+}
+
+ALWAYS_INLINE void part_store(float *to, floats_part a) {
+    floats_store(to, a);
+}
+
+ALWAYS_INLINE ints_part part_from_bytes(const uint8_t *from) {
+    return ints_from_bytes(from);
+}
+
+ALWAYS_INLINE ints_part part_start(int32_t from) {
+    return ints_splat(from);
+}
+
+ALWAYS_INLINE ints_part part_start_at(int32_t from, ints_part a, int32_t b) {
+    return ints_add(ints_splat(from), ints_scale(a, b));
+}
+
+ALWAYS_INLINE floats_part part_as_floats(ints_part a) {
+    return ints_as_floats(a);
+}
+
+ALWAYS_INLINE floats_part part_to_floats(ints_part a) {
+    return ints_to_floats(a);
+}
+
+ALWAYS_INLINE floats_part part_subtract(floats_part a, floats_part b) {
+    return floats_subtract(a, b);
+}
+
+ALWAYS_INLINE floats_part part_fma(floats_part sum, floats_part a, floats_part b) {
+    return floats_fma(sum, a, b);
+}
+
+ALWAYS_INLINE void part_scale(floats_part to[4], floats_part a, const float *by) {
+    UNROLL for (int m = 0; m < 4; m++) to[m] = floats_scale(a, by[m]);
+}
+
+// -- rounding x -----------------------------------------------------------------------------------
+
+// The bits of the largest magnitude of 16 numbers, or of `most`: magnitudes compare like their
+// bits, and NaN is above infinity.
+ALWAYS_INLINE int32_t largest_bits(const float *x, int32_t most) {
+    for (int k = 0; k < 16; k++) {
+        int32_t bits;
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+// 16 numbers times `factor` to the nearest integers, ties to even, as codes, behind each other or
+// in a quad; their sum.
+ALWAYS_INLINE int32_t round_codes(const float *x, float factor, int8_t *to, const int in_quad) {
+    int32_t sum = 0;
+    for (int k = 0; k < 16; k++) {
+        float value = rintf(x[k] * factor);
+        int32_t code = value == value ? (int32_t)value : 0; // the scale says NaN
+        to[in_quad ? QUAD_PLACE(k) : k] = (int8_t)code;
+        sum += code;
+    }
+    return sum;
+}
 #endif

@@ -141,6 +141,11 @@ ALWAYS_INLINE __m256i four_inputs(const int8_t *x) {
     return _mm256_set1_epi32(bits);
 }
 
+// Four inputs of row m of x, in quads of rows (see matrix.h) that are `quad` bytes apart.
+ALWAYS_INLINE __m256i quad_inputs(const int8_t *x, size_t quad, int m) {
+    return four_inputs(x + m / 4 * quad + 4 * (m % 4));
+}
+
 ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
         const int rows,
                                const int sums) {
@@ -155,20 +160,68 @@ ALWAYS_INLINE void dot_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x
     }
 }
 
+ALWAYS_INLINE ints8 dot_signed(ints8 sum, __m256i w, __m256i inputs) {
+#if BYTE_BIAS
+    return DOT_UNSIGNED(sum, _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)), inputs);
+#else
+    return DOT_UNSIGNED(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(inputs, w));
+#endif
+}
+
 ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t stride,
         const int rows,
                              const int sums) {
     UNROLL for (int quarter = 0; quarter < 4; quarter++) {
         __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 32 * quarter));
         UNROLL for (int m = 0; m < rows; m++) {
-            __m256i inputs = four_inputs(x + m * stride + 4 * quarter);
             ints8 *to = sum + m * sums + quarter % sums;
-#if BYTE_BIAS
-            *to = DOT_UNSIGNED(*to, _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)), inputs);
-#else
-            *to = DOT_UNSIGNED(*to, _mm256_abs_epi8(w), _mm256_sign_epi8(inputs, w));
-#endif
+            *to = dot_signed(*to, w, four_inputs(x + m * stride + 4 * quarter));
         }
+    }
+}
+
+// -- tiles of four or eight rows and eight outputs ------------------------------------------------
+
+#if defined(__AVX512VL__)
+#define TALL 8 // of 32 registers; there are 16 without AVX-512
+#else
+#define TALL 4
+#endif
+
+ALWAYS_INLINE void part_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    UNROLL for (int quarter = 0; quarter < 8; quarter++) {
+        __m256i both = _mm256_loadu_si256((const __m256i *)(codes + 32 * (quarter / 2)));
+        __m256i w = _mm256_and_si256(quarter % 2 ? _mm256_srli_epi16(both, 4) : both, mask);
+        UNROLL for (int m = 0; m < TALL; m++)
+            sum[m] = DOT_UNSIGNED(sum[m], w, quad_inputs(x + 16 * quarter, quad, m));
+    }
+}
+
+ALWAYS_INLINE void part_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
+    UNROLL for (int quarter = 0; quarter < 8; quarter++) {
+        __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 32 * quarter));
+        UNROLL for (int m = 0; m < TALL; m++)
+            sum[m] = dot_signed(sum[m], w, quad_inputs(x + 16 * quarter, quad, m));
+    }
+}
+
+ALWAYS_INLINE void part_codes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
+    UNROLL for (int quarter = 0; quarter < 8; quarter++) {
+        __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 32 * quarter));
+        UNROLL for (int m = 0; m < TALL; m++)
+            sum[m] = DOT_UNSIGNED(sum[m], w, quad_inputs(x + 16 * quarter, quad, m));
+    }
+}
+
+// 16 inputs in 4 bits become bytes, in the order of dot_bytes.
+ALWAYS_INLINE void nibbles_to_bytes(uint8_t *to, const uint8_t *codes) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m256i both = _mm256_loadu_si256((const __m256i *)(codes + 32 * i));
+        __m256i *at = (__m256i *)(to + 64 * i);
+        _mm256_storeu_si256(at, _mm256_and_si256(both, mask));
+        _mm256_storeu_si256(at + 1, _mm256_and_si256(_mm256_srli_epi16(both, 4), mask));
     }
 }
 

@@ -206,6 +206,38 @@ ALWAYS_INLINE void dot_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, 
             }
 }
 
+// -- tiles of four rows and eight outputs ---------------------------------------------------------
+
+#define TALL 4
+
+ALWAYS_INLINE void part_bytes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
+    for (int m = 0; m < TALL; m++)
+        for (int j = 0; j < 32; j++)
+            EACH {
+                int code = (int8_t)codes[32 * (j / 4) + 4 * i + j % 4];
+                sum[m].at[i] += code * x[m / 4 * quad + 16 * (j / 4) + 4 * (m % 4) + j % 4];
+            }
+}
+
+ALWAYS_INLINE void part_codes(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
+    part_bytes(sum, codes, x, quad);
+}
+
+// 16 inputs in 4 bits become bytes, in the order of dot_bytes.
+ALWAYS_INLINE void nibbles_to_bytes(uint8_t *to, const uint8_t *codes) {
+    for (int i = 0; i < 64; i++) {
+        to[64 * (i / 32) + i % 32] = codes[i] & 15;
+        to[64 * (i / 32) + 32 + i % 32] = codes[i] >> 4;
+    }
+}
+
+ALWAYS_INLINE void part_nibbles(ints8 *sum, const uint8_t *codes, const int8_t *x, size_t quad) {
+    uint8_t bytes[256];
+    nibbles_to_bytes(bytes, codes);
+    nibbles_to_bytes(bytes + 128, codes + 64);
+    part_bytes(sum, bytes, x, quad);
+}
+
 ALWAYS_INLINE void nibbles_to_floats(floats8 to[8], const uint8_t *codes) {
     for (int j = 0; j < 4; j++) {
         EACH to[j].at[i] = (float)(codes[4 * i + j] & 15);
