@@ -72,13 +72,17 @@ def test_launches_fit_beside_the_next_one_but_not_beside_themselves(monkeypatch)
     """Of Qwen3-8B: gate and up, then down, then q, k and v."""
     monkeypatch.setattr(gather, "BYTE_LAUNCHES", ((16, 2, 16), *gather.BYTE_LAUNCHES))
     device = gpu.GPUS["sm_90a"]
-    books = dict(main=8192, residual=256)
-    gate_up = gather.choose(make((12288, 4096), (12288, 4096), **books)[1].parts, 1, device, plain=False, normed=True)
-    down = gather.choose(make((4096, 12288), **books)[1].parts, 1, device, plain=False)
+
+    def parts(shape, count=1):
+        tensor = VectorQuant.random(shape, 0, dtype=torch.bfloat16, main=8192, residual=256)
+        return vptq.join([vptq.prepare(tensor, dtype=torch.bfloat16, ops=ops, byte_books=True)] * count, None).parts
+
+    gate_up = gather.choose(parts((12288, 4096), count=2), 1, device, plain=False, normed=True)
+    down = gather.choose(parts((4096, 12288)), 1, device, plain=False)
     assert {gate_up.launch.kernel, down.launch.kernel} == {"bytes"} and gate_up.launch.resident == down.launch.resident == 2
     taken = [-(-plan.shared // 128) * 128 + 1024 for plan in (gate_up, down)]
     assert sum(taken) <= device.shared_memory_per_multiprocessor < 2 * taken[1]
-    small = gather.choose(make((1024, 4096), **books)[1].parts, 1, gpu.GPUS["sm_89"], plain=False)  # 99 KB
+    small = gather.choose(parts((1024, 4096)), 1, gpu.GPUS["sm_89"], plain=False)  # 99 KB
     assert small.launch.kernel == "bytes" and small.launch.copies < 16
 
 
