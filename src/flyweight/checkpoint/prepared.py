@@ -180,7 +180,7 @@ def write_beside(path: Path, header: bytes, tensors: list[tuple[int, Tensor]], s
             for offset, tensor in tensors:
                 stream.seek(begin + offset)
                 if tensor.numel():
-                    stream.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+                    stream.write(tensor.flatten().view(torch.uint8).numpy().data)
             stream.truncate(begin + size)
             stream.flush()
             os.fsync(stream.fileno())
