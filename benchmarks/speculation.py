@@ -12,7 +12,8 @@ Kinds of prompts:
     plain     the beginning of a passage of --text, to be continued: nothing to copy
 
 A row for each kind and drafter: tokens a second after the first token (median over prompts), the ratio to no speculation in the
-same run, tokens a step, the share of right guesses, and how many answers are the same token by token. Greedy. On a GPU there
+same run, tokens a step, the share of right guesses, where the time of steps with guesses goes (`host_us`, `step_us`, medians),
+and how many answers are the same token by token. Greedy. On a GPU there
 is a row for each drafter, too, of the memory that it takes: all of it, its weights, and what is beside them.
 """
 
@@ -24,6 +25,7 @@ import json
 import re
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ import torch
 
 from flyweight.engine.llm import LLM, Prompt
 from flyweight.engine.request import Output
+from flyweight.engine.runner import Flight
+from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.head import HeadDrafter
 from flyweight.engine.speculation.model import ModelDrafter
 from flyweight.models.decoder import Decoder
@@ -77,6 +81,56 @@ def prompts_of(options: argparse.Namespace) -> dict[str, list[Prompt]]:
     return {kind: prompts for kind, prompts in found.items() if not options.only or kind in options.only}
 
 
+class StepClock:
+    """Where the time of steps with guesses goes: from a step's tokens being read to the next step's launch (`host`), and from
+    there to its tokens being read (`step`)."""
+
+    def __init__(self, llm: LLM):
+        self.host: list[float] = []
+        self.step: list[float] = []
+        self.read_at = 0.0
+        runner = llm.engine.runner
+        launch = runner.launch
+
+        def timed(works: Sequence[Work], launched: Callable[[], None] | None = None) -> Flight:
+            begun = self.read_at
+
+            def on_its_way() -> None:
+                self.read_at = time.perf_counter()
+                self.host.append(self.read_at - begun)
+                if launched is not None:
+                    launched()
+
+            guessing = any(work.drafts for work in works)
+            return launch(works, on_its_way if guessing else launched)
+
+        runner.launch = timed  # type: ignore[method-assign]
+        land = llm.engine._land
+
+        def landed() -> None:
+            flight = llm.engine.flight
+            if flight is not None:
+                flight.download.lists()
+                now = time.perf_counter()
+                if flight.speculative:
+                    self.step.append(now - self.read_at)
+                self.read_at = now
+            land()
+
+        llm.engine._land = landed  # type: ignore[method-assign]
+
+    def figures(self) -> dict[str, float]:
+        """Medians in microseconds, and then from the beginning again."""
+        found = {
+            f"{name}_us": round(1e6 * statistics.median(values), 1)
+            for name, values in (("host", self.host), ("step", self.step))
+            if values
+        }
+        self.host.clear()
+        self.step.clear()
+        return found
+
+
 def speed(output: Output) -> float:
     """Tokens a second after the first chunk."""
     chunks = output.completions[0].timing.chunks
@@ -85,10 +139,11 @@ def speed(output: Output) -> float:
     return sum(tokens for _, tokens in chunks[1:]) / (chunks[-1][0] - chunks[0][0])
 
 
-def measure(llm: LLM, prompts: list[Prompt], tokens: int) -> tuple[float, dict[str, Any], list[list[int]]]:
+def measure(llm: LLM, prompts: list[Prompt], tokens: int, clock: StepClock) -> tuple[float, dict[str, Any], list[list[int]]]:
     """The second of two rounds: the first captures and compiles."""
     outputs: list[Output] = []
     for _ in range(2):
+        clock.figures()
         if llm.engine.speculator is not None:
             llm.engine.speculator.restart()
         outputs = [llm.generate([prompt], max_tokens=tokens, temperature=0)[0] for prompt in prompts]
@@ -97,6 +152,7 @@ def measure(llm: LLM, prompts: list[Prompt], tokens: int) -> tuple[float, dict[s
     more: dict[str, Any] = {"tokens_per_step": round(sum(map(len, answers)) / max(1, steps), 3)}
     if llm.engine.speculator is not None:
         more |= {name: round(value, 4) for name, value in llm.engine.speculator.figures().items()}
+        more |= clock.figures() if llm.device.type == "cuda" else {}  # a CPU's launch is the step itself
     return statistics.median([speed(output) for output in outputs]), more, answers
 
 
@@ -137,14 +193,19 @@ def main() -> None:
     kinds = prompts_of(options)
     plain: dict[str, tuple[float, list[list[int]]]] = {}
     used_by: dict[str, int] = {}
+    first = LLM(options.model, device=options.device, max_model_len=CONTEXT, blocks=4 * CONTEXT // 16)
+    if first.device.type == "cuda":  # what libraries take once, the first engine's memory would count
+        first.generate([next(iter(kinds.values()))[0]], max_tokens=8, temperature=0)
+    del first
     for drafter in ["off", *options.speculate]:
         begin = time.monotonic()
         held = held_bytes()
         llm = LLM(options.model, device=options.device, speculate=drafter, prefix_cache=False, max_num_seqs=4,
                   max_model_len=CONTEXT, blocks=4 * CONTEXT // 16)
         name = torch.cuda.get_device_name(0) if llm.device.type == "cuda" else "CPU"
+        clock = StepClock(llm)
         for kind, prompts in kinds.items():
-            tok_s, more, answers = measure(llm, prompts, options.tokens)
+            tok_s, more, answers = measure(llm, prompts, options.tokens, clock)
             plain.setdefault(kind, (tok_s, answers))
             without, same = plain[kind]
             row = {"model": options.model, "device": name, "executor": llm.executor, "prompts": kind, "drafter": drafter,

@@ -14,9 +14,11 @@ import argparse
 import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from speculation import CONTEXT, prompts_of
+from vllm_plugin import turn
 
 
 def rate(llm: Any, sampling: Any, prompt: Any, tokens: int) -> tuple[float, int]:
@@ -44,10 +46,10 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=("quoting", "plain", "code", "chat"), help="kinds; all that there are")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
-    parser.add_argument("--utilization", type=float, default=0.1, help="share of the GPU's memory")
+    parser.add_argument("--turn", type=Path, help="a file that is locked while something is measured, as in vllm_plugin.py")
+    parser.add_argument("--cache-gb", type=int, default=1, help="of KV cache")
     options = parser.parse_args()
 
-    import torch
     import vllm
 
     guessing: dict[str, Any] = {}
@@ -55,14 +57,22 @@ def main() -> None:
         guessing["speculative_config"] = {"method": "ngram", "num_speculative_tokens": options.ngram, "prompt_lookup_max": 4,
                                           "prompt_lookup_min": 2}
     llm = vllm.LLM(options.model, dtype="bfloat16", max_model_len=CONTEXT, max_num_seqs=4, enable_prefix_caching=False,
-                   gpu_memory_utilization=options.utilization, compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]},
-                   **guessing)
+                   gpu_memory_utilization=0.05, kv_cache_memory_bytes=options.cache_gb << 30,
+                   compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]}, **guessing)
+    with turn(options.turn):
+        measure(llm, options)
+
+
+def measure(llm: Any, options: argparse.Namespace) -> None:
+    import torch
+    import vllm
+
     for kind, prompts in prompts_of(options).items():
         found: list[tuple[float, int]] = []
         for _ in range(2):
             found = [rate(llm, vllm.SamplingParams, prompt, options.tokens) for prompt in prompts]
         rates = [one for one, count in found if count > 1]
-        row = {"engine": f"vllm {vllm.__version__}", "model": options.model, "device": torch.cuda.get_device_name(0),
+        row = {"engine": f"vllm {vllm.__version__}", "model": Path(options.model).name, "device": torch.cuda.get_device_name(0),
                "prompts": kind, "drafter": f"ngram:{options.ngram}" if options.ngram else "off",
                "tok_s": round(statistics.median(rates), 1), "of": len(rates), "tokens": sum(count for _, count in found)}
         print(json.dumps(row), flush=True)

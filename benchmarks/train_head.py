@@ -46,6 +46,9 @@ from flyweight.models.taps import Taps
 
 KEPT_BACK = 16  # a sequence in so many is never trained on
 CONTEXT = 1024  # tokens of a prompt and its answer, at most
+SEQUENCES = 64  # answers at once
+SLICE = 256  # prompts that are answered together
+SAVED_EVERY = 15.0  # seconds of training
 Sequences = list[list[int]]
 
 
@@ -76,6 +79,22 @@ def answers_of(llm: LLM, prompts: Sequences, tokens: int, *, temperature: float 
             for prompt, output in zip(prompts, outputs, strict=True)]
 
 
+def answers_within(llm: LLM, prompts: Sequences, tokens: int, *, whole: bool,
+                   seconds: float) -> Sequences:
+    """Answers to as many of the prompts as there is time for, by turns the likeliest ones and
+    sampled ones: both are asked for later.
+    """
+    end = time.monotonic() + seconds
+    found: Sequences = []
+    for i, begin in enumerate(range(0, len(prompts), SLICE)):
+        if found and time.monotonic() >= end:
+            break
+        part = prompts[begin : begin + SLICE]
+        temperature = 0.7 if i % 2 else 0.0
+        found += answers_of(llm, part, tokens, temperature=temperature, whole=whole)
+    return found
+
+
 def prompts_of(llm: LLM, files: Sequence[str], length: int, most: int, *, chat: bool = False) -> Sequences:
     """Texts cut into pieces of `length` tokens, as many of each file as it has, up to `most` in all, in
     an order that does not depend on the files'.
@@ -86,11 +105,15 @@ def prompts_of(llm: LLM, files: Sequence[str], length: int, most: int, *, chat: 
         tokens = llm.tokenizer.encode(Path(file).read_text(encoding="utf-8", errors="replace"))
         code = file.endswith(".py")
         pieces += [(code, tokens[i : i + length]) for i in range(0, len(tokens) - length, length)]
+    if not pieces:
+        raise SystemExit(f"the texts have no piece of {length} tokens: give longer ones, or --prompt")
     chance = random.Random(0)
     chance.shuffle(pieces)
     if not chat:
         return [piece for _, piece in pieces[:most]]
-    return [llm.prepare(question(llm, piece, code, chance)).tokens for code, piece in pieces[:most]]
+    # something else can be asked about the same piece
+    asked = itertools.islice(itertools.cycle(pieces), most)
+    return [llm.prepare(question(llm, piece, code, chance)).tokens for code, piece in asked]
 
 
 def question(llm: LLM, piece: list[int], code: bool, chance: random.Random) -> Any:
@@ -116,17 +139,25 @@ def frequent(sequences: Sequences, count: int, vocabulary: int) -> Tensor:
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head whose parameters have the names of its files."""
+    """An EAGLE-3 head whose parameters have the names of its files.
 
-    def __init__(self, llm: LLM, kept: Tensor):
+    Some of the model's hidden values are a thousand times as large as others. `fc` learns from all
+    of them divided by their usual size (`sizes`), which its stored weights make up for.
+    """
+
+    def __init__(self, llm: LLM, kept: Tensor, sizes: Tensor):
         super().__init__()
         target = llm.decoder
-        self.config = eagle3.RandomHead(target, len(kept)).config
+        self.config = head_config(llm, len(kept))
         self.shape = target.config
         self.register_buffer("kept", kept.to(target.device))
+        self.register_buffer("sizes", sizes.to(target.device))
         self.weights = nn.ParameterDict({
             name.replace(".", "/"): nn.Parameter(tensor.float().to(target.device))
             for name, tensor in first_weights(llm, kept, eagle3.shapes(self.config, target.config.hidden_size)).items()})
+        with torch.no_grad():
+            width = self.shape.hidden_size
+            self["fc"][:, -width:] *= self.sizes[-width:]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[f"{name}.weight".replace(".", "/")]
@@ -174,14 +205,16 @@ class Head(nn.Module):
     def guesses(self, states: Tensor, embedded: Tensor, count: int) -> Iterator[Tensor]:
         """Logits [batch, tokens, vocabulary of the head] of the first, second, … guess behind every place. `states` [batch,
         tokens, …] of the model; `embedded` has `count` tokens more, the first behind the first place."""
-        hidden, tokens = self.linear(states, "fc"), states.shape[1]
+        hidden, tokens = self.linear(states / self.sizes, "fc"), states.shape[1]
         seen: list[tuple[Tensor, Tensor]] = []
         for guess in range(count):
             hidden = self.step(embedded[:, guess : guess + tokens], hidden, seen)
             yield self.linear(self.norm(hidden, "norm"), "lm_head")
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        tensors = {name.replace("/", "."): value.detach().to(dtype).cpu().contiguous() for name, value in self.weights.items()}
+        tensors = {name.replace("/", "."): value.detach() for name, value in self.weights.items()}
+        tensors["fc.weight"] = tensors["fc.weight"] / self.sizes
+        tensors = {name: value.to(dtype).cpu().contiguous() for name, value in tensors.items()}
         kept = self.kept.cpu()
         tensors["d2t"] = kept - torch.arange(len(kept))
         tensors["t2d"] = torch.isin(torch.arange(self.shape.vocab_size), kept)
@@ -190,8 +223,8 @@ class Head(nn.Module):
 
 
 def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """fc takes the last of the model's states as they are, the layer is the model's last, which makes nothing of embeddings yet;
-    lm_head and norm are the model's own. What the files name otherwise is small noise or ones."""
+    """fc takes the last of the model's states as they are and hardly the others, the layer is the model's last, which makes
+    little of embeddings yet; lm_head and norm are the model's own. What the files name otherwise is small noise or ones."""
     target = llm.decoder
     generator = torch.Generator().manual_seed(0)
     found = {}
@@ -199,7 +232,7 @@ def first_weights(llm: LLM, kept: Tensor, shapes: dict[str, tuple[int, ...]]) ->
         if name not in ("d2t", "t2d"):
             found[name] = torch.randn(shape, generator=generator) * 0.02 if len(shape) == 2 else torch.ones(shape)
     hidden, last = target.config.hidden_size, f"model.layers.{target.config.layers - 1}."
-    found["fc.weight"][:, -hidden:] += torch.eye(hidden)
+    found["fc.weight"][:, -hidden:] = torch.eye(hidden)
     for name in list(found):
         own = name.removeprefix("midlayer.").replace("input_layernorm", "").replace("hidden_norm", "input_layernorm")
         if name.startswith("midlayer.") and own and llm.weights.has(last + own):
@@ -281,10 +314,24 @@ def batches(sequences: Sequences, size: int, device: torch.device, first: int = 
         yield Taught(tokens.to(device), lengths.to(device))
 
 
-def tap(target: Decoder, head: Head) -> None:
+def head_config(llm: LLM, vocabulary: int) -> dict[str, Any]:
+    return eagle3.RandomHead(llm.decoder, vocabulary).config
+
+
+def tap(target: Decoder, config: dict[str, Any]) -> None:
     layers = target.config.layers
-    places = head.config.get("eagle_aux_hidden_state_layer_ids") or eagle3.default_places(layers)
+    places = config.get("eagle_aux_hidden_state_layer_ids") or eagle3.default_places(layers)
     target.taps = Taps(places, target.config.hidden_size, rows=0, dtype=target.dtype, device=target.device)
+
+
+def usual_sizes(target: Decoder, batch: Taught) -> Tensor:
+    """Of each of the hidden values that a head reads: its median over tokens."""
+    with torch.inference_mode():
+        target.forward_whole(batch.tokens)
+        assert target.taps is not None
+        places = batch.counted(batch.tokens.shape[1], 0).bool()
+        found = target.taps.states[places].float().abs().median(0).values
+    return found.clamp(min=1e-3).clone()
 
 
 def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int, steps: int, minutes: float = 1e9,
@@ -292,22 +339,23 @@ def train_head(llm: LLM, sequences: Sequences, folder: Path, *, vocabulary: int,
     """Train, or go on training, into `folder`; returns losses and shares of right guesses on what was kept back."""
     kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
     target = llm.decoder
-    head = Head(llm, frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size))
-    tap(target, head)
+    kept = frequent(taught, min(vocabulary, target.config.vocab_size), target.config.vocab_size)
+    tap(target, head_config(llm, len(kept)))
+    head = Head(llm, kept, usual_sizes(target, next(batches(taught, batch, target.device))))
 
     def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
         return Lesson(target, head, batch, unroll).loss(head, unroll)
 
     found = train(head, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
-                  device=target.device, say=say)
-    head.save(folder, target.dtype)
+                  device=target.device, say=say, write=lambda: head.save(folder, target.dtype))
     return found
 
 
 def train(module: nn.Module, loss_of: Callable[[Taught], tuple[Tensor, list[float]]], texts: tuple[Sequences, Sequences],
           folder: Path, *, steps: int, minutes: float, batch: int, rate: float, device: torch.device,
-          say: Callable[[str], None]) -> dict[str, Any]:
-    """Until `steps` are done or `minutes` are over. What is kept back is looked at in a few batches of all lengths."""
+          say: Callable[[str], None], write: Callable[[], None]) -> dict[str, Any]:
+    """Until `steps` are done or `minutes` are over. What is kept back is looked at in a few batches of all lengths. `write`:
+    the files that are run, written now and then, so that a run that is cut off leaves some."""
     taught, kept_back = texts
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     state, done = folder / "training.pt", 0
@@ -329,8 +377,12 @@ def train(module: nn.Module, loss_of: Callable[[Taught], tuple[Tensor, list[floa
         means = [round(statistics.mean(column), 4) for column in zip(*shares, strict=True)]
         return round(statistics.mean(losses), 4), means
 
+    def save() -> None:
+        torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, state)
+        write()
+
     before = check()
-    begin = time.monotonic()
+    begin = saved_at = time.monotonic()
     for lesson in batches(taught, batch, device, done):
         past, left = (time.monotonic() - begin) / max(1e-9, 60 * minutes), 1 - done / steps
         share = min(left, 1 - past)
@@ -346,45 +398,80 @@ def train(module: nn.Module, loss_of: Callable[[Taught], tuple[Tensor, list[floa
         done += 1
         if done % 200 == 0:
             say(f"step {done}: loss {loss.item():.3f}, right {[round(one, 3) for one in right]}")
-            torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, state)
-    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, state)
+        if time.monotonic() - saved_at > SAVED_EVERY:
+            save()
+            saved_at = time.monotonic()
+    save()
     after = check()
     return {"steps": done, "loss_before": before[0], "right_before": before[1], "loss": after[0], "right": after[1]}
 
 
-def train_student(source: str, target: Decoder, sequences: Sequences, folder: Path, *, layers: int, steps: int,
+def student_of(llm: LLM, layers: int) -> nn.Module:
+    """A model of transformers with so many of the model's layers, evenly chosen, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored = dict(llm.weights.config)
+    stored.pop("quantization_config", None)
+    count = stored["num_hidden_layers"]
+    chosen = [round(i * (count - 1) / max(1, layers - 1)) for i in range(layers)]
+    stored["num_hidden_layers"] = layers
+    if kinds := stored.get("layer_types"):
+        stored["layer_types"] = [kinds[i] for i in chosen]
+    config = AutoConfig.for_model(**stored)
+    student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    own = student.state_dict()
+    for name, value in own.items():
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            parts[2] = str(chosen[int(parts[2])])
+        wanted = ".".join(parts)
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        value.copy_(stored_weight(llm.weights, wanted).reshape(value.shape))
+    student.to(llm.device)
+    return student
+
+
+def stored_weight(weights: Any, name: str) -> Tensor:
+    """Of a checkpoint in any format, written out."""
+    prefix = name.removesuffix(".weight")
+    if name.endswith(".weight") and not prefix.endswith("norm"):
+        return weights.linear(prefix).dequantize().float()
+    return weights.tensor(name).float()
+
+
+def train_student(llm: LLM, sequences: Sequences, folder: Path, *, layers: int, steps: int,
                   minutes: float, batch: int, rate: float) -> dict[str, Any]:
     """A model with fewer layers of the same width, through transformers, which writes the folder."""
-    from transformers import AutoModelForCausalLM
-
-    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(target.device)
-    count = len(whole.model.layers)
-    chosen = [round(i * (count - 1) / max(1, layers - 1)) for i in range(layers)]
-    whole.model.layers = nn.ModuleList(whole.model.layers[i] for i in chosen)
-    for i, layer in enumerate(whole.model.layers):
-        layer.self_attn.layer_idx = i
-    whole.config.num_hidden_layers = layers
-    if kinds := getattr(whole.config, "layer_types", None):
-        whole.config.layer_types = [kinds[i] for i in chosen]
-    for parameter in whole.get_input_embeddings().parameters():
+    target = llm.decoder
+    student = student_of(llm, layers)
+    for parameter in student.get_input_embeddings().parameters():
         parameter.requires_grad_(False)  # and with it a tied head
 
     def loss_of(batch: Taught) -> tuple[Tensor, list[float]]:
         with torch.inference_mode():
             wanted = target.forward_whole(batch.tokens)
-        logits = whole(batch.tokens, use_cache=False).logits.float()
+        wanted = wanted.clone().float()
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
+            logits = student(batch.tokens, use_cache=False).logits
+        logits = logits.float()
         counted = batch.counted(logits.shape[1], 0)
         missed = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         found = logits.argmax(-1) == wanted.argmax(-1)
         return mean(missed, counted), [mean(found.float(), counted).item()]
 
+    def write() -> None:
+        tensors = {name: value.to(target.dtype) for name, value in student.state_dict().items()}
+        student.save_pretrained(folder, state_dict=tensors)
+        config = json.loads((folder / "config.json").read_text())
+        config["dtype"] = str(target.dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        if llm.tokenizer is not None:
+            llm.tokenizer.inner.save_pretrained(folder)
+
     kept_back, taught = sequences[::KEPT_BACK], [one for i, one in enumerate(sequences) if i % KEPT_BACK]
-    found = train(whole, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
-                  device=target.device, say=print)
-    whole.to(target.dtype).save_pretrained(folder)
-    for file in Path(source).glob("*token*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return found
+    return train(student, loss_of, (taught, kept_back), folder, steps=steps, minutes=minutes, batch=batch, rate=rate,
+                 device=target.device, say=print, write=write)
 
 
 def main() -> None:
@@ -393,10 +480,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", action="append", required=True, help="a file to cut prompts from; may be given several times")
     parser.add_argument("--student", type=int, default=0, metavar="LAYERS", help="train a model of so many layers, not a head")
-    parser.add_argument("--layers-from", metavar="FOLDER", help="a student's first layers, where the model is no folder that "
-                        "transformers reads")
     parser.add_argument("--chat", action="store_true", help="ask about the texts, in the model's chat template")
     parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--answer-minutes", type=float, default=2.0, help="of answering, at most")
+    parser.add_argument("--answers", type=Path, help="answers.json of another run with this model")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -410,18 +497,20 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     llm = LLM(options.model, device=options.device, native=False if options.device == "cpu" else None,
-              max_model_len=CONTEXT, blocks=64 * CONTEXT // 16)
-    stored = options.out / "answers.json"
+              max_model_len=CONTEXT, max_num_seqs=SEQUENCES, blocks=SEQUENCES * CONTEXT // 16)
+    stored = options.answers or options.out / "answers.json"
     if not stored.exists():
         begin = time.monotonic()
         prompts = prompts_of(llm, options.text, options.prompt, options.prompts, chat=options.chat)
-        answers = answers_of(llm, prompts, options.answer, whole=not options.chat)
+        print(f"{len(prompts)} prompts in {time.monotonic() - begin:.0f} s", flush=True)
+        answers = answers_within(llm, prompts, options.answer, whole=not options.chat,
+                                 seconds=60 * options.answer_minutes)
         stored.write_text(json.dumps(answers))
         print(f"{len(answers)} answers in {time.monotonic() - begin:.0f} s", flush=True)
     sequences = json.loads(stored.read_text())
     common: dict[str, Any] = dict(steps=options.steps, minutes=options.minutes, batch=options.batch, rate=options.rate)
     if options.student:
-        found = train_student(options.layers_from or options.model, llm.decoder, sequences, options.out, layers=options.student, **common)
+        found = train_student(llm, sequences, options.out, layers=options.student, **common)
     else:
         found = train_head(llm, sequences, options.out, vocabulary=options.vocabulary, unroll=options.unroll, **common)
     print(json.dumps({"model": options.model, "student_layers": options.student or None} | found))

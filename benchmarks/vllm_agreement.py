@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_agreement.py --model smollm2-135m --text valid.txt --out rows.jsonl      saved row by row
 
-Each folder is rounded to nearest and written in one of the formats; vLLM gives the log-probabilities of a prompt of 512
+Rows name whose kernels multiplied: `vllm-plugin` with ours, `vllm` without (`FLYWEIGHT_VLLM=off`). Each folder is rounded to nearest and written in one of the formats; vLLM gives the log-probabilities of a prompt of 512
 tokens (`prompt_logprobs`), Flyweight those of its exact path (weights dequantized to float32, activations quantized only
 where the format says so). vLLM computes in float16, so near-ties may fall the other way: they agree where every position
 with another likeliest token has its two best within TIES of each other, and the text's own tokens differ by less than
@@ -29,10 +29,12 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # is compiled for min
 
 import torch
 from torch import Tensor
+from vllm_plugin import architectures, look_at
 
 from flyweight.bench.rows import ResultFile, environment_row, make_row
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.models.decoder import Decoder
+from flyweight.plugins import vllm as plugin
 from flyweight.quant.quantize import quantize
 from flyweight.quant.recipe import Recipe
 from flyweight.quant.subject import encode
@@ -65,19 +67,25 @@ def ours(folder: Path, ids: list[int], device: str, rounded: torch.dtype | None 
     return torch.log_softmax(model.forward_whole(torch.tensor([ids], device=device))[0, :-1], -1).cpu()
 
 
-def theirs(folder: Path, ids: list[int], dtype: str) -> list[dict[int, tuple[int, float]]]:
-    """By position: token → (rank, log-probability) of the two likeliest and of the text's own."""
+Places = list[dict[int, tuple[int, float]]]  # by position: token → (rank, log-probability)
+
+
+def theirs(folder: Path, ids: list[int], dtype: str) -> tuple[Places, dict[str, int]]:
+    """Of the two likeliest tokens and of the text's own; and which classes multiplied, how many linears each."""
     from vllm import LLM, SamplingParams
 
+    small = dict(kv_cache_memory_bytes=1 << 30) if torch.cuda.is_available() else {}
+    look_at(architectures(str(folder)))
     engine = LLM(model=str(folder), dtype=dtype, enforce_eager=True, max_model_len=2 * POSITIONS, max_num_seqs=4,
-                 gpu_memory_utilization=0.1, enable_prefix_caching=False, disable_log_stats=True)
+                 gpu_memory_utilization=0.05, enable_prefix_caching=False, disable_log_stats=True, **small)
     output = engine.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2),
                              use_tqdm=False)[0]
     found = [{token: (item.rank, item.logprob) for token, item in place.items()} for place in output.prompt_logprobs[1:]]
+    kernels = engine.apply_model(plugin.kernels_of)[0]
     del engine
     gc.collect()
     torch.cuda.empty_cache()
-    return found
+    return found, kernels
 
 
 def far(expected: Tensor, likeliest: list[int], own: list[float], ids: list[int]) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def own_tokens(logs: Tensor, ids: list[int]) -> list[float]:
     return found
 
 
-def compare(expected: Tensor, found: list[dict[int, tuple[int, float]]], ids: list[int],
+def compare(expected: Tensor, found: Places, ids: list[int],
             rounded: Tensor | None = None) -> dict[str, Any]:
     """`rounded`: ours once more with rounded inputs, which sets the bound."""
     likeliest = [next(token for token, (rank, _) in place.items() if rank == 1) for place in found]
@@ -123,10 +131,12 @@ def main() -> None:
     options = parser.parse_args()
     environment, file = environment_row(options.device), ResultFile(options.out)
     file.append([environment])
+    active = bool(plugin.wanted_parts(os.environ.get(plugin.SETTING, "")))
+    (plugin.register if active else plugin.withdraw)()
     for name in options.folders:
         form, settings = FOLDERS[name]
         shared = dict(check="vllm", tool="vllm", model=Path(options.model).name, scheme=name, format=form, weights="trained",
-                      dtype=options.dtype)
+                      dtype=options.dtype, backend="vllm-plugin" if active else "vllm")
         try:
             folder = options.work / name
             recipe = Recipe.from_dict({"name": name, "solver": "rtn"} | settings, name)
@@ -134,7 +144,8 @@ def main() -> None:
             checkpoint = Checkpoint(folder)
             ids = encode(checkpoint.tokenizer(), options.text.read_text(encoding="utf-8"))[0][:POSITIONS]
             rounded = ours(folder, ids, options.device, getattr(torch, options.dtype)) if name in ACTIVATIONS else None
-            facts = compare(ours(folder, ids, options.device), theirs(folder, ids, options.dtype), ids, rounded)
+            found, kernels = theirs(folder, ids, options.dtype)
+            facts = compare(ours(folder, ids, options.device), found, ids, rounded) | dict(linear_kernels=kernels)
             row = make_row("quality", environment["id"], checkpoint=checkpoint.hash(), text=options.text.name, **shared, **facts)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"[:800]

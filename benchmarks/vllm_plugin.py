@@ -15,25 +15,34 @@ classes that multiplied (`linear_kernels`).
 
 MODEL@SIDES@SHAPES@SAMPLING says it for one model: `native,off@1,64@greedy+top_p=0.9`; SHAPES are
 batches, workloads of `bench latency` or all of them (`workloads`), and more pairs of shapes and
-sampling may follow. A side that has not started after `--start-seconds` is
-ended (of the first model: after twice that), and a row says that it failed.
+sampling may follow. `preset:NAME:SCHEME*12@off` is the model with twelve layers, for vLLM alone. A
+side that has not started after `--start-seconds` is ended, and a row says that it failed. `--turn
+FILE`: others that lock this file wait while something is started or measured here.
+
+vLLM takes half a minute to be imported, and again to look at a model's class in a process of its
+own. So its engines are forks of one process that has imported it, and look at the class in their
+own process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
+import fcntl
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,6 +54,7 @@ from flyweight.bench.rows import ResultFile, Row, environment_row, make_row, rou
 from flyweight.bench.timing import batch_figures, random_prompts
 from flyweight.bench.workloads import LATENCY, Workload
 from flyweight.checkpoint.reader import Checkpoint
+from flyweight.models import presets
 from flyweight.quant.subject import encode
 
 SIDES = {  # → backend
@@ -56,6 +66,13 @@ SIDES = {  # → backend
 }
 MODES = {"on": "decode graphs", "off": "decode graphs", "native": None}  # others are compiled
 WARM = 24  # tokens
+IMPORTED = [  # by the process whose forks vLLM's engines are
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.model_executor.models.qwen3",
+]
 GREEDY = "greedy"
 THEN = "then"
 
@@ -84,12 +101,16 @@ def work(channel: Connection) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     side = channel.recv()
     if side != "native":
-        importlib.import_module("vllm")  # half a minute: while others are measured
+        importlib.import_module("vllm")
     order = channel.recv()
     if order["traceback_seconds"]:
         faulthandler.dump_traceback_later(order["traceback_seconds"], repeat=True)
     begin = time.perf_counter()
     try:
+        if side != "native":
+            look_at(order["architectures"])
+        if order["layers"]:
+            shorten(order["layers"])
         options = EngineOptions(dtype=order["dtype"], extra=order["extra"])
         engine = create(SIDES[side], order["model"], options)
         engine.start(Limits(**order["limits"]))
@@ -111,6 +132,48 @@ def work(channel: Connection) -> None:
         except Exception as error:
             channel.send({"fault": f"{type(error).__name__}: {error}"[:800]})
     engine.stop()
+
+
+def look_at(architectures: list[str]) -> None:
+    """At a model's class in this process, where vLLM would start another one for it."""
+    from vllm import ModelRegistry
+
+    for name in architectures:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def shorten(layers: int) -> None:
+    """Presets of this process have so many layers."""
+    whole = presets.preset_config
+    presets.preset_config = lambda name: whole(name) | dict(num_hidden_layers=layers)
+
+
+def work_forked(channel: Connection, log: str, environment: dict[str, str], gpu: bool) -> None:
+    """`work` in a fork of the process that has imported vLLM, or from the beginning where a GPU
+    cannot be used in forks.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if gpu and not _gpu_works():
+        os.set_inheritable(channel.fileno(), True)
+        command = [sys.executable, __file__, "--worker", str(channel.fileno())]
+        os.execve(command[0], command, environment)
+    work(channel)
+
+
+def _gpu_works() -> bool:
+    import torch
+
+    try:
+        torch.zeros(1, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        print(f"no fork: {error}", flush=True)
+        return False
+    return True
 
 
 def _torch_version() -> str:
@@ -180,12 +243,16 @@ class Subject:
     model: str
     sides: tuple[str, ...]
     cells: tuple[tuple[Workload, str], ...]  # with how tokens are chosen
+    layers: int | None = None  # fewer than the model's own
 
     @classmethod
     def parse(cls, text: str, options: argparse.Namespace) -> Subject:
         model, named, *rest = f"{text}@".split("@") if "@" not in text else text.split("@")
         rest += [""] * (len(rest) % 2 or 2 * (not rest))  # shapes and sampling by turns
+        model, _, layers = model.partition("*")
         sides = tuple(named.split(",")) if named else tuple(options.sides)
+        if layers and "native" in sides:
+            raise SystemExit(f"{text}: fewer layers are for vLLM; ours: benchmarks/families.py")
         wrong = [side for side in sides if side not in SIDES]
         if wrong:
             raise SystemExit(f"{text}: {wrong[0]!r} is none of {', '.join(SIDES)}")
@@ -195,7 +262,7 @@ class Subject:
             for chosen in (sampling.split("+") if sampling else options.sampling)
             for shape in shapes_of(shapes, options)
         ]
-        return cls(model, sides, tuple(cells))
+        return cls(model, sides, tuple(cells), int(layers) if layers else None)
 
     @property
     def shapes(self) -> list[Workload]:
@@ -225,17 +292,29 @@ class Engine:
         self.log = folder / f"{name}.log"
         self.told: Row = {}
         self.channel, theirs = Pipe()
+        environment = environment_of(side, options)
+        own = side == "native" or options.no_forks
+        self.process = (self._begun if own else self._forked)(theirs, environment)
+        theirs.close()  # so that the end of the process is the end of the channel
+        self.channel.send(side)
+
+    def _begun(self, theirs: Connection, environment: dict[str, str]) -> Any:
         command = [sys.executable, __file__, "--worker", str(theirs.fileno())]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
-                env=environment_of(side, options),
+                env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
             )
-        theirs.close()  # so that the end of the process is the end of the channel
-        self.channel.send(side)
+
+    def _forked(self, theirs: Connection, environment: dict[str, str]) -> Any:
+        context = multiprocessing.get_context("forkserver")
+        given = (theirs, str(self.log), environment, _has_gpu())
+        found = context.Process(target=work_forked, args=given)
+        found.start()
+        return found
 
     def begin(self, order: Row) -> None:
         self.channel.send(order | {"model": self.model})
@@ -261,13 +340,12 @@ class Engine:
         return found
 
     def stop(self) -> None:
-        if self.process.poll() is not None:
-            return
         try:
             self.channel.send(None)
-            self.process.wait(5)
-        except (OSError, subprocess.TimeoutExpired):
-            self.process.kill()
+            self.channel.poll(5)  # its end is the end of the channel
+        except OSError:
+            pass
+        self.process.kill()
 
 
 def environment_of(side: str, options: argparse.Namespace) -> dict[str, str]:
@@ -291,6 +369,7 @@ class Bench:
         self.facts = facts_of(Variant.parse(subject.model))
         self.vocabulary = self.facts.vocabulary or 1000
         self.engines: list[Engine] = []
+        self.repeats: int = options.repeats
 
     @property
     def limits(self) -> Limits:
@@ -304,7 +383,8 @@ class Bench:
     def begin(self) -> None:
         limits = self.limits
         vllm = dict(batch=limits.batch, context=limits.context, tokens=None)
-        order = dict(dtype=self.options.dtype, traceback_seconds=self.options.traceback_seconds)
+        order: Row = dict(dtype=self.options.dtype, architectures=architectures(self.subject.model))
+        order |= dict(traceback_seconds=self.options.traceback_seconds, layers=self.subject.layers)
         sizes = sorted({shape.batch for shape in self.subject.shapes})
         for engine in self.engines:
             if engine.side == "native":
@@ -351,15 +431,21 @@ class Bench:
             "start_s": told.get("seconds"),
             "vllm_mode": MODES.get(engine.side, "compiled") if self.subject.shapes else "eager",
         }
+        if self.subject.layers:  # what was known is of the whole model
+            row |= dict(layers=self.subject.layers, size_gb=None, file_bits_per_weight=None)
         self.file.append([make_row(bench, self.id, **rounded(row | fields))])
 
     def speed(self, text: str) -> None:
         """`text`: how tokens are chosen."""
         for shape in [shape for shape, chosen in self.subject.cells if chosen == text]:
-            for engine in list(self.engines):
+            for engine in self.measured(text):
                 self.attempt(engine, shape, text, seed=-2, output=WARM)
                 self.attempt(engine, shape, text, seed=-1, output=WARM)
             self.turns(shape, text)
+
+    def measured(self, text: str) -> list[Engine]:
+        chosen = SIDES if text == GREEDY else self.options.sampled_sides
+        return [engine for engine in self.engines if engine.side in chosen]
 
     def attempt(self, engine: Engine, *shape: Any, **options: Any) -> Row | None:
         """None: it has failed, now or before, and is no longer among the engines."""
@@ -383,11 +469,12 @@ class Bench:
         )
 
     def turns(self, shape: Workload, text: str) -> None:
-        rates: dict[str, list[float]] = {engine.side: [] for engine in self.engines}
+        engines = self.measured(text)
+        rates: dict[str, list[float]] = {engine.side: [] for engine in engines}
         fields = dict(workload=shape.name, batch=shape.batch, input=shape.input)
         fields |= dict(output=shape.output) | ({} if text == GREEDY else {"sampling": text})
-        for repeat in range(self.options.repeats):
-            for engine in list(self.engines) if repeat % 2 else self.engines[::-1]:
+        for repeat in range(self.repeats):
+            for engine in engines if repeat % 2 else engines[::-1]:
                 figures = self.attempt(engine, shape, text, seed=repeat)
                 if figures is None:
                     continue
@@ -395,7 +482,7 @@ class Bench:
                 self.write(engine, repeat=repeat + 1, **fields, **figures)
         median = {side: statistics.median(found) for side, found in rates.items() if found}
         told = ", ".join(f"{side} {rate:.1f}" for side, rate in median.items())
-        last = self.engines[-1].side if self.engines else ""
+        last = list(median)[-1] if median else ""
         ratios = {side: rate / median[last] for side, rate in median.items() if side != last}
         over = "".join(f", {side} {ratio:.3f} x {last}" for side, ratio in ratios.items())
         what = f"{self.subject.model} batch {shape.batch} x {shape.input}+{shape.output} {text}"
@@ -404,7 +491,15 @@ class Bench:
     def agree(self) -> None:
         """Of every side with the last one."""
         ids = self.prompt()
-        *others, last = [(engine, engine.ask(do="forced", ids=ids)) for engine in self.engines]
+        asked = []
+        for engine in list(self.engines):
+            try:
+                asked.append((engine, engine.ask(do="forced", ids=ids)))
+            except Failed as error:
+                self.drop(engine, str(error))
+        if len(asked) < 2:
+            return
+        *others, last = asked
         for engine, found in others:
             fields = compared(found, last[1]) | {"against": SIDES[last[0].side]}
             self.write(engine, "quality", check="forced", tool="vllm", **fields)
@@ -416,6 +511,14 @@ class Bench:
             return random_prompts(1, count, vocabulary=self.vocabulary, seed=0)[0]
         tokenizer = Checkpoint(self.subject.model).tokenizer()
         return encode(tokenizer, self.options.text.read_text(encoding="utf-8"))[0][:count]
+
+
+def architectures(model: str) -> list[str]:
+    if model.startswith("preset:"):
+        config = presets.preset_config(model.split(":")[1])
+    else:
+        config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    return list(config.get("architectures") or [])
 
 
 def compared(found: Row, other: Row) -> Row:
@@ -442,13 +545,17 @@ def parse() -> argparse.Namespace:
     add("--input", type=int, default=128)
     add("--output", type=int, default=128)
     add("--sampling", nargs="+", default=[GREEDY], help="greedy, or as `bench --sampling` takes it")
+    add("--sampled-sides", nargs="+", default=list(SIDES), help="for tokens that are not greedy")
     add("--repeats", type=int, default=3)
+    add("--later-repeats", type=int, help="of all models but the first; default: as many")
     add("--agree", type=int, default=0, metavar="N", help="compare N teacher-forced positions")
     add("--text", type=Path, help="of --agree, for a folder with a tokenizer; else random tokens")
     add("--dtype")
+    add("--turn", type=Path, help="a file that is locked while something is started or measured")
     add("--cache-gb", type=int, help="of KV cache, of each vLLM; default: what is needed")
     add("--option", action="append", default=[], metavar="NAME=JSON", help="more of vLLM's LLM")
     add("--native-path", help="PYTHONPATH of our engine, where vLLM brings its own torch")
+    add("--no-forks", action="store_true", help="every side imports vLLM itself")
     add("--start-seconds", type=float, default=600, help="after which a side counts as failed")
     add("--traceback-seconds", type=float, default=0, help="a starting side prints where it is")
     add("--logs", type=Path, help="folder for the sides' logs")
@@ -461,6 +568,9 @@ def main() -> None:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="flyweight-vllm-plugin-"))
     folder.mkdir(parents=True, exist_ok=True)
     file = ResultFile(options.out)
+    if not options.no_forks:  # imports while models are looked at
+        forkserver.set_forkserver_preload(IMPORTED)
+        forkserver.ensure_running()
     waves: list[list[Bench]] = [[]]
     for text in options.models:
         if text == THEN:
@@ -468,17 +578,32 @@ def main() -> None:
         else:
             waves[-1].append(Bench(Subject.parse(text, options), options, file))
     benches = [bench for wave in waves for bench in wave]
+    for bench in benches[1:]:
+        bench.repeats = options.later_repeats or options.repeats
     for bench in benches:
         bench.launch(folder)
     environment = environment_row("cuda" if _has_gpu() else "cpu", measure_bandwidth=False)
     file.append([environment])
     try:
         for wave in waves:
-            run(wave, options, environment["id"])
+            with turn(options.turn):
+                run(wave, options, environment["id"])
     finally:
         for bench in benches:
             for engine in bench.engines:
                 engine.process.kill()
+
+
+@contextlib.contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """While it is locked, nobody else measures who waits for the same file."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    time.sleep(2)  # who has waited comes first
 
 
 def run(benches: list[Bench], options: argparse.Namespace, environment: str) -> None:
@@ -488,8 +613,7 @@ def run(benches: list[Bench], options: argparse.Namespace, environment: str) -> 
         bench.id = environment
         bench.begin()
     for bench in benches:
-        patience = 2 if bench is benches[0] else 1
-        bench.wait(begun + patience * options.start_seconds)
+        bench.wait(begun + options.start_seconds)
     for bench in benches:
         folder = not bench.subject.model.startswith("preset:")  # else weights differ
         if options.agree and folder and len(bench.engines) > 1:

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from trials import Constants, assignments
@@ -22,6 +23,7 @@ from flyweight.batch import KVStorage
 from flyweight.engine import runner
 from flyweight.engine.core import Engine
 from flyweight.engine.graphs import DecodeGraphs
+from flyweight.engine.loading import choose_dtype, open_model
 from flyweight.engine.memory import CacheShape
 from flyweight.engine.request import Request, SamplingParams
 from flyweight.engine.rows import Rows
@@ -251,9 +253,20 @@ def head_times(drafter: HeadDrafter) -> dict[str, float]:
             "chain_ms": round(milliseconds(lambda: graphs.chain(1)), 4)}
 
 
+def load(options: argparse.Namespace, device: torch.device) -> Decoder:
+    """Random weights of a preset, or a model's own."""
+    if Path(options.model).exists():
+        checkpoint, _ = open_model(options.model, device)
+        dtype = choose_dtype(None, checkpoint.config, device)
+        options.scheme = "as stored"
+        return Decoder.load(narrow_head(checkpoint, options.head), device=device, dtype=dtype)
+    weights = narrow_head(PresetWeights(options.model, options.scheme, device=device), options.head)
+    return Decoder.load(weights, device=device, dtype=torch.bfloat16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--model", default="qwen3-8b", help="a preset, or a file or folder")
     parser.add_argument("--scheme", default="int4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--head", default=None, help="bits of the model's own head, as `flyweight serve --head` takes them")
@@ -264,8 +277,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     begin = time.perf_counter()
-    weights = narrow_head(PresetWeights(options.model, options.scheme, device=device), options.head)
-    decoder = Decoder.load(weights, device=device, dtype=torch.bfloat16)
+    decoder = load(options, device)
     facts = {"model": options.model, "scheme": options.scheme, "head": options.head or "stored", "context": options.context,
              "gpu": torch.cuda.get_device_name(0), "load_s": round(time.perf_counter() - begin, 1)}
     costs = step_costs(decoder, options.context, kernels=options.kernels)

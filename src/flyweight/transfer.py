@@ -40,10 +40,11 @@ def upload(
         if into is None
         else into[:total].copy_(staged, non_blocking=True)
     )
-    return [
-        moved[start : start + array.nbytes].view(torch_type(array)).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
-    ]
+    found = []
+    for start, array in zip(starts, arrays, strict=True):
+        part = moved[start : start + array.nbytes].view(torch_type(array.dtype))
+        found.append(part if array.ndim == 1 else part.view(array.shape))
+    return found
 
 
 @functools.cache
@@ -67,8 +68,9 @@ def upload_beside(device: torch.device, *arrays: numpy.ndarray) -> list[Tensor]:
     return moved
 
 
-def torch_type(array: numpy.ndarray) -> torch.dtype:
-    return torch.from_numpy(numpy.empty(0, array.dtype)).dtype
+@functools.cache
+def torch_type(dtype: numpy.dtype) -> torch.dtype:
+    return torch.from_numpy(numpy.empty(0, dtype)).dtype
 
 
 class Download:

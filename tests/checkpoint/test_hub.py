@@ -1,5 +1,7 @@
 import hashlib
 import os
+import subprocess
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -156,3 +158,21 @@ def test_a_hub_model_without_safetensors_is_refused(hub_cache):
 def test_a_hub_model_that_is_not_cached_says_so_when_offline(hub_cache):
     with pytest.raises(FlyweightError, match=r"'owner/other' is not in the cache, and HF_HUB_OFFLINE is set"):
         hub.resolve("owner/other")
+
+
+def test_a_gguf_file_opens_in_a_dry_run(gguf_file):
+    """`flyweight compile` reads models without a GPU and without memory for their weights; a process that has done so is good
+    for nothing else."""
+    code = (
+        "import sys\n"
+        "from flyweight.engine.ahead import open_weights\n"
+        "from flyweight.gpu import GPUS\n"
+        "from flyweight.kernels.dry_run import dry_run\n"
+        "with dry_run(GPUS['sm_90a']):\n"
+        "    weights = open_weights(sys.argv[1])\n"
+        "    print(*weights.linear('model.layers.0.mlp.down_proj').shape)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code, str(gguf_file)], capture_output=True, text=True)
+    shape = tuple(tiny_model("llama").model.layers[0].mlp.down_proj.weight.shape)
+    assert told.returncode == 0, told.stderr[-500:]
+    assert tuple(map(int, told.stdout.split())) == shape

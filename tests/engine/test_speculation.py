@@ -407,3 +407,32 @@ def test_a_float32_model_gives_the_same_tokens_whoever_guesses(tiny, native):
 def test_a_drafter_of_another_vocabulary_is_refused(tiny):
     with pytest.raises(OptionError, match="preset:other:fp32 cannot guess for preset:tiny:fp32"):
         LLM("preset:tiny:fp32", device="cpu", blocks=36, block_size=4, speculate="model:preset:other:fp32")
+
+
+def test_the_text_of_accepted_guesses_is_made_behind_the_next_launch():
+    """The device must not wait for detokenizers and listeners: only for tokens."""
+    text = alone(PROMPTS[0], params(max_tokens=24))
+    engine = speculating(Oracle([PROMPTS[0] + text]), count=3, overlap=True)
+    engine.decode = lambda tokens: "".join(chr(33 + token) for token in tokens)
+    happened: list[str] = []
+    launch = engine.runner.launch
+
+    def launching(works, launched=None):
+        happened.append("launch")
+        return launch(works, launched)
+
+    engine.runner.launch = launching
+    heard = []
+
+    def listen(chunk):
+        happened.append("told")
+        heard.append(chunk)
+
+    (request,) = engine.submit(PROMPTS[0], params(max_tokens=24), listener=listen)
+    while engine.busy:
+        engine.step()
+    assert [token for chunk in heard for token in chunk.token_ids] == text
+    assert "".join(chunk.text for chunk in heard) == request.text == engine.decode(text)
+    assert heard[-1].finish_reason == "length" and not engine.untold
+    assert request.accepted > 10
+    assert happened[:3] == ["launch", "launch", "told"], "what the first step gave is told while the second runs"

@@ -118,9 +118,7 @@ def test_every_launch_gives_the_same_weight(main, residual, doubled):
 
 @pytest.mark.parametrize("options", [dict(shape=(4096, 4096)), dict(shape=(1000, 12288)), dict(shape=(1000, 576), main=4096),
                                      dict(shape=(520, 1534), main=300, residual=16, permute=True), dict(shape=(64, 512), residual=None)])
-@pytest.mark.parametrize("halves", [False, True])
-def test_codebooks_in_bytes_give_the_weight_that_they_mean(options, halves, monkeypatch):
-    monkeypatch.setattr(gather, "BYTE_HALVES", halves)
+def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
     options = dict(options)
     tensor = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", **options)
     weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True)
@@ -128,18 +126,14 @@ def test_codebooks_in_bytes_give_the_weight_that_they_mean(options, halves, monk
     for rows in (1, 2, 3, 40, 130):
         assert relative_error(weight, meant, rows) < (5e-3 if rows < 3 else 1e-2), f"{rows} rows"
     device = gpu.of(tensor.device)
-    for copies, resident, warps in [*gather.BYTE_LAUNCHES, (16, 2, 16), (16, 1, 8), (8, 2, 8), (16, 1, 32)]:
-        launch = Launch("bytes", copies=copies, resident=resident, warps=warps)
+    for copies, warps in [*((copies, 16) for copies in gather.BYTE_COPIES), (16, 8), (16, 32)]:
+        launch = Launch("bytes", copies=copies, warps=warps)
         if gather.choose(weight.parts, 1, device, launch):
             assert relative_error(weight, meant, 1, launch=launch) < 5e-3, launch
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("launches", [(), ((16, 2, 16),)])
-def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay(halves, launches, monkeypatch):
+def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay():
     """q, k and v with a norm, o behind them: with dependent launches, which share processors."""
-    monkeypatch.setattr(gather, "BYTE_HALVES", halves)
-    monkeypatch.setattr(gather, "BYTE_LAUNCHES", (*launches, *gather.BYTE_LAUNCHES))
     tensors = [VectorQuant.random((outputs, 4096), seed, device="cuda") for seed, outputs in enumerate((4096, 1024, 1024))]
     parts = [vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True) for tensor in tensors]
     qkv, o = vptq.join(parts), parts[0]

@@ -4,6 +4,8 @@ import pytest
 import torch
 from vllm_parameters import LAYOUTS
 
+from flyweight.kernels import workspace
+from flyweight.kernels.linear.repeated import NOT_REPEATED
 from flyweight.plugins import ahead, layouts, op
 from flyweight.plugins.shards import inputs_of, outputs_of
 from flyweight.tensors import Float8, Int8Channel, IntGroup, Sparse24, VectorQuant
@@ -92,6 +94,23 @@ def test_a_captured_layer_follows_its_input(kind):
             x.copy_(torch.randn_like(x))
             graph.replay()
             assert error(y, 2 * whole.matmul_reference(x)) < 3e-3
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "w8a8", "fp8", "2:4 int4", "2:4 w8a8"])
+def test_layers_of_a_shape_repeat_each_others_launches(kind):
+    """Each size is noted by the first layer and repeated by the second, then captured."""
+    make = WEIGHTS[kind]
+    whole = [make(), make().map(lambda one: one.flip(0).contiguous())]
+    keys = [hold(one) for one in whole]
+    here = workspace.current(torch.device("cuda", torch.cuda.current_device()))
+    here.products.clear()
+    for rows in (1, 2, 8, 17, 64, 300, 1024, 4096):
+        for _ in range(2):
+            for tensor, key in zip(whole, keys, strict=True):
+                x = torch.randn(rows, SHAPE[1], dtype=torch.float16, device="cuda")
+                y = op.linear(x, key, SHAPE[0])
+                assert error(y, tensor.matmul_reference(x)) < 3e-3, rows
+    assert any(product is not NOT_REPEATED for product in here.products.values())
 
 
 def test_a_bias_is_part_of_the_product():

@@ -1,11 +1,14 @@
-"""What `flyweight doctor` says of the plug-in."""
+"""What `flyweight doctor` says of the plug-ins."""
 
 import importlib.metadata
 from types import SimpleNamespace
 
 import pytest
 
+from flyweight.plugins import sglang
 from flyweight.plugins import vllm as plugin
+from flyweight.plugins.sglang.state import GROUP as SGLANG_GROUP
+from flyweight.plugins.sglang.state import state as sglang_state
 from flyweight.plugins.vllm.state import ALLOWED, GROUP, state
 
 
@@ -13,17 +16,18 @@ from flyweight.plugins.vllm.state import ALLOWED, GROUP, state
 def installed(monkeypatch):
     """vLLM of a version, and whether our entry point is found."""
 
-    def install(version, *, point=True):
+    def install(version, *, point=True, engine="vllm"):
         def found(package):
-            if package == "vllm" and version:
+            if package == engine and version:
                 return version
             raise importlib.metadata.PackageNotFoundError(package)
 
-        points = {GROUP: [SimpleNamespace(name="flyweight")] if point else []}
+        ours = [SimpleNamespace(name="flyweight")] if point else []
+        points = {GROUP: ours, SGLANG_GROUP: ours}
         monkeypatch.setattr(importlib.metadata, "version", found)
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points[group])
 
-    for variable in (plugin.SETTING, ALLOWED):
+    for variable in (plugin.SETTING, ALLOWED, sglang.SETTING):
         monkeypatch.delenv(variable, raising=False)
     return install
 
@@ -51,3 +55,21 @@ def test_it_is_not_and_why(installed, monkeypatch, version, point, setting, word
         monkeypatch.setenv(name, value)
     assert not state().active
     assert words in state().text
+
+
+@pytest.mark.parametrize(
+    ("version", "point", "setting", "words"),
+    [
+        ("0.5.23", True, "on", "active in SGLang 0.5.23"),
+        (None, True, "on", "not installed"),
+        ("0.5.22", True, "on", "0.5.22"),
+        ("0.5.23", False, "on", "pip install ."),
+        ("0.5.23", True, "off", "turned off"),
+        ("0.5.23", True, "marlin", "marlin"),
+    ],
+)
+def test_the_one_of_sglang(installed, monkeypatch, version, point, setting, words):
+    installed(version, point=point, engine="sglang")
+    monkeypatch.setenv(sglang.SETTING, setting)
+    assert sglang_state().active is words.startswith("active")
+    assert words in sglang_state().text

@@ -28,7 +28,8 @@ from flyweight.errors import FlyweightError
 from flyweight.kernels import dispatch, jit, tuned
 from flyweight.kernels.linear.fused import FusedLinear
 from flyweight.machine import copy_bandwidth, cpu_name, device_name
-from flyweight.plugins.vllm.state import state
+from flyweight.plugins.sglang.state import state as sglang_state
+from flyweight.plugins.vllm.state import state as vllm_state
 
 ROWS = (1, 8, 64, 2048)
 RAGGED = (1000, 576)  # outputs, inputs: multiples of no tile
@@ -89,7 +90,8 @@ def software() -> dict[str, Any]:
         "packages": packages | _version_of("cuda-bindings"),
         "triton": dispatch.unsupported_by_triton() or "works",
         "native": native_state(),
-        "vllm_plugin": state().text,
+        "vllm_plugin": vllm_state().text,
+        "sglang_plugin": sglang_state().text,
     }
 
 

@@ -127,7 +127,7 @@ def software_lines(facts: dict[str, Any]) -> list[str]:
         facts["platform"],
         packages,
         f"Triton: {facts['triton']}; kernels in C for the CPU: {facts['native']}",
-        f"inside vLLM: {facts['vllm_plugin']}",
+        f"inside vLLM: {facts['vllm_plugin']}; inside SGLang: {facts['sglang_plugin']}",
     ]
 
 

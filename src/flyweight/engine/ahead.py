@@ -81,7 +81,8 @@ def open_weights(model: str) -> PresetWeights | Read:
     from flyweight.checkpoint.hub import resolve
     from flyweight.checkpoint.reader import Checkpoint
 
-    return Read(Checkpoint(resolve(model)))
+    with real():  # a GGUF file is mapped when it is opened
+        return Read(Checkpoint(resolve(model)))
 
 
 def layers_of(weights: PresetWeights | Read) -> list[int]:

@@ -19,14 +19,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from flyweight.batch import NOBODY
 from flyweight.engine.kv_cache import BlockPool, salt_of
 from flyweight.engine.memory import CacheShape
-from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams
+from flyweight.engine.request import Chunk, Constraint, Request, SamplingParams, TokenLogprob
 from flyweight.engine.runner import Flight, Model, Result, Runner, slots_of
 from flyweight.engine.sampling import MOST_BIASES, seed_of
 from flyweight.engine.scheduler import Scheduler, Work
@@ -39,6 +39,17 @@ from flyweight.kernels.stall import explain
 CONTEXT = 6  # prompt tokens that the first generated ones are decoded with
 
 Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass
+class News:
+    """Tokens of a request that were read, and are not text yet or were not told to its listener."""
+
+    request: Request
+    before: int  # characters of its text that were told
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    spelled: int = 0  # how many of the tokens are text
 
 
 class Engine:
@@ -69,6 +80,7 @@ class Engine:
         self.seed = seed
         self.numbers = itertools.count()
         self.detokenizers: dict[int, Detokenizer] = {}
+        self.untold: dict[int, News] = {}  # by request: what its listener has not heard yet
         self.inbox: deque[tuple[bool, Request]] = deque()  # (arrives rather than is cancelled, request)
         self.lock = threading.Lock()
 
@@ -124,9 +136,13 @@ class Engine:
                 behind = self.flight
                 flight = self.runner.launch(works, lambda: self._launched(works)) if works else None
                 self._land()
+                self._tell_all()
                 self.flight, self.begun, self.behind = flight, begin, behind
-                if not self.overlap or (flight is not None and flight.speculative):
+                if not self.overlap:
                     self._land()
+                    self._tell_all()
+                elif flight is not None and flight.speculative:
+                    self._land()  # the next step waits for its tokens, but not for their text
             except BaseException as error:
                 cause = explain(error)
                 self._abandon(cause)
@@ -146,6 +162,8 @@ class Engine:
         """Whoever guesses needs the tokens of the step in flight; where nobody will, the next step is launched before that one
         is read."""
         speculator = self.speculator
+        if self.flight is None:
+            return
         if not self.overlap or (speculator is not None and speculator.promising(self.scheduler.running)):
             self._land()
 
@@ -217,6 +235,7 @@ class Engine:
                     context = request.prompt[-CONTEXT:]
                     self.detokenizers[request.number] = Detokenizer(self.decode, context, request.params.stop)
             elif not request.finished:
+                self._tell_all()
                 self._finish(request, "cancelled")
                 self._tell(request, Chunk(request.index, "", []))
 
@@ -226,36 +245,64 @@ class Engine:
             request.prompt_logprobs = [*(request.prompt_logprobs[: work.start + 1] or [None]), *result.prompt_logprobs]
         if not result.tokens:
             return
-        before, known = len(request.text), len(request.tokens)
+        news = self.untold.setdefault(request.number, News(request, len(request.text)))
+        known = len(request.tokens)
         for token in result.tokens:
-            self._take(request, token)
+            self._take(news, token)
             if request.finished:  # what comes after it was never asked for
                 break
-        taken = request.tokens[known:]
-        logprobs = result.logprobs[: len(taken)]
+        count = len(request.tokens) - known
+        logprobs = result.logprobs[:count]
         request.logprobs += logprobs
-        request.chunks.append((now, len(taken)))
-        self._tell(request, Chunk(request.index, request.text[before:], taken, logprobs or None))
+        news.logprobs += logprobs
+        request.chunks.append((now, count))
+        if request.finished:
+            self._tell_news(request)
 
-    def _take(self, request: Request, token: int) -> None:
-        """The answer's next token, which may be its last."""
+    def _take(self, news: News, token: int) -> None:
+        """The answer's next token, which may be its last. Only stop strings need its text at once."""
+        request = news.request
         request.tokens.append(token)
+        news.tokens.append(token)
         text = self.detokenizers.get(request.number)
-        if text and token not in request.end_ids:
-            text.add(token, stops=request.generated >= request.params.min_tokens)
+        if text and text.stop:
+            self._spell(request)
         if token in request.end_ids:
             self._finish(request, "stop", token if token in request.params.stop_token_ids else None)
         elif text and text.stopped_by:
             self._finish(request, "stop", text.stopped_by)
         elif len(request.tokens) >= request.limit:
             self._finish(request, "length")
-        elif text:
-            request.text = text.text
+
+    def _spell(self, request: Request) -> None:
+        """Make text of its tokens that were read."""
+        news = self.untold.get(request.number)
+        text = self.detokenizers.get(request.number)
+        if news is None or text is None:
+            return
+        for token in news.tokens[news.spelled :]:
+            if token not in request.end_ids:
+                text.add(token, stops=request.generated >= request.params.min_tokens)
+        news.spelled = len(news.tokens)
+        request.text = text.text
+
+    def _tell_all(self) -> None:
+        """Texts of tokens that were read go to the listeners: while the device is busy, if possible."""
+        for news in list(self.untold.values()):
+            self._tell_news(news.request)
+
+    def _tell_news(self, request: Request) -> None:
+        self._spell(request)
+        news = self.untold.pop(request.number, None)
+        if news is not None:
+            text = request.text[news.before :]
+            self._tell(request, Chunk(request.index, text, news.tokens, news.logprobs or None))
 
     def _finish(self, request: Request, reason: str, stop_reason: str | int | None = None) -> None:
         self.scheduler.finish(request, reason, stop_reason)
         if self.speculator is not None:
             self.speculator.forget(request)
+        self._spell(request)
         if text := self.detokenizers.pop(request.number, None):
             text.finish()
             request.text = text.text
@@ -277,6 +324,7 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         """After a step that failed nothing in the cache can be trusted: all requests end, the prefixes are forgotten."""
         self.flight = None
+        self.untold.clear()  # making text of it may be what failed
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish(request, "failed", str(error) or type(error).__name__)
             self._tell(request, Chunk(request.index, "", []))

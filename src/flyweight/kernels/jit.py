@@ -46,6 +46,10 @@ def overlap(allowed: bool) -> Iterator[None]:
         _overlap.reset(before)
 
 
+def overlap_allowed() -> bool:
+    return _overlap.get()
+
+
 class KernelError(FlyweightError):
     """A kernel source did not compile; the message holds the compiler's log."""
 
@@ -175,6 +179,66 @@ def _launch_config(
     return config
 
 
+class ArgumentLayout:
+    """Arguments of a launch in memory: eight bytes each, as many as it has of bytes, and the
+    addresses of all of them, as the driver wants them.
+    """
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        """`parts`: of each argument, as `struct` names them."""
+        packed = struct.Struct("=" + "".join(parts))
+        self._values = ctypes.create_string_buffer(max(8, packed.size))
+        first = ctypes.addressof(self._values)
+        sizes = (struct.calcsize("=" + part) for part in parts)
+        starts = itertools.accumulate(sizes, initial=first)
+        places = itertools.islice(starts, len(parts))
+        self._places = (ctypes.c_void_p * max(1, len(parts)))(*places)
+        self.address = ctypes.addressof(self._places)
+        self.write = functools.partial(packed.pack_into, self._values, 0)
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> ArgumentLayout:
+        return cls(
+            [
+                "f4x"
+                if isinstance(a, float)
+                else "i4x"
+                if isinstance(a, int)
+                else f"{len(a)}s"
+                if isinstance(a, bytes)
+                else "Q"
+                for a in args
+            ]
+        )
+
+
+class Noted(NamedTuple):
+    """A launch as the driver got it."""
+
+    kernel: Kernel
+    config: Any
+    args: Sequence[Any]
+    values: Sequence[Any]
+
+
+class _Notes(threading.local):
+    launches: list[Noted] | None = None
+
+
+_notes = _Notes()
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Noted]]:
+    """The launches of this thread in here, in their order."""
+    before = _notes.launches
+    _notes.launches = []
+    try:
+        yield _notes.launches
+    finally:
+        _notes.launches = before
+
+
 class Kernel:
     """One compiled function. Arguments: tensors (their pointer), None (null), int (32 bit), float
     (32 bit), bytes (by value).
@@ -195,7 +259,8 @@ class Kernel:
         # a CUkernel may stand for a CUfunction
         self._driver = driver
         self._handle = driver.CUfunction(handle)
-        self._format: struct.Struct | None = None
+        self.handle = int(handle)
+        self._layout: ArgumentLayout | None = None
         self._lock = threading.Lock()
 
     def _unasked_shared(self, device: int) -> int:
@@ -233,30 +298,6 @@ class Kernel:
         )
         return dependent_launch.link(stream, device, launched, gpu.of(device))
 
-    def _lay_out(self, args: Sequence[Any]) -> struct.Struct:
-        """Eight bytes an argument, as many as it has of bytes, and the addresses of all of them, as
-        the driver wants them.
-        """
-        parts = [
-            "f4x"
-            if isinstance(a, float)
-            else "i4x"
-            if isinstance(a, int)
-            else f"{len(a)}s"
-            if isinstance(a, bytes)
-            else "Q"
-            for a in args
-        ]
-        self._format = struct.Struct("=" + "".join(parts))
-        self._values = ctypes.create_string_buffer(max(8, self._format.size))
-        first = ctypes.addressof(self._values)
-        starts = itertools.accumulate(
-            (struct.calcsize("=" + part) for part in parts), initial=first
-        )
-        self._places = (ctypes.c_void_p * max(1, len(args)))(*itertools.islice(starts, len(args)))
-        self._address = ctypes.addressof(self._places)
-        return self._format
-
     def launch(
         self,
         grid: int | tuple[int, ...],
@@ -288,8 +329,11 @@ class Kernel:
         if link is not None:
             values[-2:] = link.arguments
         with self._lock:  # the driver takes its copy of the arguments before it returns
-            (self._format or self._lay_out(args)).pack_into(self._values, 0, *values)
-            (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._address, 0)
+            layout = self._layout
+            if layout is None:
+                layout = self._layout = ArgumentLayout.of(args)
+            layout.write(*values)
+            (status,) = self._driver.cuLaunchKernelEx(config, self._handle, layout.address, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             stalled = stall.explain(KernelError())
             if isinstance(stalled, stall.KernelStalled):
@@ -301,6 +345,8 @@ class Kernel:
             )
         if link is not None:
             link.close()
+        if _notes.launches is not None:
+            _notes.launches.append(Noted(self, config, args, values))
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> bytes:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -89,8 +89,9 @@ class Workspace:
     def __init__(self, device: torch.device, *, shared_device: bool = False) -> None:
         self.device = device
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._dequantized: list[list[Tensor]] = [[], []]
-        self._turn = 0
+        self._dequantized: list[Tensor] = []
+        # launches with the addresses of these buffers, by what they are for (linear/repeated.py)
+        self.products: dict[Hashable, Any] = {}
         self._turns: Turns | None = None
         if shared_device and device.type == "cuda" and not gpu.is_pretended():
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -143,18 +144,20 @@ class Workspace:
             name, words, lambda: torch.zeros(words, dtype=torch.int32, device=self.device)
         )
 
-    def dequantized(self, count: int, dtype: torch.dtype, *, ahead: bool = False) -> Tensor:
+    def dequantized(self, count: int, dtype: torch.dtype) -> Tensor:
         """The one place for weights that are written out in 16 bits; what it held before is gone.
-        It grows as needed, and what it was before stays. `ahead`: written while the product before
-        may still read what was written for it; so there are two such places, used by turns.
+        It grows as needed, and what it was before stays.
         """
         size = count * dtype.itemsize
-        if ahead:
-            self._turn ^= 1
-        held = self._dequantized[self._turn if ahead else 0]
-        if not held or held[-1].nbytes < size:
-            held.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-        return held[-1][:size].view(dtype)
+        if not self._dequantized or self._dequantized[-1].nbytes < size:
+            self._dequantized.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+        return self._dequantized[-1][:size].view(dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is one of these buffers, or a part of one."""
+        storage = tensor.untyped_storage().data_ptr()
+        every = (*self._buffers.values(), *self._dequantized)
+        return any(one.untyped_storage().data_ptr() == storage for one in every)
 
     def _held(self, name: str, size: int, make: Callable[[], Tensor]) -> Tensor:
         found = self._buffers.get((name, size))

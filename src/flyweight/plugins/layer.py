@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flyweight.kernels.linear.repeated import RepeatedLinear
 from flyweight.plugins import op
 from flyweight.tensors import QuantTensor
 
@@ -23,9 +24,13 @@ class Taken:
 
     outputs: int
     adds_bias: bool  # which is part of the product then
+    by: RepeatedLinear
 
     def multiply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = op.linear(x, getattr(layer, KEY), self.outputs)
+        if torch.compiler.is_compiling() or type(x) is not Tensor:  # traced with fake tensors
+            y = op.linear(x, getattr(layer, KEY), self.outputs)
+        else:
+            y = op.multiply(x, self.by)
         return y if bias is None or self.adds_bias else y + bias
 
 
@@ -38,7 +43,7 @@ def take(
     key = op.hold(found, device, owner=layer)
     layer.register_parameter(KEY, torch.nn.Parameter(key, requires_grad=False))
     outputs = sum(part.matrix_shape[0] for part in parts)
-    return Taken(outputs, adds_bias=found.adds_bias and bias is not None)
+    return Taken(outputs, adds_bias=found.adds_bias and bias is not None, by=op.held(key))
 
 
 def folded_bias(layer: torch.nn.Module) -> Tensor | None:

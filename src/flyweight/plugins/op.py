@@ -5,7 +5,8 @@
 An engine's compiler sees an op of tensors and one integer: `key` is a parameter of one element that
 belongs to a layer, and its address finds the `FusedLinear` which holds the weight. Layers of one
 shape thus trace to the same graph, and a graph that was compiled and stored by an earlier process
-stays right: no number of a layer is part of it. Everything that a launch needs besides (packed
+stays right: no number of a layer is part of it. Where nothing is compiled, layers call `multiply`
+instead, which saves what torch does for every op. Everything that a launch needs besides (packed
 inputs, partial sums, flags) comes from the workspace of the device, which is filled by the first
 call with so many rows: engines run every size once before they capture it.
 """
@@ -24,20 +25,25 @@ import torch
 from torch import Tensor
 
 from flyweight.kernels.linear.fused import FusedLinear
+from flyweight.kernels.linear.repeated import RepeatedLinear
 from flyweight.plugins import ahead
 from flyweight.tensors import QuantTensor, merge
 
 _library = torch.library.Library("flyweight", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor key, SymInt outputs) -> Tensor")
-_linears: dict[int, FusedLinear] = {}
+_linears: dict[int, RepeatedLinear] = {}
 _seconds: list[float] = []  # that weights took to be laid out
 logger = logging.getLogger("vllm.flyweight")
 
 
 def _linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
+    return multiply(x, _linears[key.data_ptr()])
+
+
+def multiply(x: Tensor, by: RepeatedLinear) -> Tensor:
     if ahead.has_noted():
         _begin()
-    return _linears[key.data_ptr()](x)
+    return by(x)
 
 
 def _shape_only(x: Tensor, key: Tensor, outputs: int) -> Tensor:
@@ -65,13 +71,13 @@ def linear(x: Tensor, key: Tensor, outputs: int) -> Tensor:
 def hold(one: FusedLinear, device: torch.device, *, owner: Any = None) -> Tensor:
     """A key for `one`, which is kept as long as its owner (a layer) lives, or the process."""
     key = torch.zeros(1, dtype=torch.uint8, device=device)
-    _linears[key.data_ptr()] = one
+    _linears[key.data_ptr()] = RepeatedLinear(one)
     if owner is not None:
         weakref.finalize(owner, _linears.pop, key.data_ptr(), None)
     return key
 
 
-def held(key: Tensor) -> FusedLinear:
+def held(key: Tensor) -> RepeatedLinear:
     return _linears[key.data_ptr()]
 
 
@@ -101,4 +107,4 @@ def floats_by_default() -> Iterator[None]:
 
 def kernels_held() -> dict[str, int]:
     """How many linears of this process run by which of our kernels."""
-    return dict(Counter(one.kernel for one in _linears.values()))
+    return dict(Counter(one.linear.kernel for one in _linears.values()))

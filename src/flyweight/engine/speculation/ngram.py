@@ -59,6 +59,8 @@ class TokenIndex:
                 break
             if (common := self._common(past, place)) > best:
                 found, best = place, common
+                if best == PAST:  # no other can agree longer
+                    break
             place = self.before[place]
         return found
 

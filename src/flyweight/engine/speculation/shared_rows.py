@@ -19,7 +19,6 @@ from flyweight.engine.rows import Rows
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.late import LateDrafts
 from flyweight.kernels.attention.decode import CHUNK
-from flyweight.transfer import upload
 
 CAPACITY = 64
 # Rows that steps are captured for; the first where qkv and attention are one kernel. Where they are two, those are faster for
@@ -93,9 +92,7 @@ class SharedRows:
             at += [self.rows.row_of[work.request.number]] * work.count
             lengths += range(work.start + 1, work.start + 1 + work.count)
             before += range(work.count)
-        wide = [padded(column, numpy.int64) for column in (tokens, at, sampled, first)]
-        narrow = [padded(column, numpy.int32) for column in (lengths, before)]
-        upload(self.rows.device, *wide, *narrow, into=self._staged)
+        self._stage((tokens, at, sampled, first), (lengths, before))
         for begin, drafts in late:
             drafts.put(self.tokens[begin : begin + len(drafts)])
         torch.index_select(self.rows.tables, 0, self.at, out=self.tables)
@@ -103,9 +100,15 @@ class SharedRows:
             torch.index_select(self.rows.adapters, 0, self.at, out=self.adapters)
         return len(tokens)
 
-
-def padded(column: list[int], kind: type) -> numpy.ndarray:
-    """Filled up with zeros: rows of length 0 are nobody's."""
-    filled: numpy.ndarray = numpy.zeros(CAPACITY, dtype=kind)
-    filled[: len(column)] = column
-    return filled
+    def _stage(self, wide: Sequence[list[int]], narrow: Sequence[list[int]]) -> None:
+        """All columns in one copy, filled up with zeros: rows of length 0 are nobody's."""
+        pinned = self.rows.device.type == "cuda"
+        staged = torch.empty(self._staged.shape, dtype=torch.uint8, pin_memory=pinned)
+        found = staged.numpy()
+        found.fill(0)
+        split = 8 * CAPACITY * len(wide)
+        words = found[:split].view(numpy.int64).reshape(-1, CAPACITY)
+        halves = found[split:].view(numpy.int32).reshape(-1, CAPACITY)
+        for row, column in zip((*words, *halves), (*wide, *narrow), strict=True):
+            row[: len(column)] = column
+        self._staged.copy_(staged, non_blocking=True)

@@ -2,9 +2,8 @@
 //
 //      y[n] = step[n % 8] · sum_k (C[i(n / 8, k)][n % 8] + R[r(n / 8, k)][n % 8]) · x[k]  +  least[n % 8] · sum_k x[k]  +  biases
 //
-// An entry is 8 bytes, so shared memory serves 16 lanes at once where it served 8, a book takes half the room and half the time to
-// fetch, and two launches fit on an SM: the next one's book comes while this one multiplies (gather.py: `spread`). The sum of both entries is two additions
-// of 32 bits (ByteBooks: no byte ever carries). x is rounded to 16-bit integers, one step a row, so that dp2a multiplies and adds
+// An entry is 8 bytes, so shared memory serves 16 lanes at once where it served 8, and a book takes half the room and half the time
+// to fetch. The sum of both entries is two additions of 32 bits (ByteBooks: no byte ever carries). x is rounded to 16-bit integers, one step a row, so that dp2a multiplies and adds
 // exactly what it is given; a lane looks up whole items and multiplies them by their own x, and lanes meet once a row block.
 //
 //      chunk of a lane   | 8 × (main index · 8 + position), 16 bits each | 8 × residual index, 8 bits each |      vptq.cuh, OWN
@@ -14,11 +13,7 @@
 // about 1.75 as the host orders them within windows of 8 steps), residuals 2 (16 copies: no two meet), x one; about 20 instructions
 // in four schedulers are five cycles beside that.
 //
-// BY_HALVES: x is a 16-bit float instead, a byte becomes one by a permutation (1024 more than it is), their products two at a time, and the
-// matrix units add the lanes up: of A [16 × 16], which has the products of four lanes in a row, B picks those of one output for a column.
-//
-// defines: those of vptq_tables.cuh (OWN, COPIES 16, 8, 4, 2 or 1), ROWS (1, 2), RESIDENT, UNITS (eights of columns a thread stages), NORM, GATED,
-// BY_HALVES (0; ROWS is 1)
+// defines: those of vptq_tables.cuh (OWN, COPIES 16, 8, 4, 2 or 1), ROWS (1, 2), RESIDENT, UNITS (eights of columns a thread stages), NORM, GATED
 #define KERNEL 3
 #include "vptq_step.cuh"
 
@@ -27,19 +22,10 @@ constexpr u32 X_AT = (BYTE_BOOK + BYTE_RESIDUAL + 511) / 512 * 512;
 constexpr u32 CHUNK_X = ROWS == 1 ? 512 : 1024;  // bytes of the x of a chunk
 static_assert(OWN && POS_BITS == 3 && PIECES == 1 && ITEM_BYTES == 3 && ROWS <= 2, "what vptq.cuh says of OWN");
 
-#ifndef BY_HALVES
-#define BY_HALVES 0
-#endif
-static_assert(!BY_HALVES || ROWS == 1, "one row");
-constexpr float FINE = 4096;  // of halves, parts of one that are counted
-#if BY_HALVES
-typedef float Products[ROWS][4];
-#else
 typedef int Products[ROWS][8];
-#endif
 
 // Shared addresses of the books and, of this chunk and lane, of x; the copy of the residual book is this lane's.
-struct Places { u32 book, residual, x, pick0, pick1; };  // BY_HALVES: B, of this lane
+struct Places { u32 book, residual, x; };
 template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
   const u32 half = S % 2 ? w[S / 2] >> 16 : w[S / 2];
   uint2 entry = shared_load2(at.book + (half & (ENTRIES - 1) << 3));
@@ -50,12 +36,6 @@ template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], co
   }
   // Both rows of x lie in one word; of one row two columns do, and the position's bits go to 1, 7 and 8.
   const u32 x = ROWS == 1 ? shared_load16(and_or((half & 7) * 0x42, 0x182, at.x)) : shared_load((half & 7) * 128 + at.x);
-#if BY_HALVES
-  const u32 both = __byte_perm(x, 0, 0x1010), less = fma_halves(both, 0xe400e400, 0);  // x twice, and times -1024
-  const auto product = [&](u32 four, u32 which) { return fma_halves(__byte_perm(four, 0x64646464, which), both, less); };
-  mma16<true>(acc[0], product(entry.x, 0x4140), product(entry.x, 0x4342), product(entry.y, 0x4140), product(entry.y, 0x4342), at.pick0,
-              at.pick1);
-#else
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const u32 even = ROWS == 1 ? x : r ? x >> 16 : x & 0xffff, odd = r ? x & 0xffff0000u : x << 16;
@@ -65,25 +45,12 @@ template <int S> DEVICE void take_bytes(Products& acc, const u32 (&w)[WORDS], co
     a[4] = dot_lower(even, entry.y, a[4]), a[5] = dot_lower(odd, entry.y, a[5]);
     a[6] = dot_upper(even, entry.y, a[6]), a[7] = dot_upper(odd, entry.y, a[7]);
   }
-#endif
 }
 DEVICE void take_chunk_of_bytes(Products& acc, const u32 (&w)[WORDS], const Places& at) {
   take_bytes<0>(acc, w, at), take_bytes<1>(acc, w, at), take_bytes<2>(acc, w, at), take_bytes<3>(acc, w, at);
   take_bytes<4>(acc, w, at), take_bytes<5>(acc, w, at), take_bytes<6>(acc, w, at), take_bytes<7>(acc, w, at);
 }
 // Adds up over the warp, writes the eight sums of each row and clears them; halves of the lanes keep halves of the outputs.
-#if BY_HALVES
-DEVICE void flush_bytes(Products& acc, float* to, int lane) {
-  float (&d)[4] = acc[0];  // lane (g, t): outputs 0, 1, 2, 3 of t 0, and 4, 5, 6, 7 of t 2, of eight lots g
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-#pragma unroll
-    for (int o = 16; o > 2; o >>= 1) d[j] += __shfl_xor_sync(~0u, d[j], o);
-    if (lane == 0 || lane == 2) to[2 * lane + j] = d[j];
-    d[j] = 0;
-  }
-}
-#else
 DEVICE void flush_bytes(Products& acc, float* to, int lane) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
@@ -103,7 +70,6 @@ DEVICE void flush_bytes(Products& acc, float* to, int lane) {
     if (lane % 4 == 0) to[r * 8 + lane / 4] = v[0];
   }
 }
-#endif
 
 // What is the same for every output of a row, in shared memory behind the sums of the warps.
 struct __align__(32) Row {
@@ -167,9 +133,8 @@ DEVICE void stage_integers(Row& all, Staging& s, char* to, const Inputs& in, int
     for (int j = 0; j < 8; j++)
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        const u32 half = pack_as<true>(value[r][u][j] * inverse[r], 0.f);
-        const int code = BY_HALVES ? (int)half : (int)rintf(value[r][u][j] * inverse[r]);
-        whole[r] += BY_HALVES ? (int)rintf(float_of<true>((u16)half) * FINE) : code;
+        const int code = (int)rintf(value[r][u][j] * inverse[r]);
+        whole[r] += code;
         if (ROWS == 1) w[j / 2] |= (u32)(code & 0xffff) << 16 * (j % 2);
         else w[j] |= (u32)(code & 0xffff) << 16 * r;
       }
@@ -235,14 +200,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
   Products acc = {};
   const u32 shared = shared_address(raw), own_x = shared + X_AT + column_lane(lane) * 4;
   const u32 residual = shared + BYTE_BOOK + lane % COPIES * 8;
-  const u32 pick0 = lane / 4 == 0 ? 0x3c00 : lane / 4 == 1 ? 0x3c000000 : 0, pick1 = lane / 4 == 4 ? 0x3c00 : lane / 4 == 5 ? 0x3c000000 : 0;
   int block = begin / chunks, chunk = begin % chunks;
 #pragma unroll 1
   for (int at = begin; at < end; at += 2) {
 #pragma unroll
     for (int slot = 0; slot < 2; slot++) {
       if (at + slot >= end) break;
-      take_chunk_of_bytes(acc, words[slot], {shared, residual, own_x + chunk * CHUNK_X, pick0, pick1});
+      take_chunk_of_bytes(acc, words[slot], {shared, residual, own_x + chunk * CHUNK_X});
       fetch(slot, at + slot + 2);
       const bool finished = ++chunk == chunks;
       if (finished || at + slot == end - 1) flush_bytes(acc, partial + (warp + block) * SUMS_HERE, lane);
@@ -262,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) vptq_bytes(
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int at = out.place(block0 + b, inner);
     if (i % 4 || at < 0) continue;
-    const float products = sum * __ldg(numbers + inner % 8) + (float)all.whole[row] / (BY_HALVES ? FINE : 1.f) * __ldg(numbers + 8 + inner % 8);
+    const float products = sum * __ldg(numbers + inner % 8) + (float)all.whole[row] * __ldg(numbers + 8 + inner % 8);
     const float value = (products * all.steps[row] + all.bias[row]) * all.factor[row];
     y[at] = to_bits(value + (i == threadIdx.x ? added : out.added(at)));
   }

@@ -5,7 +5,7 @@ cuda/vptq.cu and, for codebooks in bytes, of cuda/vptq_bytes.cu.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +21,7 @@ from flyweight.tensors import VectorQuant
 KERNELS = {"staged": 0, "direct": 1, "sliced": 2}
 FEW_ROWS = 8  # of vptq.cu at once
 BYTE_ROWS = 2  # of vptq_bytes.cu
-BYTE_HALVES = False  # x of one row as 16-bit floats, added up by the matrix units
-# (copies of the residual book, launches on a processor, warps), of which the first that fits is
-# taken. Two launches on a processor, (16, 2, 16), have not been timed since `Launch.spread`.
-BYTE_LAUNCHES = ((16, 1, 16), (8, 1, 16), (4, 1, 16), (2, 1, 16), (1, 1, 16))
+BYTE_COPIES = (16, 8, 4, 2, 1)  # of the residual book, of which the first that fits is taken
 MILLION = 1 << 20
 
 # Borders in lookups (weights / vector length), from benchmarks/h200/000-vptq.jsonl and
@@ -48,8 +45,6 @@ class Launch:
     # 2: small enough that the next launch stages its codebook while this one ends
     resident: int = 1
     share: int = 1  # 2: one thread block for every second multiprocessor
-    # more shared memory than half of a multiprocessor's, so that no two of its thread blocks meet
-    spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,7 @@ def shared_limit(device: Gpu, resident: int) -> int:
     return min(device.shared_most, device.shared_memory_per_multiprocessor // resident - KB)
 
 
-def candidates(
-    parts: Parts, rows: int, *, plain: bool = True, normed: bool = False
-) -> list[Launch]:
+def candidates(parts: Parts, rows: int, *, plain: bool = True) -> list[Launch]:
     """Launches for this weight, the fastest first. `plain`: nothing but the product."""
     layout = parts[0]
     items = sum(part.row_blocks for part in parts) * 256 * layout.chunks
@@ -93,27 +86,9 @@ def candidates(
     ]
     small = [launch for fits, launch in table[:1] if fits]
     if layout.byte_book is not None and rows <= BYTE_ROWS:
-        return small + byte_candidates(rows, normed=normed)
+        return small + [Launch("bytes", copies=copies) for copies in BYTE_COPIES]
     return [launch for fits, launch in table if fits] + [
         Launch("staged", copies=copies) for copies in (8, 4, 2, 1)
-    ]
-
-
-def byte_candidates(rows: int, *, normed: bool) -> list[Launch]:
-    """Two launches fit on a multiprocessor, but not two thread blocks of one: the others would have
-    nothing to do. So of two launches that follow each other one (without a norm: o, down) is
-    `spread`, and while it is everywhere, the next one's thread blocks find one place each.
-    """
-    return [
-        Launch(
-            "bytes",
-            copies=copies,
-            resident=resident,
-            warps=warps,
-            spread=resident > 1 and not normed,
-        )
-        for copies, resident, warps in BYTE_LAUNCHES
-        if rows == 1 or resident == 1
     ]
 
 
@@ -179,25 +154,20 @@ def choose(
     launch: Launch | None = None,
     *,
     plain: bool = True,
-    normed: bool = False,
 ) -> Plan | None:
     """The first candidate that fits, or the given one."""
-    tried = [launch] if launch else candidates(parts, rows, plain=plain, normed=normed)
+    tried = [launch] if launch else candidates(parts, rows, plain=plain)
     plans = (
         plan(
             parts,
             one,
             rows,
             count=device.processors,
-            limit=shared_limit(device, 1 if one.spread else one.resident),
+            limit=shared_limit(device, one.resident),
         )
         for one in tried
     )
-    found = next((found for found in plans if found), None)
-    if found is None or not found.launch.spread:
-        return found
-    alone = device.shared_memory_per_multiprocessor // 2 - KB + 128
-    return replace(found, shared=min(max(found.shared, alone), device.shared_most))
+    return next((found for found in plans if found), None)
 
 
 def run(
@@ -296,13 +266,9 @@ def run_bytes(parts: Parts, chosen: Plan, x: Tensor, out: Tensor, ends: Ends, *,
             "RESIDENT": launch.resident,
             "UNITS": math.ceil(32 * layout.chunks / threads),
         }
-        | ({"BY_HALVES": 1} if BYTE_HALVES and chosen.rows == 1 else {})
     )
-    # the most that x may be, so that the sums of a lane's products fit into 32 bits; as a half,
-    # 1024 times as much
+    # the most that x may be, so that the sums of a lane's products fit into 32 bits
     most = min(32767, (1 << 31) // (255 * CHUNK * layout.chunks))
-    if "BY_HALVES" in defines:
-        most = 32
     args = (
         *part_arguments(parts, chosen.ctas, byte_books=True),
         x,
@@ -349,10 +315,7 @@ def gather(
     step = 1 << (min(x.shape[0], FEW_ROWS) - 1).bit_length()
     if step == 4 and not parts[0].sliced:
         step = FEW_ROWS  # which brings x in a better order
-    normed = ends.norm is not None
-    while (
-        chosen := choose(parts, step, device, launch, plain=not ends.some, normed=normed)
-    ) is None:
+    while (chosen := choose(parts, step, device, launch, plain=not ends.some)) is None:
         if step == 1:
             raise ValueError(
                 f"{parts[0].in_features} inputs do not fit into the shared memory of {x.device}"
