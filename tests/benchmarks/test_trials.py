@@ -1,8 +1,11 @@
 """Other cuts and constants, as far as a machine without a GPU can tell: what is asked for, and what it would take to compile."""
 
+import argparse
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "workshop"))
 
-from trials import Constants, assignments  # noqa: E402
+from trials import Constants, assignments, wanted_by  # noqa: E402
 
 from flyweight.gpu import GPUS  # noqa: E402
 from flyweight.kernels.linear import gemm_shape  # noqa: E402
@@ -47,13 +50,24 @@ def test_constants_go_back_and_what_was_kept_is_forgotten():
     constants.set({})
 
 
-@pytest.mark.parametrize("command", [
-    ("cuts", "w8a8", "128x4096", "--try", "separate_exchange=False"),
-    ("steps", "preset:tiny:w8a8", "--try", "gemm_shape.RESERVED_BESIDE=61440")])
-def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path, command):
+def test_what_a_trial_needs_is_compiled_without_a_gpu(tmp_path):
     script = ROOT / "benchmarks" / "workshop" / "trials.py"
-    done = subprocess.run([sys.executable, script, *command, "--rows", "16", "--compile"], text=True, check=True,
+    command = ("cuts", "w8a8", "128x4096", "--try", "separate_exchange=False", "--rows", "16", "--compile")
+    done = subprocess.run([sys.executable, script, *command], text=True, check=True,
                           env=os.environ | {"FLYWEIGHT_CACHE": str(tmp_path)}, capture_output=True)
     products, kernels = (list((tmp_path / "kernels").glob(name)) for name in ("gemm-*", "*"))
     assert len(products) >= 2, "one as now, and one as tried"
     assert done.stdout.startswith(f"{len(kernels)} kernels, {len(kernels)} of them")
+
+
+def test_steps_as_now_and_as_tried_are_asked_for_together():
+    """By a process of its own: one that has pretended a GPU is good for nothing else. What is asked for is compiled as above."""
+    options = argparse.Namespace(what="steps", model="preset:tiny:w8a8", tries=["gemm_shape.RESERVED_BESIDE=61440"], rows=[16])
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = pool.submit(wanted_by, options).result()
+    products = {}
+    for one in found:
+        if one.file == "gemm.cu":
+            defines = dict(one.defines)
+            products.setdefault((defines["KDIM"], defines["NDIM"], defines["TOKENS"]), set()).add(one.defines)
+    assert any(len(variants) > 1 for variants in products.values()), "one as now, and one as tried"

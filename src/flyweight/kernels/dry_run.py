@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flyweight import gpu
+from flyweight import garbage, gpu
 
 DEVICE = torch.device("cuda", 0)
 
@@ -37,7 +37,7 @@ def dry_run(pretended: gpu.Gpu) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     gpu.pretend(pretended)
-    with torch.inference_mode(), FakeTensorMode(), Unguarded():
+    with torch.inference_mode(), FakeTensorMode(), Unguarded(), garbage.paused():
         yield
 
 
