@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flyweight.engine.byte_level import ByteTable, byte_table
 from flyweight.engine.stop_strings import stop_strings
 from flyweight.errors import RequestError
 
@@ -45,7 +46,13 @@ class Tokenizer:
         check_unicode(text)
         return self.inner.encode(text, add_special_tokens=special)
 
+    @functools.cached_property
+    def bytes(self) -> ByteTable | None:
+        return byte_table(self.fast, self.markers)
+
     def decode(self, tokens: Sequence[int]) -> str:
+        if self.bytes is not None:
+            return self.bytes.decode(tokens)
         if self.markers.keys().isdisjoint(tokens):
             return self.fast.decode(tokens, skip_special_tokens=True)
         parts: list[str] = []
@@ -153,8 +160,12 @@ class Detokenizer:
             self.read = len(self.decode(self.window))
 
     def _give_out(self, stops: bool) -> None:
+        if self.stop is None:
+            self.text += self.pending
+            self.pending = ""
+            return
         hold = 0
-        if stops and self.stop:
+        if stops:
             node = self.stop.advance(self.node, self.pending[self.known :])
             if node is None:
                 at, self.stopped_by = self.stop.first(self.pending)

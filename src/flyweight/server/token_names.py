@@ -7,19 +7,12 @@ import math
 import re
 from typing import Any
 
+from flyweight.engine.byte_level import byte_alphabet
 from flyweight.engine.request import TokenLogprob
 from flyweight.engine.tokenizer import BROKEN, Tokenizer
 
 BYTES = "bytes:"  # begins the name of a token that is part of a character
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-
-
-@functools.cache
-def byte_alphabet() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with: printable ones are themselves, the others follow from U+0100."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenNames:
