@@ -135,6 +135,12 @@ class Engine:
                 raise
             return sum(work.count for work in works)
 
+    def rest(self) -> bool:
+        """There is nothing to do: prepare a pass for the next time. Whether there was one to prepare."""
+        with self.lock:
+            passes = vars(self.runner).get("passes")
+            return not self.busy and passes is not None and passes.rest()
+
     def _launched(self, works: Sequence[Work]) -> None:
         """The model runs, tokens are still to be chosen."""
         for work in works:
@@ -226,26 +232,29 @@ class Engine:
             request.prompt_logprobs = [*(request.prompt_logprobs[: work.start + 1] or [None]), *result.prompt_logprobs]
         if not result.tokens:
             return
-        before, known = len(request.text), len(request.tokens)
+        before = len(request.text)
+        taken: list[int] = []
         for token in result.tokens:
             self._take(request, token)
+            taken.append(token)
             if request.finished:  # what comes after it was never asked for
                 break
-        taken = request.tokens[known:]
         logprobs = result.logprobs[: len(taken)]
         request.logprobs += logprobs
         request.chunks.append((now, len(taken)))
-        self._tell(request, Chunk(request.index, request.text[before:], taken, logprobs or None))
+        if request.listener is not None:
+            self._tell(request, Chunk(request.index, request.text[before:], taken, logprobs or None))
 
     def _take(self, request: Request, token: int) -> None:
         """The answer's next token, which may be its last."""
         request.tokens.append(token)
         text = self.detokenizers.get(request.number)
-        if text and token not in request.end_ids:
-            text.add(token, stops=request.generated >= request.params.min_tokens)
         if token in request.end_ids:
             self._finish(request, "stop", token if token in request.params.stop_token_ids else None)
-        elif text and text.stopped_by:
+            return
+        if text:
+            text.add(token, stops=request.generated >= request.params.min_tokens)
+        if text and text.stopped_by:
             self._finish(request, "stop", text.stopped_by)
         elif len(request.tokens) >= request.limit:
             self._finish(request, "length")

@@ -180,6 +180,8 @@ class LLM:
     def pace_prompts(self) -> None:
         """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside their answers are bounded by
         time, unless by a given number."""
+        if self.engine.runner.passes is not None:
+            self.engine.runner.passes.patient = True
         by_time = self.beside is None and self.device.type == "cpu"
         self.engine.scheduler.pace = Pace() if by_time else None
 

@@ -38,6 +38,7 @@ BACK_OFF = (0.0, 1.0, 5.0)  # seconds before the engine is started again, by how
 LONGEST_RETRY = 60  # seconds
 BEATS = 4  # looks at the engine within its patience; one alone may be late because this process was held up itself
 ENDING = 5.0  # seconds for a process to end by itself
+GATHERING = 0.004  # seconds: no more than a step
 REAPING = 2.0  # seconds that a killed process has to be gone
 
 
@@ -62,6 +63,8 @@ class EngineClient:
         self.seconds = 1.0  # a moving average of how long a sample takes
         self.tickets: dict[int, tuple[Ticket, int]] = {}  # by key: the ticket, and which of its prompts
         self.keys = itertools.count()
+        self.gathered: list[Submit] = []  # to be sent together
+        self.gathered_since = 0.0
         self.deaths: deque[float] = deque()
         self.process: BaseProcess | None = None
         self.connection: EnginePipe | None = None
@@ -121,6 +124,7 @@ class EngineClient:
     def _disconnect(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        self.gathered = []
         if self.connection is not None:
             asyncio.get_running_loop().remove_reader(self.connection.fileno())
             self.connection.close()
@@ -254,7 +258,7 @@ class EngineClient:
             key = next(self.keys)
             self.tickets[key] = ticket, index
             ticket.keys.append(key)
-            self._send(Submit(key, prompt, params, schema=schema, pooling=pooling, cache_salt=cache_salt, adapter=adapter))
+            self._gather(Submit(key, prompt, params, schema=schema, pooling=pooling, cache_salt=cache_salt, adapter=adapter))
         return ticket
 
     def release(self, ticket: Ticket) -> None:
@@ -284,9 +288,27 @@ class EngineClient:
             raise ContextTooLong(f"the prompt has {prompt} tokens{asked}, but this model's context holds {context}",
                                  param="max_tokens" if answer and prompt < context else "prompt")
 
+    def _gather(self, command: Submit) -> None:
+        """Requests that come at once go to the engine at once: it computes their prompts together, where it would begin with
+        the first alone. Whoever is read in the same turn of the event loop is one of them, within `GATHERING` seconds.
+        """
+        now = time.perf_counter()
+        if not self.gathered:
+            self.gathered_since = now
+            asyncio.get_running_loop().call_soon(self._send_gathered)
+        self.gathered.append(command)
+        if now - self.gathered_since > GATHERING:
+            self._send_gathered()
+
+    def _send_gathered(self) -> None:
+        gathered, self.gathered = self.gathered, []
+        if gathered and self.connection is not None:
+            self.connection.send(gathered)
+
     def _send(self, command: Any) -> None:
+        self._send_gathered()  # which it may be about
         if self.connection is not None:
-            self.connection.send(command)
+            self.connection.send([command])
 
     def _deliver(self, step: Step) -> None:
         self.load = step.load

@@ -1,4 +1,4 @@
-"""The engine's own process: commands in, one message out per step.
+"""The engine's own process: lists of commands in, one message out per step.
 
 The step loop must not share an interpreter lock with the formatting of events: 64 streams at 5 ms a step are 12,800
 events a second. So this process does nothing but step. One thread reads commands, because a server that waits for room
@@ -120,7 +120,7 @@ class EngineLoop:
         self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="flyweight-schemas")
         self.grammars_lock = threading.Lock()
         self.texts: deque[Submit] = deque()  # that want a vector
-        self.deltas: list[Delta] = []
+        self.deltas: list[tuple[Any, ...]] = []
         self.wake = threading.Event()
         llm.pace_prompts()
         self.steps = 0
@@ -132,12 +132,21 @@ class EngineLoop:
         self.watch.start()
         while not self.closed:
             if not self.engine.busy:
-                self.wake.wait()
+                self.rest()
             self.wake.clear()
             self.watch.begin()
             self.turn()
             self.watch.end()
         self.watch.stop()
+
+    def rest(self) -> None:
+        """Until there is something to do."""
+        while not self.wake.is_set():
+            self.watch.begin()
+            prepared = self.engine.rest()
+            self.watch.end()
+            if not prepared:
+                self.wake.wait()
 
     def send(self, message: Any) -> None:
         """From the loop's thread or the watch's: half a message of one must not follow half of another's."""
@@ -162,16 +171,20 @@ class EngineLoop:
     def receive(self) -> None:
         while not self.closed:
             try:
-                command = self.connection.recv()
+                received = self.connection.recv()
             except (EOFError, OSError):
-                command = None
-            if isinstance(command, Submit) and command.schema is not None:
-                self.compiling.add(command.key)
-                self.compilers.submit(self.compile, command)
-                continue
-            self.commands.append(command)
-            self.wake.set()
-            if command is None:
+                received = [None]
+            ready = []
+            for command in received:
+                if isinstance(command, Submit) and command.schema is not None:
+                    self.compiling.add(command.key)
+                    self.compilers.submit(self.compile, command)
+                else:
+                    ready.append(command)
+            if ready:
+                self.commands.extend(ready)
+                self.wake.set()
+            if None in ready:
                 return
 
     def compile(self, command: Submit) -> None:
@@ -282,15 +295,18 @@ class EngineLoop:
         if requests is None:  # cancelled: nobody listens
             return
         request = requests[chunk.index]
+        first = request.generated == len(chunk.token_ids)
+        if not (first or request.finished or chunk.logprobs):
+            self.deltas.append((key, chunk.index, chunk.text, chunk.token_ids))
+            return
         if request.finished and (error := getattr(request.constraint, "error", None)):
             chunk = replace(chunk, finish_reason=FAILED, stop_reason=error)
-        first = request.generated == len(chunk.token_ids)
         delta = Delta(
             key, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,
             *((request.started, request.cached or 0, request.prompt_logprobs or None) if first else ()))
         if request.finished and request.drafted:
             delta = delta._replace(drafted=request.drafted, accepted=request.accepted)
-        self.deltas.append(delta)
+        self.deltas.append(tuple(delta))
         if request.finished:
             self.preemptions += request.preemptions
             if all(other.finished for other in requests):

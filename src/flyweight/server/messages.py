@@ -1,7 +1,7 @@
 """What the server and its engine process say to each other: commands one way, one `Step` for every step the other way.
 
-They are small plain records, pickled over a socket pair that nobody else can reach. A step's samples travel as tuples,
-because at 64 streams their pickling would otherwise show in the step time.
+They are small plain records, pickled over a socket pair that nobody else can reach. A step's deltas travel as bare tuples of
+their first fields, because at 64 streams their pickling would otherwise show in the step time.
 """
 
 from __future__ import annotations
@@ -74,8 +74,12 @@ class Load(NamedTuple):
 @dataclass(frozen=True)
 class Step:
     time: float  # `time.perf_counter` at its end; the clock is the machine's, so both processes read the same
-    deltas: list[Delta]
+    said: list[tuple[Any, ...]]  # each a Delta, or its first fields where the others have their defaults
     load: Load
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [Delta(*fields) for fields in self.said]
 
 
 @dataclass(frozen=True)
