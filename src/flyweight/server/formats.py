@@ -18,8 +18,11 @@ class Format(Protocol):
     chunk_kind: str
     prefix: str  # of the id
 
-    def choice(self, number: int, delta: Delta, *, whole: bool) -> dict[str, Any]:
-        """Called for the deltas of each sample in their order, or once with all of them joined."""
+    def pieces(self, number: int, delta: Delta) -> list[Piece]:
+        """What a sample's next delta says. Called for the deltas of each sample in their order, or once with all joined."""
+
+    def choice(self, number: int, delta: Delta, pieces: Sequence[Piece], *, whole: bool) -> dict[str, Any]:
+        """The same with all else that there is to be said of it."""
 
     def envelope(self, *, first: bool) -> dict[str, Any]:
         """Further fields beside the choices, with the first chunk or the whole answer."""
@@ -34,11 +37,15 @@ class CompletionFormat:
         self.offsets = [0] * (len(prompts) * request.samples)
         self.started: set[int] = set()
 
-    def choice(self, number: int, delta: Delta, *, whole: bool) -> dict[str, Any]:
+    def pieces(self, number: int, delta: Delta) -> list[Piece]:
+        return [Text(delta.text)]
+
+    def choice(self, number: int, delta: Delta, pieces: Sequence[Piece], *, whole: bool) -> dict[str, Any]:
         prompt = number // self.request.samples
         first = number not in self.started
         self.started.add(number)
-        text, tokens, logprobs = delta.text, delta.token_ids, list[TokenLogprob | None](delta.logprobs or [])
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        tokens, logprobs = delta.token_ids, list[TokenLogprob | None](delta.logprobs or [])
         if self.request.max_tokens == 0:  # a prompt to be judged: the one token that was made for it is nobody's
             text, tokens, logprobs = "", [], []
         choice: dict[str, Any] = {"index": number, "text": text, "logprobs": None, "finish_reason": delta.finish_reason,
@@ -68,11 +75,13 @@ class ChatFormat:
         self.started: set[int] = set()
         self.readers = readers
 
-    def choice(self, number: int, delta: Delta, *, whole: bool) -> dict[str, Any]:
+    def pieces(self, number: int, delta: Delta) -> list[Piece]:
+        return self.readers[number].add(delta.text, last=delta.finish_reason is not None)
+
+    def choice(self, number: int, delta: Delta, pieces: Sequence[Piece], *, whole: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"} if number not in self.started else {}
         self.started.add(number)
         reader = self.readers[number]
-        pieces = reader.add(delta.text, last=delta.finish_reason is not None)
         message |= chat_message(pieces, whole=whole, thinks=reader.splitter is not None)
         choice: dict[str, Any] = {
             "index": number, "message" if whole else "delta": message,

@@ -58,10 +58,7 @@ class Prompts:
         """`context`: how many tokens there is room for; a text that cannot be so few is refused unread."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
-            check_text(text)
-            if context is not None and len(text) > SLACK * self.longest_token * context:
-                raise ContextTooLong(f"the prompt has {len(text)} characters, more than this model's context of {context} tokens "
-                                     "can hold", param="prompt")
+            self._check(text, context)
         encoded = iter(await self._encode_all(texts, special) if texts else [])
         return [prompt if isinstance(prompt, list) else next(encoded) for prompt in prompts]
 
@@ -69,15 +66,31 @@ class Prompts:
         options, warnings = self._options(fields)
         tokenizer = self.need()
         slow = BadRequest(f"this model's chat template did not finish within {TEMPLATE_SECONDS:g} seconds", param="messages")
-        text = await self.threads.run(lambda: render(tokenizer, fields.messages, options), seconds=TEMPLATE_SECONDS, refusal=slow)
-        (tokens,) = await self.encode([text], special=False, context=context)
+
+        def read() -> tuple[str, list[int] | None]:
+            """The tokens too, where they take no time of their own."""
+            text = render(tokenizer, fields.messages, options)
+            if len(text) >= LONG:
+                return text, None
+            self._check(text, context)
+            return text, tokenizer.encode(text, special=False)
+
+        text, tokens = await self.threads.run(read, seconds=TEMPLATE_SECONDS, refusal=slow)
+        if tokens is None:
+            (tokens,) = await self.encode([text], special=False, context=context)
         return ChatPrompt(tokens, splits=CLOSE in self.template, inside=text.rstrip().endswith(OPEN), warnings=warnings)
 
+    def _check(self, text: str, context: int | None) -> None:
+        check_text(text)
+        if context is not None and len(text) > SLACK * self.longest_token * context:
+            raise ContextTooLong(f"the prompt has {len(text)} characters, more than this model's context of {context} tokens "
+                                 "can hold", param="prompt")
+
     async def _encode_all(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        inner = self.need().inner
+        tokenizer = self.need()
 
         def encode() -> list[list[int]]:
-            return [inner.encode(text, add_special_tokens=special) for text in texts]
+            return [tokenizer.encode(text, special=special) for text in texts]
 
         if sum(map(len, texts)) < LONG:
             return encode()
