@@ -6,7 +6,9 @@ engine is ready stays alive as long as the engine, so it need never be looked at
 decision for a whole process: the library by itself does not take it.
 """
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 
 def settle() -> None:
@@ -19,3 +21,15 @@ def release() -> None:
     """All cycles that nobody holds are freed, `settle` or not."""
     gc.unfreeze()
     gc.collect()
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """No collection begins by itself meanwhile."""
+    began = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if began:
+            gc.enable()

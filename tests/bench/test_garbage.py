@@ -44,3 +44,20 @@ def test_an_engine_that_is_measured_is_frozen_and_freed(monkeypatch):
     assert gc.get_freeze_count() > 1000
     backend.stop()
     assert engine() is None and gc.get_freeze_count() == 0
+
+
+def test_no_collection_begins_while_it_is_held(monkeypatch):
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        with garbage.held():
+            gone = Ring()
+            watched = weakref.ref(gone)
+            del gone
+            _ = [[] for _ in range(1000)]
+            assert watched() is not None
+        assert gc.isenabled()
+        _ = [[] for _ in range(1000)]
+        assert watched() is None
+    finally:
+        gc.set_threshold(*before)

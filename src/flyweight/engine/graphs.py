@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import KVStorage
+from flyweight.engine.capture import capture
 from flyweight.engine.rows import SIZES, Rows
 from flyweight.engine.speculation.shared_rows import SharedRows
 from flyweight.kernels.sample import When
@@ -185,14 +186,14 @@ class DecodeGraphs:
             if choice is Choice.SAMPLED and isinstance(self.rows, Rows):
                 self.rows.sampling.bias  # noqa: B018 (made now, for rows that may come with biases)
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
             captured = [*self.graphs.values(), *(self.beside.graphs.values() if self.beside else ())]
-            pool = captured[0].pool() if captured else None
-            # other threads may go on allocating
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+
+            def launch() -> None:
                 step.launch()
                 if choice is Choice.GREEDY:
                     step.advance()
                 elif choice is Choice.SAMPLED:
                     step.sample()
+
+            graph = capture(launch, pool=captured[0].pool() if captured else None)
             self.graphs[size, choice] = graph

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flyweight.batch import NOBODY, Batch, KVStorage
 from flyweight.engine import graphs
+from flyweight.engine.capture import capture
 from flyweight.engine.packed import SIZES, filler, padded_tokens
 from flyweight.engine.rows import Rows
 from flyweight.kernels.dispatch import unsupported_by_triton
@@ -134,7 +135,7 @@ class PassGraphs:
             del self.held[next(iter(self.held))]
 
     def _capture(self, batch: Batch, plans: Plans) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # other threads may go on allocating
+        def launch() -> None:
             self.states[: len(batch.tokens)].copy_(self.decoder.hidden(batch, self.caches, plans))
-        return graph
+
+        return capture(launch, pool=self.pool)

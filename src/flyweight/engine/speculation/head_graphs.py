@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import KVStorage
+from flyweight.engine.capture import capture
 from flyweight.engine.speculation.shared_rows import CAPACITY, FUSED_SIZES, SIZES, SharedRows
 from flyweight.kernels import jit
 from flyweight.kernels.accept import ChainState, CheckedRows, accept
@@ -181,9 +182,6 @@ class HeadGraphs:
             self.state.hidden.copy_(kept[0])
             self.state.lengths.copy_(kept[1])
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                launch()
-            self.graphs[key] = graph
+            self.graphs[key] = capture(launch, pool)
             self.launches[key] = launch
