@@ -30,9 +30,9 @@ def pieces(text, **options):
 
 
 @settings(max_examples=200)
-@given(text=st.text(max_size=30))
-def test_the_pieces_are_whole_characters_and_join_to_the_text(text):
-    shown, _ = pieces(text)
+@given(text=st.text(max_size=30), independent=st.booleans())
+def test_the_pieces_are_whole_characters_and_join_to_the_text(text, independent):
+    shown, _ = pieces(text, context=list("é".encode()), independent=independent)
     assert "".join(shown) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in shown)

@@ -65,6 +65,7 @@ class Engine:
         self.max_model_len = min(max_model_len, blocks * block_size)
         self.prefix_cache = prefix_cache
         self.decode = decode
+        self.independent_tokens = False  # whether how one reads depends on none before it
         self.end_ids = frozenset(end_ids)
         self.seed = seed
         self.numbers = itertools.count()
@@ -221,7 +222,8 @@ class Engine:
                 self.scheduler.add(request)
                 if self.decode:
                     context = request.prompt[-CONTEXT:]
-                    self.detokenizers[request.number] = Detokenizer(self.decode, context, request.params.stop)
+                    self.detokenizers[request.number] = Detokenizer(self.decode, context, request.params.stop,
+                                                                    independent=self.independent_tokens)
             elif not request.finished:
                 self._finish(request, "cancelled")
                 self._tell(request, Chunk(request.index, "", []))

@@ -167,6 +167,7 @@ class LLM:
             end_ids=end_ids(config.eos_ids, generation, self.tokenizer), state_slots=slots,
         )
         self.beside = prompt_tokens_beside
+        self.engine.independent_tokens = self.tokenizer is not None and self.tokenizer.bytes is not None
         self.engine.scheduler.long_prompts = long_prompts(config)
         if guessing is not None:
             assert wanted.guesses is not None

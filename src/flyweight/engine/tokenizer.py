@@ -124,8 +124,11 @@ def check_unicode(text: str) -> None:
 class Detokenizer:
     """Feed it tokens; `text` grows by whole characters and never shows a stop string or the beginning of one."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = (), stop: Sequence[str] = ()):
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = (), stop: Sequence[str] = (), *,
+                 independent: bool = False):
+        """`independent`: how a token reads depends on none before it, but for characters that are cut."""
         self.decode = decode
+        self.independent = independent
         self.window = list(context)  # the end of the prompt: it decides how the first token reads
         self.read = len(decode(self.window)) if context else 0  # characters of the window that are dealt with
         self.held = 0  # tokens that did not end a character yet
@@ -155,7 +158,10 @@ class Detokenizer:
     def _accept(self, text: str) -> None:
         self.pending += text[self.read :]
         self.read, self.held = len(text), 0
-        if len(self.window) > WINDOW:
+        if self.independent:
+            self.window = []
+            self.read = 0
+        elif len(self.window) > WINDOW:
             self.window = self.window[-OVERLAP:]
             self.read = len(self.decode(self.window))
 
