@@ -38,6 +38,7 @@ from typing import Any
 
 from http_stream import about, percentiles, run, server, stream
 
+from flyweight import garbage
 from flyweight.bench.rows import environment_row, make_row
 
 GOAL = 0.97  # share of the engine's own tok/s
@@ -108,6 +109,7 @@ def answer(connection: Connection, model: str, options: dict[str, Any]) -> None:
     llm = LLM(model, **options)
     llm.warm_up()
     shapes = Shapes(llm)
+    garbage.settle()  # as the server's processes do
     while (bodies := connection.recv()) is not None:
         work = [shapes.of(body) for body in bodies]
         params = [SamplingParams(temperature=0, max_tokens=body["max_tokens"],
@@ -265,6 +267,7 @@ def measure(model: str, given: argparse.Namespace) -> None:
         for turns in every:  # a round that does not count: what is to be compiled or allocated
             Turns(turns.work, turns.concurrency).take(own, served.port, input=given.input, output=8,
                                                       seed=0)
+        garbage.settle()  # of the clients
         for turn in range(given.rounds):
             for turns in every:
                 turns.take(own, served.port, input=given.input, output=given.output_tokens,
