@@ -1,4 +1,6 @@
-"""What single tokens are called in logprobs: their text and their bytes, which may be part of a character."""
+"""What single tokens are called in logprobs: their text and their bytes, which may be part of a
+character.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self.anchor = tokenizer.inner.encode("a", add_special_tokens=False)[-1:] if tokenizer else []
+        self.anchor = (
+            tokenizer.inner.encode("a", add_special_tokens=False)[-1:] if tokenizer else []
+        )
         self.name = functools.lru_cache(maxsize=200_000)(self._name)
 
     def text(self, token: int) -> str:
@@ -47,20 +51,36 @@ class TokenNames:
         return {"token": text, "logprob": finite(logprob), "bytes": list(content)}
 
     def chat(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        return {"content": [self.entry(item.token_id, item.logprob)
-                            | {"top_logprobs": [self.entry(token, value) for token, value in item.top.items()]}
-                            for item in logprobs], "refusal": None}
+        return {
+            "content": [
+                self.entry(item.token_id, item.logprob)
+                | {"top_logprobs": [self.entry(token, value) for token, value in item.top.items()]}
+                for item in logprobs
+            ],
+            "refusal": None,
+        }
 
-    def completion(self, logprobs: list[TokenLogprob | None], tokens: list[int], offset: int) -> dict[str, Any]:
-        """`offset` is that of the first token in the text; a token without logprob (a prompt's first) has null."""
+    def completion(
+        self, logprobs: list[TokenLogprob | None], tokens: list[int], offset: int
+    ) -> dict[str, Any]:
+        """`offset` is that of the first token in the text; a token without logprob (a prompt's
+        first) has null.
+        """
         texts = [self.text(token) for token in tokens]
         offsets = [offset]
         for text in texts:
             offsets.append(offsets[-1] + (0 if text.startswith(BYTES) else len(text)))
         return {
-            "tokens": texts, "token_logprobs": [item and finite(item.logprob) for item in logprobs],
-            "top_logprobs": [item and {self.text(token): finite(value) for token, value in
-                                       [*item.top.items(), (item.token_id, item.logprob)]} for item in logprobs],
+            "tokens": texts,
+            "token_logprobs": [item and finite(item.logprob) for item in logprobs],
+            "top_logprobs": [
+                item
+                and {
+                    self.text(token): finite(value)
+                    for token, value in [*item.top.items(), (item.token_id, item.logprob)]
+                }
+                for item in logprobs
+            ],
             "text_offset": offsets[:-1],
         }
 
