@@ -163,3 +163,20 @@ def test_other_tokenizers_decode_by_themselves():
     tokenizer = byte_tokenizer()
     tokenizer.decoder = None
     assert byte_table(tokenizer, {}) is None and byte_table(object(), {}) is None
+
+
+def test_a_text_is_encoded_without_the_interpreter_lock():
+    """The library holds it for one text, and lets go of it for a list of them."""
+    from types import SimpleNamespace
+
+    from flyweight.engine.tokenizer import BareTokenizer
+
+    class Library:
+        def get_added_tokens_decoder(self):
+            return {}
+
+        def encode_batch(self, texts, add_special_tokens):
+            return [SimpleNamespace(ids=[len(text), int(add_special_tokens)]) for text in texts]
+
+    tokenizer = BareTokenizer(SimpleNamespace(tokenizer=Library(), end_id=0), load=lambda: None)
+    assert tokenizer.encode("abc") == [3, 1] and tokenizer.encode("", special=False) == [0, 0]

@@ -98,7 +98,9 @@ class BareTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         check_unicode(text)
-        return self.fast.encode(text, add_special_tokens=special).ids
+        # of one text alone the library would hold the interpreter lock
+        (encoded,) = self.fast.encode_batch([text], add_special_tokens=special)
+        return encoded.ids
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
