@@ -17,16 +17,21 @@ MODEL ?= smollm2-135m
 # calibration is kept small: two slow cores are enough. The default model is a GGUF of 4 to 5 bits: its weights are written out in 16
 # bits first, as the original of most models is.
 TEXT ?= built-in
-SCHEMES ?= rtn-int4 gptq-int4 w8a8-smooth
+SCHEMES ?= w8a8-smooth gptq-int4 rtn-int4
+# Two schemes at a time, the longest first, each with half of the cores: much of quantizing keeps only one of them busy.
+HALF := $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) + 1) / 2 )))
+quantize-%:
+	$(BIN)/flyweight quantize out/original --scheme $* -o out/$* --samples 4 --length 256 --overwrite --threads $(HALF)
+
 demo: .venv/installed
 	$(BIN)/flyweight pull $(MODEL)
 	$(BIN)/flyweight info $(MODEL)
 	$(BIN)/flyweight generate $(MODEL) --prompt "The capital of France is" --max-tokens 32 --temperature 0
 	test -d out/original || $(BIN)/flyweight pull $(MODEL) --dtype float16 --output out/original
-	for scheme in $(SCHEMES); do \
-	  $(BIN)/flyweight quantize out/original --scheme $$scheme -o out/$$scheme --samples 4 --length 256 --overwrite || exit; done
+	@echo "Quantizing by $(SCHEMES), two at a time; each is shown when it is finished"
+	@$(MAKE) --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) $(SCHEMES:%=quantize-%)
 	rm -f out/result.jsonl
-	$(BIN)/flyweight eval out/original $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 -o out/result.jsonl
+	$(BIN)/flyweight eval out/original $(SCHEMES:%=out/%) --text $(TEXT) --tokens 1024 --served -o out/result.jsonl
 	$(BIN)/flyweight bench latency out/original $(SCHEMES:%=out/%) --batch 1 --input 64 --output 32 -o out/result.jsonl
 	$(BIN)/flyweight report out/result.jsonl -o out/report.html --title "$(MODEL), quantized"
 	@echo "The report is in out/report.html"

@@ -109,7 +109,7 @@ def measure(llm: LLM, haystack: Haystack, length: int, hidden: list[tuple[float,
     }
 
 
-def load(options: argparse.Namespace, kv: str, decoder: Any) -> LLM:
+def load(options: argparse.Namespace, kv: str) -> LLM:
     """With room for the prefixes that the prompts of each length share."""
     page = 16
     blocks = sum(2 * (length + ANSWER) // page + 2 for length in options.length)
@@ -117,7 +117,6 @@ def load(options: argparse.Namespace, kv: str, decoder: Any) -> LLM:
         options.model,
         device=options.device,
         kv_dtype=kv,
-        decoder=decoder,
         max_model_len=max(options.length) + ANSWER,
         max_num_seqs=4,
         blocks=blocks,
@@ -140,13 +139,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     text = options.text.read_text(encoding="utf-8")
-    facts = facts_of(Variant(options.model)).fields() | {"tool": "needle", "text": options.text.name}
+    facts = facts_of(Variant(options.model)).fields() | {
+        "tool": "needle",
+        "text": options.text.name,
+    }
     file = ResultFile(options.out)
     environment: dict[str, Any] | None = None
-    decoder = None
     for kv in options.kv:
-        llm = load(options, kv, decoder)
-        decoder = llm.decoder
+        llm = load(options, kv)
         environment = environment or environment_row(llm.device, measure_bandwidth=False)
         assert llm.tokenizer is not None, "the model needs a tokenizer"
         haystack = Haystack.of(llm.tokenizer, text)

@@ -4,7 +4,7 @@
     docs/results/h200/*.md           all rows, a page or several for each kind of measurement (pages.py)
     docs/results/h200.html           all rows in one page with sortable tables
     docs/results/NNN.md, .rst        the rows of NNN-*.jsonl in the layout of the document of that number
-    README.md, docs/performance.md, docs/quantize.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, by BLOCKS
+    README.md, docs/performance.md, docs/quantize.md, docs/serve.md   what stands between `<!-- rows: NAME -->` and `<!-- end -->`, by BLOCKS
     docs/results/decode-speed-at-batch-1.png   the picture of the README
 
 Works with whatever files there are, and says which rows are missing and which were measured by code that has changed since
@@ -22,11 +22,13 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent / "workshop"))
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
+import serving
 import table
 from covered import changed, code_of, commit_of, latest, missing, provenance
 from pages import in_pages, names
@@ -44,7 +46,7 @@ from flyweight.report.render import terminal
 from flyweight.report.rows import Results, Row
 
 ROWS, DOCS = Path("benchmarks/h200"), Path("docs/results")
-DOCUMENTS_WITH_BLOCKS = (Path("README.md"), Path("docs/performance.md"), Path("docs/quantize.md"))
+DOCUMENTS_WITH_BLOCKS = (Path("README.md"), Path("docs/performance.md"), Path("docs/quantize.md"), Path("docs/serve.md"))
 DOCUMENTS = {"000": ".md", "001": ".md", "002": ".md", "003": ".md", "004": ".rst"}
 MODEL, SCHEMES = "qwen3-8b", ("bf16", "w8a8", "int4", "vptq")
 HEADLINE = (  # workload, metric, what it is called, digits
@@ -114,6 +116,12 @@ def quantizing(results: Results) -> list[Block]:
     return [Table("", ("scheme", "seconds", "how", "GPU memory, GB", "host memory, GB"), tuple(lines))] if lines else []
 
 
+def serving_block(name: str, results: Results) -> list[Block]:
+    """What an option of serving costs in quality; its rows are no part of the pages."""
+    shown = serving.BLOCKS[name](ROWS / "quality")
+    return [Paragraph(shown)] if shown else []
+
+
 LONG_PROMPT = 2048  # tokens, from which on power is the limit
 
 
@@ -161,6 +169,7 @@ BLOCKS: dict[str, Callable[[Results], Sequence[Block]]] = {
     "headline": headline, "quality": quality, "several": several, "best": best, "quantizing": quantizing, "zeros": zeros, "linears": linears,
     "limits": lambda results: performance.limits(plain_runs(results))[1:],
     "steps": lambda results: performance.step_table(plain_runs(results))[1:],
+    **{name: partial(serving_block, name) for name in serving.BLOCKS},
 }
 
 

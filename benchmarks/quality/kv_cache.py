@@ -4,9 +4,9 @@
         [--kv fp8 int8] [--tokens 4096] [--window 512]
 
 Rows are those of `flyweight eval MODEL MODEL --kv-dtype fp8`: keys and values as a cache of that
-type gives them back, products exact. The weights are loaded once, and what the model makes of a
-window with its plain cache is kept where there is room for it, for every type is compared with it:
-`log_ratio` and its error are of pairs of losses.
+type gives them back, products exact. What the model makes of a window with its plain cache is kept
+where there is room for it, for every type is compared with it: `log_ratio` and its error are of
+pairs of losses.
 """
 
 from __future__ import annotations
@@ -18,45 +18,42 @@ from torch import Tensor
 
 from flyweight.bench.rows import ResultFile
 from flyweight.commands.evaluate import complete_rows, result_row
-from flyweight.models.decoder import Decoder
-from flyweight.models.kv_scheme import KVScheme, choose_kv_scheme
+from flyweight.kv_format import MODEL
 from flyweight.quant.evaluate import compare
 from flyweight.quant.subject import Subject, load_subject
 
 KEPT_BYTES = 4 << 30  # of predictions
 
 
-class Seen:
-    """The model, with keys and values in the type of one cache."""
+class Kept:
+    """The model with its plain cache; its predictions are kept where there is room for them."""
 
-    def __init__(self, decoder: Decoder, scheme: KVScheme, *, keeps: bool = False):
-        self.decoder = decoder
-        self.scheme = scheme
-        self.device = decoder.device
-        self.kept: dict[tuple[int, ...], Tensor] | None = {} if keeps else None
+    def __init__(self, subject: Subject, tokens: int):
+        self.model = subject.decoder
+        self.device = subject.decoder.device
+        fits = 4 * tokens * subject.decoder.config.vocab_size <= KEPT_BYTES
+        self.kept: dict[tuple[int, ...], Tensor] | None = {} if fits else None
 
     def forward_whole(self, tokens: Tensor) -> Tensor:
+        if self.kept is None:
+            return self.model.forward_whole(tokens)
         key = tuple(tokens[0].tolist())
-        if self.kept is not None and key in self.kept:
-            return self.kept[key]
-        self.decoder.kv_scheme = self.scheme
-        logits = self.decoder.forward_whole(tokens)
-        if self.kept is not None:
-            self.kept[key] = logits
-        return logits
+        if key not in self.kept:
+            self.kept[key] = self.model.forward_whole(tokens)
+        return self.kept[key]
 
 
-def measure(subject: Subject, plain: Seen, name: str, kv: str, options: argparse.Namespace) -> dict:
-    decoder = subject.decoder
-    scheme = choose_kv_scheme(kv, subject.checkpoint, decoder.config)
+def measure(plain: Kept, name: str, kv: str, options: argparse.Namespace) -> dict:
+    """One type of cache, with the weights as they are loaded for it."""
+    text = options.text.read_text(encoding="utf-8")
+    subject = load_subject(name, text, device=options.device, dtype=None, kv_dtype=kv)
     result, agreement = compare(
         plain,
-        Seen(decoder, scheme),
+        subject.decoder,
         subject.ids[: options.tokens],
         window=options.window,
         bos=subject.bos,
     )
-    decoder.kv_scheme = scheme
     return result_row(result, agreement, subject, model=name, text=options.text.name, exact=True)
 
 
@@ -75,16 +72,13 @@ def main(arguments: list[str] | None = None) -> None:
     results = ResultFile(options.out)
     text = options.text.read_text(encoding="utf-8")
     for name in options.model:
-        subject = load_subject(name, text, device=options.device, dtype=None)
-        count = min(options.tokens, len(subject.ids))
-        fits = 4 * count * subject.decoder.config.vocab_size <= KEPT_BYTES
-        plain = Seen(subject.decoder, KVScheme(), keeps=fits)
-        rows = []
+        subject = load_subject(name, text, device=options.device, dtype=None, kv_dtype=MODEL)
+        plain = Kept(subject, min(options.tokens, len(subject.ids)))
         for kv in options.kv:
-            rows.append(measure(subject, plain, name, kv, options))
-            shown = {key: rows[-1][key] for key in ("kv_dtype", "perplexity", "log_ratio", "kl")}
+            row = measure(plain, name, kv, options)
+            shown = {key: row[key] for key in ("kv_dtype", "perplexity", "log_ratio", "kl")}
             print(name, shown, flush=True)
-        results.append(complete_rows(rows, subject.decoder.device))
+            results.append(complete_rows([row], subject.decoder.device))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.checkpoint.summary import summarize
 from flyweight.models.decoder import Decoder
-from flyweight.quant.evaluate import cut_windows
+from flyweight.quant.evaluate import Window, cut_windows
 from flyweight.quant.subject import encode
 
 WINDOW = 512
@@ -34,18 +34,23 @@ class Ruler:
 
     def __init__(self, original: Original, text: Path, *, windows: int | None = None) -> None:
         self.original, self.device, self.text = original, original.device, text.name
-        ids, self.bos = encode(original.checkpoint.tokenizer(), text.read_text(encoding="utf-8"))
-        self.windows = cut_windows(ids, window=WINDOW, bos=self.bos)[:windows]
-        folder = original.folder
-        kept = folder.with_name(f"{folder.name}-{text.stem}-{len(self.windows)}-{original.products}.safetensors")
+        folder, self.bos = original.folder, None
+        kept = folder.with_name(f"{folder.name}-{text.stem}-{windows or 'all'}-{original.products}.safetensors")
         with FileLock(f"{kept}.lock"):  # one worker measures the original, the others wait for it
             if not kept.exists():
+                self.read_text(text, windows)
                 self.measure_original(kept)
         with safe_open(kept, framework="pt") as file:
-            self.losses = [file.get_tensor(f"losses-{i}") for i in range(len(file.keys()))]  # by batch
+            self.windows, self.bos = unpack_windows(file.get_tensor("windows"), int(file.get_tensor("bos")))
+            self.losses = [file.get_tensor(f"losses-{i}") for i in range(len(file.keys()) - 2)]  # by batch
+
+    def read_text(self, text: Path, windows: int | None) -> None:
+        ids, self.bos = encode(self.original.checkpoint.tokenizer(), text.read_text(encoding="utf-8"))
+        self.windows = cut_windows(ids, window=WINDOW, bos=self.bos)[:windows]
 
     def measure_original(self, kept: Path) -> None:
-        found = {}
+        """Its losses, and the tokens beside them: to cut a text into tokens takes as long as to judge it."""
+        found = {"windows": pack_windows(self.windows), "bos": torch.tensor(-1 if self.bos is None else self.bos)}
         for i, (ids, scored) in enumerate(self.batches()):
             logits = self.original.logits(ids, scored)
             found[f"losses-{i}"] = torch.stack([losses_of(torch.log_softmax(one, -1), line, scored)
@@ -94,6 +99,17 @@ class Ruler:
         return {"perplexity": value, "perplexity_error": value * standard_error(by_window), "text": self.text, "window": WINDOW,
                 "bos": self.bos is not None, "tokens": sum(len(line) for line in found), "dtype": self.original.products,
                 "kv_dtype": "float32", "window_losses": [round(loss, 6) for loss in by_window.tolist()]}
+
+
+def pack_windows(windows: Sequence[Window]) -> Tensor:
+    """[windows, 1 + most tokens]: how many are scored, the tokens, −1 behind the last."""
+    most = max(len(window.tokens) for window in windows)
+    return torch.tensor([[w.scored, *w.tokens, *[-1] * (most - len(w.tokens))] for w in windows])
+
+
+def unpack_windows(packed: Tensor, bos: int) -> tuple[list[Window], int | None]:
+    windows = [Window([token for token in row[1:] if token >= 0], row[0]) for row in packed.tolist()]
+    return windows, None if bos < 0 else bos
 
 
 class Original:

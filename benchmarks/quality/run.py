@@ -54,6 +54,11 @@ class Job:
     def name(self) -> str:
         return f"{self.tool}/{self.scheme}/{self.seed}"
 
+    @property
+    def package(self) -> str:
+        """What a worker has to load for it."""
+        return "flyweight" if self.tool == "original" else self.tool
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -85,21 +90,24 @@ class Worker:
         from flyweight.checkpoint.reader import Checkpoint
 
         self.setting, self.samples, self.resumed = setting, {}, 0
+        self.rulers: list[Any] = []
         self.checkpoint = Checkpoint(Path(setting.model))
 
     def measured(self, folder: Path | None) -> list[dict[str, Any]]:
-        """Facts of `folder`, or of the original, on each text. One worker at a time: the models and the logits of several
-        would fill a GPU, and not be ready sooner."""
+        """Facts of `folder`, or of the original, on each text. One worker at a time: the logits of several would fill a GPU,
+        and not be ready sooner. The original stays loaded: to load it takes longer than to judge a small model."""
         import measure
         from filelock import FileLock
 
         setting = self.setting
         with FileLock(Path(setting.work) / "measuring.lock"):
-            original = measure.Original(Path(setting.model), device=setting.device, products=setting.products)
-            rulers = [measure.Ruler(original, Path(text), windows=setting.windows) for text in setting.texts]
+            if not self.rulers:
+                original = measure.Original(Path(setting.model), device=setting.device, products=setting.products)
+                self.rulers = [measure.Ruler(original, Path(text), windows=setting.windows) for text in setting.texts]
             if folder is None:
-                return [measure.facts_of(original.checkpoint) | ruler.facts() for ruler in rulers]
-            return measure.measure_folder(rulers, folder)
+                facts = measure.facts_of(self.checkpoint)
+                return [facts | ruler.facts() for ruler in self.rulers]
+            return measure.measure_folder(self.rulers, folder)
 
     def calibration(self, seed: int) -> Any:
         from flyweight.quant.calibration import draw_samples, read_text
@@ -198,18 +206,18 @@ def work(setting: Setting, threads: int, pipe: Any) -> None:
 
 
 class Seat:
-    """A worker process that is replaced when it dies, or when another tool comes: packages change global settings."""
+    """A worker process that is replaced when it dies, or when another package comes: they change global settings."""
 
     def __init__(self, setting: Setting, threads: int) -> None:
-        self.setting, self.threads, self.tool, self.process, self.pipe = setting, threads, "", None, None
+        self.setting, self.threads, self.package, self.process, self.pipe = setting, threads, "", None, None
 
     def run(self, job: Job, deadline: float) -> tuple[list[dict[str, Any]], str]:
-        if self.process is None or self.tool != job.tool:
+        if self.process is None or self.package != job.package:
             self.leave()
             context = multiprocessing.get_context("spawn")
             self.pipe, theirs = context.Pipe()
-            self.process, self.tool = context.Process(
-                target=work, args=(self.setting, self.threads, theirs), daemon=True), job.tool
+            self.process, self.package = context.Process(
+                target=work, args=(self.setting, self.threads, theirs), daemon=True), job.package
             self.process.start()
             theirs.close()
         try:
@@ -315,19 +323,19 @@ def run(jobs: list[Job], setting: Setting, rows: Rows, *, seats: int, deadline: 
     waiting, lock, done = list(jobs), threading.Lock(), 0
     threads = max(1, (os.cpu_count() or 1) // (2 * seats if setting.device.startswith("cuda") else seats))
 
-    def take(tool: str) -> Job:
-        """The next job of the tool that the seat has loaded, or else simply the next."""
+    def take(package: str) -> Job:
+        """The next job of the package that the seat has loaded, or else simply the next."""
         with lock:
             if not waiting or time.monotonic() > deadline:
                 raise queue.Empty
-            return waiting.pop(next((i for i, job in enumerate(waiting) if job.tool == tool), 0))
+            return waiting.pop(next((i for i, job in enumerate(waiting) if job.package == package), 0))
 
     def sit() -> None:
         nonlocal done
         seat = Seat(setting, threads)
         while True:
             try:
-                job = take(seat.tool)
+                job = take(seat.package)
             except queue.Empty:
                 return seat.leave()
             started = time.monotonic()
@@ -380,7 +388,8 @@ def main() -> None:
     from offgrid import make_offgrid
 
     work_folder = (options.work or options.out.with_suffix(".work")).absolute()
-    model = work_folder / ("natural" if options.natural else "offgrid")
+    name = (options.name or Path(options.model).stem) + ("" if options.natural else "-offgrid")
+    model = work_folder / name  # what is made of it remembers what it was called
     if not model.exists():
         work_folder.mkdir(parents=True, exist_ok=True)
         make_offgrid(options.model, model, spread=1.0 if options.natural else 1.3)
@@ -389,7 +398,6 @@ def main() -> None:
                       options.windows, options.learn_steps, options.keep,
                       tuple((path.stem, str(path.absolute())) for path in options.recipes),
                       "tf32" if options.tf32 else "float32")
-    name = (options.name or Path(options.model).stem) + ("" if options.natural else "-offgrid")
     finished = finished_jobs(table.read(options.out), name, [Path(text).name for text in options.text])
     names = [path.stem for path in options.recipes]
     jobs = [job for job in make_jobs(options.schemes, options.peers, options.seeds, names) if job.name not in finished]

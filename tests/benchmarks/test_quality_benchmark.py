@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 import peers  # noqa: E402
 import pieces  # noqa: E402
 import run  # noqa: E402
+import serving  # noqa: E402
 import table  # noqa: E402
 import vllm_agreement  # noqa: E402
 from offgrid import make_offgrid  # noqa: E402
@@ -213,3 +214,18 @@ def test_peers_take_the_group_size_of_our_schemes(tmp_path):
         config = dict(zip(("hidden_size", "intermediate_size", "num_attention_heads"), widths, strict=True))
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert peers.group_of(tmp_path) == group
+
+
+def test_tables_of_serving_show_the_last_row_of_each_kind(tmp_path):
+    def write(name, *rows):
+        lines = (json.dumps({"bench": "quality", "status": "ok", "model": "models/m.gguf", "scheme": "s"} | one) for one in rows)
+        (tmp_path / name).write_text("\n".join(lines))
+
+    cache = dict(text="t", kv_dtype="int8", log_ratio=0.5, log_ratio_error=0.001, kl=0.25, tokens=1000)
+    write("kv-cache.jsonl", cache, cache | {"log_ratio": 0.0})
+    assert serving.caches(tmp_path).splitlines()[2:] == ["| m | t | int8 | +0.00 ± 0.10 % | 0.25000 | 1,000 |"]
+    write("needle.jsonl", dict(kv_dtype="fp8", window=4096, found=[True, False]))
+    assert serving.needles(tmp_path).splitlines()[-1] == "| m | fp8 | 1 of 2 |"
+    write("heads.jsonl", dict(head="stored", kl=0.1, kl_growth=0), dict(head="int8", kl=0.101, kl_growth=0.01))
+    assert serving.heads(tmp_path).splitlines()[-1] == "| m | s | 0.1000 | +1.00 % |"
+    assert serving.prompts(tmp_path) == serving.books(tmp_path) == "", "nothing was measured"

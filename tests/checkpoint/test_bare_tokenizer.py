@@ -9,6 +9,7 @@ import pytest
 
 from flyweight.checkpoint.reader import Checkpoint
 from flyweight.engine.tokenizer import BareTokenizer, Tokenizer, tokenizer_of
+from flyweight.quant.subject import encode, tokens_of
 
 TEXTS = [
     "The capital of France is",
@@ -34,6 +35,13 @@ def test_text_becomes_the_tokens_of_transformers_and_comes_back(smollm2):
             assert bare.decode(tokens) == full.decode(tokens)
     messages = [{"role": "user", "content": "hello"}]
     assert bare.encode_chat(messages) == full.encode_chat(messages)
+
+
+def test_texts_to_measure_on_become_the_same_tokens_without_transformers(smollm2):
+    checkpoint = Checkpoint(smollm2)
+    assert checkpoint.bare_tokenizer() is not None
+    for text in TEXTS:
+        assert tokens_of(checkpoint, text) == encode(checkpoint.tokenizer(), text)
 
 
 CHANGES = [

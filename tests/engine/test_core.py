@@ -25,6 +25,8 @@ SETTINGS = {
     "captured": dict(captured=True),
     "captured, chunked": dict(captured=True, max_num_batched_tokens=8),
     "captured, preempted": dict(captured=True, blocks=13, max_model_len=52),
+    "captured, in turns": dict(captured=True, turns=True, prompt_tokens_beside=5),
+    "captured, in turns, preempted": dict(captured=True, turns=True, blocks=13, max_model_len=52),
     "launched ahead, not captured": dict(overlap=True),
 }
 
@@ -309,11 +311,11 @@ def test_a_listener_that_raises_ends_its_own_request_only(captured):
     assert not engine.busy and engine.pool.available == engine.pool.blocks
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_a_storm_of_requests_in_a_small_pool_all_end_right(captured):
+@pytest.mark.parametrize(("captured", "turns"), [(True, True), (True, False), (False, False)])
+def test_a_storm_of_requests_in_a_small_pool_all_end_right(captured, turns):
     """Random lengths, styles, cancels; every answer that was not cancelled is the one the request gets alone."""
     chance = random.Random(0)
-    engine = toy_engine(blocks=16, max_model_len=60, max_num_seqs=6, captured=captured)
+    engine = toy_engine(blocks=16, max_model_len=60, max_num_seqs=6, captured=captured, turns=turns)
     requests = []
     for number in range(60):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))]

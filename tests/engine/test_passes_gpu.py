@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from gpu_models import CUDA, PAGE, load, make_engine, params, prompts, run
+from gpu_models import CUDA, PAGE, gap_where_parted, load, make_engine, params, prompts, run
 from padded_story import Story
 
+from flyweight.engine.packed import SIZES
 from flyweight.engine.passes import PassGraphs, unsupported_reason
+from flyweight.engine.turns import Turns
 
 pytestmark = pytest.mark.gpu
 BOUND = {"bf16": 0.03, "int4": 0.03, "w8a16": 0.03, "w8a8": 0.1}  # W8A8 rounds otherwise where attention's last bit differs
@@ -34,16 +36,19 @@ def test_captured_passes_are_the_passes_launched_one_by_one(scheme):
     assert len(graphs.held) < len(STEPS) and all(one.graph is not None for one in graphs.held.values())
 
 
-def test_requests_that_come_while_others_answer_are_served_by_captured_passes():
+@pytest.mark.parametrize("turns", [False, True])
+def test_requests_that_come_while_others_answer_are_served_by_captured_passes(turns):
     decoder = load("tiny", "bf16", CUDA, torch.bfloat16)
     asked, answers = prompts(decoder.config, 40, longest=200), []
     for captured in (False, True):
         engine = make_engine(decoder)
         if not captured:
             engine.runner.passes = None
+        elif turns:
+            engine.scheduler.turns = Turns(SIZES)
         requests = []
         for prompt in asked:  # one every third step, so that most passes are mixed
-            requests += engine.submit(prompt, params(max_tokens=24, logprobs=2))
+            requests += engine.submit(prompt, params(max_tokens=24, logprobs=8))
             for _ in range(3):
                 engine.step()
         run(engine, requests)
@@ -52,3 +57,5 @@ def test_requests_that_come_while_others_answer_are_served_by_captured_passes():
     first = [(one.logprobs[0], other.logprobs[0]) for one, other in zip(*answers, strict=True)]
     assert sum(one.token_id == other.token_id for one, other in first) > 36
     assert all(abs(one.logprob - other.logprob) < 0.1 for one, other in first if one.token_id == other.token_id)
+    parted = [gap for one, other in zip(*answers, strict=True) if (gap := gap_where_parted(one, other)) is not None]
+    assert all(gap < 0.2 for gap in parted), "where answers part, two tokens were as good as each other"

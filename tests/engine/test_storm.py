@@ -1,4 +1,4 @@
-"""A thousand random requests in a KV cache too small for them, on a tiny decoder, with steps launched ahead as on a GPU."""
+"""Hundreds of random requests in a KV cache too small for them, on a tiny decoder, with steps launched ahead as on a GPU."""
 
 import random
 
@@ -13,10 +13,11 @@ from flyweight.engine.sampling import gumbel_noise
 from flyweight.models.decoder import Decoder
 from flyweight.models.presets import PRESETS, PresetWeights
 
-REQUESTS, VOCABULARY, CONTEXT = 1000, 64, 64
-DEVICES = [  # device, type, and how close to the best score a token may be: batches of other sizes round differently
-    ("cpu", torch.float32, 1e-4),
-    pytest.param("cuda", torch.float16, 0.1, marks=pytest.mark.gpu),
+VOCABULARY, CONTEXT = 64, 64
+# device, type, requests, and how close to the best score a token may be: batches of other sizes round differently
+DEVICES = [
+    ("cpu", torch.float32, 400, 1e-4),
+    pytest.param("cuda", torch.float16, 1000, 0.1, marks=pytest.mark.gpu),
 ]
 CONFIG = PRESETS["qwen3-0.6b"] | dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                                       head_dim=64, num_attention_heads=4, num_key_value_heads=2,
@@ -63,11 +64,11 @@ def check_answer(decoder, request, gap):
     return near
 
 
-@pytest.mark.parametrize(("device", "dtype", "gap"), DEVICES)
-def test_a_thousand_random_requests_end_right_and_every_block_comes_back(device, dtype, gap):
+@pytest.mark.parametrize(("device", "dtype", "count", "gap"), DEVICES)
+def test_random_requests_end_right_and_every_block_comes_back(device, dtype, count, gap):
     chance, engine = random.Random(1), make_engine(device, dtype)
     requests, chunks = [], {}
-    for number in range(REQUESTS):
+    for number in range(count):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 36))]
         if number % 4 == 3:  # shares a prefix with an earlier one
             prompt = (chance.choice(requests).prompt[:24] + prompt)[:40]
@@ -85,9 +86,9 @@ def test_a_thousand_random_requests_end_right_and_every_block_comes_back(device,
     near = sum(check_answer(reference, request, gap) for request in requests)
     print(f"{near} of {sum(request.generated for request in requests)} tokens are within {gap} of the best, not the best")
     reasons = {reason: sum(request.finish_reason == reason for request in requests) for reason in ("stop", "length", "cancelled")}
-    assert sum(reasons.values()) == REQUESTS and min(reasons.values()) > 20
+    assert sum(reasons.values()) == count and min(reasons.values()) > 20
     assert sum(request.preemptions for request in requests) > 20
-    assert len(engine.runner.steps.taken) > 500 if device == "cpu" else engine.runner.steps.graphs
+    assert len(engine.runner.steps.taken) > count / 2 if device == "cpu" else engine.runner.steps.graphs
     for number, request in enumerate(requests):
         heard = [token for chunk in chunks[number] for token in chunk.token_ids]
         assert heard == request.tokens[len(request.prompt) :], "the listener hears every token once"

@@ -19,6 +19,7 @@ from flyweight.engine.runner import Runner
 from flyweight.engine.sampling import Mode, mix
 from flyweight.engine.scheduler import Work
 from flyweight.engine.speculation.shared_rows import SharedRows
+from flyweight.engine.turns import Turns
 
 VOCABULARY = 97
 SHAPE = CacheShape(layers=2, kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -94,14 +95,16 @@ class EagerPasses:
         return self.runner.model.forward(batch, self.runner.caches)
 
 
-def toy_engine(*, blocks: int = 64, captured: bool = False, **options) -> Engine:
-    """`captured`: steps as on a GPU, launched ahead."""
+def toy_engine(*, blocks: int = 64, captured: bool = False, turns: bool = False, **options) -> Engine:
+    """`captured`: steps as on a GPU, launched ahead; `turns`: and answers apart from prompts, as in a server there."""
     defaults = dict(vocabulary=VOCABULARY, device=torch.device("cpu"), max_model_len=256, block_size=4, max_num_seqs=8,
                     max_num_batched_tokens=16, overlap=captured)
     engine = Engine(ToyModel(), SHAPE, blocks=blocks, **(defaults | options))
     if captured:
         engine.runner.steps, engine.runner.passes = EagerSteps(engine.runner), EagerPasses(engine.runner)
         engine.runner.shared_steps = EagerSteps(engine.runner, 64, engine.runner.shared_rows)
+    if turns:
+        engine.scheduler.turns = Turns((4, 8, 16))
     return engine
 
 

@@ -187,10 +187,16 @@ CASES = [
 
 
 def cases_of(arch):
-    """Those with a body there. What sm_89 has beyond sm_80 is float8, so of all others one of each file will do."""
-    found = [case for case in CASES if arch == "sm_90a" or case[0] not in HOPPER]
-    if arch != "sm_89":
-        return found
+    """Those with a body there. Architectures differ in a few functions of the headers, which every case of a file calls alike:
+    sm_90a compiles all, sm_80 one for each format of a file. What sm_89 has beyond sm_80 is float8, so of all others one of each
+    file will do."""
+    if arch == "sm_90a":
+        return CASES
+    found = [case for case in CASES if case[0] not in HOPPER]
+    if arch == "sm_80":
+        by_format = {(file, *map(defines.get, ("FORMAT", "OWN_COPIES", "IN_REGISTERS", "KV8"))): (file, defines)
+                     for file, defines in found}
+        return list(by_format.values())
     return [*dict(found).items(), *(case for case in found if case[1].get("FORMAT") in (4, 5) or "KV8" in case[1])]
 
 

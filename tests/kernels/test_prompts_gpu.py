@@ -4,7 +4,8 @@ import pytest
 import torch
 from gpu_linears import linear_of, make
 
-from flyweight.kernels.linear import prompts
+from flyweight.kernels.linear import gemm, prompts
+from flyweight.kernels.linear.fused import Norm
 
 pytestmark = [pytest.mark.gpu]
 
@@ -39,6 +40,39 @@ def test_many_rows_are_multiplied_in_8_bits(kind, outputs, inputs, rows):
     assert error(got, exact) < 1.1 * error(want, exact)
     # A scale that is rounded otherwise moves many of float8's coarse codes, and hardly any of int8's.
     assert kind == "fp8" or error(got, want) < 8e-3
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("rows", [300, 2048])
+def test_weights_written_while_x_is_packed_are_there_in_time(narrow, rows, monkeypatch):
+    """Layers of linears that differ in length, back to back: a weight that is written too late, or over one that is still
+    read, gives other sums."""
+    shapes = [(6144, 4096, None), (4096, 6144, None), (8192, 4096, "silu"), (4096, 4096, None)]
+    linears = [linear_of(make("int4:128", (out, into), i, torch.bfloat16), activation=act)
+               for i, (out, into, act) in enumerate(shapes * 2)]
+    for linear in linears if narrow else []:
+        assert linear.narrow_prompts("int8")
+    norm = Norm(torch.rand(4096, device="cuda").bfloat16(), 1e-6)
+    start = torch.randn(rows, 4096, device="cuda").bfloat16()
+    kernel = "gemm_recoded" if narrow else "gemm_dequantized"
+
+    def run():
+        x = start.clone()
+        for first, second in zip(linears[::2], linears[1::2], strict=True):
+            x = second.multiply(first.multiply(x, norm=norm, kernel=kernel), x, residual=x, kernel=kernel)
+        return x
+
+    want = run()
+    monkeypatch.setattr(gemm, "WRITTEN_BEHIND", True)
+    assert torch.isfinite(want.float()).all()
+    for _ in range(20):
+        assert torch.equal(run(), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 def test_gate_and_up_are_multiplied_in_8_bits():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_kernels_on_the_host import error, host, linear_of, make  # noqa: F401 (fixtures)
 
-from flyweight.kernels.linear import prompts
+from flyweight.kernels.linear import gemm, prompts
 from flyweight.kernels.linear.untile import recode
 
 pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ for this machine")
@@ -31,9 +31,10 @@ def test_tiles_are_written_as_those_of_8_bit_weights(kind, weight, activation):
     assert error(codes[0], codes[1].double()) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_many_rows_are_multiplied_in_8_bits_and_few_as_before(kind):
+@pytest.mark.parametrize(("kind", "behind"), [("int8", True), ("fp8", False)])
+def test_many_rows_are_multiplied_in_8_bits_and_few_as_before(kind, behind, monkeypatch):
     tensor = make("int4:64", (136, 320), 1)
+    monkeypatch.setattr(gemm, "WRITTEN_BEHIND", behind)
     linear, before = linear_of(tensor), linear_of(tensor)
     linear.narrow_prompts(kind)
     many, few = torch.randn(20, 320).bfloat16(), torch.randn(8, 320).bfloat16()

@@ -118,7 +118,9 @@ def test_every_launch_gives_the_same_weight(main, residual, doubled):
 
 @pytest.mark.parametrize("options", [dict(shape=(4096, 4096)), dict(shape=(1000, 12288)), dict(shape=(1000, 576), main=4096),
                                      dict(shape=(520, 1534), main=300, residual=16, permute=True), dict(shape=(64, 512), residual=None)])
-def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
+@pytest.mark.parametrize("halves", [False, True])
+def test_codebooks_in_bytes_give_the_weight_that_they_mean(options, halves, monkeypatch):
+    monkeypatch.setattr(gather, "BYTE_HALVES", halves)
     options = dict(options)
     tensor = VectorQuant.random(options.pop("shape"), seed=5, device="cuda", **options)
     weight = vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True)
@@ -132,8 +134,12 @@ def test_codebooks_in_bytes_give_the_weight_that_they_mean(options):
             assert relative_error(weight, meant, 1, launch=launch) < 5e-3, launch
 
 
-def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay():
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("launches", [(), ((16, 2, 16),)])
+def test_joined_weights_in_bytes_agree_bit_for_bit_in_every_replay(halves, launches, monkeypatch):
     """q, k and v with a norm, o behind them: with dependent launches, which share processors."""
+    monkeypatch.setattr(gather, "BYTE_HALVES", halves)
+    monkeypatch.setattr(gather, "BYTE_LAUNCHES", (*launches, *gather.BYTE_LAUNCHES))
     tensors = [VectorQuant.random((outputs, 4096), seed, device="cuda") for seed, outputs in enumerate((4096, 1024, 1024))]
     parts = [vptq.prepare(tensor, dtype=torch.bfloat16, ops=reference, byte_books=True) for tensor in tensors]
     qkv, o = vptq.join(parts), parts[0]

@@ -7,11 +7,11 @@ from flyweight.quant.awq import awq_round, output_error, round_weight, search_sc
 from flyweight.quant.fp8 import FP8, fp8
 from flyweight.quant.gptq import GPTQ, gptq
 from flyweight.quant.grid import Integers, fit_group_size, make_grid
-from flyweight.quant.noise import quietest, token_noise, weight_noise
+from flyweight.quant.noise import Adam, quietest, token_noise, weight_noise
 from flyweight.quant.rtn import rtn, to_int8_channel
 from flyweight.quant.smoothquant import int8_noise, refine, search_alpha, smooth_scales, w8a8_error
 from flyweight.quant.sparsegpt import prune24
-from flyweight.quant.statistics import NonFiniteError, Statistics, inverse_factor, layer_error
+from flyweight.quant.statistics import NonFiniteError, Statistics, inverse_factor, layer_error, quadratic
 from flyweight.quant.vptq import VPTQ, vptq
 from flyweight.tensors import Sparse24
 
@@ -348,3 +348,35 @@ def test_clipping_lowers_the_error_of_every_row_even_where_inputs_have_a_mean():
     rows = [((made.dequantize() - weight) @ statistics.hessian * (made.dequantize() - weight)).sum(1)
             for made in (awq_round(weight, statistics, settings, clipped=clipped) for clipped in (True, False))]
     assert (rows[0] <= rows[1] * (1 + 1e-5)).all() and rows[0].sum() < 0.8 * rows[1].sum()
+
+
+def test_products_with_a_symmetric_matrix_are_those_of_its_half():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(700, 530, generator=generator)
+    rows = torch.randn(5, 530, generator=generator)
+    matrix = x.T @ x
+    wanted = ((rows.double() @ matrix.double()) * rows).sum(1)
+    torch.testing.assert_close(quadratic(rows, matrix).double(), wanted, rtol=1e-5, atol=0)
+
+
+def test_statistics_of_single_columns_are_the_diagonal_of_all():
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    whole, single = Statistics(24), Statistics(24, products=False)
+    for statistics in (whole, single):
+        statistics.add(x)
+        statistics.check("a layer")
+    scales = torch.linspace(0.5, 2, 24)
+    for one, other in ((whole, single), (whole.scaled(scales), single.scaled(scales))):
+        torch.testing.assert_close(one.importance, other.importance)
+        assert torch.equal(one.largest, other.largest)
+
+
+def test_our_adam_steps_as_torchs():
+    ours, theirs = (torch.tensor([1.0, -2.0, 3.0], requires_grad=True) for _ in range(2))
+    optimizer, reference = Adam(ours, 0.05), torch.optim.Adam([theirs], lr=0.05)
+    for _ in range(5):
+        optimizer.step(torch.autograd.grad(ours.pow(4).sum(), ours)[0])
+        reference.zero_grad()
+        theirs.pow(4).sum().backward()
+        reference.step()
+    torch.testing.assert_close(ours, theirs)

@@ -59,6 +59,7 @@ class EngineTarget:
     def __init__(self, llm: Any, choice: Mapping[str, Any]):
         self.llm, self.choice = llm, choice
         llm.pace_prompts()
+        llm.warm_up()  # as a server does before its first request
 
     async def ask(self, prompt: Prompt, output: int) -> Reply:
         from flyweight.engine.request import SamplingParams

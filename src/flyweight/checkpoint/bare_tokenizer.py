@@ -22,6 +22,7 @@ OTHER_FILES = ("special_tokens_map.json", "added_tokens.json")
 class Bare:
     tokenizer: Any  # tokenizers.Tokenizer
     end_id: int | None
+    begin_id: int | None = None
 
 
 def read_bare(folder: Path, settings: dict[str, Any]) -> Bare | None:
@@ -46,5 +47,8 @@ def read_bare(folder: Path, settings: dict[str, Any]) -> Bare | None:
     for name in named:
         if not isinstance(name, str) or name not in added or not added[name].special:
             return None
-    end = settings.get("eos_token")
-    return Bare(tokenizer, None if end is None else tokenizer.token_to_id(end))
+    begin, end = (
+        None if settings.get(name) is None else tokenizer.token_to_id(settings[name])
+        for name in ("bos_token", "eos_token")
+    )
+    return Bare(tokenizer, end, begin)

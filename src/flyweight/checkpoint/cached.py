@@ -10,6 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from flyweight.checkpoint import prepared
 from flyweight.checkpoint.hub import converted_folder, kept_folder
 from flyweight.errors import OptionError, ResourceError, unknown
 
@@ -59,6 +60,7 @@ def delete_folder(folder: Path) -> None:
         raise ResourceError(f"{folder.name} is being made by another process; try again later") from None
     except OSError as error:
         raise ResourceError(f"{folder}: cannot be deleted ({error.strerror or error})") from error
+    prepared.remove(folder)
     lock.unlink(missing_ok=True)
 
 
@@ -74,6 +76,8 @@ def hub_models() -> list[CachedModel]:
 
 def hub_model(cache: Any, repo: Any) -> CachedModel:
     def delete() -> None:
+        for revision in repo.revisions:
+            prepared.remove(revision.snapshot_path)
         cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
 
     return CachedModel(repo.repo_id, "hub", Path(repo.repo_path), repo.size_on_disk, repo.last_modified, delete)

@@ -137,8 +137,26 @@ class Header:
             self.skip(count * SCALARS[kind])
             return
         self.room(count, 8, "array entries")  # each has at least a length
+        if kind == STRING:
+            self.skip_strings(count)
+            return
         for _ in range(count):
             self.value(kind, depth + 1)
+
+    def skip_strings(self, count: int) -> None:
+        """A vocabulary has a hundred thousand, and every start walks over them: no call for each."""
+        length_of = struct.Struct(self.order + "Q").unpack_from
+        last = self.size - 8
+        at = self.at
+        for _ in range(count):
+            if at > last:
+                self.at = at
+                raise self.damaged(f"a string at byte {at:,}")
+            (length,) = length_of(self.data, at)
+            at += 8 + length
+            if length > LONGEST_STRING or at > self.size:
+                raise self.damaged(f"a string of {length:,} bytes")
+        self.at = at
 
     def string(self) -> str:
         length = self.number(8)

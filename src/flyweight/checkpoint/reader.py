@@ -214,6 +214,13 @@ class Checkpoint:
         return self._digest
 
     @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with the config and with the files of weights, as far as their sizes and times tell."""
+        states = [(file.resolve(), file.stat()) for file in self.files]
+        listed = [f"{file}:{state.st_size}:{state.st_mtime_ns}" for file, state in states]
+        return "\n".join([json.dumps(self.config, sort_keys=True, default=str), *listed])
+
+    @functools.cached_property
     def _digest(self) -> str:
         digest = hashlib.sha256()
         for file in self.files:

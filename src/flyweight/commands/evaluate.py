@@ -89,8 +89,9 @@ def evaluate(
             else:
                 result, agreement = compare(original, subject.decoder, subject.ids[:tokens], **options)
         first = first or subject
+        asked = {} if own else {"head": head, "prompt_dtype": prompt_dtype}
         rows.append(result_row(result, agreement, subject, model=name, text=text, exact=not served)
-                    | ({"head": head} if head and (first is not subject or len(models) == 1) else {}))
+                    | {key: value for key, value in asked.items() if value})
     assert first is not None
     complete = complete_rows(rows, first.decoder.device)
     if results is not None:

@@ -13,6 +13,7 @@ import typer
 
 from flyweight.commands.stopping import interruptible
 from flyweight.cpu import use_threads
+from flyweight import garbage
 from flyweight.errors import OptionError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def load(model: str, **options: Any) -> LLM:
     """With a line on standard error while it takes its seconds, and one about the memory it takes."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"Loading {model} …"):
+    with Console(stderr=True).status(f"Loading {model} …"), garbage.paused():
         from flyweight.engine.llm import LLM
 
         llm = LLM(model, **options)

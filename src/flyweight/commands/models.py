@@ -31,6 +31,7 @@ def models(as_json: AsJSON = False) -> None:
         flyweight models --json
     """
     from flyweight.checkpoint.cached import cached_models
+    from flyweight.checkpoint.prepared import files, folder, total_bytes
 
     found = cached_models()
     if as_json:
@@ -43,6 +44,9 @@ def models(as_json: AsJSON = False) -> None:
         return
     rows = [(model.name, decimal(model.bytes), model.source, day(model.modified)) for model in found]
     show(("model", "size", "from", "changed"), rows)
+    if made := total_bytes(files()):
+        typer.echo(f"Beside them {decimal(made)} of weights as the CPU's kernels read them, made again when needed: {folder()}",
+                   err=True)
 
 
 def list_models(as_json: AsJSON = False) -> None:

@@ -46,7 +46,8 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")] = None,
     prompt_tokens_beside: Annotated[int | None, typer.Option(
         min=1, help="Of prompts, most tokens in one step beside answers: fewer make gaps smaller, first tokens later. "
-                    "Default: 4096; on a CPU as many as keep gaps within three times the usual one, at most 512.")] = None,
+                    "Default: answers and prompts take turns, in small passes; on a CPU as many as keep gaps within "
+                    "three times the usual one, at most 512.")] = None,
     adapter: Adapter = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of prompts that begin alike.")] = True,
     device: Device = None,

@@ -7,6 +7,7 @@ engine's own, always the same one, because every new thread would start a team o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,9 +45,11 @@ from flyweight.engine.speculation.shared_rows import CAPACITY
 from flyweight.engine.speculation.speculator import Speculator
 from flyweight.engine.stream import Stream
 from flyweight.engine.tokenizer import Message
+from flyweight.engine.turns import Turns
 from flyweight.errors import OptionError, RequestError
 from flyweight.models.adapters import Adapters
 from flyweight.kernels.linear.prompts import check_prompt_dtype
+from flyweight.models.balanced_keys import balance_keys
 from flyweight.models.config import ModelConfig
 from flyweight.models.kv_scheme import choose_kv_scheme
 from flyweight.models.narrow_head import narrow_head
@@ -75,6 +78,14 @@ class Prepared:
     adapter: str | None = None
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """What a step that an event loop waits for has brought to readers in that loop."""
+
+    loop: asyncio.AbstractEventLoop
+    chunks: deque[tuple[asyncio.Queue[Chunk], Chunk]]
+
+
 @checked("option of LLM", OptionError)
 class LLM:
     """`LLM("smollm2-135m").generate("Once upon a time")[0].text`
@@ -83,7 +94,7 @@ class LLM:
     dtype              float32 on a CPU and the config's own type on a GPU, unless given
     memory_fraction    of the memory for the KV cache: 0.25 of what is free on a CPU, 0.9 of the device on a GPU
     prompt_tokens_beside  of prompts, most tokens in one step beside answers that wait for it: fewer make the gaps between tokens
-                       smaller, and first tokens later. None: 4,096; CPU: 512, and of a server fewer, by the time they take
+                       smaller, and first tokens later. None: 4,096 (a server: turns.py); CPU: 512, and of a server fewer, by time
     exact              no kernels that compute anything but the product with the dequantized weight
     decoder            the model's own, where another LLM has loaded it already
     head               int8 or int4: the head in so few bits, rounded as it is loaded; None: as the folder asks for, else as stored
@@ -117,8 +128,11 @@ class LLM:
         self.decoder: Any = decoder
         self.executor = "the decoder that was given"
         if decoder is None:
+            served = narrow_head(self.weights, head)
+            if not adapters:  # what they add to queries and keys is not balanced
+                served = balance_keys(served, scheme)
             with shortage.told(f"{model}: its weights do not fit"):
-                self.decoder, self.executor = load_decoder(narrow_head(self.weights, head), self.device, self.dtype, exact=exact,
+                self.decoder, self.executor = load_decoder(served, self.device, self.dtype, exact=exact,
                                                            native=native, offload=offload,
                                                            adapters=self._read_adapters(adapters),
                                                            eight_bit_prompts=prompt_dtype is not None,
@@ -177,14 +191,19 @@ class LLM:
             self.engine.speculator = Speculator(drafter, lengths)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flyweight-step")
         self._driver: asyncio.Task[None] | None = None
+        self._delivery: Delivery | None = None  # of the step that runs in that thread
 
     def pace_prompts(self) -> None:
-        """From now on readers wait between tokens: on a CPU, where passes are slow, prompts beside their answers are bounded by
-        time, unless by a given number."""
+        """From now on readers wait between tokens. Unless a number is given, prompts beside their answers are bounded: on a
+        CPU, where passes are slow, by time; where steps are captured they take turns with answers, in small passes."""
+        scheduler = self.engine.scheduler
         if self.engine.runner.passes is not None:
             self.engine.runner.passes.patient = True
         by_time = self.beside is None and self.device.type == "cpu"
-        self.engine.scheduler.pace = Pace() if by_time else None
+        scheduler.pace = Pace() if by_time else None
+        guessed = self.engine.speculator is not None  # a step with guesses is read before the next one is launched
+        if self.beside is None and not guessed and self.engine.runner.passes is not None:
+            scheduler.turns = Turns(SIZES)
 
     def _read_adapters(self, folders: Mapping[str, str | Path] | None) -> Adapters | None:
         return Adapters.read(folders, plan_of(ModelConfig.from_dict(self.weights.config))) if folders else None
@@ -351,7 +370,8 @@ class LLM:
         loop = asyncio.get_running_loop()
         queue = asyncio.Queue[Chunk]()
         requests += self.engine.submit(prepared.tokens, prepared.params,
-                                       listener=lambda chunk: deliver(loop, queue, chunk), adapter=prepared.adapter)
+                                       listener=lambda chunk: self._deliver(loop, queue, chunk),
+                                       adapter=prepared.adapter)
         self._drive(loop)
         unfinished = len(requests)
         try:
@@ -385,13 +405,31 @@ class LLM:
             return
 
         async def run() -> None:
+            step = Delivery(loop, deque())
             while self.engine.busy:
-                try:
-                    await loop.run_in_executor(self._thread, self.engine.step)
-                except Exception:  # the engine has told every request that waited for it
-                    continue
+                with contextlib.suppress(Exception):  # the engine has told every request that waited for it
+                    await loop.run_in_executor(self._thread, self._step_for, step)
+                while step.chunks:
+                    queue, chunk = step.chunks.popleft()
+                    queue.put_nowait(chunk)
 
         self._driver = loop.create_task(run())
+
+    def _step_for(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        try:
+            self.engine.step()
+        finally:
+            self._delivery = None
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
+        """A loop gets all chunks of its own step when the step returns. To be woken for each would make its thread and the
+        step's take turns at the interpreter, once for every row of the batch."""
+        delivery = self._delivery
+        if delivery is not None and delivery.loop is loop:
+            delivery.chunks.append((queue, chunk))
+        elif not loop.is_closed():  # else the reader is gone, and its request about to be cancelled
+            loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
 
 def one_of(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
@@ -431,11 +469,6 @@ def check_served(finish_reason: str | None, stop_reason: str | int | None) -> No
     """A step fails in the thread that makes it; whoever waits in another must hear of it too."""
     if finish_reason == "failed":
         raise RequestError(f"the step that served this request failed: {stop_reason}")
-
-
-def deliver(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
-    if not loop.is_closed():  # else the reader is gone, and its request about to be cancelled
-        loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

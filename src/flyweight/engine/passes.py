@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flyweight.batch import NOBODY, Batch, KVStorage
-from flyweight.engine import graphs
+from flyweight.engine import graphs, turns
 from flyweight.engine.capture import capture
 from flyweight.engine.packed import SIZES, filler, padded_tokens
 from flyweight.engine.rows import Rows
@@ -33,6 +33,7 @@ from flyweight.transfer import upload
 
 INSISTENT = 4  # times that a kind has come: then it is captured even though readers wait
 MOST = 96  # kinds of passes held; the one that was not used for longest goes
+AFTER = (16, 1024, 2048)  # cached tokens: with so many the attention of a part of a prompt is cut up in different ways
 
 
 def unsupported_reason(decoder: Decoder, page: int) -> str | None:
@@ -71,15 +72,26 @@ class PassGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture prompts alone of every size that the context allows; the largest first, whose memory the others live in."""
-        page, spare = self.caches[0].block_size, len(self.caches[0].keys) - 1
-        for size in sorted((size for size in SIZES if size < self.context + 128), reverse=True):
-            table = numpy.full((1, -(-size // page)), spare, dtype=numpy.int32)
-            with self.decoder.active():
-                adapters = [numpy.full(size, NOBODY, dtype=numpy.int32)] if self.adapted else []
-                tokens, positions, slots, *chosen, tables = upload(
-                    self.device, *filler(size, spare, page), *adapters, table, into=self.inputs)
-                self.hidden(Batch(tokens, positions, slots, tables, [0, size], [size], tokens[:0], *chosen))
+        """Capture prompts alone of every size that the context allows, the largest first, whose memory the others live in;
+        then parts of prompts as they come between answers."""
+        sizes = sorted((size for size in SIZES if size < self.context + 128), reverse=True)
+        for size in sizes:
+            self._run_through(size)
+        for size in sizes:
+            for cached in AFTER if turns.FEWEST <= size <= turns.MOST else ():
+                if cached + size <= self.context:
+                    self._run_through(size, cached)
+                    self._run_through(size, cached)  # of such a kind the second is captured
+
+    def _run_through(self, size: int, cached: int = 0) -> None:
+        """A pass of one sequence that nobody asked for."""
+        page, spare, length = self.caches[0].block_size, len(self.caches[0].keys) - 1, cached + size
+        table = numpy.full((1, -(-length // page)), spare, dtype=numpy.int32)
+        with self.decoder.active():
+            adapters = [numpy.full(size, NOBODY, dtype=numpy.int32)] if self.adapted else []
+            tokens, positions, slots, *chosen, tables = upload(
+                self.device, *filler(size, spare, page), *adapters, table, into=self.inputs)
+            self.hidden(Batch(tokens, positions, slots, tables, [0, size], [length], tokens[:0], *chosen))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

@@ -10,8 +10,9 @@ block was reserved like any other, and later owners of the block write after it.
 
 All share one budget of tokens. Decoding comes first, so a flood of long prompts never stops the running answers; beside
 them prompts get a smaller share (`prompt_tokens_beside`, or less where `pace.py` says so), so that it does not slow them
-much either. A victim is computed again later, prompt and answer so far (most of it usually from the prefix cache); that
-costs time but, unlike swapping, no memory and no copies.
+much either. Where they take turns (`turns.py`), steps of answers and of prompts alternate instead. A victim is computed
+again later, prompt and answer so far (most of it usually from the prefix cache); that costs time but, unlike swapping, no
+memory and no copies.
 
 There is no deadlock: the oldest request may take the blocks of all others, and one request alone always fits.
 """
@@ -28,10 +29,12 @@ from flyweight.engine.kv_cache import BlockPool, digests
 from flyweight.engine.pace import Pace
 from flyweight.engine.request import Request, State
 from flyweight.engine.states import StatePool
+from flyweight.engine.turns import Turns
 from flyweight.errors import OptionError
 from flyweight.models.config import ModelConfig
 from flyweight.models.rope import long_border
 
+ENOUGH = 1 << 18  # waiting tokens of prompts: more are not counted
 PROMPT_LOGITS = 1024  # rows of logits a step makes at most for prompts whose logprobs are wanted: 0.6 GB for 152k tokens
 
 
@@ -85,6 +88,8 @@ class Budget:
         count = min(missing, self.tokens)
         if missing > 1:
             count = min(count, self.prompts)
+        if 2 < count == missing - 1:  # a last token by itself would pass for an answer
+            count -= 1
         return count if request.params.prompt_logprobs is None else min(count, self.logits)
 
     def take(self, work: Work) -> None:
@@ -121,6 +126,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_tokens_beside = prompt_tokens_beside or max_num_batched_tokens
         self.pace: Pace | None = None  # a server's: bounds the share by time as well
+        self.turns: Turns | None = None  # a server's: answers and prompts in steps of their own
+        self.short = False  # of blocks, in the last step that answers had a part in: then nobody new may come in
         self.long_prompts: LongPrompts | None = None  # of models whose rope differs for them
         self.states: StatePool | None = None  # of models whose layers keep states
         self.waiting: deque[Request] = deque()
@@ -150,17 +157,48 @@ class Scheduler:
         if self.states is not None:
             self.states.begin_step()
         answering = any(request.missing == 1 and not request.complete for request in self.running)
+        if self.turns is not None and answering and not drafts:
+            return self._take_turns(self.turns)
+        if self.turns is not None:
+            self.turns.rest()
         beside = self.pace.tokens(self.prompt_tokens_beside) if self.pace else self.prompt_tokens_beside
-        budget = Budget(self.max_num_batched_tokens, beside if answering else self.max_num_batched_tokens, PROMPT_LOGITS)
+        return self._fill(beside if answering else self.max_num_batched_tokens, drafts or {})
+
+    def _take_turns(self, turns: Turns) -> list[Work]:
+        waiting = self._waiting_tokens() if turns.prompts_next else 0
+        tokens = min(turns.tokens(waiting), self.prompt_tokens_beside)
+        works = self._fill(tokens, {}, answers=False) if waiting else []
+        turns.prompts_next = not works
+        if not works:
+            turns.answer()
+            works = self._fill(0, {})
+        return works
+
+    def _waiting_tokens(self) -> int:
+        """Of prompts that could go on."""
+        waiting = sum(request.missing for request in self.running if request.missing > 1)
+        if len(self.running) < self.max_num_seqs and not self.short:
+            for request in self.waiting:
+                waiting += len(request.tokens)
+                if waiting > ENOUGH:
+                    break
+        return waiting
+
+    def _fill(self, prompt_tokens: int, drafts: Mapping[int, Sequence[int]], *, answers: bool = True) -> list[Work]:
+        """A step with so many tokens of prompts at most; not `answers`: with them alone."""
+        budget = Budget(self.max_num_batched_tokens, prompt_tokens, PROMPT_LOGITS)
         works: list[Work] = []
-        scheduled: set[int] = set()
-        short = False  # of blocks: then nobody new may come in
+        resting = set() if answers else {request.number for request in self.running if request.missing == 1}
+        scheduled = set(resting)  # nobody's victims
+        self.short = self.short and not answers
         missing = [(request.missing > 1, request) for request in self.running]
         # answers first; by arrival within each
         ordered = [request for more, request in missing if not more] + [request for more, request in missing if more]
         plain = self.long_prompts is None and self.states is None and not drafts
         for request in ordered:
-            if request.state is not State.RUNNING or request.complete or not (count := budget.room(request)):
+            if request.state is not State.RUNNING or request.complete or request.number in resting:
+                continue
+            if not (count := budget.room(request)):
                 continue
             if plain and count == 1 and (work := self._next_token(request)):
                 scheduled.add(request.number)
@@ -171,17 +209,17 @@ class Scheduler:
                 self._preempt(request)
                 continue
             while not self._extend(request, count):
-                short = True
+                self.short = True
                 victim = next(other for other in reversed(self.running) if other.number not in scheduled)
                 if victim is request:  # waits for the older ones with what it has
                     break
                 self._preempt(victim)
             else:
                 scheduled.add(request.number)
-                guesses = self._fitting(request, (drafts or {}).get(request.number, ()), budget)
+                guesses = self._fitting(request, drafts.get(request.number, ()), budget)
                 works.append(self._work(request, count, guesses))
                 budget.take(works[-1])
-        while self.waiting and not short and len(self.running) < self.max_num_seqs:
+        while self.waiting and prompt_tokens and not self.short and len(self.running) < self.max_num_seqs:
             if self.waiting[0].pending or not (work := self._admit(self.waiting[0], budget)):
                 break
             self.waiting.popleft()

@@ -89,7 +89,8 @@ class Workspace:
     def __init__(self, device: torch.device, *, shared_device: bool = False) -> None:
         self.device = device
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._dequantized: list[Tensor] = []
+        self._dequantized: list[list[Tensor]] = [[], []]
+        self._turn = 0
         self._turns: Turns | None = None
         if shared_device and device.type == "cuda" and not gpu.is_pretended():
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -142,14 +143,18 @@ class Workspace:
             name, words, lambda: torch.zeros(words, dtype=torch.int32, device=self.device)
         )
 
-    def dequantized(self, count: int, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, count: int, dtype: torch.dtype, *, ahead: bool = False) -> Tensor:
         """The one place for weights that are written out in 16 bits; what it held before is gone.
-        It grows as needed, and what it was before stays.
+        It grows as needed, and what it was before stays. `ahead`: written while the product before
+        may still read what was written for it; so there are two such places, used by turns.
         """
         size = count * dtype.itemsize
-        if not self._dequantized or self._dequantized[-1].nbytes < size:
-            self._dequantized.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-        return self._dequantized[-1][:size].view(dtype)
+        if ahead:
+            self._turn ^= 1
+        held = self._dequantized[self._turn if ahead else 0]
+        if not held or held[-1].nbytes < size:
+            held.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+        return held[-1][:size].view(dtype)
 
     def _held(self, name: str, size: int, make: Callable[[], Tensor]) -> Tensor:
         found = self._buffers.get((name, size))

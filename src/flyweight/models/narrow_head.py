@@ -51,6 +51,16 @@ class NarrowHead:
         self.shared = self.tied and bits == 8  # one table, of the embedding and of the head
         self.config: dict[str, Any] = weights.config | {TIED: self.shared}
 
+    @property
+    def folder(self) -> Any:
+        return getattr(self.weights, "folder", None)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the files and of this head; None of weights that are no files."""
+        inner = getattr(self.weights, "fingerprint", None)
+        return None if inner is None else f"{inner}\nhead of {self.bits} bits"
+
     def has(self, name: str) -> bool:
         if self.shared and name == f"{HEAD}.weight":  # a second copy, which `linear` has read
             return False

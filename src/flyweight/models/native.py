@@ -1,16 +1,20 @@
 """A checkpoint as the native CPU executor (kernels/native/) takes it.
 
 One layer at a time is read and packed, so that a load needs little more memory than its result.
+The result is kept in the cache (checkpoint/prepared.py): the next start reads it as it lies.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from flyweight.checkpoint import prepared
 from flyweight.checkpoint.mapped import forget_pages
 from flyweight.errors import UnsupportedError
-from flyweight.kernels.native import library
+from flyweight.kernels.native import kept, library
 from flyweight.kernels.native.executor import Layer, NativeDecoder, Parts
 from flyweight.kernels.native.weight import Weight, pack
 from flyweight.models.config import ModelConfig
@@ -52,11 +56,38 @@ def load(weights: Weights, *, exact: bool = False, head_bits: int | None = None)
     """A decoder that the engine can run; `config` and `nbytes` are what the rest of the package
     asks of one.
     """
-    parts = read_parts(weights, exact=exact, head_bits=head_bits)
+    parts = prepared_parts(weights, exact=exact, head_bits=head_bits)
     # attention reads keys and values in 16 bits as fast as in 32, and from half the memory
     decoder = NativeDecoder(parts, cache_dtype=torch.float32 if exact else torch.float16)
     decoder.config = ModelConfig.from_dict(weights.config)
     return decoder
+
+
+def prepared_parts(weights: Weights, *, exact: bool, head_bits: int | None) -> Parts:
+    """As an earlier start has left them in the cache, else read and packed, and left there for the
+    next. Only files have a fingerprint: what is made up in memory is packed every time.
+    """
+    fingerprint = getattr(weights, "fingerprint", None)
+    if fingerprint is None or not prepared.limit_bytes():
+        return read_parts(weights, exact=exact, head_bits=head_bits)
+    circumstances = [fingerprint, library.build().name, code_state(), f"{exact} {head_bits}"]
+    path = prepared.file_of(weights.folder, circumstances)  # type: ignore[attr-defined]
+    if found := prepared.read(path):
+        return kept.restore(*found)
+    parts = read_parts(weights, exact=exact, head_bits=head_bits)
+    tensors: list[Tensor] = []
+    prepared.write(path, kept.describe(parts, tensors), tensors)
+    return parts
+
+
+def code_state() -> str:
+    """Size and time of the files of ours that decide what packed weights look like."""
+    package = Path(__file__).parents[1]
+    found = [package / "models" / "native.py", package / "models" / "narrow_head.py"]
+    for room in ("checkpoint", "tensors", "kernels/native"):
+        found += sorted((package / room).rglob("*.py"))
+    states = [(path.name, path.stat()) for path in found]
+    return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
 
 
 def read_parts(weights: Weights, *, exact: bool = False, head_bits: int | None = None) -> Parts:

@@ -28,7 +28,7 @@ from flyweight.quant.grid import (
     stored,
 )
 from flyweight.quant.noise import Allowed, quietest, weight_noise
-from flyweight.quant.statistics import Statistics
+from flyweight.quant.statistics import Statistics, quadratic
 from flyweight.tensors import IntGroup
 
 TRIED = 3  # clipped ranges of the least expected error whose true error is measured
@@ -162,12 +162,12 @@ def clip(weight: Tensor, statistics: Statistics, settings: Integers, *, steps: i
     for group in range(scales.shape[1]):
         columns = slice(group * start.group_size, (group + 1) * start.group_size)
         own = hessian[columns, columns]
-        pull = torch.zeros_like(error[:, columns])  # of the other groups
+        pull = torch.zeros(1)  # of the other groups
         if scales.shape[1] > 1:
             pull = error @ hessian[:, columns] - error[:, columns] @ own
 
         def cost(difference: Tensor, own: Tensor = own, pull: Tensor = pull) -> Tensor:
-            return ((difference @ own + 2 * pull) * difference).sum(1)
+            return quadratic(difference, own) + 2 * (pull * difference).sum(1)
 
         least = cost(error[:, columns])
         for tried in tries:

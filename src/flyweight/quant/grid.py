@@ -70,7 +70,9 @@ class Grid:
     group_size: int
 
     def expand(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point of every weight, [rows, columns]."""
+        """Scale and zero point of every weight, [rows, columns]; of whole rows without a copy."""
+        if self.scales.shape[1] == 1:
+            return self.scales.expand(-1, self.group_size), self.zeros.expand(-1, self.group_size)
         return self.scales.repeat_interleave(self.group_size, 1), self.zeros.repeat_interleave(
             self.group_size, 1
         )

@@ -21,19 +21,20 @@ KEPT = "out of memory; finished blocks are kept"
 def reproducible(*, fast: bool) -> Iterator[None]:
     """Deterministic kernels; `fast` lets float32 products of half-precision models use TF32."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    # not `use_deterministic_algorithms`, which imports torch's compiler to tell it: two seconds
+    deterministic = torch.get_deterministic_debug_mode()
     precision = torch.get_float32_matmul_precision()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     memory.fill_uninitialized_memory = False  # every byte that is read was written
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.set_float32_matmul_precision("high" if fast else "highest")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             yield
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch.set_deterministic_debug_mode(deterministic)
         torch.set_float32_matmul_precision(precision)
         memory.fill_uninitialized_memory = fill
 

@@ -35,13 +35,12 @@ def any_order() -> Iterator[None]:
     """Lets a GPU add as it likes: to be deterministic with floats too, torch would sort everything
     by its index first.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
+        torch.set_deterministic_debug_mode(before)
 
 
 def exact_sums(index: Tensor, values: Tensor, bins: int) -> Tensor:

@@ -83,7 +83,7 @@ def token_noise(x: Tensor, weight: Tensor, loudest: Tensor, *, tokens: int) -> N
 def quietest(noise: Noise, scales: Tensor, allowed: Allowed, *, steps: int = STEPS) -> Tensor:
     """Scales near `scales` with the least noise that so many steps find."""
     exponents = allowed(scales).log().requires_grad_()
-    optimizer = torch.optim.Adam([exponents], lr=RATE)
+    optimizer = Adam(exponents, RATE)
     least = torch.inf
     best = allowed(scales)
     with torch.enable_grad():
@@ -93,7 +93,29 @@ def quietest(noise: Noise, scales: Tensor, allowed: Allowed, *, steps: int = STE
             if value.item() < least:
                 least = value.item()
                 best = tried.detach()
-            optimizer.zero_grad()
-            value.log().backward()
-            optimizer.step()
+            (gradient,) = torch.autograd.grad(value.log(), exponents)
+            optimizer.step(gradient)
     return best
+
+
+class Adam:
+    """As torch.optim's, which is not asked: its first use imports two seconds of modules."""
+
+    BETAS = (0.9, 0.999)
+    EPSILON = 1e-8
+
+    def __init__(self, parameter: Tensor, rate: float) -> None:
+        self.parameter = parameter
+        self.rate = rate
+        self.mean = torch.zeros_like(parameter)
+        self.square = torch.zeros_like(parameter)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor) -> None:
+        self.steps += 1
+        first, second = self.BETAS
+        self.mean.lerp_(gradient, 1 - first)
+        self.square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        size = self.square.sqrt().div_((1 - second**self.steps) ** 0.5).add_(self.EPSILON)
+        self.parameter.addcdiv_(self.mean, size, value=-self.rate / (1 - first**self.steps))

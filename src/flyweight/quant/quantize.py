@@ -37,7 +37,7 @@ from flyweight.quant.recipe import Recipe
 from flyweight.quant.solve import solve_group
 from flyweight.quant.statistics import Statistics, layer_error
 from flyweight.quant.store import BlockStore, FinishedBlock
-from flyweight.quant.subject import encode
+from flyweight.quant.subject import tokens_of
 from flyweight.quant.summary import (
     Summary,
     bits_per_weight,
@@ -161,7 +161,7 @@ class Job:
         text = read_text(source)
         if not text.strip():
             raise OptionError(f"--calibration {source}: the text is empty")
-        ids, bos = encode(self.source.tokenizer(), text)
+        ids, bos = tokens_of(self.source, text)
         return draw_samples(ids, count=count, length=length, seed=seed, source=source, bos=bos)
 
     def fingerprint(self, samples: Samples | None) -> dict[str, Any]:

@@ -26,10 +26,17 @@ def smooth_scales(largest: Tensor, weights: Sequence[Tensor], alpha: float) -> T
     """Scales [in] from the largest inputs [in] and the weights [out, in] that share them; dead
     columns get 1.
     """
-    heaviest = (
-        torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0).clamp(min=1e-5)
-    )
-    scales = largest.clamp(min=1e-5).pow(alpha) / heaviest.pow(1 - alpha)
+    return blend(largest, heaviest(weights), alpha)
+
+
+def heaviest(weights: Sequence[Tensor]) -> Tensor:
+    """max|w_j| over all weights [in]."""
+    each = [torch.maximum(w.amax(0), -w.amin(0)).float() for w in weights]
+    return torch.stack(each).amax(0).clamp(min=1e-5)
+
+
+def blend(largest: Tensor, heavy: Tensor, alpha: float) -> Tensor:
+    scales = largest.clamp(min=1e-5).pow(alpha) / heavy.pow(1 - alpha)
     return torch.where(largest > 0, scales, torch.ones_like(scales)).clamp(min=1e-4, max=1e4)
 
 
@@ -66,10 +73,11 @@ def search_alpha(
     that say little of the others, for which the root mean square speaks.
     """
     ones = torch.ones_like(sizes[0])
+    heavy = heaviest(weights)
     best = (error(ones), 0.0, ones)
     for size in sizes:
         for alpha in alphas:
-            scales = smooth_scales(size, weights, alpha)
+            scales = blend(size, heavy, alpha)
             found = error(scales)
             if found < best[0]:
                 best = (found, alpha, scales)

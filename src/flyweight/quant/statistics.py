@@ -57,20 +57,41 @@ def gram(x: Tensor) -> Tensor:
     return made
 
 
+def quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
+    """r·M·r of each row r, for a symmetric M: [rows, in] and [in, in] → [rows]."""
+    columns = len(matrix)
+    if rows.is_cuda or columns < 2 * GRAM_COLUMNS:
+        return ((rows @ matrix) * rows).sum(1)
+    # A CPU saves what lies below the diagonal, which is the same again.
+    total = torch.zeros(len(rows), device=rows.device)
+    width = -(-columns // 4)
+    for begin in range(0, columns, width):
+        own = slice(begin, min(columns, begin + width))
+        later = slice(own.stop, columns)
+        product = rows[:, own] @ matrix[own, own]
+        if later.start < columns:
+            product.addmm_(rows[:, later], matrix[later, own], alpha=2)
+        total += (product * rows[:, own]).sum(1)
+    return total
+
+
 @dataclass(eq=False)
 class Statistics:
-    """Sums over tokens of one input x [tokens, in]; `hessian` is the mean of x·xᵀ."""
+    """Sums over tokens of one input x [tokens, in]; `hessian` is the mean of x·xᵀ. Without
+    `products` only its diagonal is summed, which is all that smoothing asks for.
+    """
 
     columns: int
     device: torch.device | str = "cpu"
     tokens: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    products: bool = True
 
     def __post_init__(self) -> None:
         if not self.sums:
             shape = {
-                "hessian": (self.columns, self.columns),
+                "hessian": (self.columns, self.columns) if self.products else (self.columns,),
                 "absolute": (self.columns,),
                 "largest": (self.columns,),
             }
@@ -81,7 +102,7 @@ class Statistics:
     def add(self, x: Tensor) -> None:
         """One batch of inputs [..., in]."""
         x = x.reshape(-1, self.columns).to(self.device)
-        self.sums["hessian"] += gram(x)
+        self.sums["hessian"] += gram(x) if self.products else x.float().square().sum(0)
         size = x.abs()
         self.sums["absolute"] += size.sum(0, dtype=torch.float32)
         self.sums["largest"] = torch.maximum(self.sums["largest"], size.amax(0).float())
@@ -90,12 +111,14 @@ class Statistics:
 
     @property
     def hessian(self) -> Tensor:
+        assert self.products
         return self.sums["hessian"] / max(self.tokens, 1)
 
     @property
     def importance(self) -> Tensor:
         """Mean square of each input column [in]."""
-        return self.sums["hessian"].diagonal() / max(self.tokens, 1)
+        sums = self.sums["hessian"]
+        return (sums.diagonal() if self.products else sums) / max(self.tokens, 1)
 
     @property
     def mean_absolute(self) -> Tensor:
@@ -133,7 +156,7 @@ class Statistics:
         columns.
         """
         divisors = {
-            "hessian": scales[:, None] * scales[None],
+            "hessian": scales[:, None] * scales[None] if self.products else scales.square(),
             "absolute": scales,
             "largest": scales,
         }
@@ -213,7 +236,8 @@ def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor | None) -> fl
     """
 
     def power(of: Tensor) -> Tensor:
-        return ((of if hessian is None else of @ hessian) * of).sum(dtype=torch.float64)
+        each = of.square().sum(1) if hessian is None else quadratic(of, hessian)
+        return each.sum(dtype=torch.float64)
 
     every = max(1, len(weight) // JUDGED_ROWS)
     part = weight[::every].float()

@@ -72,6 +72,7 @@ def load_subject(
     from flyweight.engine.loading import choose_dtype
     from flyweight.kernels.linear.prompts import check_prompt_dtype
     from flyweight.models import native
+    from flyweight.models.balanced_keys import balance_keys
     from flyweight.models.config import ModelConfig
     from flyweight.models.decoder import Decoder
     from flyweight.models.kv_scheme import choose_kv_scheme
@@ -79,20 +80,33 @@ def load_subject(
 
     place = pick_device(device)
     checkpoint = Checkpoint(resolve(model))
-    ids, bos = encode(checkpoint.tokenizer(), text)
+    ids, bos = tokens_of(checkpoint, text)
     weights = narrow_head(checkpoint, head)
     computed = choose_dtype(dtype, checkpoint.config, place)
-    if place.type == "cpu" and prompt_dtype is None:
-        config = ModelConfig.from_dict(checkpoint.config)
-        scheme = choose_kv_scheme(kv_dtype, checkpoint, config)
-        if scheme.format is None and native.why_not(config, computed) is None:
-            whole = NativeWhole(native.load(weights, exact=exact), scheme)
-            return Subject(checkpoint, whole, ids, bos)
+    config = ModelConfig.from_dict(checkpoint.config)
+    scheme = choose_kv_scheme(kv_dtype, checkpoint, config)
+    weights = balance_keys(weights, scheme)
+    plain = prompt_dtype is None and scheme.format is None
+    if place.type == "cpu" and plain and native.why_not(config, computed) is None:
+        whole = NativeWhole(native.load(weights, exact=exact), scheme)
+        return Subject(checkpoint, whole, ids, bos)
     decoder = Decoder.load(weights, device=place, dtype=computed, exact=exact)
     if prompt_dtype is not None:
         decoder.narrow_prompts(check_prompt_dtype(prompt_dtype))
-    decoder.kv_scheme = choose_kv_scheme(kv_dtype, checkpoint, decoder.config)
+    decoder.kv_scheme = scheme
     return Subject(checkpoint, decoder, ids, bos)
+
+
+def tokens_of(checkpoint: Checkpoint, text: str) -> tuple[list[int], int | None]:
+    """The text's own tokens, and the BOS id if this model's texts begin with one; without
+    transformers, which takes a second to import, where that leaves nothing out.
+    """
+    bare = checkpoint.bare_tokenizer()
+    if bare is None:
+        return encode(checkpoint.tokenizer(), text)
+    first = bare.tokenizer.encode("a").ids[0]
+    ids = bare.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids, bare.begin_id if first == bare.begin_id else None
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:

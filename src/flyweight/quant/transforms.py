@@ -44,7 +44,18 @@ class Transforms:
         every = max(1, tokens // SMOOTHED_TOKENS) if recipe.smooth == "search" else 0
         self.inputs = GroupInputs(JUDGED_TOKENS, every=every)
         self.groups = work.plan.foldable_groups
-        self.statistics = work.statistics(hidden, context, self.groups, see=self.inputs.keep)
+        self.statistics = work.statistics(
+            hidden, context, self.groups, see=self.inputs.keep, products=self.asks_for_products
+        )
+
+    @property
+    def asks_for_products(self) -> bool:
+        """Smoothing for int8 activations, or by a fixed exponent, looks at single columns."""
+        if self.recipe.scale_search or self.recipe.smooth is None:
+            return True
+        layers = [layer for group in self.groups for layer in self.layers(group)]
+        by_columns = all(layer.activations == "int8" for layer in layers)
+        return self.recipe.smooth == "search" and not by_columns
 
     def run(self) -> dict[str, Any]:
         """Change the block; returns what was chosen, by group."""

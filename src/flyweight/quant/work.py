@@ -211,17 +211,21 @@ class WorkBlock:
         *,
         see: Callable[[Group, Tensor], None] | None = None,
         relative: bool = False,
+        products: bool = True,
     ) -> dict[str, Statistics]:
         """Statistics of the inputs of `groups` over all batches; a forward pass stops at the last
         group asked for.
 
         `relative` divides what adds to the hidden state by that state's size: a few tokens have one
-        a hundred times as large as the others, which the next norm takes out again.
+        a hundred times as large as the others, which the next norm takes out again. Without
+        `products` of columns with each other, which are most of the work, where nobody asks.
         """
         wanted = {group.name: group for group in groups}
         last = [group for group in self.groups if group.name in wanted][-1]
         found = {
-            name: Statistics(self.weights[group.linears[0]].shape[1], self.device)
+            name: Statistics(
+                self.weights[group.linears[0]].shape[1], self.device, products=products
+            )
             for name, group in wanted.items()
         }
 

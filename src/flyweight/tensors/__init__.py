@@ -12,7 +12,7 @@ from flyweight.tensors.blocks import IntBlock
 from flyweight.tensors.float4 import FLOAT4_GROUP, Float4, NvFloat4
 from flyweight.tensors.float8 import FLOAT8, FLOAT8_MAX, Float8, quantize_float8_rows
 from flyweight.tensors.integer import Int8Channel, IntGroup, Sparse24, quantize_int8_rows
-from flyweight.tensors.rows import reorder_rows
+from flyweight.tensors.rows import reorder_rows, scale_rows
 from flyweight.tensors.vector import VectorQuant
 
 KINDS: dict[str, type[QuantTensor]] = {t.kind: t for t in (Plain, IntGroup, IntBlock, Int8Channel, Float8, Float4, NvFloat4, Sparse24,
@@ -29,4 +29,4 @@ def register(kind: type[QuantTensor]) -> None:
 __all__ = ["FLOAT4_GROUP", "FLOAT8", "FLOAT8_MAX", "KINDS", "Float4", "Float8", "Int8Channel", "IntBlock", "IntGroup", "NvFloat4", "Plain",
            "QuantTensor", "Sparse24",
            "VectorQuant", "merge", "quantize_float8_rows", "quantize_int8_rows", "register",
-           "reorder_rows"]
+           "reorder_rows", "scale_rows"]

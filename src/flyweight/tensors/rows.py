@@ -73,3 +73,24 @@ def reorder_rows(tensor: QuantTensor, order: Tensor) -> QuantTensor:
         assert isinstance(inner, IntGroup | Int8Channel)
         return dataclasses.replace(tensor, inner=inner, positions=tensor.positions[order])
     return Plain(tensor.dequantize()[order])
+
+
+def scale_rows(tensor: QuantTensor, factors: Tensor) -> QuantTensor | None:
+    """Row i times factors[i], powers of two that its scales take up without rounding. None where
+    rows have no scales of their own.
+    """
+    by = factors.to(tensor.device)[:, None]
+    if isinstance(tensor, Plain):
+        return Plain(tensor.weight * by.to(tensor.weight))
+    if isinstance(tensor, IntGroup | Int8Channel):
+        return dataclasses.replace(tensor, scales=tensor.scales * by.to(tensor.scales))
+    if isinstance(tensor, IntBlock):
+        mins = None if tensor.mins is None else tensor.mins * by.to(tensor.mins)
+        return dataclasses.replace(tensor, scales=tensor.scales * by.to(tensor.scales), mins=mins)
+    if isinstance(tensor, Float8) and tensor.block is None and tensor.scales.shape[0] > 1:
+        return dataclasses.replace(tensor, scales=tensor.scales * by.to(tensor.scales))
+    if isinstance(tensor, Sparse24):
+        inner = scale_rows(tensor.inner, factors)
+        assert isinstance(inner, IntGroup | Int8Channel)
+        return dataclasses.replace(tensor, inner=inner)
+    return None

@@ -9,7 +9,8 @@
 // Limit: bytes read + written / bandwidth.
 //
 // defines: FORMAT, SPARSE (0), FP16, SCALE_FP16, KDIM, NDIM, GROUP, INTERLEAVED (rows of gate and up take turns, eight by eight),
-// IN_TILES (0), INTO (0; W8A8 or FP8, from INT4 alone), LOOK_UP (0; INT4 or INT8)
+// IN_TILES (0), INTO (0; W8A8 or FP8, from INT4 alone), LOOK_UP (0; INT4 or INT8), BEHIND (0; 1: begins before the kernel in front of
+// it, which packs x, has ended; who comes behind waits for this one alone, so that this one may not end first)
 #include "common.cuh"
 #include "linear.cuh"
 #ifndef IN_TILES
@@ -20,6 +21,9 @@
 #endif
 #ifndef LOOK_UP
 #define LOOK_UP 0
+#endif
+#ifndef BEHIND
+#define BEHIND 0
 #endif
 
 constexpr int BLOCKS = (KDIM + 63) / 64, TILES = (NDIM + 15) / 16;
@@ -104,6 +108,7 @@ recode(const uint4* weights, const u32* records, const float* channel_scale, uin
         make_uint4(recoded(nibbles.x, half, less[0], by[0]), recoded(nibbles.y, half, less[1], by[1]),
                    recoded(nibbles.z, half, less[0], by[0]), recoded(nibbles.w, half, less[1], by[1]));
   }
+  if (BEHIND) wait_for_inputs();
 }
 #endif
 
@@ -207,4 +212,5 @@ extern "C" __global__ void __launch_bounds__(256) untile(const uint4* weights, c
       *(IN_TILES ? in_tile : (uint4*)(out + (size_t)place_of(tile, g + 8 * j) * KDIM + column)) = result;
     }
 #endif
+  if (BEHIND) wait_for_inputs();
 }

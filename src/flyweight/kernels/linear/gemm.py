@@ -35,6 +35,9 @@ from flyweight.kernels.linear.tiles import EPILOGUES, Matrix, TiledWeight
 
 PACK_WARPS = 8  # of a CTA of pack.cu that neither norms nor quantizes
 INT16_CODES = 3  # QUANTIZE of pack.cu
+# Weights that are written out for each call are so while x is packed, and neither kernel waits for
+# the launch of the other. Off: in front of it, one after the other.
+WRITTEN_BEHIND = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class Ends:
     epilogue: str = "store"
     to: Order | None = None  # results are packed x
     experts: bool = False  # rows in tiles of one expert each (experts.py)
+    written: bool = False  # weights by the kernel before, so that none is fetched ahead of it
 
 
 def kernels(
@@ -187,6 +191,7 @@ def _load_kernels(
         "APART": shape.separate_exchange,
         "BY_ROWS": weight.by_rows,
     }
+    early = 0 if ends.written else shape.early_stages
     gemm = jit.load(
         "gemm.cu",
         registers=shape.registers,
@@ -208,7 +213,7 @@ def _load_kernels(
             "TEAMS": shape.teams,
             "EXPERTS": int(ends.experts),
             **{name: 1 for name, value in named.items() if value},
-            **({"BEFORE": shape.early_stages} if shape.early_stages < shape.stages else {}),
+            **({"BEFORE": early} if early < shape.stages else {}),
             **(ends.to.defines if ends.to else {}),
         },
     )
@@ -281,7 +286,7 @@ def _call(
     weight: TiledWeight, rows: int, device: torch.device, ends: Ends, forced: Forced | None
 ) -> Call:
     most = padded_rows(rows)
-    key = (most, ends.norm, ends.epilogue, ends.to, forced)
+    key = (most, ends.norm, ends.epilogue, ends.to, ends.written, forced)
     call = weight.calls.get(key)
     if call is None:
         call = weight.calls[key] = _make_call(
@@ -324,8 +329,15 @@ def multiply(
     into the next one's x.
     """
     data, rows = (x.data, x.rows) if isinstance(x, PackedInput) else (x, x.shape[0])
+    write, weights = weight.write, weight.weights
+    behind = write is not None and WRITTEN_BEHIND
+    if write is not None and not behind:
+        weights, pdl = write(False), False
     ends = Ends(
-        norm is not None, weight.epilogue(residual), to.order if isinstance(to, GemmInput) else None
+        norm is not None,
+        weight.epilogue(residual),
+        to.order if isinstance(to, GemmInput) else None,
+        written=behind,
     )
     call = _call(weight, rows, data.device, ends, forced)
     here = workspace.current(data.device)
@@ -339,9 +351,11 @@ def multiply(
     else:
         data = here.bytes("packed", call.packed_bytes)
         _pack(weight, call, x, data, row_scale, norm=norm, pdl=pdl)
+    if write is not None and behind:
+        weights = write(True)
     processors = gpu.of(data.device).processors
     args = (
-        weight.weights,
+        weights,
         weight.records,
         weight.channel_scale,
         data,

@@ -241,13 +241,17 @@ class TiledLinear(FusedLinear):
             return gemv_cluster.multiply(weight, x, out, residual=residual)
         if kernel == "gemm_dequantized":  # by a kernel that the product must not run ahead of
             written = dataclasses.replace(
-                weight.in_sixteen_bits(), weights=untile(weight, tiles=True)
+                weight.in_sixteen_bits(),
+                write=lambda behind: untile(weight, tiles=True, behind=behind),
             )
-            return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
+            return gemm.multiply(written, x, out, norm=norm, residual=residual)
         if kernel == "gemm_recoded":
-            assert self.prompts is not None
-            written = dataclasses.replace(self.prompts, weights=recode(weight, self.prompts))
-            return gemm.multiply(written, x, out, norm=norm, residual=residual, pdl=False)
+            prompts = self.prompts
+            assert prompts is not None
+            written = dataclasses.replace(
+                prompts, write=lambda behind: recode(weight, prompts, behind=behind)
+            )
+            return gemm.multiply(written, x, out, norm=norm, residual=residual)
         if kernel == "cublas":
             return self._via_cublas(x, out, norm=norm, residual=residual)
         return MULTIPLY[kernel](weight, x, out, norm=norm, residual=residual)

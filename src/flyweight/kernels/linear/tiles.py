@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,9 @@ class TiledWeight:
     symmetric: bool = False  # codes are taken as signed
     # 16-bit tiles as untile.cu and vptq_decode.cu write them: for gemm.cu alone
     by_rows: bool = False
+    # makes `weights` for the product that is launched next: behind the kernel that packs x, while
+    # that one runs (True), or in front of it
+    write: Callable[[bool], Tensor] | None = None
     # int16 [in]: which input of x each column is for, where that is not their order (permuted.py)
     order: Tensor | None = None
     # Kernels loaded once, by rows and fusion: prompts launch from Python, and should not wait for

@@ -20,30 +20,37 @@ from flyweight.kernels.linear.tiles import TiledWeight, deinterleave
 from flyweight.tensors import FLOAT8, FLOAT8_MAX, quantize_float8_rows, quantize_int8_rows
 
 
-def untile(weight: TiledWeight, *, tiles: bool = False) -> Tensor:
+def untile(weight: TiledWeight, *, tiles: bool = False, behind: bool = False) -> Tensor:
     """The weight in its 16-bit type: row-major [out_features, in_features], or in `tiles` of that
-    type.
+    type. `behind`: the kernel before packs x for the product that reads this; both run at once.
     """
     matrix = weight.matrix
     units = matrix.tiles * matrix.blocks
     count = 1024 * units if tiles else matrix.weights
-    out = workspace.current(weight.weights.device).dequantized(count, weight.dtype)
-    kernel = _kernel(weight, "untile", {"IN_TILES": 1} if tiles else {})
-    kernel.launch(math.ceil(units / 8), 256, (weight.weights, weight.records, out))
+    here = workspace.current(weight.weights.device)
+    out = here.dequantized(count, weight.dtype, ahead=behind)
+    kernel = _kernel(weight, "untile", ({"IN_TILES": 1} if tiles else {}) | _behind(behind))
+    args = (weight.weights, weight.records, out)
+    kernel.launch(math.ceil(units / 8), 256, args, pdl=behind)
     return out if tiles else out.view(weight.out_features, weight.in_features)
 
 
-def recode(weight: TiledWeight, into: TiledWeight) -> Tensor:
+def recode(weight: TiledWeight, into: TiledWeight, *, behind: bool = False) -> Tensor:
     """The tiles of `weight` as those of `into`, whose format has 8-bit codes and whose outputs have
-    a scale each.
+    a scale each; `behind` as in `untile`.
     """
     matrix = weight.matrix
     units = matrix.tiles * matrix.blocks
-    out = workspace.current(weight.weights.device).dequantized(1024 * units, torch.uint8)
-    _kernel(weight, "recode", {"INTO": into.format.code}).launch(
-        math.ceil(units / 8), 256, (weight.weights, weight.records, into.channel_scale, out)
-    )
+    here = workspace.current(weight.weights.device)
+    out = here.dequantized(1024 * units, torch.uint8, ahead=behind)
+    args = (weight.weights, weight.records, into.channel_scale, out)
+    kernel = _kernel(weight, "recode", {"INTO": into.format.code} | _behind(behind))
+    kernel.launch(math.ceil(units / 8), 256, args, pdl=behind)
     return out
+
+
+def _behind(behind: bool) -> dict[str, int]:
+    return {"BEHIND": 1} if behind else {}
 
 
 def look_up(weight: TiledWeight, rows: Tensor, out: Tensor) -> None:

@@ -1,0 +1,108 @@
+"""Tables of what the options of serving cost in quality: 8-bit caches, heads, prompts and codebooks.
+
+`make results` puts them into docs/serve.md. Rows are those of kv_cache.py, ../needle.py,
+served_head.py, vptq_books.py and `flyweight eval MODEL MODEL --prompt-dtype …`; of rows of one kind
+the last one counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import table
+
+Row = dict[str, Any]
+
+
+def last_of(path: Path, keys: Sequence[str]) -> list[Row]:
+    """The last good row for each value of the keys, in the order in which these came first."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in table.read(path):
+        if row["bench"] == "quality" and row["status"] == "ok":
+            found[tuple(row.get(key) for key in keys)] = row
+    return list(found.values())
+
+
+def lines_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def name_of(row: Row) -> str:
+    """Of the model, without what its file is called by."""
+    return Path(row["model"]).name.removesuffix(".gguf")
+
+
+def compared(row: Row) -> tuple[str, str, str]:
+    """Change of perplexity, KL, and over how many tokens."""
+    error = 100 * row["log_ratio_error"]
+    change = f"{100 * math.expm1(row['log_ratio']):+.2f} ± {error:.2f} %"
+    return change, f"{row['kl']:.5f}", f"{row['tokens']:,}"
+
+
+def caches(folder: Path) -> str:
+    """Perplexity with keys and values in 8 bits, against a cache in the type of activations."""
+    rows = last_of(folder / "kv-cache.jsonl", ("model", "text", "kv_dtype"))
+    lines = [
+        (name_of(row), row["text"], row["kv_dtype"], *compared(row))
+        for row in sorted(rows, key=lambda row: (name_of(row), row["text"], row["kv_dtype"]))
+    ]
+    return lines_of(("model", "text", "cache", "perplexity", "KL", "tokens"), lines) if lines else ""
+
+
+def needles(folder: Path) -> str:
+    """Sentences found again in long texts."""
+    rows = last_of(folder / "needle.jsonl", ("model", "kv_dtype", "window"))
+    lengths = sorted({row["window"] for row in rows})
+    found = {(name_of(row), row["kv_dtype"], row["window"]): row["found"] for row in rows}
+    lines = []
+    for model, kv in dict.fromkeys(key[:2] for key in found):
+        cells = [found.get((model, kv, length)) for length in lengths]
+        lines.append((model, kv, *(f"{sum(one)} of {len(one)}" if one else "–" for one in cells)))
+    return lines_of(("model", "cache", *(f"{n:,} tokens" for n in lengths)), lines) if lines else ""
+
+
+def heads(folder: Path) -> str:
+    """By how much a head in fewer bits moves a quantized model further from its original."""
+    rows = last_of(folder / "heads.jsonl", ("model", "scheme", "head"))
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((name_of(row), row["scheme"]), {})[row["head"]] = row
+    kinds = [kind for kind in ("int8", "int4") if any(kind in one for one in found.values())]
+    lines = [
+        (*key, f"{one['stored']['kl']:.4f}")
+        + tuple(f"{100 * one[kind]['kl_growth']:+.2f} %" if kind in one else "–" for kind in kinds)
+        for key, one in sorted(found.items())
+    ]
+    return lines_of(("model", "scheme", "KL with its own head", *kinds), lines) if lines else ""
+
+
+def prompts(folder: Path) -> str:
+    """4-bit weights with prompts in 8 bits, against themselves."""
+    rows = last_of(folder / "prompts.jsonl", ("model", "scheme", "prompt_dtype"))
+    lines = [
+        (name_of(row), row["scheme"], row["prompt_dtype"], *compared(row))
+        for row in rows
+        if row.get("prompt_dtype")
+    ]
+    columns = ("model", "scheme", "prompts", "perplexity", "KL", "tokens")
+    return lines_of(columns, lines) if lines else ""
+
+
+def books(folder: Path) -> str:
+    """VPTQ with codebooks in 8 bits, against itself."""
+    rows = last_of(folder / "vptq-books.jsonl", ("model", "scheme"))
+    lines = [(name_of(row), row["scheme"], *compared(row)) for row in rows]
+    return lines_of(("model", "scheme", "perplexity", "KL", "tokens"), lines) if lines else ""
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "caches": caches,
+    "needles": needles,
+    "heads": heads,
+    "prompts": prompts,
+    "books": books,
+}
